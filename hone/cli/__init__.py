@@ -1,0 +1,1 @@
+"""How you call it: one file a command group."""

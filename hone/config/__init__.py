@@ -1,0 +1,1 @@
+"""What a run is: the typed tree, presets, loading and explaining."""

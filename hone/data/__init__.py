@@ -1,0 +1,1 @@
+"""What goes in: batches, trajectories, datasets, chat rendering, samplers and task makers."""

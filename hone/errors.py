@@ -1,0 +1,91 @@
+"""User-facing errors: one message that says what is wrong, why it matters and how to fix it.
+
+Raise :class:`HoneError` (or one of its kinds) for a mistake that the user can mend. The command line prints the message
+and exits with code 2; ``--debug`` shows the traceback. A bug in Hone itself should raise an ordinary Python exception.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HoneError(Exception):
+    """A mistake the user can mend.
+
+    Args:
+        what: what is wrong, with numbers and names ("ppo_mini_batch_size=48 does not divide train_batch_size=64").
+        why: why it matters ("the last mini-batch would weigh its samples more").
+        fix: the exact remedy ("actor_rollout_ref.actor.ppo_mini_batch_size=32").
+        code: a stable identifier that documentation can index ("R13", "E-data-column").
+        where: the key, file or row concerned.
+    """
+
+    code = "E-user"
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", code: str | None = None, where: str = "") -> None:
+        self.what, self.why, self.fix, self.where = what, why, fix, where
+        self.code = code or type(self).code
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """Return the message as shown to the user: ``CODE where: what. why. Fix: ...``"""
+        head = f"{self.code} {self.where}: {self.what}" if self.where else f"{self.code}: {self.what}"
+        lines = [head]
+        if self.why:
+            lines.append(f"  Why it matters: {self.why}")
+        if self.fix:
+            lines.append(f"  Fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigError(HoneError):
+    """A key, a value or a combination of values is wrong."""
+
+    code = "E-config"
+
+
+class DataError(HoneError):
+    """A dataset file, column or row is wrong."""
+
+    code = "E-data"
+
+
+class ModelError(HoneError):
+    """A model directory, tokenizer or adapter is wrong."""
+
+    code = "E-model"
+
+
+class RewardError(HoneError):
+    """A reward function cannot be loaded, or fails more than the run tolerates."""
+
+    code = "E-reward"
+
+
+class GenerationError(HoneError):
+    """A generation request cannot be served."""
+
+    code = "E-generation"
+
+
+class CheckpointError(HoneError):
+    """A checkpoint cannot be written or read."""
+
+    code = "E-checkpoint"
+
+
+class InvariantError(HoneError):
+    """An always-on invariant of training is broken; the numbers of the run can no longer be trusted."""
+
+    code = "D-invariant"
+
+
+def did_you_mean(name: str, known: Iterable[str], *, limit: int = 3) -> str:
+    """Return ``"Did you mean a, b?"`` for the names nearest to ``name``, or the list of all when none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=limit, cutoff=0.5)
+    if near:
+        return f"Did you mean {', '.join(near)}?"
+    shown = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
+    return f"Known: {shown}" if known else "Nothing is registered."

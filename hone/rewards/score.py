@@ -1,0 +1,23 @@
+"""The outcome of scoring one response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Score:
+    """What a scorer said of one response.
+
+    Attributes:
+        total: the reward.
+        terms: named numeric parts of it, each logged as ``reward/<name>/mean`` (for example ``acc``, ``format``).
+        extra: anything else the scorer returned (for example ``pred``, used by maj@n), kept with the sample.
+        error: why scoring failed, or None. A failed score has total 0, is counted in ``reward/error_rate`` and shown.
+    """
+
+    total: float
+    terms: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None

@@ -1,0 +1,1 @@
+"""The programs: rl and sft."""

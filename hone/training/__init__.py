@@ -1,0 +1,1 @@
+"""How weights change: model loading, packing, LoRA, optimizer and checkpoints."""
