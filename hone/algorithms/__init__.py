@@ -1,1 +1,42 @@
-"""The mathematics: advantages, policy losses, value loss, KL and aggregation, as pure functions of tensors and plain numbers."""
+"""The mathematics: advantages, policy losses, value loss, KL and aggregation, as pure functions of tensors and plain numbers.
+
+>>> import torch
+>>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # two answers to one prompt, the first one right
+>>> advantages, _ = advantage_estimators.get("grpo")(rewards, torch.ones(2, 2), group_ids=["a", "a"])
+>>> [round(x, 3) for x in advantages[:, 0].tolist()]
+[0.707, -0.707]
+"""
+
+from hone.algorithms.advantages import AdvantageEstimator, advantage_estimators
+from hone.algorithms.aggregate import AGGREGATION_MODES, aggregate_loss
+from hone.algorithms.kl import KL_KINDS, apply_kl_penalty, kl_penalty
+from hone.algorithms.kl_controller import AdaptiveKLController, FixedKLController, KLController, kl_controller
+from hone.algorithms.logits import chunked_log_probs, entropy_from_logits, token_log_probs
+from hone.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from hone.algorithms.policy_loss import PolicyLoss, TokenLoss, policy_losses
+from hone.algorithms.value import value_loss
+
+__all__ = [
+    "AGGREGATION_MODES",
+    "KL_KINDS",
+    "AdaptiveKLController",
+    "AdvantageEstimator",
+    "FixedKLController",
+    "KLController",
+    "PolicyLoss",
+    "TokenLoss",
+    "advantage_estimators",
+    "aggregate_loss",
+    "apply_kl_penalty",
+    "chunked_log_probs",
+    "entropy_from_logits",
+    "kl_controller",
+    "kl_penalty",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "policy_losses",
+    "token_log_probs",
+    "value_loss",
+]

@@ -1,0 +1,93 @@
+"""Per-token estimates of KL(policy || reference) from the log-probs of sampled tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.masked import masked_mean, where_mask
+from hone.errors import ConfigError, did_you_mean
+
+LOG_RATIO_LIMIT = 20.0
+K3_LIMIT = 10.0
+
+
+def _k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    return log_probs - ref_log_probs
+
+
+def _abs(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    return (log_probs - ref_log_probs).abs()
+
+
+def _k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+def _k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    gap = (ref_log_probs - log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (torch.expm1(gap) - gap).clamp(max=K3_LIMIT)
+
+
+_ESTIMATORS = {"k1": _k1, "kl": _k1, "abs": _abs, "k2": _k2, "mse": _k2, "k3": _k3, "low_var_kl": _k3}
+
+KL_KINDS = tuple(name + suffix for name in _ESTIMATORS for suffix in ("", "+"))
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """Estimate the KL divergence at each token (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+
+    With ``d = log_probs - ref_log_probs``:
+
+    ===================  =============================================================================================
+    ``k1``, ``kl``       d: unbiased, noisy, may be negative. As a loss its expected gradient is 0.
+    ``abs``              |d|
+    ``k2``, ``mse``      d^2 / 2: biased, low variance; as a loss it has the gradient of the true KL.
+    ``k3``, ``low_var_kl``  exp(-d) - 1 + d: unbiased, low variance, never negative; capped at 10 (no gradient there).
+    ===================  =============================================================================================
+
+    A ``+`` at the end of a name keeps the value and takes the gradient of ``k2`` (straight-through).
+
+    Args:
+        log_probs: of the policy, any shape.
+        ref_log_probs: of the reference, same shape; a constant.
+        kind: one of :data:`KL_KINDS`.
+
+    Raises:
+        ConfigError: unknown kind.
+    """
+    base = _ESTIMATORS.get(kind.removesuffix("+"))
+    if base is None:
+        raise ConfigError(f"unknown KL estimator '{kind}'", fix=did_you_mean(kind, KL_KINDS))
+    value = base(log_probs, ref_log_probs)
+    if not kind.endswith("+"):
+        return value
+    gradient = _k2(log_probs, ref_log_probs)
+    return gradient - gradient.detach() + value.detach()
+
+
+def apply_kl_penalty(
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
+    kl_coef: float,
+    kind: str = "kl",
+) -> tuple[Tensor, Tensor]:
+    """Charge every sampled token for its distance to the reference: ``rewards = scores - kl_coef x KL``.
+
+    Args:
+        token_level_scores: ``[B, T]``.
+        old_log_probs: of the policy that sampled, ``[B, T]``.
+        ref_log_probs: of the reference, ``[B, T]``.
+        response_mask: ``[B, T]``.
+        kl_coef: coefficient, from a KL controller.
+        kind: see :func:`kl_penalty`.
+
+    Returns:
+        token rewards ``[B, T]`` (0 outside the mask), and the mean KL, which the controller is updated with: the mean over
+        sequences (those with a selected token) of the mean over their tokens.
+    """
+    penalty = where_mask(kl_penalty(old_log_probs, ref_log_probs, kind), response_mask)
+    rewards = where_mask(token_level_scores - kl_coef * penalty, response_mask)
+    return rewards, masked_mean(masked_mean(penalty, response_mask, dim=-1), response_mask.sum(dim=-1) > 0)

@@ -1,0 +1,88 @@
+"""The coefficient of the KL penalty in the reward: constant, or steered towards a target."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hone.errors import ConfigError, did_you_mean
+
+
+class KLController(Protocol):
+    """Holds ``coef``; :meth:`update` is called once a step."""
+
+    coef: float
+
+    def update(self, kl: float, n_steps: int) -> None:
+        """Take note of the step's mean KL over ``n_steps`` sequences."""
+        ...
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+        ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint."""
+        ...
+
+
+class FixedKLController:
+    """A constant coefficient."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, kl: float, n_steps: int) -> None:
+        """Change nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing to restore: the coefficient is the configuration's, also after a resume."""
+
+
+class AdaptiveKLController(FixedKLController):
+    """A coefficient that rises while the KL is above its target and falls while it is below.
+
+    ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon`` (Ziegler et al. 2019, arXiv:1909.08593, eq. 8).
+
+    Args:
+        coef: first coefficient.
+        target: KL aimed at.
+        horizon: sequences over which the coefficient moves by at most 20 %.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: int) -> None:
+        if target <= 0 or horizon <= 0:
+            raise ConfigError(
+                f"the adaptive KL controller needs target_kl > 0 and horizon > 0, got {target} and {horizon}",
+                where="algorithm.kl_ctrl",
+                fix="algorithm.kl_ctrl.target_kl=0.1 algorithm.kl_ctrl.horizon=10000",
+            )
+        super().__init__(coef)
+        self.target, self.horizon = target, horizon
+
+    def update(self, kl: float, n_steps: int) -> None:
+        """Move the coefficient by the step's mean ``kl`` over ``n_steps`` sequences."""
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * n_steps / self.horizon
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on with the coefficient reached."""
+        self.coef = state["coef"]
+
+
+def kl_controller(type: str, kl_coef: float, target_kl: float = 0.1, horizon: int = 10000) -> KLController:
+    """Build the controller of ``algorithm.kl_ctrl``.
+
+    Raises:
+        ConfigError: unknown type, or a target or horizon that is not positive.
+    """
+    if type == "fixed":
+        return FixedKLController(kl_coef)
+    if type == "adaptive":
+        return AdaptiveKLController(kl_coef, target_kl, horizon)
+    raise ConfigError(
+        f"unknown KL controller '{type}'", where="algorithm.kl_ctrl.type", fix=did_you_mean(type, ["fixed", "adaptive"])
+    )

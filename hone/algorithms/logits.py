@@ -1,0 +1,166 @@
+"""Log-probabilities and entropies of tokens, computed without ever holding the whole ``[N, V]`` table of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def token_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-prob of each target under ``softmax(logits / temperature)``, in float32 or better.
+
+    Args:
+        logits: ``[..., V]``, any float dtype.
+        targets: ``[...]`` token ids.
+        temperature: above 0.
+    """
+    scaled = _wide(logits) / temperature
+    return scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy in nats of ``softmax(logits)`` along the last dimension, in float32 or better; logits may be -inf."""
+    log_probs = _wide(logits).log_softmax(-1)
+    probs = log_probs.exp()
+    return -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(-1)
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    with_entropy: bool = False,
+    chunk_size: int = 2048,
+) -> tuple[Tensor, Tensor | None]:
+    """Project hidden states onto the vocabulary, ``chunk_size`` rows at a time, and keep only what is asked.
+
+    Equal in value and gradient to ``token_log_probs(hidden @ weight.T + bias, targets, temperature)``. Neither the forward nor
+    the backward pass holds vocabulary-sized rows of more than one chunk: the backward pass computes a chunk's logits
+    again. The projection runs in the dtype of its inputs (autocast respected), the softmax in float32.
+
+    Args:
+        hidden: ``[N, H]``.
+        weight: ``[V, H]``, the output embedding.
+        targets: ``[N]`` token ids.
+        bias: ``[V]`` or None.
+        temperature: logits are divided by it; above 0.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` first (Gemma 2).
+        with_entropy: also return the entropy of each row's distribution.
+        chunk_size: rows whose logits exist at once.
+
+    Returns:
+        log-probs ``[N]`` and entropies ``[N]`` (None unless asked for), float32, both differentiable.
+    """
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        compute = torch.get_autocast_dtype(device_type)
+        hidden, weight = hidden.to(compute), weight.to(compute)
+        bias = None if bias is None else bias.to(compute)
+    log_probs, entropy = _ChunkedLogProbs.apply(
+        hidden, weight, targets, bias, temperature, softcap, with_entropy, chunk_size
+    )
+    return log_probs, entropy if with_entropy else None
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """Forward keeps two numbers a row (log-sum-exp, entropy); backward recomputes the logits chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        softcap: float | None,
+        with_entropy: bool,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        rows = len(hidden)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs, log_sum, entropy = (torch.zeros(rows, dtype=wide, device=hidden.device) for _ in range(3))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, rows, chunk_size):
+                part = slice(start, start + chunk_size)
+                logits = _logits(hidden[part], weight, bias, softcap).div_(temperature)
+                log_sum[part] = logits.logsumexp(-1)
+                log_probs[part] = logits.gather(-1, targets[part, None])[:, 0] - log_sum[part]
+                if with_entropy:
+                    logits.sub_(log_sum[part, None])
+                    entropy[part] = -(logits.exp() * logits.clamp_(min=torch.finfo(wide).min)).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, bias, log_sum, entropy)
+        ctx.settings = (temperature, softcap, with_entropy, chunk_size)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, bias, log_sum, entropy = ctx.saved_tensors
+        temperature, softcap, with_entropy, chunk_size = ctx.settings
+        wants_hidden, wants_weight, _, wants_bias = ctx.needs_input_grad[:4]
+        wide = log_sum.dtype
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), chunk_size):
+                part = slice(start, start + chunk_size)
+                logits = _logits(hidden[part], weight, bias, softcap)
+                # d softcap(x) / dx = 1 - (softcap(x) / softcap)^2
+                slope = None if softcap is None else (logits / softcap).square_().neg_().add_(1.0)
+                log_p = logits.div_(temperature).sub_(log_sum[part, None])
+                probs = log_p.exp()
+                # d log p_target / dz_j = [j = target] - p_j,  d entropy / dz_j = -p_j (log p_j + entropy)
+                if with_entropy:
+                    grad = (
+                        log_p.clamp_(min=torch.finfo(wide).min)
+                        .add_(entropy[part, None])
+                        .mul_(-grad_entropy[part, None])
+                    )
+                    grad.sub_(grad_log_probs[part, None]).mul_(probs)
+                else:
+                    grad = probs.mul_(-grad_log_probs[part, None])
+                grad.scatter_add_(-1, targets[part, None], grad_log_probs[part, None])
+                grad.div_(temperature)
+                if slope is not None:
+                    grad.mul_(slope)
+                if grad_bias is not None:
+                    grad_bias.add_(grad.sum(0))
+                grad = grad.to(weight.dtype)
+                if grad_hidden is not None:
+                    torch.mm(grad, weight, out=grad_hidden[part])
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad.t(), hidden[part])
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None,
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    logits = _wide(torch.nn.functional.linear(hidden, weight, bias))
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``; in place where the dtypes allow it."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

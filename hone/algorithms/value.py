@@ -1,0 +1,49 @@
+"""The critic's loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.aggregate import aggregate_loss
+from hone.algorithms.masked import masked_mean, where_mask
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    old_values: Tensor,
+    response_mask: Tensor,
+    *,
+    cliprange_value: float = 0.5,
+    loss_agg_mode: str = "token-mean",
+    **counts: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the squared error against the returns, pessimistic about moves beyond ``old_values +- cliprange_value``.
+
+    ``0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)``, as in the published PPO code (baselines' ppo2).
+
+    Args:
+        values: predictions that are trained, ``[B, T]``.
+        returns: targets, ``[B, T]``.
+        old_values: predictions before this step's updates, ``[B, T]``.
+        response_mask: ``[B, T]``.
+        cliprange_value: c above.
+        loss_agg_mode: see :func:`~hone.algorithms.aggregate.aggregate_loss`.
+        **counts: its ``batch_num_tokens``, ``global_batch_size``, ``loss_scale_factor``, ``dp_size``.
+
+    Returns:
+        the scalar loss, and ``critic/vf_clipfrac`` and ``critic/vpred_mean``, means over the mask.
+    """
+    new, target, old = (where_mask(x, response_mask) for x in (values, returns.detach(), old_values.detach()))
+    near = torch.maximum(torch.minimum(new, old + cliprange_value), old - cliprange_value)
+    free, clipped = (new - target).square(), (near - target).square()
+    loss = aggregate_loss(0.5 * torch.maximum(free, clipped), response_mask, loss_agg_mode, **counts)
+    with torch.no_grad():
+        metrics = {
+            "critic/vf_clipfrac": masked_mean((clipped > free).to(new.dtype), response_mask),
+            "critic/vpred_mean": masked_mean(new, response_mask),
+        }
+    return loss, metrics
