@@ -1,0 +1,256 @@
+"""The table of every metric. ``docs/metrics.md`` is generated from it.
+
+Names follow the ecosystem. ``<x>`` in a name stands for any text, ``<n>`` for a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reduction(Enum):
+    """How several values of one step become one number."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    """Weighted by tokens or sequences, whichever the caller gives."""
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """The declaration of one metric.
+
+    Attributes:
+        name: exact name, or a pattern with ``<placeholders>``.
+        unit: what one unit of the value is.
+        reduction: how values of one step are combined.
+        meaning: what it says, in a sentence.
+        alarm: when to look, and at what first; empty when no value is alarming by itself.
+    """
+
+    name: str
+    unit: str
+    reduction: Reduction
+    meaning: str
+    alarm: str = ""
+
+
+_SUM, _MEAN, _MAX, _MIN, _LAST = Reduction.SUM, Reduction.MEAN, Reduction.MAX, Reduction.MIN, Reduction.LAST
+
+
+def _spread(name: str, unit: str, meaning: str, alarm: str = "") -> tuple[MetricSpec, ...]:
+    """Mean, largest and smallest value of one quantity."""
+    return (
+        MetricSpec(f"{name}/mean", unit, _MEAN, f"{meaning}: mean.", alarm),
+        MetricSpec(f"{name}/max", unit, _MAX, f"{meaning}: largest."),
+        MetricSpec(f"{name}/min", unit, _MIN, f"{meaning}: smallest."),
+    )
+
+
+_TRAINING = (
+    MetricSpec("training/global_step", "steps", _LAST, "Number of the step, counted from 1; 0 is before training."),
+    MetricSpec("training/epoch", "epochs", _LAST, "Pass over the training data that the step's prompts belong to."),
+    MetricSpec(
+        "training/staleness",
+        "updates",
+        _MAX,
+        "Weight versions between sampling and training, the largest of the batch; 0 is on-policy.",
+        "above the staleness bound of the run",
+    ),
+    MetricSpec(
+        "training/rollout_probs_diff_mean",
+        "probability",
+        _MEAN,
+        "|p(engine) - p(trainer)| of the sampled tokens: mean.",
+        "> 0.005 look, > 0.01 act: dtype, stale weights, truncated sampling",
+    ),
+    MetricSpec("training/rollout_probs_diff_max", "probability", _MAX, "|p(engine) - p(trainer)|: largest."),
+    MetricSpec(
+        "training/rollout_log_probs_diff_mean",
+        "nats",
+        _MEAN,
+        "|log p(engine) - log p(trainer)| of the sampled tokens: mean.",
+        "a rise over the run: stale weights",
+    ),
+    MetricSpec("training/rollout_log_probs_diff_max", "nats", _MAX, "|log p(engine) - log p(trainer)|: largest."),
+)
+
+_ACTOR = (
+    MetricSpec(
+        "actor/pg_loss",
+        "loss",
+        _MEAN,
+        "Policy loss, mean over the updates of the step. About 0 is expected on-policy with normalised advantages; "
+        "read the reward and the gradient norm instead.",
+    ),
+    MetricSpec(
+        "actor/pg_clipfrac",
+        "share of tokens",
+        _MEAN,
+        "Tokens whose ratio was clipped.",
+        "> 0.5: lower the learning rate or the number of updates a batch",
+    ),
+    MetricSpec("actor/pg_clipfrac_lower", "share of tokens", _MEAN, "Tokens at the dual-clip bound."),
+    MetricSpec(
+        "actor/ppo_kl",
+        "nats",
+        _MEAN,
+        "KL from the policy that sampled to the policy now, estimated as old minus new log-prob.",
+        "> 0.1: updates are too large",
+    ),
+    MetricSpec("actor/kl_loss", "nats", _MEAN, "KL to the reference policy as used in the loss."),
+    MetricSpec("actor/kl_coef", "weight", _LAST, "Weight of the KL term in the loss."),
+    MetricSpec(
+        "actor/entropy",
+        "nats",
+        _MEAN,
+        "Entropy of the next-token distribution over response tokens.",
+        "a fall of more than half within 100 steps: lower the learning rate",
+    ),
+    MetricSpec("actor/entropy_loss", "nats", _MEAN, "Entropy as it enters the loss, aggregated like the policy loss."),
+    MetricSpec("actor/loss", "loss", _MEAN, "What was minimised: policy loss, KL term and entropy bonus together."),
+    MetricSpec(
+        "actor/grad_norm",
+        "norm",
+        _MEAN,
+        "Norm of the policy's gradient before clipping, mean over the updates.",
+        "exactly 0 for two steps: nothing learns; spikes: a bad sample or an engine mismatch",
+    ),
+    MetricSpec("actor/lr", "rate", _LAST, "Learning rate of the policy at the last update."),
+    MetricSpec("actor/reward_kl_penalty", "nats", _MEAN, "KL to the reference policy, as subtracted from the reward."),
+    MetricSpec("actor/reward_kl_penalty_coeff", "weight", _LAST, "Weight of the KL in the reward."),
+    MetricSpec(
+        "actor/first_ratio_max_abs_log",
+        "nats",
+        _MAX,
+        "Largest |log ratio| on the first update of the step; 0 when trainer and rollout agree exactly.",
+        "> 1e-3 in float32, > 0.05 in bfloat16: tokens, masks or temperatures do not line up",
+    ),
+)
+
+_CRITIC = (
+    *_spread("critic/score", "reward", "Sequence score before the KL penalty"),
+    *_spread("critic/rewards", "reward", "Sequence reward after the KL penalty"),
+    *_spread("critic/advantages", "reward", "Advantage of response tokens"),
+    *_spread("critic/returns", "reward", "Return of response tokens"),
+    *_spread("critic/values", "reward", "Value predicted for response tokens"),
+    MetricSpec("critic/vf_loss", "loss", _MEAN, "Value loss, mean over the updates of the step."),
+    MetricSpec("critic/vf_clipfrac", "share of tokens", _MEAN, "Tokens whose value change was clipped."),
+    MetricSpec("critic/vpred_mean", "reward", _MEAN, "Mean value prediction during the update."),
+    MetricSpec("critic/grad_norm", "norm", _MEAN, "Norm of the critic's gradient before clipping."),
+    MetricSpec("critic/lr", "rate", _LAST, "Learning rate of the critic at the last update."),
+    MetricSpec(
+        "critic/vf_explained_var",
+        "share",
+        _MEAN,
+        "1 - Var(returns - values) / Var(returns); 1 is a perfect critic.",
+        "< 0 after warm-up: the critic is worse than a constant; change its learning rate first",
+    ),
+)
+
+_SAMPLES = (
+    *_spread("response_length", "tokens", "Response length"),
+    MetricSpec(
+        "response_length/clip_ratio",
+        "share of responses",
+        _MEAN,
+        "Responses that reached the token limit.",
+        "> 0.1 look, > 0.3 act: raise data.max_response_length",
+    ),
+    *_spread("prompt_length", "tokens", "Prompt length, chat template included"),
+    MetricSpec("prompt_length/clip_ratio", "share of prompts", _MEAN, "Prompts that fill data.max_prompt_length."),
+    MetricSpec("rollout/stop_reason/<reason>", "share of responses", _MEAN, "Responses that ended for this reason."),
+    MetricSpec(
+        "reward/error_rate",
+        "share of responses",
+        _MEAN,
+        "Responses whose scoring raised, timed out or returned nonsense; they count as reward 0.",
+        "> 0: read the first traceback in the log",
+    ),
+    MetricSpec("reward/timeout_rate", "share of responses", _MEAN, "Responses whose scoring ran out of time."),
+    MetricSpec(
+        "reward/zero_std_group_ratio",
+        "share of groups",
+        _MEAN,
+        "Groups whose rewards are all equal; they teach group estimators nothing.",
+        "> 0.5 look, > 0.8 act: tasks too easy or too hard, or groups too small",
+    ),
+    MetricSpec("reward/<term>/mean", "reward", _MEAN, "A named term that the reward function returned: mean."),
+    MetricSpec(
+        "invariant/<id>",
+        "count",
+        _SUM,
+        "Tolerated violations of an always-on invariant, e.g. `invariant/D-ratio`; each is explained in the log.",
+        "> 0",
+    ),
+)
+
+_TIME = (
+    MetricSpec("timing_s/<stage>", "s", _SUM, "Wall time of a stage of the step; `step` is all of it."),
+    MetricSpec("timing_per_token_ms/<stage>", "ms", _MEAN, "Wall time of a stage over the tokens it handled."),
+    MetricSpec("perf/total_num_tokens", "tokens", _SUM, "Prompt and response tokens of the step."),
+    MetricSpec("perf/time_per_step", "s", _SUM, "Wall time of the step."),
+    MetricSpec("perf/throughput", "tokens/s/device", _LAST, "perf/total_num_tokens over wall time and devices."),
+    MetricSpec(
+        "perf/driver_overhead_ratio",
+        "share of time",
+        _LAST,
+        "Wall time that is neither generation, scoring, forward nor backward.",
+        "> 0.05",
+    ),
+    MetricSpec("perf/cpu_memory_used_gb", "GB", _MAX, "Resident memory of the process."),
+    MetricSpec("perf/max_memory_allocated_gb", "GB", _MAX, "Most device memory allocated so far."),
+)
+
+_VALIDATION = (
+    MetricSpec(
+        "val-core/<data_source>/<metric>/mean@<n>",
+        "score",
+        _LAST,
+        "The number to watch: mean score on held-out problems with n responses each. The metric is `acc` where the "
+        "scorer returns one, else `reward`.",
+    ),
+    MetricSpec("val-core/<data_source>/<metric>/best@<n>/mean", "score", _LAST, "Expected best of all n responses."),
+    MetricSpec("val-core/<data_source>/<metric>/maj@<n>/mean", "score", _LAST, "Score of the majority answer of n."),
+    MetricSpec("val-aux/<data_source>/<metric>/mean@<n>", "score", _LAST, "As in val-core, for the other metrics."),
+    MetricSpec(
+        "val-aux/<data_source>/<metric>/std@<n>",
+        "score",
+        _LAST,
+        "Standard deviation (population) among the n responses to one problem, averaged over problems.",
+    ),
+    MetricSpec("val-aux/<data_source>/<metric>/best@<n>/mean", "score", _LAST, "Expected best of n drawn responses."),
+    MetricSpec("val-aux/<data_source>/<metric>/worst@<n>/mean", "score", _LAST, "Expected worst of n drawn responses."),
+    MetricSpec(
+        "val-aux/<data_source>/<metric>/maj@<n>/mean", "score", _LAST, "Score of the majority answer of n drawn."
+    ),
+    MetricSpec("val-aux/response_length/mean", "tokens", _MEAN, "Length of validation responses: mean."),
+    MetricSpec("val-aux/response_length/clip_ratio", "share of responses", _MEAN, "Validation responses cut short."),
+    MetricSpec("val-aux/reward/error_rate", "share of responses", _MEAN, "Validation responses that failed to score."),
+)
+
+_SFT = (
+    MetricSpec("train/loss", "nats", _MEAN, "SFT: cross-entropy a trained token, weighted by tokens."),
+    MetricSpec("train/grad_norm", "norm", _MEAN, "SFT: gradient norm before clipping."),
+    MetricSpec("train/lr", "rate", _LAST, "SFT: learning rate of the update."),
+    MetricSpec("train/tokens", "tokens", _SUM, "SFT: tokens that carry loss in the update."),
+    MetricSpec("val/loss", "nats", _MEAN, "SFT: cross-entropy a trained token on held-out conversations."),
+)
+
+GROUPS: dict[str, tuple[MetricSpec, ...]] = {
+    "Training": _TRAINING,
+    "Policy": _ACTOR,
+    "Rewards, advantages and critic": _CRITIC,
+    "Samples": _SAMPLES,
+    "Time and memory": _TIME,
+    "Validation": _VALIDATION,
+    "Supervised fine-tuning": _SFT,
+}
+"""The table in sections, as documented."""
+
+METRICS: tuple[MetricSpec, ...] = tuple(spec for group in GROUPS.values() for spec in group)
+"""Every metric."""

@@ -1,0 +1,115 @@
+"""The terminal: a live progress line, or one plain line a step when the output is not a terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from hone.insight.trackers.base import TRACKERS, RunInfo
+
+_FIELDS = (
+    ("reward", ("critic/rewards/mean",), ".3f"),
+    ("loss", ("train/loss",), ".4f"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e"),
+    ("length", ("response_length/mean",), ".0f"),
+    ("entropy", ("actor/entropy",), ".2f"),
+    ("lr", ("train/lr",), ".1e"),
+    ("val loss", ("val/loss",), ".4f"),
+    ("tokens/s", ("perf/throughput",), ",.0f"),
+)
+"""Label, the first of these metrics that is there, format."""
+
+_PACE_WINDOW = 20
+"""Steps whose pace the ETA is taken from."""
+
+
+@TRACKERS.register("console")
+class ConsoleTracker:
+    """Shows step, reward, KL, length, tokens/s and ETA; validation results stay as lines above.
+
+    Args:
+        info: the run.
+        console: where to write; None means standard output.
+    """
+
+    def __init__(self, info: RunInfo, console: Console | None = None) -> None:
+        self._total = info.total_steps
+        self._console = console or Console()
+        self._times: deque[tuple[int, float]] = deque(maxlen=_PACE_WINDOW)
+        self._shown: dict[str, str] = {}
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=18),
+                TextColumn("{task.fields[summary]}"),
+                TimeElapsedColumn(),
+                console=self._console,
+                refresh_per_second=4,
+                transient=True,
+            )
+            self._task = self._progress.add_task("", total=self._total, summary="")
+            self._progress.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step."""
+        self._times.append((step, time.monotonic()))
+        self._shown.update(summarise(metrics))
+        line = "  ".join(f"{label} {value}" for label, value in self._shown.items())
+        eta = self._eta(step)
+        validation = [f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("val-core/")]
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, summary=f"{line}  ETA {eta}")
+            if validation:
+                self._progress.print(f"[bold]step {step}[/bold]  " + "  ".join(validation), highlight=False)
+        else:
+            self._line("  ".join([f"step {step}/{self._total}", *([line] if line else []), *validation, f"ETA {eta}"]))
+
+    def finish(self, status: str) -> None:
+        """End the live line, and say how the run ended with the last numbers."""
+        if self._progress is not None:
+            self._progress.stop()
+        last = self._times[-1][0] if self._times else 0
+        line = "  ".join(f"{label} {value}" for label, value in self._shown.items())
+        self._line(f"{status} at step {last}/{self._total}" + (f"  {line}" if line else ""))
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _eta(self, step: int) -> str:
+        (first, begun), (last, now) = self._times[0], self._times[-1]
+        if last <= first:
+            return "-:--"
+        return clock((self._total - step) * (now - begun) / (last - first))
+
+
+def summarise(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The few numbers worth a place in the progress line, by label.
+
+    >>> summarise({"critic/rewards/mean": 0.5, "perf/throughput": 1234.5, "actor/lr": 1e-6})
+    {'reward': '0.500', 'tokens/s': '1,234'}
+    """
+    shown = {}
+    for label, names, style in _FIELDS:
+        name = next((name for name in names if name in metrics), None)
+        if name is not None:
+            shown[label] = format(metrics[name], style)
+    return shown
+
+
+def clock(seconds: float) -> str:
+    """Seconds as ``m:ss`` or ``h:mm:ss``.
+
+    >>> clock(75), clock(3671)
+    ('1:15', '1:01:11')
+    """
+    whole = max(0, math.ceil(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,67 @@
+"""MLflow. ``MLFLOW_TRACKING_URI`` names the server; without it, a local store in ``<run>/mlruns``."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hone.insight.trackers.base import TRACKERS, RunInfo, require
+
+_BATCH = 1000  # most metrics, and _PARAMS most parameters, that one MLflow request takes
+_PARAMS = 100
+_LONGEST_VALUE = 6000
+
+
+@TRACKERS.register("mlflow")
+class MlflowTracker:
+    """One MLflow run a run directory; a resumed run continues it. Metric names lose what MLflow forbids (``@``, ``:``)."""
+
+    def __init__(self, info: RunInfo) -> None:
+        mlflow = require("mlflow", tracker="mlflow")
+        self._entities = mlflow.entities
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or (info.run_dir.path.absolute() / "mlruns").as_uri()
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        identity = info.run_dir.tracker_id("mlflow")
+        if identity is None:
+            experiment = self._client.get_experiment_by_name(info.project)
+            number = experiment.experiment_id if experiment else self._client.create_experiment(info.project)
+            identity = self._client.create_run(number, run_name=info.experiment).info.run_id
+            params = [mlflow.entities.Param(name, value) for name, value in _flatten(info.config())]
+            for start in range(0, len(params), _PARAMS):
+                self._client.log_batch(identity, params=params[start : start + _PARAMS])
+            info.run_dir.set_tracker_id("mlflow", identity)
+        else:
+            self._client.set_terminated(identity, status="RUNNING")
+        self._identity = identity
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log all metrics of a step."""
+        now = int(time.time() * 1000)
+        entries = [self._entities.Metric(metric_key(name), value, now, step) for name, value in metrics.items()]
+        for start in range(0, len(entries), _BATCH):
+            self._client.log_batch(self._identity, metrics=entries[start : start + _BATCH])
+
+    def finish(self, status: str) -> None:
+        """Close the run as FINISHED, KILLED (interrupted) or FAILED."""
+        states = {"finished": "FINISHED", "interrupted": "KILLED"}
+        self._client.set_terminated(self._identity, status=states.get(status, "FAILED"))
+
+
+def metric_key(name: str) -> str:
+    """A metric name in the characters that MLflow allows.
+
+    >>> metric_key("val-core/openai/gsm8k/acc/mean@4")
+    'val-core/openai/gsm8k/acc/mean_at_4'
+    """
+    return re.sub(r"[^\w\-. /]", "_", re.sub(r"/{2,}", "/", name.replace("@", "_at_")))
+
+
+def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield metric_key(prefix), str(tree)[:_LONGEST_VALUE]
