@@ -1,8 +1,8 @@
 """Keep secrets out of what a run writes: command lines and configs are shared more often than one thinks.
 
 A value is hidden when it is assigned to a name that means a credential (``api_key``, ``hf_token``, ``password``,
-``secret``), or when it looks like one (``hf_...``, ``sk-...``, ``https://user:password@host``). Ordinary keys of a training
-config, such as ``max_token_len``, ``pad_token``, ``prompt_key`` and ``reward_fn_key``, stay.
+``secret``), or when it looks like one (``hf_...``, ``sk-...``, ``https://user:password@host``). Ordinary keys of a
+training config, such as ``max_token_len``, ``pad_token``, ``prompt_key`` and ``reward_fn_key``, stay.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _LOOKS_SECRET = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[opsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})\b"
 )
 _USERINFO = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]+(?=@)")
-_ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)(?P<sign>['\"]?\s*[=:]\s*)(?P<value>'[^']*'|\"[^\"]*\"|[^\s,}\]'\"]+)")
+_NAME = re.compile(r"(?P<name>[\w.-]+)['\"]?\s*[=:]\s*")
+_VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s,}\]]+")
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a value assigned to ``name`` (a key path, an option or an environment variable) is a credential.
 
-    >>> [is_secret_name(n) for n in ("reward.api_key", "HF_TOKEN", "--password", "token", "data.prompt_key", "pad_token")]
-    [True, True, True, True, False, False]
+    >>> [is_secret_name(n) for n in ("reward.api_key", "HF_TOKEN", "--password", "prompt_key", "pad_token")]
+    [True, True, True, False, False]
     """
     last = re.split(r"[./]", name.strip("+~'\" "))[-1]
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", last)]
@@ -54,18 +55,26 @@ def is_secret_name(name: str) -> bool:
     )
 
 
+def redact_value(text: str) -> str:
+    """Hide what looks like a credential inside ``text``."""
+    return _USERINFO.sub(HIDDEN, _LOOKS_SECRET.sub(HIDDEN, text))
+
+
 def redact_text(text: str) -> str:
-    """Hide what looks like a credential, and every value assigned to a secret name, inside ``text``.
+    """Like :func:`redact_value`; also hide every value that is assigned to a secret name inside ``text``.
 
     >>> redact_text("+reward.kwargs={api_key: abc123, max_tokens: 5}")
     '+reward.kwargs={api_key: <redacted>, max_tokens: 5}'
     """
-    text = _USERINFO.sub(HIDDEN, _LOOKS_SECRET.sub(HIDDEN, text))
-
-    def hide(match: re.Match[str]) -> str:
-        return match["name"] + match["sign"] + HIDDEN if is_secret_name(match["name"]) else match[0]
-
-    return _ASSIGNMENT.sub(hide, text)
+    text, shown, position = redact_value(text), [], 0
+    while match := _NAME.search(text, position):
+        shown.append(text[position : match.end()])
+        position = match.end()
+        value = _VALUE.match(text, position)
+        if value and is_secret_name(match["name"]):
+            shown.append(HIDDEN)
+            position = value.end()
+    return "".join([*shown, text[position:]])
 
 
 def redact_command(arguments: Sequence[str]) -> list[str]:
@@ -95,5 +104,5 @@ def redact_tree(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return [redact_tree(entry, name) for entry in value]
     if isinstance(value, str) and value:
-        return HIDDEN if is_secret_name(name) else redact_text(value)
+        return HIDDEN if is_secret_name(name) else redact_value(value)
     return value

@@ -8,8 +8,8 @@
       validation/step_<N>.jsonl     validation samples
       checkpoints/step_<N>/         written by the trainer
 
-Every file except ``metrics.jsonl`` is written beside and renamed into place. ``metrics.jsonl`` grows by whole lines, each
-flushed; what a kill leaves of a last line is dropped when the run is opened again.
+Every file except ``metrics.jsonl`` is written beside and renamed into place. ``metrics.jsonl`` grows by whole lines,
+each flushed; what a kill leaves of a last line is dropped when the run is opened again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,7 +39,7 @@ CONFIG, RUN, METRICS_FILE = "config.yaml", "run.json", "metrics.jsonl"
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
-class RunStatus(str, Enum):
+class RunStatus(StrEnum):
     """What became of a run."""
 
     RUNNING = "running"

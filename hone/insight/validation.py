@@ -5,8 +5,8 @@
 
     best@k = sum_i x_i C(i - 1, k - 1) / C(N, k)        (for 0/1 scores: pass@k of Chen et al. 2021, eq. 1)
 
-``worst@k`` is the same from the other end. ``maj@k`` is the expected score of the most frequent prediction among k drawn
-responses, ties shared evenly; see :func:`majority_weights`. All three are exact: no bootstrap, no random numbers.
+``worst@k`` is the same from the other end. ``maj@k`` is the expected score of the most frequent prediction among k
+drawn responses, ties shared evenly; see :func:`majority_weights`. All three are exact: no bootstrap, no random numbers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def validation_metrics(
     Args:
         data_sources: kind of problem of each response.
         uids: problem of each response; every (source, uid) has n responses.
-        infos: per-response values by key: ``reward``, ``acc``, other terms (numbers or booleans), ``pred`` (any answer; a
-            missing answer, None, votes as an answer of its own). Keys that hold no numbers are skipped. None means that
+        infos: per-response values by key: ``reward``, ``acc``, other terms (numbers or booleans), ``pred`` (any
+            answer; a missing answer, None, votes as an answer of its own). Keys that hold no numbers are skipped. None means that
             the response has no such value; a problem with fewer than k values counts with all it has.
         n: responses a problem.
 
@@ -121,8 +121,8 @@ def majority(values: Sequence[float], preds: Sequence[Any], k: int) -> float:
     """Expected score of the most frequent prediction among k responses drawn without replacement.
 
     Ties are shared evenly among the predictions that are most frequent; the score of a prediction is the mean over the
-    responses that gave it. This is what drawing in random order and taking the first seen among the most frequent gives on
-    average.
+    responses that gave it. This is what drawing in random order and taking the first seen among the most frequent gives
+    on average.
 
     >>> majority([1.0, 1.0, 0.0], ["7", "7", "8"], 3)
     1.0
@@ -138,8 +138,8 @@ def majority(values: Sequence[float], preds: Sequence[Any], k: int) -> float:
 def majority_weights(counts: tuple[int, ...], k: int) -> dict[int, float]:
     """Chance that one prediction wins a vote of k responses drawn without replacement, by how often it occurs.
 
-    A prediction that occurs c times wins with m votes, tied with t others, in ``C(c, m) x W(m, t)`` of ``C(N, k)`` draws,
-    where ``W`` counts the ways to draw the other k - m votes with at most m for each prediction and m for exactly t; it
+    A prediction that occurs c times wins with m votes, tied with t others, in ``C(c, m) x W(m, t)`` of ``C(N, k)``
+    draws, where ``W`` counts the ways to draw the other k - m votes with at most m for each prediction and m for exactly t; it
     then gets ``1 / (t + 1)`` of the win. ``W`` comes from multiplying one polynomial a prediction.
 
     Args:

@@ -6,10 +6,22 @@
 >>> trackers.finish("finished")                                                                # doctest: +SKIP
 """
 
-from hone.insight.trackers import console, jsonl, mlflow, tensorboard, wandb
 from hone.insight.trackers.base import TRACKERS, CompositeTracker, RunInfo, Tracker, build_trackers
+from hone.insight.trackers.console import ConsoleTracker
+from hone.insight.trackers.jsonl import JsonlTracker
+from hone.insight.trackers.mlflow import MlflowTracker
+from hone.insight.trackers.tensorboard import TensorBoardTracker
+from hone.insight.trackers.wandb import WandbTracker
 
 __all__ = [
-    *("TRACKERS", "CompositeTracker", "RunInfo", "Tracker", "build_trackers"),
-    *("console", "jsonl", "mlflow", "tensorboard", "wandb"),
+    "TRACKERS",
+    "CompositeTracker",
+    "ConsoleTracker",
+    "JsonlTracker",
+    "MlflowTracker",
+    "RunInfo",
+    "TensorBoardTracker",
+    "Tracker",
+    "WandbTracker",
+    "build_trackers",
 ]

@@ -82,8 +82,8 @@ def build_trackers(
 class CompositeTracker:
     """Logs to all trackers. A failing one, say for want of a network, never ends the run.
 
-    ``metrics.jsonl`` is the record of the run and comes first; if it cannot be written, the error goes up. The errors of
-    other trackers are counted, the first of each is logged with its traceback, and the count is shown at the end.
+    ``metrics.jsonl`` is the record of the run and comes first; if it cannot be written, the error goes up. The errors
+    of other trackers are counted, the first of each is logged with its traceback, and the count is shown at the end.
 
     Attributes:
         errors: failed calls by tracker name.

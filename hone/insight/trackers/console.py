@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
 
 from hone.insight.trackers.base import TRACKERS, RunInfo
 
@@ -23,6 +23,9 @@ _FIELDS = (
     ("tokens/s", ("perf/throughput",), ",.0f"),
 )
 """Label, the first of these metrics that is there, format."""
+
+_WIDE = 110
+"""Columns from which on there is room for a bar."""
 
 _PACE_WINDOW = 20
 """Steps whose pace the ETA is taken from."""
@@ -44,33 +47,32 @@ class ConsoleTracker:
         self._shown: dict[str, str] = {}
         self._progress: Progress | None = None
         if self._console.is_terminal:
+            bar: list[ProgressColumn] = [BarColumn(bar_width=16)] if self._console.width >= _WIDE else []
             self._progress = Progress(
                 SpinnerColumn(),
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=18),
+                *bar,
                 TextColumn("{task.fields[summary]}"),
-                TimeElapsedColumn(),
                 console=self._console,
                 refresh_per_second=4,
                 transient=True,
             )
-            self._task = self._progress.add_task("", total=self._total, summary="")
+            self._task = self._progress.add_task("", total=self._total, summary="starting")
             self._progress.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step."""
         self._times.append((step, time.monotonic()))
         self._shown.update(summarise(metrics))
-        line = "  ".join(f"{label} {value}" for label, value in self._shown.items())
-        eta = self._eta(step)
+        fields = [f"{label} {value}" for label, value in self._shown.items()]
+        head, eta = f"step {step}/{self._total}", f"ETA {self._eta(step)}"
         validation = [f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("val-core/")]
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, summary=f"{line}  ETA {eta}")
+            room = self._console.width - (22 if self._console.width >= _WIDE else 4)
+            self._progress.update(self._task, completed=step, summary=fit([head, eta, *fields], room))
             if validation:
                 self._progress.print(f"[bold]step {step}[/bold]  " + "  ".join(validation), highlight=False)
         else:
-            self._line("  ".join([f"step {step}/{self._total}", *([line] if line else []), *validation, f"ETA {eta}"]))
+            self._line("  ".join([head, *fields, *validation, eta]))
 
     def finish(self, status: str) -> None:
         """End the live line, and say how the run ended with the last numbers."""
@@ -102,6 +104,20 @@ def summarise(metrics: Mapping[str, float]) -> dict[str, str]:
         if name is not None:
             shown[label] = format(metrics[name], style)
     return shown
+
+
+def fit(fields: Sequence[str], width: int) -> str:
+    """As many of the first fields, two spaces apart, as fit into ``width`` columns; always the first.
+
+    >>> fit(["step 1/9", "ETA 0:30", "reward 0.5"], 20)
+    'step 1/9  ETA 0:30'
+    """
+    line = fields[0]
+    for field in fields[1:]:
+        if len(line) + 2 + len(field) > width:
+            break
+        line += f"  {field}"
+    return line
 
 
 def clock(seconds: float) -> str:

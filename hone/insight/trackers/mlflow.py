@@ -17,7 +17,7 @@ _LONGEST_VALUE = 6000
 
 @TRACKERS.register("mlflow")
 class MlflowTracker:
-    """One MLflow run a run directory; a resumed run continues it. Metric names lose what MLflow forbids (``@``, ``:``)."""
+    """One MLflow run a run directory; a resumed run continues it. :func:`metric_key` rewrites names MLflow forbids."""
 
     def __init__(self, info: RunInfo) -> None:
         mlflow = require("mlflow", tracker="mlflow")

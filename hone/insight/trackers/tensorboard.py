@@ -9,7 +9,7 @@ from hone.insight.trackers.base import TRACKERS, RunInfo, require
 
 @TRACKERS.register("tensorboard")
 class TensorBoardTracker:
-    """Writes scalars and the config as text. On resume, TensorBoard hides what a killed run wrote after the checkpoint."""
+    """Writes scalars, and the config as text. After a resume, TensorBoard hides what came after the checkpoint."""
 
     def __init__(self, info: RunInfo) -> None:
         require("tensorboard", tracker="tensorboard")

@@ -12,8 +12,8 @@ from hone.insight.trackers.base import TRACKERS, RunInfo, require
 class WandbTracker:
     """One wandb run a run directory; a resumed run continues it.
 
-    wandb keeps the first value of a step: after a kill, the steps between the checkpoint and the kill show the numbers of
-    the killed process. ``metrics.jsonl`` shows those of the resumed one.
+    wandb keeps the first value of a step: after a kill, the steps between the checkpoint and the kill show the numbers
+    of the killed process. ``metrics.jsonl`` shows those of the resumed one.
     """
 
     def __init__(self, info: RunInfo) -> None:
