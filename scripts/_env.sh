@@ -15,7 +15,7 @@ find_python() {
   exit 2
 }
 
-# ensure_env EXTRAS: installs the package with these extras, unless the same request was already carried out.
+# ensure_env EXTRAS: installs the package with these extras ("core" means none), unless the same request was already carried out.
 ensure_env() {
   local extras="$1" stamp wanted
   stamp="$VENV/.hone-installed-$extras"
@@ -24,7 +24,9 @@ ensure_env() {
   if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     echo "Installing Hone into $VENV (once; a few minutes) ..."
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+    local package="."
+    [ "$extras" = core ] || package=".[$extras]"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$package"
     echo "$wanted" >"$stamp"
   fi
 }

@@ -1,0 +1,48 @@
+"""`hone eval`: how well a model answers a dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.callback(invoke_without_command=True)
+def command(
+    model: Annotated[str, typer.Argument(help="Hugging Face model directory, PEFT adapter directory, or checkpoint")],
+    data: Annotated[list[str], typer.Option("--data", help="dataset file (parquet, json, jsonl); may be repeated")],
+    n: Annotated[int, typer.Option(help="answers a prompt")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; n > 1 needs a positive one")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="nucleus sampling")] = 1.0,
+    max_prompt_length: Annotated[int, typer.Option(help="longest prompt in tokens")] = 512,
+    max_response_length: Annotated[int, typer.Option(help="most tokens of an answer")] = 512,
+    max_samples: Annotated[int, typer.Option(help="use at most this many rows; -1 means all")] = -1,
+    reward: Annotated[str | None, typer.Option(help="reward function as FILE:NAME, in place of the built-in")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the draws")] = 1,
+    output: Annotated[Path | None, typer.Option(help="write every answer to this .jsonl file")] = None,
+    show: Annotated[int, typer.Option(help="print this many answers")] = 3,
+    json_output: Annotated[bool, typer.Option("--json", help="print the metrics as JSON")] = False,
+) -> None:
+    """Answer every prompt of a dataset, score the answers, and print accuracy by data source."""
+    from hone.config.tree import CustomRewardConfig, RewardConfig
+    from hone.trainers.evaluation import EvaluationRequest, report, run_evaluation
+
+    path, _, name = (reward or "").rpartition(":") if reward and ":" in reward else (reward, "", "")
+    custom = CustomRewardConfig(path=path or None, name=name or "compute_score")
+    request = EvaluationRequest(
+        model=model,
+        files=data,
+        n=n,
+        temperature=temperature,
+        top_p=top_p,
+        max_prompt_length=max_prompt_length,
+        max_response_length=max_response_length,
+        max_samples=max_samples,
+        reward=RewardConfig(custom_reward_function=custom),
+        seed=seed,
+    )
+    evaluation = run_evaluation(request)
+    report(evaluation, show=show, as_json=json_output, output=output)

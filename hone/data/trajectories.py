@@ -1,0 +1,32 @@
+"""From episodes to a batch: the columns that the stages of a training step begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.data.types import Trajectory
+
+
+def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
+    """Make a batch of one row a trajectory.
+
+    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs`` (the last three aligned with
+    the second); objects ``uid``, ``index``, ``data_source``, ``trajectory``.
+    """
+    ids = Ragged.from_rows([t.response_ids for t in trajectories], torch.int64)
+    return Batch(
+        {
+            "prompt_ids": Ragged.from_rows([t.prompt_ids for t in trajectories], torch.int64),
+            "response_ids": ids,
+            "response_mask": Ragged.from_rows([t.response_mask for t in trajectories], torch.int64),
+            "rollout_log_probs": Ragged.from_rows([t.rollout_log_probs for t in trajectories], torch.float32),
+            "uid": [t.uid for t in trajectories],
+            "index": [t.index for t in trajectories],
+            "data_source": [t.sample.data_source for t in trajectories],
+            "trajectory": list(trajectories),
+        }
+    )

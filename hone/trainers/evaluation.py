@@ -1,0 +1,173 @@
+"""Asking a finished model: one question, or a whole dataset with scores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from hone.agents import single_turn
+from hone.config.tree import ModelConfig, RewardConfig, RunConfig
+from hone.data.chat import render_prompt
+from hone.data.prompts import PromptDataset
+from hone.data.seeding import derive_seed
+from hone.data.tokenizer import load_tokenizer
+from hone.data.types import Sample, Trajectory
+from hone.errors import ConfigError
+from hone.generation import ENGINES
+from hone.generation.protocol import Engine, SamplingParams
+from hone.rewards.manager import RewardManager
+from hone.trainers.inputs import stop_tokens
+from hone.trainers.reporting import sample_record
+from hone.trainers.session import prepare_torch
+from hone.trainers.validation import Evaluation, evaluate
+from hone.training.export import base_of_adapter, find_actor
+from hone.training.model import load_policy
+
+
+@dataclass
+class EvaluationRequest:
+    """What `hone eval` asks; the attributes are its options."""
+
+    model: str
+    files: list[str]
+    n: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_prompt_length: int = 512
+    max_response_length: int = 512
+    max_samples: int = -1
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    seed: int = 1
+
+
+def run_evaluation(request: EvaluationRequest) -> Evaluation:
+    """Answer every prompt ``n`` times and score the answers.
+
+    Raises:
+        HoneError: model, data or reward cannot be used.
+    """
+    if request.n > 1 and request.temperature == 0:
+        raise ConfigError(f"n={request.n} greedy answers would all be the same", fix="--temperature 1", code="R32")
+    engine, tokenizer = open_model(request.model, request.max_prompt_length + request.max_response_length)
+    dataset = PromptDataset(
+        request.files,
+        tokenizer,
+        prompt_key="prompt",
+        reward_fn_key="data_source",
+        max_prompt_length=request.max_prompt_length,
+        truncation="error",
+        max_samples=request.max_samples,
+    )
+    rewards = RewardManager(request.reward)
+    try:
+        rewards.check(dataset.data_sources())
+        sampling = SamplingParams(
+            max_tokens=request.max_response_length,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            stop_token_ids=stop_tokens(tokenizer),
+        )
+        return asyncio.run(evaluate(dataset, engine, tokenizer, rewards, sampling, n=request.n, seed=request.seed))
+    finally:
+        rewards.close()
+
+
+def ask(
+    model: str, prompts: Sequence[str], sampling: SamplingParams, *, n: int, raw: bool, seed: int
+) -> list[Trajectory]:
+    """Answer prompts given as text; ``raw`` leaves the chat template out."""
+    tokenizer_only = load_tokenizer(str(find_actor(Path(model))))
+    samples = []
+    for row, prompt in enumerate(prompts):
+        messages = None if raw else [{"role": "user", "content": prompt}]
+        ids = tokenizer_only.encode(prompt) if messages is None else render_prompt(tokenizer_only, messages)
+        samples.append(Sample(uid=str(row), prompt_ids=ids, messages=messages, data_source="ask"))
+    longest = max(len(sample.prompt_ids) for sample in samples)
+    engine, tokenizer = open_model(model, longest + sampling.max_tokens)
+    sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer)})
+
+    async def play() -> list[Trajectory]:
+        def seed_of(uid: str, index: int) -> int:
+            return derive_seed(seed, "ask", uid, index)
+
+        return [t async for t in single_turn.play(samples, engine, tokenizer, sampling, n=n, seed_of=seed_of)]
+
+    return sorted(asyncio.run(play()), key=lambda t: (int(t.uid), t.index))
+
+
+def open_model(path: str, max_model_len: int) -> tuple[Engine, PreTrainedTokenizerBase]:
+    """A native engine over the model in a model, adapter, checkpoint or run directory, and its tokenizer."""
+    actor = find_actor(Path(path))
+    base = base_of_adapter(actor)
+    device = prepare_torch(RunConfig())
+    config = ModelConfig(path=str(base or actor), lora_adapter_path=str(actor) if base else None)
+    tokenizer = load_tokenizer(str(actor))
+    with torch.no_grad():
+        model = load_policy(config, device=device, seed=0).eval()
+    engine = ENGINES.get("native")(
+        model=model,
+        tokenizer=tokenizer,
+        device=device,
+        dtype="float32",
+        max_num_seqs=256,
+        max_cache_tokens=None,
+        max_model_len=max_model_len,
+    )
+    return engine, tokenizer
+
+
+def report(evaluation: Evaluation, *, show: int, as_json: bool, output: Path | None) -> None:
+    """Print metrics and a few answers; write all of them to ``output``."""
+    records = [sample_record(t, s) for t, s in zip(evaluation.trajectories, evaluation.scores, strict=True)]
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text("".join(json.dumps(record) + "\n" for record in records))
+    console = Console()
+    if as_json:
+        console.print_json(json.dumps(evaluation.metrics))
+        return
+    for record in records[:show]:
+        console.print(_answer_panel(record))
+    table = Table("metric", "value")
+    for name, value in sorted(evaluation.metrics.items()):
+        table.add_row(name, f"{value:.4f}")
+    console.print(table)
+    errors = sum(score.error is not None for score in evaluation.scores)
+    if errors:
+        console.print(f"{errors} of {len(evaluation.scores)} answers could not be scored", style="bold red")
+
+
+def print_answers(answers: Sequence[Trajectory], *, as_json: bool) -> None:
+    """Print answers as text, or as JSON lines with tokens and log-probs."""
+    console = Console()
+    for answer in answers:
+        if as_json:
+            record = {
+                "prompt": int(answer.uid),
+                "index": answer.index,
+                "text": answer.text,
+                "token_ids": answer.response_ids,
+                "log_probs": answer.rollout_log_probs,
+                "stop_reason": answer.stop_reason.value,
+            }
+            console.out(json.dumps(record), highlight=False)
+        else:
+            console.print(answer.text, markup=False, highlight=False)
+
+
+def _answer_panel(record: dict[str, Any]) -> Panel:
+    asked = "\n".join(str(message["content"]) for message in record["prompt"] or [])
+    body = f"{asked}\n\n{record['response']}"
+    title = f"{record['uid']}  reward {record['reward']:g}  expected {record['ground_truth']}"
+    return Panel(Text(body), title=Text(title), title_align="left")

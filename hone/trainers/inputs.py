@@ -1,0 +1,67 @@
+"""From configuration to datasets and sampling parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.config.tree import DataConfig, RLConfig
+from hone.data.prompts import PromptDataset
+from hone.generation.protocol import SamplingParams
+
+
+def file_list(files: Any) -> list[str]:
+    """A path or a list of paths, as a list."""
+    return [files] if isinstance(files, str) else list(files)
+
+
+def prompt_dataset(
+    config: DataConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int
+) -> PromptDataset:
+    """The prompts in ``files``, a path or a list of paths."""
+    return PromptDataset(
+        file_list(files),
+        tokenizer,
+        prompt_key=config.prompt_key,
+        reward_fn_key=config.reward_fn_key,
+        max_prompt_length=config.max_prompt_length,
+        truncation=config.truncation,
+        max_samples=max_samples,
+        chat_template_kwargs=config.apply_chat_template_kwargs,
+    )
+
+
+def training_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    """How training responses are drawn."""
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        stop_token_ids=stop_tokens(tokenizer),
+        stop=tuple(rollout.stop),
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def validation_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    """How validation responses are drawn."""
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=rollout.val_kwargs.temperature,
+        top_k=rollout.val_kwargs.top_k,
+        top_p=rollout.val_kwargs.top_p,
+        stop_token_ids=stop_tokens(tokenizer),
+        stop=tuple(rollout.stop),
+    )
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's end-of-sequence token."""
+    end = tokenizer.eos_token_id
+    return () if end is None else (int(end),)  # type: ignore[arg-type]

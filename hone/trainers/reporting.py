@@ -1,0 +1,147 @@
+"""What a step reports: numbers of the batch, of the updates, and the samples themselves."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
+from hone.data.batch import Batch
+from hone.data.types import StopReason, Trajectory
+from hone.insight.metrics import MetricStore
+from hone.rewards.score import Score
+from hone.training.engine import UpdateResult
+from hone.training.objectives import without_ratio
+
+
+def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int, max_response_length: int) -> None:
+    """Lengths, rewards, advantages, stop reasons, and how far engine and trainer disagree."""
+    mask = batch.ragged("response_mask").values.bool()
+    _spread(metrics, "prompt_length", batch.ragged("prompt_ids").lengths.float(), limit=max_prompt_length)
+    _spread(metrics, "response_length", batch.ragged("response_ids").lengths.float(), limit=max_response_length)
+    rewards = batch.tensor("reward")
+    _spread(metrics, "critic/rewards", rewards)
+    for name in ("advantages", "returns", "values"):
+        if name in batch:
+            _spread(metrics, f"critic/{name}", batch.ragged(name).values[mask])
+    if "values" in batch:
+        values, returns = batch.ragged("values").values[mask], batch.ragged("returns").values[mask]
+        metrics.add("critic/vf_explained_var", 1 - (returns - values).var() / (returns.var() + 1e-8))
+    if "entropy" in batch:
+        metrics.add("actor/entropy", batch.ragged("entropy").values[mask].mean())
+    _reward_metrics(metrics, batch.objects("score"), batch.objects("uid"), rewards)
+    _stop_metrics(metrics, batch.objects("trajectory"))
+    gap = _log_prob_gap(batch)
+    if gap is not None:
+        metrics.add("training/rollout_probs_diff_mean", gap[mask].mean())
+        metrics.add("training/rollout_probs_diff_max", gap[mask].max())
+    metrics.add(
+        "perf/total_num_tokens",
+        float(batch.ragged("prompt_ids").lengths.sum() + batch.ragged("response_ids").lengths.sum()),
+    )
+
+
+def update_metrics(metrics: MetricStore, results: Sequence[UpdateResult], role: str, learning_rate: float) -> None:
+    """Statistics of a role's optimizer updates."""
+    for result in results:
+        for seen in result.statistics:
+            for name, (value, weight) in without_ratio(seen).items():
+                metrics.add(name, value, weight=weight)
+        metrics.add(f"{role}/grad_norm", result.grad_norm)
+    metrics.add(f"{role}/lr", learning_rate)
+
+
+def memory_metrics(metrics: MetricStore) -> None:
+    """Memory of this process and of the GPU."""
+    metrics.add("perf/cpu_memory_used_gb", psutil.Process().memory_info().rss / 2**30)
+    if torch.cuda.is_available():
+        metrics.add("perf/max_memory_allocated_gb", torch.cuda.max_memory_allocated() / 2**30)
+
+
+def overhead_metrics(
+    metrics: MetricStore, seconds: float, *workers: PolicyWorker | ReferenceWorker | CriticWorker | None
+) -> None:
+    """Time of the step, throughput, and the share of it that is neither generation, nor model, nor reward."""
+    seen = metrics.reduce()
+    model = sum(worker.engine.take_busy_seconds() for worker in workers if worker is not None)
+    busy = model + seen.get("timing_s/gen", 0.0) + seen.get("timing_s/reward", 0.0)
+    metrics.add("perf/time_per_step", seconds)
+    metrics.add("perf/throughput", seen["perf/total_num_tokens"] / seconds)
+    metrics.add("perf/driver_overhead_ratio", max(0.0, 1 - busy / seconds))
+
+
+def rollout_records(batch: Batch) -> list[dict[str, Any]]:
+    """One JSON object a sequence: tokens, text, mask and scores."""
+    advantages = batch.ragged("advantages") if "advantages" in batch else None
+    records = []
+    for row, (trajectory, score) in enumerate(zip(batch.objects("trajectory"), batch.objects("score"), strict=True)):
+        record = sample_record(trajectory, score)
+        if advantages is not None:
+            values = advantages.row(row)
+            record["advantage"] = float(values.mean()) if len(values) else 0.0
+        records.append(record)
+    return records
+
+
+def sample_record(trajectory: Trajectory, score: Score) -> dict[str, Any]:
+    """A scored sample as JSON."""
+    return {
+        "uid": trajectory.uid,
+        "index": trajectory.index,
+        "data_source": trajectory.sample.data_source,
+        "prompt": trajectory.sample.messages,
+        "prompt_ids": trajectory.prompt_ids,
+        "response": trajectory.text,
+        "response_ids": trajectory.response_ids,
+        "response_mask": trajectory.response_mask,
+        "stop_reason": trajectory.stop_reason.value,
+        "ground_truth": trajectory.sample.ground_truth,
+        "reward": score.total,
+        "terms": score.terms,
+        "extra": {name: value for name, value in score.extra.items() if isinstance(value, str | int | float | bool)},
+        "error": score.error,
+    }
+
+
+def _spread(metrics: MetricStore, name: str, values: Tensor, limit: int | None = None) -> None:
+    if len(values) == 0:
+        return
+    metrics.add(f"{name}/mean", values.mean())
+    metrics.add(f"{name}/max", values.max())
+    metrics.add(f"{name}/min", values.min())
+    if limit is not None:
+        metrics.add(f"{name}/clip_ratio", (values >= limit).float().mean())
+
+
+def _reward_metrics(metrics: MetricStore, scores: Sequence[Score], uids: Sequence[str], rewards: Tensor) -> None:
+    terms: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.terms.items():
+            terms[name].append(value)
+    for name, values in terms.items():
+        metrics.add(f"reward/{name}/mean", sum(values) / len(values))
+    metrics.add("reward/error_rate", sum(score.error is not None for score in scores) / len(scores))
+    groups: dict[str, set[float]] = defaultdict(set)
+    for uid, reward in zip(uids, rewards.tolist(), strict=True):
+        groups[uid].add(reward)
+    if len(groups) < len(scores):
+        metrics.add("reward/zero_std_group_ratio", sum(len(seen) == 1 for seen in groups.values()) / len(groups))
+
+
+def _stop_metrics(metrics: MetricStore, trajectories: Sequence[Trajectory]) -> None:
+    counts = Counter(trajectory.stop_reason for trajectory in trajectories)
+    for reason in StopReason:
+        if counts[reason] or reason in (StopReason.STOP, StopReason.LENGTH):
+            metrics.add(f"rollout/stop_reason/{reason.value}", counts[reason] / len(trajectories))
+
+
+def _log_prob_gap(batch: Batch) -> Tensor | None:
+    if "old_log_probs" not in batch or "rollout_log_probs" not in batch:
+        return None
+    trainer, engine = batch.ragged("old_log_probs").values, batch.ragged("rollout_log_probs").values
+    return (torch.exp(trainer) - torch.exp(engine)).abs()

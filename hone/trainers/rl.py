@@ -1,0 +1,300 @@
+"""The RL trainer: one loop for every algorithm, engine and reward.
+
+A step is a list of stages; this is the whole algorithm (``*`` where the algorithm may not need it):
+
+    generate -> score -> old log-probs* -> reference log-probs* -> values* -> KL in reward* -> advantages
+             -> update critic* -> update actor -> publish weights -> validate* -> log -> checkpoint*
+
+Estimators, losses, rewards and engines come from registries: adding one never edits this file. Synchronous training is
+asynchronous training with a staleness bound of zero; the bound lives in :mod:`hone.trainers.group_buffer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
+from hone.cluster.local import LocalRuntime, run_tokenizer
+from hone.config.tree import RLConfig
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.data.sampler import EpochSampler
+from hone.data.seeding import derive_seed
+from hone.data.trajectories import to_batch
+from hone.insight.invariants import Invariants
+from hone.insight.metrics import MetricStore
+from hone.rewards.manager import RewardManager
+from hone.trainers.group_buffer import GroupBuffer
+from hone.trainers.inputs import prompt_dataset, training_sampling
+from hone.trainers.reporting import (
+    batch_metrics,
+    memory_metrics,
+    overhead_metrics,
+    rollout_records,
+    sample_record,
+    update_metrics,
+)
+from hone.trainers.rollouter import Rollouter
+from hone.trainers.session import RunSession, prepare_torch, session_steps
+from hone.trainers.stages import Stage, check_stages, run_stages
+from hone.trainers.validation import Validator
+
+
+def train(config: RLConfig) -> int:
+    """Run `hone train`: build the run, train it to its last step, and return the exit code."""
+    trainer = RLTrainer(config)
+    try:
+        return asyncio.run(trainer.fit())
+    finally:
+        trainer.rewards.close()
+
+
+class RLTrainer:
+    """Everything that one run holds, and its stages.
+
+    Args:
+        config: the resolved configuration.
+
+    Raises:
+        HoneError: anything the user can mend, before the first token is generated.
+    """
+
+    def __init__(self, config: RLConfig) -> None:
+        self.config = config
+        self.session = RunSession(config)
+        device = prepare_torch(config.trainer)
+        resume = self.session.resumed_from
+        self.tokenizer = run_tokenizer(config)
+        self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+        self.kl_ctrl = kl_controller(**vars(config.algorithm.kl_ctrl))
+        self.invariants = Invariants(config.actor_rollout_ref.actor.dtype)
+        self.metrics = MetricStore()
+        self.step = resume.step if resume else 0
+
+        dataset = prompt_dataset(config.data, config.data.train_files, self.tokenizer, config.data.train_max_samples)
+        self.sampler = EpochSampler(
+            len(dataset), config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.trainer.seed
+        )
+        self.total_steps = session_steps(config.trainer, self.sampler.steps_per_epoch)
+        self.rewards = RewardManager(config.reward)
+        self.runtime = LocalRuntime(
+            config, device, self.tokenizer, total_steps=self.total_steps, resume=resume.path if resume else None
+        )
+        self.actor, self.reference, self.critic = self.runtime.actor, self.runtime.reference, self.runtime.critic
+        self.validator = Validator(config, self.runtime.engine, self.tokenizer, self.rewards)
+        self.rewards.check(dataset.data_sources() + self.validator.data_sources())
+        self.buffer = GroupBuffer(config.data.train_batch_size)
+        self.rollouter = Rollouter(
+            dataset,
+            self.sampler,
+            self.runtime.engine,
+            self.tokenizer,
+            self.buffer,
+            training_sampling(config, self.tokenizer),
+            n=config.actor_rollout_ref.rollout.n,
+            seed=config.trainer.seed,
+        )
+        check_stages(self.stages())
+        if resume is not None:
+            self._load_state(resume.state)
+
+    # the algorithm ---------------------------------------------------------------------------------------------------
+
+    def stages(self) -> list[Stage]:
+        """One step, in order."""
+        in_reward = self.config.algorithm.use_kl_in_reward
+        needs_values = ("values",) if "values" in self.estimator.needs else ()
+        kl = ("ref_log_probs",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
+        learn_policy = self.critic is None or not 0 < self.step <= self.config.trainer.critic_warmup
+        return [
+            Stage("gen", self.generate, adds=("response_ids", "response_mask", "rollout_log_probs")),
+            Stage("reward", self.score, needs=("response_ids",), adds=("token_level_scores", "token_level_rewards")),
+            Stage("old_log_prob", self.old_log_probs, needs=("response_ids",), adds=("old_log_probs",)),
+            Stage("ref", self.reference_log_probs, adds=("ref_log_probs",), when=self.reference is not None),
+            Stage("values", self.values, adds=("values",), when=self.critic is not None),
+            Stage("kl_in_reward", self.kl_in_reward, needs=("old_log_probs", "ref_log_probs"), when=in_reward),
+            Stage(
+                "adv",
+                self.advantages,
+                needs=("token_level_rewards", *needs_values),
+                adds=("advantages", "returns"),
+                supplied_by="critic.enable=true" if needs_values else "",
+            ),
+            Stage("update_critic", self.update_critic, needs=("values", "returns"), when=self.critic is not None),
+            Stage("update_actor", self.update_actor, needs=("old_log_probs", "advantages", *kl), when=learn_policy),
+            Stage("update_weights", self.publish),
+        ]
+
+    async def generate(self, batch: Batch) -> Batch:
+        """Play ``rollout.n`` episodes of each prompt of the next batch."""
+        groups = await self.rollouter.next_batch(self.step)
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        self.metrics.add("training/staleness", max(self.buffer.staleness(group) for group in groups))
+        batch = to_batch(trajectories)
+        self.invariants.check_groups(batch.objects("uid"), self.rollouter.n)
+        self.invariants.check_mask(batch)
+        return batch
+
+    async def score(self, batch: Batch) -> Batch:
+        """Score every trajectory; the reward stands on its last token."""
+        scores = await self.rewards.score(batch.objects("trajectory"))
+        mask = batch.ragged("response_mask")
+        totals = torch.tensor([score.total for score in scores], dtype=torch.float32)
+        self.invariants.check_finite("reward", totals, batch)
+        rewards = mask.with_values(torch.zeros(len(mask.values)))
+        rewards.values[mask.offsets[1:] - 1] = totals
+        return batch.with_columns(token_level_scores=rewards, token_level_rewards=rewards, score=scores, reward=totals)
+
+    def old_log_probs(self, batch: Batch) -> Batch:
+        """Log-probs of the policy that sampled: the trainer's, or (bypass) as the engine reported them."""
+        rollout = batch.ragged("rollout_log_probs")
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            return batch.with_columns(old_log_probs=rollout)
+        columns = self.actor.log_probs(batch, with_entropy=True)
+        old = columns["log_probs"]
+        self.invariants.check_canary(rollout, old, batch)
+        return batch.with_columns(old_log_probs=old, entropy=columns["entropy"])
+
+    def reference_log_probs(self, batch: Batch) -> Batch:
+        """Log-probs of the reference policy."""
+        assert self.reference is not None
+        return batch.with_columns(ref_log_probs=self.reference.log_probs(batch))
+
+    def values(self, batch: Batch) -> Batch:
+        """The critic's values."""
+        assert self.critic is not None
+        return batch.with_columns(values=self.critic.values(batch))
+
+    def kl_in_reward(self, batch: Batch) -> Batch:
+        """Subtract the KL penalty from the token rewards, and let the controller adapt."""
+        scores, mask = batch.ragged("token_level_scores"), batch.ragged("response_mask")
+        rewards, mean_kl = apply_kl_penalty(
+            scores.to_padded(),
+            batch.ragged("old_log_probs").to_padded(),
+            batch.ragged("ref_log_probs").to_padded(),
+            mask.to_padded(),
+            self.kl_ctrl.value,
+            self.config.algorithm.kl_penalty,
+        )
+        self.metrics.add("actor/reward_kl_penalty", mean_kl)
+        self.metrics.add("actor/reward_kl_penalty_coeff", self.kl_ctrl.value)
+        self.kl_ctrl.update(float(mean_kl), len(batch))
+        return batch.with_columns(token_level_rewards=Ragged.from_padded(rewards, mask.lengths))
+
+    def advantages(self, batch: Batch) -> Batch:
+        """Run the advantage estimator over the whole batch."""
+        mask = batch.ragged("response_mask")
+        settings = vars(self.config.algorithm)
+        advantages, returns = self.estimator(
+            batch.ragged("token_level_rewards").to_padded(),
+            mask.to_padded(),
+            group_ids=batch.objects("uid"),
+            values=batch.ragged("values").to_padded() if "values" in batch else None,
+            **{name: settings[name] for name in self.estimator.options if name in settings},
+        )
+        self.invariants.check_finite("advantages", advantages, batch)
+        return batch.with_columns(
+            advantages=Ragged.from_padded(advantages, mask.lengths), returns=Ragged.from_padded(returns, mask.lengths)
+        )
+
+    def update_critic(self, batch: Batch) -> Batch:
+        """Fit the critic to the returns."""
+        assert self.critic is not None
+        results = self.critic.update(batch, self.step - 1)
+        update_metrics(self.metrics, results, "critic", self.critic.engine.learning_rate(self.step - 1))
+        self.invariants.check_updates("critic", results)
+        return batch
+
+    def update_actor(self, batch: Batch) -> Batch:
+        """Improve the policy."""
+        results = self.actor.update(batch, self.step - 1)
+        update_metrics(self.metrics, results, "actor", self.actor.engine.learning_rate(self.step - 1))
+        self.invariants.check_first_ratio(results[0], self.metrics)
+        self.invariants.check_updates("actor", results)
+        return batch
+
+    async def publish(self, batch: Batch) -> Batch:
+        """Hand the new weights to the engine; the groups trained on give their slots back."""
+        await self.runtime.engine.load_weights(self.actor.engine.export_weights(), self.step)
+        self.buffer.release(self.step)
+        return batch
+
+    # the loop --------------------------------------------------------------------------------------------------------
+
+    async def fit(self) -> int:
+        """Train to the last step, or until told to stop; return the exit code."""
+        trainer, session = self.config.trainer, self.session
+        with session.running(self.total_steps):
+            if self.step == 0 and trainer.val_before_train:
+                metrics = await self.validate()
+                if metrics:
+                    session.log(0, metrics)
+            while self.step < self.total_steps and not session.stop_requested:
+                self.step += 1
+                session.log(self.step, await self.train_step())
+                if session.save_due(self.step):
+                    self.save()
+            session.completed(self.step)
+        return session.exit_code
+
+    async def train_step(self) -> dict[str, float]:
+        """One step: the stages, then validation when due. Returns the metrics of the step."""
+        started, trainer = time.perf_counter(), self.config.trainer
+        torch.manual_seed(derive_seed(trainer.seed, "step", self.step))
+        self.metrics = MetricStore()
+        batch = await run_stages(self.stages(), self.metrics)
+        data = self.config.data
+        batch_metrics(
+            self.metrics, batch, max_prompt_length=data.max_prompt_length, max_response_length=data.max_response_length
+        )
+        if trainer.rollout_dump_freq and (self.step == 1 or self.step % trainer.rollout_dump_freq == 0):
+            self.session.directory.write_rollouts(self.step, rollout_records(batch))
+        self.metrics.add("training/global_step", self.step)
+        self.metrics.add("training/epoch", self.sampler.epoch)
+        memory_metrics(self.metrics)
+        overhead_metrics(self.metrics, time.perf_counter() - started, self.actor, self.reference, self.critic)
+        metrics = self.metrics.reduce()
+        if self.session.due(trainer.test_freq, self.step):
+            metrics |= await self.validate()
+        return metrics
+
+    async def validate(self) -> dict[str, float]:
+        """Answer the validation prompts with the present weights; returns their metrics (none without a dataset)."""
+        started = time.perf_counter()
+        evaluation = await self.validator.run()
+        if evaluation is None:
+            return {}
+        shown = self.config.trainer.log_val_generations
+        pairs = list(zip(evaluation.trajectories, evaluation.scores, strict=True))[:shown]
+        if pairs:
+            self.session.directory.write_validation(self.step, [sample_record(t, score) for t, score in pairs])
+        return {**evaluation.metrics, "timing_s/testing": time.perf_counter() - started}
+
+    # state -----------------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint of this step: everything that an exact resume needs."""
+        state: dict[str, Any] = {
+            "step": self.step,
+            "sampler": self.sampler.state_dict(),
+            "kl_ctrl": self.kl_ctrl.state_dict(),
+            "invariants": self.invariants.state_dict(),
+        }
+
+        def write(directory: Path) -> None:
+            self.actor.save(directory, self.tokenizer)
+            if self.critic is not None:
+                self.critic.save(directory)
+
+        self.session.save(self.step, state, write)
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state["sampler"])
+        self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        self.invariants.load_state_dict(state["invariants"])
+        self.buffer.release(self.step)

@@ -1,0 +1,64 @@
+"""A training step as a list of stages: each callable alone, timed, and left out explicitly."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from hone.data.batch import Batch
+from hone.errors import ConfigError
+from hone.insight.metrics import MetricStore
+
+StageFn = Callable[[Batch], Batch | Awaitable[Batch]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a step.
+
+    Attributes:
+        name: as it appears in ``timing_s/<name>``.
+        run: takes the batch and returns it, with more columns or unchanged.
+        needs: columns that must be there.
+        adds: columns that it adds.
+        when: whether the algorithm needs it; a stage that it does not need is never run.
+        supplied_by: what the user can set so that a missing column is supplied, for the error message.
+    """
+
+    name: str
+    run: StageFn
+    needs: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
+    when: bool = True
+    supplied_by: str = ""
+
+
+def check_stages(stages: Sequence[Stage]) -> None:
+    """Check that every active stage finds its columns, before the first token is generated.
+
+    Raises:
+        ConfigError: a column that a stage needs is added by none before it.
+    """
+    present: set[str] = set()
+    for stage in (stage for stage in stages if stage.when):
+        missing = [name for name in stage.needs if name not in present]
+        if missing:
+            makers = [f"{maker.name}" for maker in stages if set(missing) & set(maker.adds)]
+            raise ConfigError(
+                f"stage '{stage.name}' needs {missing}, which no active stage adds",
+                why="the step would fail after generation",
+                fix=stage.supplied_by or f"switch on the stage that adds it: {', '.join(makers) or 'none exists'}",
+            )
+        present.update(stage.adds)
+
+
+async def run_stages(stages: Sequence[Stage], metrics: MetricStore) -> Batch:
+    """Run the active stages in order, timing each."""
+    batch = Batch({})
+    for stage in stages:
+        if stage.when:
+            with metrics.timer(stage.name):
+                result = stage.run(batch)
+                batch = await result if inspect.isawaitable(result) else result
+    return batch

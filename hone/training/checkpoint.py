@@ -1,0 +1,154 @@
+"""Checkpoints: written beside, renamed into place, so that a half-written one is never picked up.
+
+<run>/checkpoints/step_<N>/
+    checkpoint.json    step, files with their sizes; written last
+    config.yaml        the resolved configuration
+    state.json         step, data position, KL controller, invariants
+    actor/             Hugging Face directory (or PEFT adapter) with tokenizer
+    actor_optimizer.safetensors
+    critic/, critic_optimizer.safetensors      when there is a critic
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.errors import CheckpointError
+
+MANIFEST = "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The trainer's state."""
+        return json.loads((self.path / "state.json").read_text())
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Open a checkpoint, checking that every file is there in full.
+
+        Raises:
+            CheckpointError: not a checkpoint, or incomplete.
+        """
+        manifest = path / MANIFEST
+        if not manifest.is_file():
+            raise CheckpointError(
+                f"'{path}' is not a checkpoint: it has no {MANIFEST}",
+                where="trainer.resume_from_path",
+                fix="give a directory .../checkpoints/step_<N>",
+            )
+        content = json.loads(manifest.read_text())
+        for name, size in content["files"].items():
+            found = (path / name).stat().st_size if (path / name).is_file() else None
+            if found != size:
+                raise CheckpointError(
+                    f"'{path}' is damaged: {name} should have {size} bytes, found {found}",
+                    why="training would go on from wrong numbers",
+                    fix="trainer.resume_mode=resume_path trainer.resume_from_path=<another checkpoint>",
+                )
+        return cls(path, int(content["step"]))
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        root: ``<run>/checkpoints``.
+        keep: newest checkpoints kept; None keeps all.
+    """
+
+    def __init__(self, root: Path, keep: int | None) -> None:
+        self.root, self.keep = root, keep
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, rising."""
+        if not self.root.is_dir():
+            return []
+        found = (re.fullmatch(r"step_(\d+)", entry.name) for entry in self.root.iterdir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint, or None."""
+        steps = self.steps()
+        return Checkpoint.open(self.root / f"step_{steps[-1]}") if steps else None
+
+    def save(self, step: int, state: dict[str, Any], config_yaml: str, write: Callable[[Path], None]) -> Path:
+        """Write checkpoint ``step``: ``write(directory)`` puts the weights in; then it appears under its name at once.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written; earlier checkpoints are untouched.
+        """
+        final, partial = self.root / f"step_{step}", self.root / f".partial-step_{step}"
+        try:
+            self._clear_partial()
+            partial.mkdir(parents=True)
+            write(partial)
+            (partial / "config.yaml").write_text(config_yaml)
+            (partial / "state.json").write_text(json.dumps(state, indent=1))
+            files = {
+                str(file.relative_to(partial)): file.stat().st_size
+                for file in sorted(partial.rglob("*"))
+                if file.is_file()
+            }
+            (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
+            _sync(partial)
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
+            _sync_directory(self.root)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise self._explain(error, step) from error
+        self._retire()
+        return final
+
+    def _explain(self, error: OSError, step: int) -> CheckpointError:
+        free = shutil.disk_usage(next(p for p in (self.root, *self.root.parents) if p.exists())).free
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = f"the disk is full ({free / 2**20:.0f} MiB free)" if full else str(error)
+        kept = ", ".join(f"step_{s}" for s in self.steps()) or "none"
+        return CheckpointError(
+            f"cannot save the checkpoint of step {step} in '{self.root}': {reason}",
+            why=f"the run cannot be resumed beyond its earlier checkpoints ({kept}), which are untouched",
+            fix="free space, or set trainer.default_local_dir=<another disk> or trainer.max_ckpt_to_keep=1; run again",
+        )
+
+    def _retire(self) -> None:
+        if self.keep is not None:
+            for step in self.steps()[: -self.keep]:
+                shutil.rmtree(self.root / f"step_{step}")
+
+    def _clear_partial(self) -> None:
+        for leftover in self.root.glob(".partial-*") if self.root.is_dir() else ():
+            shutil.rmtree(leftover)
+
+
+def _sync(directory: Path) -> None:
+    for file in directory.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

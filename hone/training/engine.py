@@ -1,0 +1,222 @@
+"""Training inside a role: forward without gradient, forward and backward with an update, save and load.
+
+One interface for every way to hold a model; this one keeps it whole on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hone.config.tree import OptimConfig
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.training.heads import Head, autocast
+from hone.training.optimizer import build_optimizer, learning_rate
+from hone.training.packing import pack, plan_micro_batches
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over a whole mini-batch, by which every micro-batch normalises: so the split changes nothing.
+
+    Attributes:
+        tokens: response tokens with mask 1.
+        sequences: rows with at least one of them.
+    """
+
+    tokens: int
+    sequences: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> Totals:
+        """Count column ``response_mask``."""
+        mask = batch.ragged("response_mask")
+        sums = torch.zeros(len(batch)).index_add_(
+            0, torch.arange(len(batch)).repeat_interleave(mask.lengths), mask.values.float().cpu()
+        )
+        return cls(int(sums.sum()), int((sums > 0).sum()))
+
+
+Statistics = dict[str, tuple[Tensor | float, float]]
+"""Metric name to (value, weight) of one micro-batch."""
+
+LossFn = Callable[[dict[str, Ragged], Batch, Totals], tuple[Tensor, Statistics]]
+"""(outputs of the head, micro-batch, totals) to (this micro-batch's share of the loss, statistics)."""
+
+
+@dataclass
+class UpdateResult:
+    """One optimizer update.
+
+    Attributes:
+        grad_norm: before clipping.
+        statistics: of each micro-batch, in order.
+        applied: false when the gradient was not finite and the update was skipped.
+    """
+
+    grad_norm: float
+    statistics: list[Statistics]
+    applied: bool
+
+
+class TrainEngine:
+    """A model, its optimizer, and how a batch goes through them.
+
+    Args:
+        model: a Hugging Face module (adapters included), on ``device``.
+        head: what is computed of each response token.
+        optim: optimizer settings; None for a model that is never updated.
+        dtype: compute dtype, float32 or bfloat16; parameters stay float32.
+        max_tokens: token budget of a micro-batch.
+        max_sequences: at most this many rows a micro-batch, or None.
+        total_steps: horizon of the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head: Head,
+        *,
+        optim: OptimConfig | None = None,
+        device: torch.device,
+        dtype: str = "float32",
+        max_tokens: int = 16384,
+        max_sequences: int | None = None,
+        total_steps: int = 1,
+    ) -> None:
+        self.model, self.head, self.optim_config = model, head, optim
+        self.device, self.dtype = device, dtype
+        self.max_tokens, self.max_sequences, self.total_steps = max_tokens, max_sequences, total_steps
+        self.optimizer = build_optimizer(model, optim) if optim else None
+        self._busy = 0.0
+
+    def infer_batch(
+        self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None
+    ) -> dict[str, Ragged]:
+        """Forward without gradient.
+
+        Returns:
+            Ragged columns on the CPU, aligned with ``response_ids``, one per output of the head.
+        """
+        self.model.eval()
+        columns: dict[str, Tensor] = {}
+        responses = batch.ragged("response_ids")
+        with torch.no_grad():
+            for rows, micro in self._micro_batches(batch, max_tokens or self.max_tokens):
+                packed = pack(micro, self.device)
+                with self._computing(), autocast(self.device, self.dtype):
+                    outputs = self.head(self.model, packed, with_entropy=with_entropy)
+                where = responses.with_values(torch.arange(len(responses.values))).select(rows).values
+                for name, values in outputs.items():
+                    column = columns.setdefault(name, torch.zeros(len(responses.values)))
+                    column[where] = values.float().cpu()
+        return {name: responses.with_values(values) for name, values in columns.items()}
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, *, step: int, with_entropy: bool = False) -> UpdateResult:
+        """Forward, backward and one optimizer update over the whole of ``batch``.
+
+        Args:
+            batch: one mini-batch; cut into micro-batches by the token budget.
+            loss_fn: the share of a micro-batch in the mini-batch's loss; shares add up.
+            step: position in the learning-rate schedule (0 is the first).
+            with_entropy: whether the head also computes entropy.
+        """
+        if self.optimizer is None or self.optim_config is None:
+            raise RuntimeError("this engine was built without an optimizer")
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        totals = Totals.of(batch)
+        statistics: list[Statistics] = []
+        for _, micro in self._micro_batches(batch, self.max_tokens):
+            lengths = micro.ragged("response_ids").lengths
+            packed = pack(micro, self.device)
+            with self._computing(), autocast(self.device, self.dtype):
+                outputs = self.head(self.model, packed, with_entropy=with_entropy)
+            ragged = {name: Ragged.from_lengths(values.float(), lengths) for name, values in outputs.items()}
+            loss, seen = loss_fn(ragged, micro, totals)
+            with self._computing():
+                loss.backward()
+            statistics.append(seen)
+        with self._computing():
+            return self._apply(step, statistics)
+
+    def take_busy_seconds(self) -> float:
+        """Seconds spent in forward, backward and optimizer since the last call."""
+        busy, self._busy = self._busy, 0.0
+        return busy
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of schedule position ``step``."""
+        return learning_rate(self.optim_config, step, self.total_steps) if self.optim_config else 0.0
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and parameters, as Hugging Face names them, one at a time; no copies."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def save(self, model_dir: Path, optimizer_file: Path) -> None:
+        """Write the model as a Hugging Face (or, with LoRA, PEFT) directory and the optimizer state as safetensors."""
+        self.model.save_pretrained(model_dir)  # type: ignore[operator]
+        if self.optimizer is not None:
+            save_file(self._optimizer_tensors(), optimizer_file)
+
+    def load(self, optimizer_file: Path) -> None:
+        """Read back the optimizer state; weights come with the model directory."""
+        if self.optimizer is None:
+            raise RuntimeError("this engine was built without an optimizer")
+        tensors = load_file(optimizer_file)
+        for name, parameter in self._trainable():
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                if (value := tensors.get(f"{key}/{name}")) is not None:
+                    self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+
+    def to(self, device: torch.device) -> None:
+        """Move model and optimizer state."""
+        self.model.to(device)
+        self.device = device
+        for state in self.optimizer.state.values() if self.optimizer else ():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and key != "step":
+                    state[key] = value.to(device)
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._busy += time.perf_counter() - started
+
+    def _micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch]]:
+        lengths = batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths
+        for rows in plan_micro_batches(lengths, max_tokens, self.max_sequences):
+            yield rows, batch.reorder(rows)
+
+    def _apply(self, step: int, statistics: list[Statistics]) -> UpdateResult:
+        assert self.optimizer is not None and self.optim_config is not None
+        trainable = [parameter for _, parameter in self._trainable()]
+        grad_norm = float(nn.utils.clip_grad_norm_(trainable, self.optim_config.clip_grad))
+        finite = grad_norm == grad_norm and grad_norm != float("inf")
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate(step)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return UpdateResult(grad_norm, statistics, finite)
+
+    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        assert self.optimizer is not None
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._trainable():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
+        return tensors

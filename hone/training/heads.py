@@ -1,0 +1,85 @@
+"""What a model computes for the response tokens of a packed micro-batch: log-probs and entropy, or values."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hone.algorithms.logits import chunked_log_probs, entropy_from_logits, token_log_probs
+from hone.training.model import causal_lm, value_head
+from hone.training.packing import PackedSequences
+
+
+class Head(Protocol):
+    """Maps a packed micro-batch to named values, one a response token, each ``[R]`` float32."""
+
+    def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]: ...
+
+
+class PolicyHead:
+    """``log_probs`` of the response tokens (and ``entropy``) under ``softmax(logits / temperature)``.
+
+    The vocabulary projection runs in chunks and only where a response token is predicted; models that do something of
+    their own to the logits go through their own forward pass.
+    """
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        self.temperature = temperature if temperature > 0 else 1.0
+
+    def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
+        causal = causal_lm(model)
+        output = causal.get_output_embeddings()
+        if type(output) is not nn.Linear or _scales_logits(causal):
+            logits = causal(
+                input_ids=packed.input_ids,
+                position_ids=packed.layout.position_ids,
+                layout=packed.layout,
+                use_cache=False,
+                logits_to_keep=packed.output_index,
+            ).logits[0]
+            result = {"log_probs": token_log_probs(logits, packed.targets, self.temperature)}
+            if with_entropy:
+                result["entropy"] = entropy_from_logits(logits.float() / self.temperature)
+            return result
+        log_probs, entropy = chunked_log_probs(
+            _hidden(causal, packed),
+            output.weight,
+            packed.targets,
+            bias=output.bias,
+            temperature=self.temperature,
+            softcap=getattr(causal.config, "final_logit_softcapping", None),
+            with_entropy=with_entropy,
+        )
+        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+
+
+class ValueHead:
+    """``values``: the value of the state in which each response token was chosen."""
+
+    def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
+        return {"values": value_head(model)(_hidden(causal_lm(model), packed)).squeeze(-1).float()}
+
+
+def _hidden(model: nn.Module, packed: PackedSequences) -> Tensor:
+    """Last hidden states ``[R, H]`` where response tokens are predicted."""
+    backbone = model.get_decoder()  # type: ignore[operator]
+    hidden = backbone(
+        input_ids=packed.input_ids,
+        position_ids=packed.layout.position_ids,
+        layout=packed.layout,
+        use_cache=False,
+    ).last_hidden_state
+    return hidden[0].index_select(0, packed.output_index)
+
+
+def _scales_logits(model: nn.Module) -> bool:
+    """Whether the model multiplies its logits by a constant of its own (Granite, Cohere)."""
+    config = model.config
+    return any(getattr(config, name, None) not in (None, 1, 1.0) for name in ("logits_scaling", "logit_scale"))
+
+
+def autocast(device: torch.device, dtype: str) -> torch.autocast:
+    """The compute-dtype context: bfloat16 matrix products over float32 parameters, or nothing."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")

@@ -1,0 +1,153 @@
+"""From a Hugging Face directory to a module ready for training: policy, reference, value model, LoRA."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+
+from hone.config.tree import ModelConfig
+from hone.data.seeding import derive_seed
+from hone.errors import ModelError
+from hone.generation.attention import use_hone_attention
+
+
+def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainable: bool = True) -> nn.Module:
+    """Load a causal language model in float32, with LoRA adapters when ``config.lora_rank`` > 0.
+
+    Args:
+        seed: run seed; fresh adapters are initialised from it.
+        trainable: whether it will be updated; otherwise parameters are frozen and no adapter is added.
+
+    Raises:
+        ModelError: the directory is missing, holds no model, or the adapter does not fit.
+    """
+    model = _load(AutoModelForCausalLM, config)
+    model.to(device)
+    if not trainable:
+        model.requires_grad_(False).eval()
+    elif config.lora_rank > 0 or config.lora_adapter_path:
+        model = _with_adapter(model, config, seed)
+    _prepare(model, checkpointing=trainable and config.enable_gradient_checkpointing)
+    return model
+
+
+def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
+    """Load a value model: the same backbone with one output a token, zero at the start (so are all values)."""
+    model = _load(AutoModelForTokenClassification, config, num_labels=1, classifier_dropout=0.0)
+    architectures = AutoConfig.from_pretrained(_path(config)).architectures or []
+    head = value_head(model)
+    if not any("Classification" in name for name in architectures):
+        nn.init.zeros_(head.weight)
+        if head.bias is not None:
+            nn.init.zeros_(head.bias)
+    model.to(device)
+    _prepare(model, checkpointing=config.enable_gradient_checkpointing)
+    return model
+
+
+def saved_model(config: ModelConfig, directory: Path) -> ModelConfig:
+    """``config`` with the weights that a checkpoint holds: all of them, or an adapter for the same base."""
+    if (directory / "adapter_config.json").is_file():
+        return dataclasses.replace(config, lora_adapter_path=str(directory))
+    return dataclasses.replace(config, path=str(directory), override_config={})
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside ``model``, adapters (if any) in place."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"expected a Hugging Face model, got {type(inner).__name__}")
+    return inner
+
+
+def value_head(model: nn.Module) -> nn.Linear:
+    """The output layer of a token-classification model."""
+    head = getattr(model, "score", None) or getattr(model, "classifier", None)
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"{type(model).__name__} has no linear token-classification head", fix="use another critic.model.path"
+        )
+    return head
+
+
+@contextlib.contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Within the block the model computes without its LoRA adapters: the reference policy."""
+    if not isinstance(model, PeftModel):
+        raise TypeError("the model has no adapter to switch off")
+    with model.disable_adapter():
+        yield
+
+
+def _path(config: ModelConfig) -> str:
+    if not config.path:
+        raise ModelError("no model given", where="model.path", fix="model.path=<Hugging Face model directory>")
+    return config.path
+
+
+def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedModel:
+    path = _path(config)
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(
+            f"'{path}' is not a model directory: it has no config.json",
+            where="model.path",
+            fix="give a Hugging Face model directory, or make one with `hone init`",
+        )
+    try:
+        return factory.from_pretrained(
+            path,
+            dtype=torch.float32,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+            attn_implementation="eager",
+            **{**config.override_config, **overrides},
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"cannot load the model in '{path}': {str(error).splitlines()[0]}",
+            where="model.path",
+            fix="check that the directory holds config.json and *.safetensors of one model",
+        ) from error
+
+
+def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
+    if config.lora_adapter_path:
+        try:
+            return PeftModel.from_pretrained(model, config.lora_adapter_path, is_trainable=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"cannot load the adapter in '{config.lora_adapter_path}': {str(error).splitlines()[0]}",
+                where="model.lora_adapter_path",
+                fix="give a PEFT adapter directory made for this model",
+            ) from error
+    targets = config.target_modules
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT scales by alpha / r, any number does
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "lora-init"))
+        try:
+            return get_peft_model(model, lora)
+        except ValueError as error:
+            raise ModelError(
+                str(error).splitlines()[0], where="model.target_modules", fix="model.target_modules=all-linear"
+            ) from error
+
+
+def _prepare(model: nn.Module, *, checkpointing: bool) -> None:
+    use_hone_attention(model)
+    inner = causal_lm(model)
+    inner.config.use_cache = False
+    if checkpointing:
+        inner.gradient_checkpointing_enable({"use_reentrant": False})

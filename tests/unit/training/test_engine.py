@@ -1,0 +1,161 @@
+"""The engine: exact under any micro-batch split and order, equal to a plain forward pass, exact after save and load."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models import random_batch, tiny_model
+
+from hone.config.tree import ActorConfig, OptimConfig
+from hone.data.batch import Batch
+from hone.training.engine import TrainEngine
+from hone.training.heads import PolicyHead, ValueHead
+from hone.training.objectives import FIRST_RATIO_MAX, imitation_objective, policy_objective, value_objective
+
+CPU = torch.device("cpu")
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return tiny_model()
+
+
+def engine_of(model, head=None, **kwargs) -> TrainEngine:
+    return TrainEngine(model, head or PolicyHead(), optim=OptimConfig(lr=1e-2), device=CPU, **kwargs)
+
+
+def with_old(engine: TrainEngine, batch: Batch, noise: float = 0.3) -> Batch:
+    log_probs = engine.infer_batch(batch)["log_probs"]
+    old = log_probs.with_values(log_probs.values + noise * batch.ragged("noise").values)
+    ref = log_probs.with_values(log_probs.values - noise * batch.ragged("noise").values)
+    return batch.with_columns(old_log_probs=old, ref_log_probs=ref)
+
+
+def gradient(engine: TrainEngine, batch: Batch, objective) -> tuple[float, torch.Tensor, float]:
+    """Norm, flattened gradient and loss of one mini-batch, without the update."""
+    kept = {}
+
+    def keep(step, statistics):
+        kept["grad"] = torch.cat([p.grad.flatten() for p in engine.model.parameters() if p.grad is not None])
+        names = ("actor/loss", "critic/vf_loss", "train/loss")
+        pairs = [value for seen in statistics for name, value in seen.items() if name in names]
+        kept["loss"] = float(sum(v * w for v, w in pairs) / sum(w for _, w in pairs))
+
+    engine._apply = keep  # type: ignore[method-assign]
+    engine.train_batch(batch, objective, step=0, with_entropy=True)
+    return float(kept["grad"].norm()), kept["grad"], kept["loss"]
+
+
+def test_log_probs_equal_a_plain_forward_pass_of_each_sequence(model):
+    batch = random_batch(9, seed=1)
+    found = engine_of(model, PolicyHead(temperature=0.7), max_tokens=30).infer_batch(batch, with_entropy=True)
+    model.config._attn_implementation = "eager"
+    for row in range(len(batch)):
+        prompt, response = batch.ragged("prompt_ids").row(row), batch.ragged("response_ids").row(row)
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].float() / 0.7
+        log_softmax = logits.log_softmax(-1)
+        expected = log_softmax.gather(1, response[:, None])[:, 0]
+        torch.testing.assert_close(found["log_probs"].row(row), expected.detach(), atol=1e-5, rtol=0)
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        torch.testing.assert_close(found["entropy"].row(row), entropy.detach(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 1000), budget=st.integers(8, 120), rows=st.none() | st.integers(1, 4))
+def test_policy_loss_and_gradient_do_not_depend_on_the_split_or_the_order(mode, seed, budget, rows):
+    batch = random_batch(8, seed)
+    objective = policy_objective(
+        ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1), max_response_length=16
+    )
+    whole = engine_of(tiny_model(), max_tokens=10**6)
+    batch = with_old(whole, batch)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
+    norm, grad, loss = gradient(whole, batch, objective)
+    split = engine_of(tiny_model(), max_tokens=budget, max_sequences=rows)
+    norm2, grad2, loss2 = gradient(split, batch.reorder(order), objective)
+    terms = float(batch.ragged("response_mask").values.sum()) if "sum" in mode else 1.0  # of the order of the loss
+    assert abs(loss - loss2) <= 1e-6 * terms
+    torch.testing.assert_close(grad2, grad, atol=1e-6 * max(1.0, norm), rtol=0)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 1000), budget=st.integers(8, 120))
+def test_value_and_imitation_losses_do_not_depend_on_the_split(seed, budget):
+    from transformers import Qwen3ForTokenClassification
+
+    from hone.generation.attention import use_hone_attention
+
+    batch = random_batch(8, seed)
+    config = copy.deepcopy(tiny_model().config)
+    config.num_labels, config.classifier_dropout = 1, 0.0
+    torch.manual_seed(0)
+    critic = Qwen3ForTokenClassification(config)
+    use_hone_attention(critic)
+    value = value_objective(cliprange_value=0.5, loss_agg_mode="token-mean", loss_scale_factor=16)
+    for head, model, objective in ((ValueHead(), critic, value), (PolicyHead(), tiny_model(), imitation_objective())):
+        norm, grad, loss = gradient(engine_of(copy.deepcopy(model), head, max_tokens=10**6), batch, objective)
+        _, grad2, loss2 = gradient(engine_of(copy.deepcopy(model), head, max_tokens=budget), batch, objective)
+        assert abs(loss - loss2) <= 1e-6 * max(1, abs(loss))
+        torch.testing.assert_close(grad2, grad, atol=1e-6 * max(1.0, norm), rtol=0)
+
+
+def test_ratio_is_one_on_the_first_update_whatever_the_split(model):
+    batch = random_batch(16, seed=3, holes=False)
+    engine = engine_of(model, max_tokens=64)
+    batch = batch.with_columns(old_log_probs=engine.infer_batch(batch)["log_probs"])
+    engine.max_tokens = 40
+    result = engine.train_batch(batch, policy_objective(ActorConfig(), max_response_length=16), step=0)
+    assert max(float(seen[FIRST_RATIO_MAX][0]) for seen in result.statistics) < 1e-5
+
+
+def test_masked_tokens_get_no_gradient(model):
+    batch = with_old(engine_of(model), random_batch(6, seed=5))
+    changed = batch.ragged("advantages")
+    outside = batch.ragged("response_mask").values == 0
+    assert outside.any()
+    other = batch.with_columns(advantages=changed.with_values(torch.where(outside, 99.0, changed.values)))
+    objective = policy_objective(ActorConfig(), max_response_length=16)
+    _, first, _ = gradient(engine_of(tiny_model()), batch, objective)
+    _, second, _ = gradient(engine_of(tiny_model()), other, objective)
+    assert torch.equal(first, second)
+
+
+def test_gradient_checkpointing_changes_nothing(model):
+    batch = random_batch(6, seed=6)
+    _, plain, _ = gradient(engine_of(tiny_model()), batch, imitation_objective())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    _, checkpointed, _ = gradient(engine_of(model), batch, imitation_objective())
+    torch.testing.assert_close(checkpointed, plain, atol=1e-7, rtol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(model):
+    batch = random_batch(4, seed=7)
+    engine = engine_of(model)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def broken(outputs, micro, totals):
+        return outputs["log_probs"].values.sum() * float("nan"), {}
+
+    result = engine.train_batch(batch, broken, step=0)
+    assert not result.applied
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_optimizer_state_survives_saving(model, tmp_path):
+    batch, objective = random_batch(6, seed=8), imitation_objective()
+    engine = engine_of(model)
+    engine.train_batch(batch, objective, step=0)
+    engine.save(tmp_path / "actor", tmp_path / "optimizer.safetensors")
+    again = engine_of(type(model).from_pretrained(tmp_path / "actor", dtype=torch.float32))
+    from hone.generation.attention import use_hone_attention
+
+    use_hone_attention(again.model)
+    again.load(tmp_path / "optimizer.safetensors")
+    for each in (engine, again):
+        each.train_batch(batch, objective, step=1)
+    for a, b in zip(engine.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
