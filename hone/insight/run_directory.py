@@ -33,7 +33,7 @@ import yaml
 from hone.data.types import Trajectory
 from hone.errors import HoneError
 from hone.insight import environment
-from hone.insight.redaction import redact_command, redact_tree
+from hone.insight.redaction import redact_command, redact_text, redact_tree
 
 CONFIG, RUN, METRICS_FILE = "config.yaml", "run.json", "metrics.jsonl"
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
@@ -107,7 +107,8 @@ class RunDirectory:
     def rewind(self, step: int) -> int:
         """Forget everything after ``step``, for a run that resumes from that step's checkpoint.
 
-        Drops later lines of ``metrics.jsonl`` and later rollout and validation files. Checkpoints are left alone.
+        Drops later lines of ``metrics.jsonl`` and later rollout and validation files. Checkpoints are left alone. A run
+        that begins anew in a used directory rewinds to -1: step 0 is the validation before training.
 
         Returns:
             How many metric lines were dropped.
@@ -157,7 +158,7 @@ class RunDirectory:
     # the run itself --------------------------------------------------------------------------------------------------
 
     def start(
-        self, *, seed: int, config_yaml: str, command: list[str] | None = None, last_step: int | None = None
+        self, *, seed: int, config_yaml: str, command: list[str] | None = None, resumed_from: int | None = None
     ) -> None:
         """Write ``config.yaml`` and ``run.json`` with status ``running``. A resumed run keeps its first start time.
 
@@ -165,24 +166,25 @@ class RunDirectory:
             seed: the run seed.
             config_yaml: the resolved config.
             command: the command line; None means this process's.
-            last_step: the step resumed from, None for a fresh run.
+            resumed_from: step of the checkpoint that the run goes on from, None for a fresh one.
         """
         tree = yaml.safe_load(config_yaml)
         hidden = redact_tree(tree)
         text = config_yaml if hidden == tree else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
         self._write_atomically(self.path / CONFIG, text)
-        earlier = read_run(self.path) if last_step is not None and (self.path / RUN).exists() else {}
+        earlier = self._run() if resumed_from is not None else {}
         now = _now()
+        resumed = [] if resumed_from is None else [*earlier.get("resumed", []), {"at": now, "from_step": resumed_from}]
         self._write_run(
             {
                 "status": RunStatus.RUNNING.value,
                 "exit_reason": "",
                 "started": earlier.get("started", now),
-                "resumed": [*earlier.get("resumed", []), {"at": now, "from_step": last_step}]
-                if last_step is not None
-                else [],
+                "resumed": [*earlier.get("resumed", []), {"at": now, "from_step": resumed_from}][
+                    : 0 if resumed_from is None else None
+                ],
                 "ended": None,
-                "last_step": last_step,
+                "last_step": resumed_from,
                 "seed": seed,
                 "command": redact_command(sys.argv if command is None else command),
                 "pid": os.getpid(),
@@ -194,29 +196,29 @@ class RunDirectory:
         )
 
     def update_status(
-        self, status: RunStatus | str, *, exit_reason: str | None = None, last_step: int | None = None
+        self, status: RunStatus | str, exit_reason: str | None = None, *, last_step: int | None = None
     ) -> None:
         """Change the status in ``run.json``, atomically; a status other than ``running`` also sets the end time.
 
         Raises:
             ValueError: no such status.
         """
-        record = read_run(self.path) if (self.path / RUN).exists() else {}
+        record = self._run()
         record["status"] = RunStatus(status).value
         record["ended"] = None if record["status"] == RunStatus.RUNNING.value else _now()
         if exit_reason is not None:
-            record["exit_reason"] = exit_reason
+            record["exit_reason"] = redact_text(exit_reason)
         if last_step is not None:
             record["last_step"] = last_step
         self._write_run(record)
 
     def tracker_id(self, tracker: str) -> str | None:
         """The id under which an outside tracker knows this run, so that a resumed run continues the same record."""
-        return (read_run(self.path) if (self.path / RUN).exists() else {}).get("trackers", {}).get(tracker)
+        return self._run().get("trackers", {}).get(tracker)
 
     def set_tracker_id(self, tracker: str, identity: str) -> None:
         """Remember that id in ``run.json``."""
-        record = read_run(self.path) if (self.path / RUN).exists() else {}
+        record = self._run()
         record.setdefault("trackers", {})[tracker] = identity
         self._write_run(record)
 
@@ -225,6 +227,9 @@ class RunDirectory:
         if self._metrics_file is not None:
             self._metrics_file.close()
             self._metrics_file = None
+
+    def _run(self) -> dict[str, Any]:
+        return read_run(self.path) if (self.path / RUN).exists() else {}
 
     def _write_run(self, record: Mapping[str, Any]) -> None:
         self._write_atomically(self.path / RUN, json.dumps(record, indent=2, ensure_ascii=False) + "\n")

@@ -31,8 +31,8 @@ def validation_metrics(
         data_sources: kind of problem of each response.
         uids: problem of each response; every (source, uid) has n responses.
         infos: per-response values by key: ``reward``, ``acc``, other terms (numbers or booleans), ``pred`` (any
-            answer; a missing answer, None, votes as an answer of its own). Keys that hold no numbers are skipped. None means that
-            the response has no such value; a problem with fewer than k values counts with all it has.
+            answer; a missing answer, None, votes as an answer of its own). Keys that hold no numbers are skipped.
+            None means that the response has no such value; a problem with fewer than k values counts with all it has.
         n: responses a problem.
 
     Returns:
@@ -139,8 +139,8 @@ def majority_weights(counts: tuple[int, ...], k: int) -> dict[int, float]:
     """Chance that one prediction wins a vote of k responses drawn without replacement, by how often it occurs.
 
     A prediction that occurs c times wins with m votes, tied with t others, in ``C(c, m) x W(m, t)`` of ``C(N, k)``
-    draws, where ``W`` counts the ways to draw the other k - m votes with at most m for each prediction and m for exactly t; it
-    then gets ``1 / (t + 1)`` of the win. ``W`` comes from multiplying one polynomial a prediction.
+    draws, where ``W`` counts the ways to draw the other k - m votes with at most m for each prediction and m for
+    exactly t; it then gets ``1 / (t + 1)`` of the win. ``W`` comes from multiplying one polynomial a prediction.
 
     Args:
         counts: occurrences of each distinct prediction, sorted.

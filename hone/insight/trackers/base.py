@@ -1,4 +1,8 @@
-"""The tracker protocol, the registry, and the composite that a trainer talks to."""
+"""The tracker protocol, the registry, and the composite that a trainer talks to.
+
+``metrics.jsonl`` is not a tracker: it is the record of the run, always written by the run directory. Trackers
+show the same numbers elsewhere; one that fails never ends the run.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -62,42 +67,43 @@ TRACKERS: Registry[Callable[[RunInfo], Tracker]] = Registry("tracker", key="trai
 def build_trackers(
     names: Sequence[str],
     *,
-    run_dir: RunDirectory,
+    run_dir: RunDirectory | Path,
     project: str,
     experiment: str,
     config_yaml: str,
     total_steps: int,
 ) -> CompositeTracker:
-    """Make the trackers called ``names``; ``metrics.jsonl`` is always among them.
+    """Make the trackers called ``names``. On resume, rewind the run directory first: trackers go on from its last step.
 
     Raises:
         ConfigError: no such tracker, or its package is not installed.
     """
-    info = RunInfo(run_dir, project, experiment, config_yaml, total_steps)
+    directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
+    info = RunInfo(directory, project, experiment, config_yaml, total_steps)
     factories = {name: TRACKERS.get(name) for name in dict.fromkeys(names)}  # unknown names fail before anything opens
-    jsonl = TRACKERS.get("jsonl")(info)
-    return CompositeTracker(jsonl, {name: factory(info) for name, factory in factories.items() if name != "jsonl"})
+    return CompositeTracker({name: factory(info) for name, factory in factories.items()})
 
 
 class CompositeTracker:
     """Logs to all trackers. A failing one, say for want of a network, never ends the run.
 
-    ``metrics.jsonl`` is the record of the run and comes first; if it cannot be written, the error goes up. The errors
-    of other trackers are counted, the first of each is logged with its traceback, and the count is shown at the end.
+    Errors are counted, the first of each tracker is logged with its traceback, and the count is shown at the end.
+
+    Args:
+        trackers: by name.
 
     Attributes:
         errors: failed calls by tracker name.
     """
 
-    def __init__(self, record: Tracker, others: Mapping[str, Tracker]) -> None:
-        self._record, self._others = record, dict(others)
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
         self.errors: Counter[str] = Counter()
         self._finished = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step everywhere."""
-        self._record.log(step, metrics)
-        for name, tracker in self._others.items():
+        for name, tracker in self._trackers.items():
             self._guarded(name, tracker.log, step, metrics)
 
     def finish(self, status: str) -> None:
@@ -105,9 +111,8 @@ class CompositeTracker:
         if self._finished:
             return
         self._finished = True
-        for name, tracker in self._others.items():
+        for name, tracker in self._trackers.items():
             self._guarded(name, tracker.finish, status)
-        self._record.finish(status)
         if self.errors:
             counts = ", ".join(f"{name}: {count}" for name, count in sorted(self.errors.items()))
             logger.warning("tracker errors: %s (metrics.jsonl is complete)", counts)

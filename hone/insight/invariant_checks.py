@@ -1,0 +1,197 @@
+"""The always-on invariants as pure functions of what they check. :mod:`hone.insight.invariants` holds their state.
+
+D-ratio   on the first update after a rollout the ratio is 1
+D-finite  rewards, advantages, log-probs, losses and gradient norms are finite
+D-mask    a mask covers its response exactly and holds at least one sampled token; masked tokens get no gradient
+D-ids     the tokens trained on are the tokens the engine emitted
+D-uid     every prompt group has n members
+D-sync    engine and trainer agree on log-probs as well as after the first weight sync (the canary)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.errors import InvariantError
+
+Decode = Callable[[list[int]], str]
+
+RATIO_WARNING = {"float32": 1e-3, "bfloat16": 0.05}
+"""Largest |log ratio| on the first update that raises no warning, by compute dtype."""
+RATIO_ERROR = 0.05
+"""Mean |log ratio| on the first update from which on the run stops."""
+_EXCERPT_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far two columns of log-probs are apart on masked tokens.
+
+    Attributes:
+        largest: max |a - b|; nan if either is.
+        mean: mean |a - b|.
+        row: of the largest.
+        position: of the largest, within its row.
+    """
+
+    largest: float
+    mean: float
+    row: int
+    position: int
+
+
+def token_hash(ids: Sequence[int] | Tensor) -> str:
+    """A 128-bit fingerprint of token ids, as hexadecimal text; the same for a list and a tensor of any integer type."""
+    values = torch.as_tensor(ids, dtype=torch.int64).cpu().contiguous()
+    return hashlib.blake2b(values.numpy().astype("<i8").tobytes(), digest_size=16).hexdigest()
+
+
+def log_prob_gap(a: Ragged, b: Ragged, mask: Ragged) -> Gap:
+    """Compare two columns of log-probs where ``mask`` is 1. Rows must have equal lengths."""
+    difference = (a.values.double().cpu() - b.values.double().cpu()).abs()
+    chosen = mask.values.cpu().bool()
+    if not bool(chosen.any()):
+        return Gap(0.0, 0.0, 0, 0)
+    # a nan is larger than anything: it must be found, not skipped
+    ranked = torch.where(chosen, difference.nan_to_num(nan=torch.inf), -1.0)
+    worst = int(ranked.argmax())
+    row = int(torch.searchsorted(a.offsets, worst, right=True)) - 1
+    return Gap(float(difference[chosen].max()), float(difference[chosen].mean()), row, worst - int(a.offsets[row]))
+
+
+def describe_sample(batch: Batch | None, row: int, position: int | None = None, decode: Decode | None = None) -> str:
+    """Name a sample in an error message: uid, index, and the tokens around ``position`` (decoded when it can be)."""
+    if batch is None:
+        return f"row {row}"
+    parts = [f"row {row}"]
+    parts += [f"{name} {batch.objects(name)[row]}" for name in ("uid", "index") if name in batch]
+    if "response_ids" in batch:
+        ids = batch.ragged("response_ids").row(row).tolist()
+        start = max(0, (position or 0) - _EXCERPT_TOKENS // 2)
+        piece = ids[start : start + _EXCERPT_TOKENS]
+        shown = repr(decode(piece)) if decode else str(piece)
+        parts.append(f"tokens {start} to {start + len(piece)} of {len(ids)}: {shown}")
+    return ", ".join(parts)
+
+
+def require_groups(uids: Sequence[str], n: int) -> None:
+    """D-uid: every uid occurs n times.
+
+    Raises:
+        InvariantError: the message names the first uids that do not.
+    """
+    wrong = {uid: count for uid, count in Counter(uids).items() if count != n}
+    if wrong:
+        raise InvariantError(
+            f"{len(wrong)} prompt groups have not n={n} members, e.g. "
+            + ", ".join(f"{uid}: {count}" for uid, count in list(wrong.items())[:3]),
+            code="D-uid",
+            why="group baselines would mix or lose samples",
+            fix="give every dataset row its own uid; if uids are unique, this is a bug worth reporting",
+        )
+
+
+def require_masks(batch: Batch, decode: Decode | None = None) -> None:
+    """D-mask: each mask has its response's length, holds only 0 and 1, and at least one 1; so do the log-probs' rows.
+
+    Args:
+        batch: columns ``response_ids``, ``response_mask`` and, when present, ``rollout_log_probs``, which must be
+            aligned with the response.
+        decode: token ids to text, for the message.
+
+    Raises:
+        InvariantError: the first sample that breaks the rule.
+    """
+    ids, mask = batch.ragged("response_ids"), batch.ragged("response_mask")
+    for row in torch.nonzero(ids.lengths != mask.lengths).flatten().tolist():
+        _mask_error(
+            f"the mask has {int(mask.lengths[row])} entries, the response {int(ids.lengths[row])}",
+            batch,
+            row,
+            None,
+            decode,
+        )
+    values = mask.values.cpu()
+    for place in torch.nonzero((values != 0) & (values != 1)).flatten().tolist():
+        row, position = locate(mask, place)
+        _mask_error(f"the mask holds {values[place].item()}, not 0 or 1", batch, row, position, decode)
+    sums = torch.zeros(len(mask), dtype=torch.int64).index_add_(0, row_numbers(mask), values.long())
+    for row in torch.nonzero(sums == 0).flatten().tolist():
+        _mask_error("no token of the response was sampled by the policy", batch, row, None, decode)
+    if "rollout_log_probs" in batch:
+        log_probs = batch.ragged("rollout_log_probs")
+        for row in torch.nonzero(ids.lengths != log_probs.lengths).flatten().tolist():
+            count = int(log_probs.lengths[row])
+            _mask_error(f"{count} log-probs for {int(ids.lengths[row])} tokens", batch, row, None, decode)
+
+
+def _mask_error(what: str, batch: Batch, row: int, position: int | None, decode: Decode | None) -> None:
+    raise InvariantError(
+        what,
+        code="D-mask",
+        where=describe_sample(batch, row, position, decode),
+        why="the loss would count tokens that the policy did not choose, or none",
+        fix="check the agent loop or the engine that produced this sample",
+    )
+
+
+def require_no_masked_gradient(gradient: Tensor, mask: Tensor) -> None:
+    """D-mask: the gradient of the loss by the log-probs is exactly 0 where ``mask`` is 0 (any equal shapes).
+
+    Raises:
+        InvariantError: the number of tokens that leak, and the largest gradient among them.
+    """
+    leaking = gradient.detach()[mask == 0]
+    count = int((leaking != 0).sum())
+    if count:
+        raise InvariantError(
+            f"{count} masked tokens get a gradient, up to {float(leaking.abs().max()):.3g}",
+            code="D-mask",
+            why="tool output and padding would be trained on",
+            fix="multiply the loss by the mask before aggregating, with finite values under it",
+        )
+
+
+def require_ids(batch: Batch, emitted: Sequence[str], decode: Decode | None = None) -> None:
+    """D-ids: prompt and response ids of each row hash to what the engine emitted (:func:`token_hash` of both together).
+
+    Raises:
+        InvariantError: the first sample that differs.
+    """
+    prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+    for row, expected in enumerate(emitted):
+        if token_hash(torch.cat([prompts.row(row), responses.row(row)])) != expected:
+            raise InvariantError(
+                "the tokens to be trained on are not those that were sampled",
+                code="D-ids",
+                where=describe_sample(batch, row, None, decode),
+                why="log-probs, masks and rewards would belong to other tokens",
+                fix="do not re-tokenize text between generation and training; keep the columns of a row together",
+            )
+
+
+def nonfinite_places(values: Tensor | Ragged) -> list[tuple[int, int]]:
+    """(row, position) of every nan and infinity; position is 0 for a vector of one value a row."""
+    if isinstance(values, Ragged):
+        return [locate(values, place) for place in torch.nonzero(~values.values.isfinite()).flatten().tolist()]
+    flat = values.reshape(len(values), -1) if values.dim() else values.reshape(1, 1)
+    return [(row, position) for row, position in torch.nonzero(~flat.isfinite()).tolist()]
+
+
+def row_numbers(column: Ragged) -> Tensor:
+    """``[N]``: the row of each value."""
+    return torch.arange(len(column)).repeat_interleave(column.lengths)
+
+
+def locate(column: Ragged, place: int) -> tuple[int, int]:
+    """The row and the position within it of value number ``place``."""
+    row = int(torch.searchsorted(column.offsets, place, right=True)) - 1
+    return row, place - int(column.offsets[row])
