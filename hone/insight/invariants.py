@@ -1,7 +1,7 @@
 """The always-on invariants of a run: what stops it, what is tolerated, and what is remembered between steps.
 
 A broken invariant raises :class:`~hone.errors.InvariantError` with the offending sample. What the table tolerates is
-logged with its sample and counted; :meth:`Invariants.report` moves the counts to ``invariant/<id>`` in the step's metrics.
+logged with its sample and counted; :meth:`Invariants.report` moves the counts to ``invariant/<id>`` in the metrics.
 
     | id       | tolerated                                        | stops the run                                      |
     |----------|--------------------------------------------------|----------------------------------------------------|

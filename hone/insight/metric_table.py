@@ -102,6 +102,14 @@ _ACTOR = (
         "KL from the policy that sampled to the policy now, estimated as old minus new log-prob.",
         "> 0.1: updates are too large",
     ),
+    MetricSpec("actor/ratio/mean", "ratio", _MEAN, "Ratio of the policy now to the policy that sampled: mean."),
+    MetricSpec(
+        "actor/ratio/max",
+        "ratio",
+        _MAX,
+        "That ratio: largest.",
+        "> 10: tokens do not line up, or the learning rate is too high",
+    ),
     MetricSpec("actor/kl_loss", "nats", _MEAN, "KL to the reference policy as used in the loss."),
     MetricSpec("actor/kl_coef", "weight", _LAST, "Weight of the KL term in the loss."),
     MetricSpec(

@@ -17,7 +17,16 @@ from typing import Any
 from hone.errors import did_you_mean
 from hone.insight.metric_table import METRICS, MetricSpec, Reduction
 
-__all__ = ["METRICS", "TIMING_PREFIXES", "MetricSpec", "MetricStore", "Reduction", "find_metric", "is_timing"]
+__all__ = [
+    "METRICS",
+    "TIMING_PREFIXES",
+    "MetricSpec",
+    "MetricStore",
+    "Reduction",
+    "declare",
+    "find_metric",
+    "is_timing",
+]
 
 TIMING_PREFIXES = (
     "timing_s/",
@@ -49,8 +58,23 @@ def find_metric(name: str) -> MetricSpec:
         if pattern.fullmatch(name):
             return spec
     raise ValueError(
-        f"metric '{name}' is not declared; add it to hone/insight/metric_table.py. {did_you_mean(name, _EXACT)}"
+        f"metric '{name}' is not declared; add it to hone/insight/metric_table.py or call declare(). {did_you_mean(name, _EXACT)}"
     )
+
+
+def declare(spec: MetricSpec) -> None:
+    """Declare one more metric, for an estimator, a loss or a stage from outside Hone.
+
+    Raises:
+        ValueError: the name is declared otherwise already.
+    """
+    if _EXACT.get(spec.name, spec) != spec or any(known.name == spec.name and known != spec for _, known in _PATTERNS):
+        raise ValueError(f"metric '{spec.name}' is declared already")
+    if "<" in spec.name:
+        _PATTERNS.append((_compile(spec.name), spec))
+    else:
+        _EXACT[spec.name] = spec
+    find_metric.cache_clear()
 
 
 def _compile(name: str) -> re.Pattern[str]:

@@ -1,0 +1,123 @@
+"""The files of a run directory: reading them, encoding numbers that JSON lacks, and what a disk may refuse."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hone.errors import HoneError
+
+CONFIG, RUN, METRICS_FILE = "config.yaml", "run.json", "metrics.jsonl"
+
+
+def read_run(path: str | Path) -> dict[str, Any]:
+    """``run.json`` of a run directory.
+
+    Raises:
+        HoneError: it is missing or not JSON.
+    """
+    file = Path(path) / RUN
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HoneError("no such file", where=str(file), fix="name a directory that a run has written") from None
+    except json.JSONDecodeError as error:
+        raise HoneError(f"not JSON: {error}", where=str(file), fix="restore the file or remove the directory") from None
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """All lines of a ``metrics.jsonl`` (or of the run directory that holds it), each with its ``step``.
+
+    A half-written last line is left out. ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` become floats again.
+    """
+    path = Path(path)
+    file = path / METRICS_FILE if path.is_dir() else path
+    if not file.exists():
+        return []
+    rows = [json.loads(line) for _, line in read_rows(file)]
+    return [{name: float(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
+
+
+def read_rows(file: Path) -> Iterator[tuple[int, str]]:
+    """(step, line) of every whole line; what follows the last line break is half a line."""
+    lines = file.read_bytes().split(b"\n")[:-1]
+    for number, raw in enumerate(lines, 1):
+        try:
+            line = raw.decode()
+            yield int(json.loads(line)["step"]), line
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
+            if number == len(lines):  # a crash of the machine can leave a last line of garbage
+                return
+            raise HoneError(
+                f"line {number} of {len(lines)} is not a JSON object with a step",
+                where=str(file),
+                why="the history of the run cannot be continued",
+                fix="remove the line, or start a new run directory with trainer.experiment_name=...",
+            ) from None
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn what a disk refuses (full, read-only, forbidden) into a :class:`HoneError` with the numbers and the fix."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise HoneError(
+                f"the disk is full{_free_space(path)}",
+                where=str(path),
+                why="metrics, samples and checkpoints can no longer be saved; everything saved before is intact",
+                fix="free space and start the same command again (trainer.resume_mode=auto), "
+                "or choose another disk with trainer.default_local_dir=...",
+                code="E-disk-full",
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise unwritable(path, error.strerror or str(error)) from error
+        raise
+
+
+def unwritable(path: Path, reason: str) -> HoneError:
+    return HoneError(
+        f"cannot write: {reason}",
+        where=str(path),
+        why="a run keeps its config, metrics and checkpoints there",
+        fix="choose a directory that you may write to: trainer.default_local_dir=...",
+        code="E-run-directory",
+    )
+
+
+def _free_space(path: Path) -> str:
+    existing = next((folder for folder in (path, *path.parents) if folder.exists()), None)
+    if existing is None:
+        return ""
+    usage = shutil.disk_usage(existing)
+    return f" ({usage.free / 2**20:.0f} MB of {usage.total / 2**30:.1f} GB free)"
+
+
+def encode_number(value: float) -> float | str:
+    """A JSON number, or the name of a number that JSON lacks."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def jsonable(value: Any) -> Any:
+    """Plain JSON values: arrays become lists, enums their value, what JSON has no word for its text."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [jsonable(entry) for entry in value]
+    if isinstance(value, Enum):
+        return jsonable(value.value)
+    if isinstance(value, float):
+        return encode_number(value)
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return jsonable(value.tolist()) if hasattr(value, "tolist") else str(value)
