@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,18 @@ from hone.insight.run_files import CONFIG, RUN, read_metrics, read_run
 
 ABSENT = "(absent)"
 _DEPTH = 4  # folders below the root in which runs are looked for
-_SMALLER_IS_BETTER = ("loss", "error_rate", "timeout_rate", "zero_std", "timing", "clip_ratio", "probs_diff")
+_MORE_IS_BETTER = ("val-core/", "val-aux/", "critic/rewards/", "critic/score/", "reward/", "perf/throughput")
+_LESS_IS_BETTER = (
+    *(
+        "train/loss",
+        "val/loss",
+        "critic/vf_loss",
+        "reward/error_rate",
+        "reward/timeout_rate",
+        "val-aux/reward/error_rate",
+    ),
+    *("reward/zero_std_group_ratio", "val-aux/response_length/", "timing_s/", "perf/time_per_step"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +53,10 @@ class Run:
 
     @property
     def status(self) -> str:
-        """As recorded; ``dead`` when the record says ``running`` but the process is gone from this machine."""
+        """As recorded; ``dead`` when the record says ``running`` but its process, of this machine, is gone."""
         status = str(self.record.get("status", "unknown"))
-        return "dead" if status == "running" and not _alive(self.record.get("pid")) else status
+        here = self.record.get("host") == platform.node()
+        return "dead" if status == "running" and here and not _alive(self.record.get("pid")) else status
 
     @property
     def steps(self) -> int:
@@ -166,15 +179,15 @@ class Summary:
         count: how many steps have it.
         first: first value.
         last: latest value.
-        best: largest, or smallest where less is better (losses, error rates, times).
-        best_step: step of ``best``; the earliest.
+        best: largest, or smallest where less is better (losses, error rates, times); None where neither is, as for KL.
+        best_step: the first step with it.
     """
 
     count: int
     first: float
     last: float
-    best: float
-    best_step: int
+    best: float | None
+    best_step: int | None
 
 
 def summarise(run: Run, metric: str) -> Summary | None:
@@ -183,9 +196,12 @@ def summarise(run: Run, metric: str) -> Summary | None:
     if not curve:
         return None
     finite = [(step, value) for step, value in curve if math.isfinite(value)] or curve
-    pick = min if any(word in metric for word in _SMALLER_IS_BETTER) else max
-    step, best = pick(finite, key=lambda point: point[1])
-    return Summary(len(curve), curve[0][1], curve[-1][1], best, int(step))
+    best: tuple[float | None, float | None] = (None, None)
+    if metric.startswith(_LESS_IS_BETTER):
+        best = min(finite, key=lambda point: point[1])
+    elif metric.startswith(_MORE_IS_BETTER):
+        best = max(finite, key=lambda point: point[1])
+    return Summary(len(curve), curve[0][1], curve[-1][1], best[1], None if best[0] is None else int(best[0]))
 
 
 def headline_metrics(runs: Sequence[Run]) -> list[str]:

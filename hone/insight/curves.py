@@ -24,7 +24,7 @@ def sparkline(curve: Points, width: int = 40) -> str:
     >>> sparkline([(0, 0.0), (1, 0.5), (2, 1.0)], width=3)
     '▁▅█'
     """
-    cells = [value for value in _resample(curve, min(width, len(curve)))]
+    cells = _resample(curve, min(width, len(curve)))
     finite = [value for value in cells if math.isfinite(value)]
     if not finite:
         return "?" * len(cells)
@@ -39,7 +39,7 @@ def _resample(curve: Points, width: int) -> list[float]:
     return [sum(value for _, value in curve[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a]
 
 
-def text_chart(curve: Points, *, width: int = 60, height: int = 8) -> str:
+def text_chart(curve: Points, *, width: int = 60, height: int = 8, beside: Sequence[Points] = ()) -> str:
     """A curve as a chart of braille dots with its axes: ``2 width`` by ``4 height`` points.
 
     Values that are not finite are left out.
@@ -48,11 +48,14 @@ def text_chart(curve: Points, *, width: int = 60, height: int = 8) -> str:
         curve: the points.
         width: columns of the plot, without the axis labels.
         height: lines of the plot, without the axis.
+        beside: curves that the chart will stand beside; the axes cover them too, so that charts can be compared.
     """
     finite = [(step, value) for step, value in curve if math.isfinite(value)]
     if not finite:
         return "(no values)"
-    (low, high), (first, last) = _span([v for _, v in finite]), (finite[0][0], finite[-1][0])
+    covered = finite + [(step, value) for other in beside for step, value in other if math.isfinite(value)]
+    low, high = _span([value for _, value in covered])
+    first, last = min(step for step, _ in covered), max(step for step, _ in covered)
     cells = [[0] * width for _ in range(height)]
     places = [
         (
@@ -98,13 +101,14 @@ def draw_png(path: str | Path, curves: Mapping[str, Mapping[str, Points]], *, ti
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     columns = min(3, max(1, math.ceil(math.sqrt(len(curves)))))
     lines = math.ceil(len(curves) / columns)
     figure = Figure(figsize=(4.6 * columns + 0.4, 3.1 * lines + (0.8 if title else 0.5)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     runs = list(dict.fromkeys(run for by_run in curves.values() for run in by_run))
-    handles: dict[str, object] = {}
+    handles: dict[str, Line2D] = {}
     for number, (metric, by_run) in enumerate(curves.items(), 1):
         axes = figure.add_subplot(lines, columns, number)
         for run, curve in by_run.items():

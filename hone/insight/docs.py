@@ -15,10 +15,10 @@ _HEAD = """# Metrics
 
 <!-- Generated from hone/insight/metric_table.py by `python -m hone.insight.docs docs/metrics.md`. Do not edit. -->
 
-Every step writes one JSON object to `metrics.jsonl` in the run directory; trackers show the same numbers. Several values
-of one step (micro-batches, updates, ranks) become one number by the reduction named here: `mean` is weighted by tokens or
-sequences, `last` keeps the latest. `<x>` stands for any text, `<n>` for a number. JSON has no word for what is not finite:
-such a value is written as the string `"NaN"`, `"Infinity"` or `"-Infinity"`.
+Every step writes one JSON object to `metrics.jsonl` in the run directory; trackers show the same numbers. Several
+values of one step (micro-batches, updates, ranks) become one number by the reduction named here: `mean` is weighted by
+tokens or sequences, `last` keeps the latest. `<x>` stands for any text, `<n>` for a number. JSON has no word for what
+is not finite: such a value is written as the string `"NaN"`, `"Infinity"` or `"-Infinity"`.
 
 Two runs with one seed on one machine write the same numbers, apart from metrics of wall time and memory, marked ⏱.
 """

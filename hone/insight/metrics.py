@@ -58,7 +58,8 @@ def find_metric(name: str) -> MetricSpec:
         if pattern.fullmatch(name):
             return spec
     raise ValueError(
-        f"metric '{name}' is not declared; add it to hone/insight/metric_table.py or call declare(). {did_you_mean(name, _EXACT)}"
+        f"metric '{name}' is not declared; add it to hone/insight/metric_table.py or call declare(). "
+        f"{did_you_mean(name, _EXACT)}"
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -193,6 +194,7 @@ class RunDirectory:
                 "seed": seed,
                 "command": redact_command(sys.argv if command is None else command),
                 "pid": os.getpid(),
+                "host": platform.node(),
                 "versions": environment.versions(),
                 "hardware": environment.hardware(),
                 "git": environment.git_state(Path.cwd()),
