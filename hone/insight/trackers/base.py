@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from hone.errors import ConfigError
+from hone.errors import ConfigError, HoneError
 from hone.insight.redaction import redact_tree
 from hone.insight.run_directory import RunDirectory
 from hone.registry import Registry
@@ -76,12 +76,25 @@ def build_trackers(
     """Make the trackers called ``names``. On resume, rewind the run directory first: trackers go on from its last step.
 
     Raises:
-        ConfigError: no such tracker, or its package is not installed.
+        ConfigError: no such tracker, its package is not installed, or it cannot start.
     """
     directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
     info = RunInfo(directory, project, experiment, config_yaml, total_steps)
     factories = {name: TRACKERS.get(name) for name in dict.fromkeys(names)}  # unknown names fail before anything opens
-    return CompositeTracker({name: factory(info) for name, factory in factories.items()})
+    return CompositeTracker({name: _start(name, factory, info) for name, factory in factories.items()})
+
+
+def _start(name: str, factory: Callable[[RunInfo], Tracker], info: RunInfo) -> Tracker:
+    try:
+        return factory(info)
+    except HoneError:
+        raise
+    except Exception as error:  # whatever a third party raises: no network, no login, no server
+        raise ConfigError(
+            f"tracker '{name}' cannot start ({type(error).__name__}: {error})",
+            where="trainer.logger",
+            fix=f"mend that, or leave '{name}' out of trainer.logger (wandb: WANDB_MODE=offline needs no network)",
+        ) from error
 
 
 class CompositeTracker:

@@ -1,4 +1,8 @@
-"""MLflow. ``MLFLOW_TRACKING_URI`` names the server; without it, a local store in ``<run>/mlruns``."""
+"""MLflow. ``MLFLOW_TRACKING_URI`` names the server or database; without it, a file store in ``<run>/mlruns``.
+
+MLflow asks for an explicit yes to file stores, which are all that the light package ``mlflow-skinny`` can write by
+itself; the tracker gives it. To look at one: ``MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri <run>/mlruns``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,10 @@ class MlflowTracker:
     def __init__(self, info: RunInfo) -> None:
         mlflow = require("mlflow", tracker="mlflow")
         self._entities = mlflow.entities
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (info.run_dir.path.absolute() / "mlruns").as_uri()
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            uri = (info.run_dir.path.absolute() / "mlruns").as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         identity = info.run_dir.tracker_id("mlflow")
         if identity is None:
