@@ -230,7 +230,7 @@ class Invariants:
                 fix="check that every weight is published after each update, and that temperature and dtype agree",
             )
         if fixed:
-            self._check_moving(engine.values.detach().cpu(), trainer.values.detach().cpu())
+            self._check_moving(engine.values.detach().cpu().double(), trainer.values.detach().cpu().double())
         return gap.mean
 
     def _check_moving(self, engine: Tensor, trainer: Tensor) -> None:
@@ -268,7 +268,7 @@ class Invariants:
         self._nonfinite = Counter(state["nonfinite"])
         self._baseline = state["baseline"]
         anchor = state["anchor"]
-        self._anchor = None if anchor is None else (torch.tensor(anchor[0]), torch.tensor(anchor[1]))
+        self._anchor = None if anchor is None else (_column(anchor[0]), _column(anchor[1]))
         self._counts = Counter(state["counts"])
 
     # judging ---------------------------------------------------------------------------------------------------------
@@ -306,3 +306,7 @@ class Invariants:
         self._counts[finding.code] += 1
         logger.warning("%s %s%s", finding.code, f"{finding.where}: " if finding.where else "", finding.message)
         return finding
+
+
+def _column(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

@@ -97,12 +97,16 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
     return redacted
 
 
-def redact_tree(value: Any, name: str = "") -> Any:
-    """Hide credentials in nested mappings and lists, by key and by look."""
+def redact_tree(value: Any, secret: bool = False) -> Any:
+    """Hide credentials in nested mappings and lists: everything below a secret key, and text that looks like one.
+
+    >>> redact_tree({"password": 5, "auth": {"user": "me"}, "pad_token": "<pad>", "api_key": None})
+    {'password': '<redacted>', 'auth': {'user': '<redacted>'}, 'pad_token': '<pad>', 'api_key': None}
+    """
     if isinstance(value, Mapping):
-        return {key: redact_tree(entry, str(key)) for key, entry in value.items()}
+        return {key: redact_tree(entry, secret or is_secret_name(str(key))) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redact_tree(entry, name) for entry in value]
-    if isinstance(value, str) and value:
-        return HIDDEN if is_secret_name(name) else redact_value(value)
-    return value
+        return [redact_tree(entry, secret) for entry in value]
+    if secret and not isinstance(value, bool) and value not in (None, ""):
+        return HIDDEN
+    return redact_value(value) if isinstance(value, str) else value

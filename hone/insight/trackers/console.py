@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
+from rich.text import Text
 
 from hone.insight.trackers.base import TRACKERS, RunInfo
 
@@ -51,7 +52,7 @@ class ConsoleTracker:
             self._progress = Progress(
                 SpinnerColumn(),
                 *bar,
-                TextColumn("{task.fields[summary]}"),
+                TextColumn("{task.fields[summary]}", markup=False),
                 console=self._console,
                 refresh_per_second=4,
                 transient=True,
@@ -70,7 +71,7 @@ class ConsoleTracker:
             room = self._console.width - (22 if self._console.width >= _WIDE else 4)
             self._progress.update(self._task, completed=step, summary=fit([head, eta, *fields], room))
             if validation:
-                self._progress.print(f"[bold]step {step}[/bold]  " + "  ".join(validation), highlight=False)
+                self._progress.print(Text.assemble((head, "bold"), "  ", "  ".join(validation)), highlight=False)
         else:
             self._line("  ".join([head, *fields, *validation, eta]))
 

@@ -1,7 +1,7 @@
 """MLflow. ``MLFLOW_TRACKING_URI`` names the server or database; without it, a file store in ``<run>/mlruns``.
 
-MLflow asks for an explicit yes to file stores, which are all that the light package ``mlflow-skinny`` can write by
-itself; the tracker gives it. To look at one: ``MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri <run>/mlruns``.
+MLflow asks for an explicit yes to file stores, which is all that the light package ``mlflow-skinny`` can write alone;
+the tracker gives it. To look at one: ``MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri <run>/mlruns``.
 """
 
 from __future__ import annotations

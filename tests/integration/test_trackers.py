@@ -1,0 +1,66 @@
+"""Trackers against the real packages: what is logged can be read back."""
+
+import math
+
+import pytest
+
+from hone.insight.run_directory import RunDirectory
+from hone.insight.trackers import build_trackers
+
+NAME = "val-core/x/acc/mean@1"
+
+
+def log_twice(name, path):
+    """Log steps 1 to 4, then resume from the checkpoint of step 2 and log steps 3 to 5 with other values."""
+    config = "a: {b: 1}\nreward: {api_key: hunter2}\n"
+    for resumed_from, steps, value in ((None, range(1, 5), 1.0), (2, range(3, 6), 2.0)):
+        run = RunDirectory(path)
+        run.start(seed=1, config_yaml=config, command=["hone"], resumed_from=resumed_from)
+        run.rewind(-1 if resumed_from is None else resumed_from)
+        trackers = build_trackers([name], run_dir=run, project="p", experiment="e", config_yaml=config, total_steps=5)
+        for step in steps:
+            metrics = {NAME: value * step, "actor/grad_norm": math.nan if step == 5 else 0.5}
+            run.log_metrics(step, metrics)
+            trackers.log(step, metrics)
+        trackers.finish("interrupted" if resumed_from is None else "finished")
+        run.close()
+        assert trackers.errors == {}
+    return run
+
+
+def test_tensorboard(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = log_twice("tensorboard", tmp_path)
+    events = accumulator.EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    # what the killed process wrote after the checkpoint is purged
+    assert [(event.step, event.value) for event in events.Scalars(NAME)] == [(1, 1), (2, 2), (3, 6), (4, 8), (5, 10)]
+    assert math.isnan(events.Scalars("actor/grad_norm")[-1].value)
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "b: 1" in text and "<redacted>" in text and "hunter2" not in text
+
+
+def test_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = log_twice("mlflow", tmp_path)
+    client = mlflow.MlflowClient(tracking_uri=(run.path / "mlruns").as_uri())
+    identity = run.tracker_id("mlflow")
+    history = client.get_metric_history(identity, "val-core/x/acc/mean_at_1")
+    assert {(metric.step, metric.value) for metric in history} >= {(1, 1), (2, 2), (3, 6), (4, 8), (5, 10)}
+    record = client.get_run(identity)
+    assert record.info.status == "FINISHED" and record.info.run_name == "e"
+    assert record.data.params == {"a.b": "1", "reward.api_key": "<redacted>"}
+
+
+def test_wandb_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = log_twice("wandb", tmp_path)
+    identity = run.tracker_id("wandb")
+    files = list((run.path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+    assert len(files) == 2  # both processes wrote to one run
+    for file in files:
+        content = file.read_bytes()
+        assert content.count(NAME.encode()) >= 3 and b"<redacted>" in content and b"hunter2" not in content

@@ -1,0 +1,301 @@
+"""Every invariant: what passes, what is tolerated and counted, what stops the run."""
+
+import json
+import logging
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.data.trajectories import to_batch
+from hone.data.types import Sample, StopReason, Trajectory
+from hone.errors import InvariantError
+from hone.insight.invariant_checks import log_prob_gap
+from hone.insight.invariants import RATIO_MAX, RATIO_MEAN, Invariants, require_no_masked_gradient, token_hash
+from hone.insight.metrics import MetricStore
+
+
+@dataclass
+class Update:
+    grad_norm: float = 1.0
+    applied: bool = True
+    statistics: list = field(default_factory=list)
+
+
+def batch(lengths=(3, 2), masks=None, **columns):
+    rows = [list(range(10 * row, 10 * row + length)) for row, length in enumerate(lengths)]
+    trajectories = [
+        Trajectory(
+            uid=f"u{row // 2}",
+            index=row % 2,
+            prompt_ids=[100 + row],
+            response_ids=ids,
+            response_mask=masks[row] if masks else [1] * len(ids),
+            rollout_log_probs=[-1.0] * len(ids),
+            sampling_log_probs=[-1.0] * len(ids),
+            text="",
+            stop_reason=StopReason.STOP,
+            sample=Sample(f"u{row // 2}", [100 + row], None, "test"),
+        )
+        for row, ids in enumerate(rows)
+    ]
+    return to_batch(trajectories).with_columns(**columns)
+
+
+def ragged(*rows):
+    return Ragged.from_rows([list(map(float, row)) for row in rows], torch.float32)
+
+
+def counts(invariants):
+    store = MetricStore()
+    invariants.report(store)
+    return store.reduce()
+
+
+# groups, masks, ids -------------------------------------------------------------------------------------------------
+
+
+def test_groups():
+    Invariants().check_groups(["a", "b", "a", "b"], 2)
+    with pytest.raises(InvariantError, match="D-uid: 2 prompt groups have not n=2 members, e.g. a: 3, b: 1"):
+        Invariants().check_groups(["a", "b", "a", "a"], 2)
+
+
+def test_masks_that_are_right():
+    Invariants().check_mask(batch(masks=[[1, 0, 1], [0, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ([[1, 0, 1], [0, 0]], "no token of the response was sampled"),
+        ([[1, 0, 1], [1]], "the mask has 1 entries, the response 2"),
+        ([[1, 0, 1], [2, 1]], "the mask holds 2, not 0 or 1"),
+    ],
+)
+def test_masks_that_are_wrong_name_their_sample(masks, message):
+    with pytest.raises(InvariantError, match="D-mask") as caught:
+        Invariants().check_mask(batch(masks=masks))
+    assert message in caught.value.what
+    assert "row 1, uid u0, index 1, tokens 0 to 2 of 2: [10, 11]" in caught.value.where
+
+
+def test_log_probs_must_be_aligned_and_excerpts_are_decoded():
+    wrong = batch(rollout_log_probs=ragged([-1, -1, -1], [-1]))
+    with pytest.raises(InvariantError, match="1 log-probs for 2 tokens") as caught:
+        Invariants(decode=lambda ids: "/".join(map(str, ids))).check_mask(wrong)
+    assert "'10/11'" in caught.value.where
+
+
+def test_an_empty_response_has_no_sampled_token():
+    with pytest.raises(InvariantError, match="no token of the response was sampled"):
+        Invariants().check_mask(batch(lengths=(3, 0)))
+
+
+def test_gradient_at_masked_tokens():
+    log_probs, mask = torch.zeros(2, 3, requires_grad=True), torch.tensor([[1.0, 1, 0], [1, 0, 0]])
+    (log_probs * mask).sum().backward()
+    require_no_masked_gradient(log_probs.grad, mask)
+    with pytest.raises(InvariantError, match="3 masked tokens get a gradient, up to 1"):
+        require_no_masked_gradient(torch.ones(2, 3), mask)
+
+
+def test_ids_pass_through_reordering_and_fail_when_a_column_is_not_reordered():
+    good = batch().reorder([1, 0])
+    Invariants().check_ids(good)
+    mixed = good.with_columns(response_ids=batch().ragged("response_ids"))
+    with pytest.raises(InvariantError, match="D-ids row 0, uid u0"):
+        Invariants().check_ids(mixed)
+    changed = batch().ragged("response_ids")
+    changed.values[4] += 1
+    emitted = [token_hash([*t.prompt_ids, *t.response_ids]) for t in batch().objects("trajectory")]
+    with pytest.raises(InvariantError, match="row 1"):
+        Invariants().check_ids(batch().with_columns(response_ids=changed), emitted)
+
+
+@given(st.lists(st.integers(0, 2**31), max_size=8), st.lists(st.integers(0, 2**31), max_size=8))
+def test_token_hash(a, b):
+    assert (
+        token_hash(a)
+        == token_hash(torch.tensor(a, dtype=torch.int64))
+        == token_hash(torch.tensor(a, dtype=torch.int64))
+    )
+    assert (token_hash(a) == token_hash(b)) == (a == b)
+    assert token_hash(torch.tensor([1, 2], dtype=torch.int32)) == token_hash([1, 2])
+
+
+# ratio --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "quiet", "loud"), [("float32", 0.9e-3, 1.1e-3), ("bfloat16", 0.049, 0.051)])
+def test_ratio_thresholds(dtype, quiet, loud, caplog):
+    old, mask = ragged([0.0] * 50), ragged([1] * 50)
+    invariants = Invariants(dtype)
+    assert invariants.check_ratio(ragged([quiet] + [0.0] * 49), old, mask) is None
+    assert counts(invariants) == {}
+    with caplog.at_level(logging.WARNING):
+        finding = invariants.check_ratio(ragged([0.0] * 7 + [loud] + [0.0] * 42), old, mask, batch(lengths=(50, 1)))
+    assert finding is not None and "tokens 1 to 13 of 50" in finding.where
+    assert "D-ratio" in caplog.text
+    assert counts(invariants) == {"invariant/D-ratio": 1.0}
+    assert counts(invariants) == {}  # reported once
+
+
+def test_ratio_far_off_stops_the_run_and_masked_tokens_do_not_count():
+    old = ragged([0, 0], [0, 0])
+    with pytest.raises(InvariantError, match=r"D-ratio.*0\.06 on average"):
+        Invariants("bfloat16").check_ratio(ragged([0.06, 0.06], [0.06, 9]), old, ragged([1, 1], [1, 0]))
+    assert Invariants().check_ratio(ragged([0, 9], [0, 9]), old, ragged([1, 0], [1, 0])) is None
+    with pytest.raises(InvariantError, match="nan on average"):
+        Invariants().check_ratio(ragged([0, math.nan], [0, 0]), old, ragged([1, 1], [1, 1]))
+
+
+def test_ratio_from_update_statistics_weighs_means_by_tokens():
+    invariants, store = Invariants("bfloat16"), MetricStore()
+    update = Update(
+        statistics=[{RATIO_MAX: (0.01, 1), RATIO_MEAN: (0.0, 1)}, {}, {RATIO_MAX: (0.2, 9), RATIO_MEAN: (0.04, 9)}]
+    )
+    assert invariants.check_first_ratio(update, store) is not None
+    assert store.reduce() == {"actor/first_ratio_max_abs_log": 0.2}
+    bad = Update(statistics=[{RATIO_MAX: (0.1, 1), RATIO_MEAN: (0.0, 1)}, {RATIO_MAX: (0.2, 9), RATIO_MEAN: (0.06, 9)}])
+    with pytest.raises(InvariantError, match="0.054 on average"):
+        invariants.check_first_ratio(bad, store)
+    with pytest.raises(ValueError, match="no statistics"):
+        invariants.check_first_ratio(Update(), store)
+
+
+def test_gap_finds_the_place():
+    gap = log_prob_gap(ragged([0, 0, 5], [1, 7]), ragged([0, 0, 5], [0, 0]), ragged([1, 1, 1], [1, 1]))
+    assert (gap.largest, gap.row, gap.position, gap.mean) == (7.0, 1, 1, 8 / 5)
+
+
+# finite -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_finite_in_every_shape(bad):
+    for good, wrong in (
+        (torch.ones(2), torch.tensor([1.0, bad])),
+        (torch.ones(2, 3), torch.tensor([[1.0, 1, 1], [1, bad, 1]])),
+        (ragged([1, 1, 1], [1, 1]), ragged([1, 1, 1], [bad, 1])),
+        (1.0, bad),
+    ):
+        invariants = Invariants()
+        assert invariants.check_finite("advantages", good, batch()) is None
+        finding = invariants.check_finite("advantages", wrong, batch())
+        assert finding is not None and finding.message.startswith("1 values of advantages are not finite")
+        assert isinstance(wrong, float) != finding.where.startswith("row 1, uid u0, index 1")
+
+
+def test_three_times_in_a_row_stops_the_run_and_dumps_each_batch(tmp_path):
+    dumped = []
+
+    def dump(name, bad):
+        dumped.append((name, len(bad)))
+        return tmp_path / f"{name}.jsonl"
+
+    invariants, bad, good = Invariants(dump=dump), torch.tensor([1.0, math.nan]), torch.ones(2)
+    for values in (bad, bad, good, bad, bad):
+        invariants.check_finite("reward", values, batch())
+    with pytest.raises(InvariantError, match=r"D-finite.*reward.jsonl.*3 times in a row"):
+        invariants.check_finite("reward", bad, batch())
+    assert dumped == [("reward", 2)] * 5
+    assert counts(invariants) == {"invariant/D-finite": 4.0}
+
+
+def test_stages_are_counted_apart():
+    invariants, bad = Invariants(), torch.tensor([math.nan])
+    for _ in range(2):
+        invariants.check_finite("reward", bad)
+        invariants.check_finite("advantages", bad)
+    invariants.check_finite("reward", torch.ones(1))
+    with pytest.raises(InvariantError, match="advantages"):
+        invariants.check_finite("advantages", bad)
+
+
+def test_skipped_updates():
+    invariants = Invariants()
+    ok, skipped = Update(), Update(math.inf, applied=False)
+    invariants.check_updates("actor", [skipped, skipped, ok, skipped, skipped])
+    invariants.check_updates("critic", [ok])
+    with pytest.raises(InvariantError, match="gradient norm of the actor is inf.*3 times in a row"):
+        invariants.check_updates("actor", [skipped])
+
+
+# canary -------------------------------------------------------------------------------------------------------------
+
+
+def test_canary_compares_with_the_first_sync():
+    invariants, engine = Invariants(), ragged([-1, -1, -1], [-1, -1])
+    assert invariants.check_canary(engine, ragged([-1.01] * 3, [-1.01] * 2), batch()) == pytest.approx(0.01)
+    assert invariants.check_canary(engine, ragged([-1.09] * 3, [-1.09] * 2), batch()) == pytest.approx(0.09)
+    with pytest.raises(
+        InvariantError, match=r"D-sync.*differ by 0.11 nats.*first weight sync it was 0.01, the limit is 0.1"
+    ):
+        invariants.check_canary(engine, ragged([-1.11] * 3, [-1.11] * 2), batch())
+
+
+def test_canary_lets_rounding_pass_after_an_exact_start():
+    invariants, engine = Invariants(), ragged([-1, -1])
+    invariants.check_canary(engine, engine)
+    invariants.check_canary(engine, ragged([-1.0005, -1]))
+    with pytest.raises(InvariantError, match="D-sync"):
+        invariants.check_canary(engine, ragged([-1.003, -1]))
+
+
+def test_canary_compares_sampled_tokens_only_and_finds_nan():
+    mixed = batch(masks=[[1, 1, 0], [1, 1]])
+    engine = ragged([-1, -1, 0], [-1, -1])
+    assert Invariants().check_canary(engine, ragged([-1, -1, -9], [-1, -1]), mixed) == 0
+    with pytest.raises(InvariantError, match="differ by nan"):
+        Invariants().check_canary(engine, ragged([-1, math.nan, 0], [-1, -1]), mixed)
+
+
+def test_an_engine_that_stands_still_is_found_even_by_slow_drift():
+    invariants = Invariants()
+    still = ragged([-1.0, -2.0])
+    invariants.check_canary(still, still, fixed=True)
+    with pytest.raises(InvariantError, match="the engine's not at all"):
+        for step in range(1, 20):
+            invariants.check_canary(still, ragged([-1 - 3e-5 * step, -2.0]), fixed=True)
+    assert step == 4  # 1.2e-4 nats, just over what rounding explains
+
+
+def test_an_engine_that_follows_is_fine():
+    invariants = Invariants()
+    for step in range(20):
+        values = ragged([-1 - 0.1 * step, -2.0])
+        invariants.check_canary(values, values, fixed=True)
+
+
+# state --------------------------------------------------------------------------------------------------------------
+
+
+def test_state_survives_a_resume_exactly():
+    def drive(invariants, seen):
+        invariants.check_finite("reward", torch.tensor([math.nan]))
+        seen.append(invariants.check_canary(ragged([-1, -2]), ragged([-1.00001, -2]), fixed=True))
+
+    straight, seen = Invariants(), []
+    drive(straight, seen)
+    drive(straight, seen)
+    first, again = Invariants(), []
+    drive(first, again)
+    resumed = Invariants()
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    drive(resumed, again)
+    assert seen == again and resumed.state_dict() == straight.state_dict()
+    for invariants in (straight, resumed):
+        with pytest.raises(InvariantError, match="3 times in a row"):
+            invariants.check_finite("reward", torch.tensor([math.nan]))
+
+
+def test_a_batch_without_identities_still_gets_a_message():
+    plain = Batch({"response_ids": Ragged.from_rows([[1], [2]]), "response_mask": Ragged.from_rows([[1], [0]])})
+    with pytest.raises(InvariantError, match="D-mask row 1, tokens 0 to 1 of 1"):
+        Invariants().check_mask(plain)

@@ -1,0 +1,215 @@
+"""The run directory: exact numbers, atomic files, resuming, and what the disk refuses."""
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.errors import HoneError
+from hone.insight.run_directory import RunDirectory, RunStatus, read_metrics, read_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "run")
+
+
+def start(run, **changes):
+    run.start(**({"seed": 3, "config_yaml": "trainer:\n  seed: 3\n", "command": ["hone", "train"]} | changes))
+
+
+def test_layout(run):
+    start(run)
+    run.log_metrics(1, {"actor/lr": 1e-6})
+    run.write_rollouts(1, [{"uid": "a"}])
+    run.write_validation(1, [{"uid": "b"}])
+    names = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*")}
+    assert names == {
+        *("config.yaml", "run.json", "metrics.jsonl", "checkpoints"),
+        *("rollouts", "rollouts/step_1.jsonl", "validation", "validation/step_1.jsonl"),
+    }
+
+
+@given(st.floats())
+def test_numbers_come_back_to_the_bit(tmp_path_factory, value):
+    run = RunDirectory(tmp_path_factory.mktemp("run"))
+    run.log_metrics(1, {"a": value})
+    (row,) = read_metrics(run.path)
+    assert row["a"] == value or (math.isnan(row["a"]) and math.isnan(value))
+    assert math.copysign(1, row["a"]) == math.copysign(1, value) or math.isnan(value)
+    json.loads(run.metrics_path.read_text(), parse_constant=pytest.fail)  # strict JSON
+
+
+def test_one_line_a_step(run):
+    run.log_metrics(0, {})
+    run.log_metrics(3, {})
+    for step in (3, 2):
+        with pytest.raises(ValueError, match=f"step {step} come after those of step 3"):
+            run.log_metrics(step, {})
+    again = RunDirectory(run.path)  # the next process knows too
+    assert again.last_step == 3
+    with pytest.raises(ValueError, match="come after"):
+        again.log_metrics(3, {})
+
+
+def test_rewind_forgets_what_came_after_the_checkpoint(run):
+    for step in range(6):
+        run.log_metrics(step, {"x": step / 3})
+        run.write_rollouts(step, [{"step": step}])
+        run.write_validation(step, [{"step": step}])
+    (run.rollouts / "notes.txt").write_text("mine")
+    before = run.metrics_path.read_text().splitlines()[:4]
+    assert run.rewind(3) == 2
+    assert run.metrics_path.read_text().splitlines() == before
+    for folder in (run.rollouts, run.validation):
+        assert sorted(path.name for path in folder.glob("*.jsonl")) == [f"step_{step}.jsonl" for step in range(4)]
+    assert (run.rollouts / "notes.txt").exists()
+    run.log_metrics(4, {"x": 1})
+    assert [row["step"] for row in read_metrics(run.path)] == [0, 1, 2, 3, 4]
+    assert run.rewind(-1) == 5 and read_metrics(run.path) == []
+
+
+@pytest.mark.parametrize("half", ['{"step": 2, "x"', "\x00\x00\x00\n", '{"step": 2}'])
+def test_half_a_last_line_is_dropped(run, half):
+    run.log_metrics(1, {"x": 1})
+    with run.metrics_path.open("a") as file:
+        file.write(half)
+    assert [row["step"] for row in read_metrics(run.path)] == [1]
+    again = RunDirectory(run.path)
+    again.log_metrics(2, {"x": 5})
+    assert read_metrics(run.path) == [{"step": 1, "x": 1}, {"step": 2, "x": 5}]
+    assert again.rewind(1) == 1
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(run):
+    run.metrics_path.write_text('{"step": 1}\nrubbish\n{"step": 3}\n')
+    with pytest.raises(HoneError, match="line 2 of 3"):
+        run.rewind(3)
+    assert "rubbish" in run.metrics_path.read_text()
+
+
+def test_lines_survive_kill_minus_nine(tmp_path):
+    program = (
+        "import sys; from hone.insight.run_directory import RunDirectory\n"
+        f"run = RunDirectory({str(tmp_path)!r})\n"
+        "for step in range(10**9):\n"
+        "    run.log_metrics(step, {'x': step / 7})\n"
+        "    if step == 50: sys.stdout.write('go'); sys.stdout.flush()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.read(2) == b"go"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    rows = read_metrics(tmp_path)
+    assert len(rows) > 50
+    assert rows == [{"step": step, "x": step / 7} for step in range(len(rows))]
+
+
+def test_run_json_tells_what_ran_where(run):
+    start(run)
+    record = read_run(run.path)
+    assert record["status"] == "running" and record["seed"] == 3 and record["ended"] is None
+    assert set(record["versions"]) >= {"python", "hone", "torch", "transformers"}
+    assert set(record["hardware"]) >= {"cpu", "cores", "usable_cores", "memory_gb", "gpus"}
+    assert record["command"] == ["hone", "train"]
+    run.update_status(RunStatus.INTERRUPTED, "SIGINT after step 4", last_step=4)
+    record = read_run(run.path)
+    assert (record["status"], record["exit_reason"], record["last_step"]) == ("interrupted", "SIGINT after step 4", 4)
+    assert record["ended"] >= record["started"]
+    with pytest.raises(ValueError, match="sleeping"):
+        run.update_status("sleeping")
+
+
+def test_a_resumed_run_keeps_its_start_and_its_tracker_ids(run):
+    start(run)
+    run.set_tracker_id("wandb", "abc")
+    first = read_run(run.path)["started"]
+    start(run, resumed_from=4)
+    start(run, resumed_from=8)
+    record = read_run(run.path)
+    assert record["started"] == first and record["status"] == "running"
+    assert [entry["from_step"] for entry in record["resumed"]] == [4, 8]
+    assert run.tracker_id("wandb") == "abc" and run.tracker_id("mlflow") is None
+    start(run)  # from the beginning: another curve, another record
+    assert run.tracker_id("wandb") is None and read_run(run.path)["resumed"] == []
+
+
+def test_secrets_are_not_written_anywhere(run):
+    secret = "hunter2-do-not-tell"
+    start(
+        run,
+        config_yaml=f"reward:\n  kwargs: {{api_key: {secret}, pad_token: '<pad>'}}\n",
+        command=["hone", "train", f"+reward.kwargs.api_key={secret}", "--hf-token", secret],
+    )
+    run.update_status("failed", f"ConnectionError: https://me:{secret}@host/x refused, api_key={secret}")
+    for path in run.path.rglob("*"):
+        assert path.is_dir() or secret not in path.read_text()
+    assert "<pad>" in (run.path / "config.yaml").read_text()
+
+
+def test_a_config_without_secrets_is_written_as_it_is(run):
+    text = "# order and comments stay\nb: 1\na: {prompt_key: prompt, max_token_len: 5}\n"
+    start(run, config_yaml=text)
+    assert (run.path / "config.yaml").read_text() == text
+
+
+def test_records_of_any_kind_become_json(run):
+    record = {
+        "ids": np.arange(3),
+        "x": np.float32(0.5),
+        "s": RunStatus.FAILED,
+        "nan": math.nan,
+        "o": {1: (2, {3})},
+        "p": Path("a"),
+    }
+    path = run.write_rollouts(7, [record, {"text": "ä\n"}])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == [
+        {"ids": [0, 1, 2], "x": 0.5, "s": "failed", "nan": "NaN", "o": {"1": [2, [3]]}, "p": "a"},
+        {"text": "ä\n"},
+    ]
+
+
+def test_disk_full_while_appending(run, tmp_path):
+    run.log_metrics(1, {})
+    run._metrics_file = Path("/dev/full").open("w")  # noqa: SIM115 - the run closes it
+    with pytest.raises(HoneError, match=r"E-disk-full.*metrics.jsonl: the disk is full \(\d+ MB of [\d.]+ GB free\)"):
+        run.log_metrics(2, {})
+
+
+def test_disk_full_leaves_the_old_file_and_no_litter(run, monkeypatch):
+    run.write_rollouts(1, [{"good": True}])
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(HoneError, match="the disk is full"):
+        run.write_rollouts(1, [{"good": False}])
+    assert [path.name for path in run.rollouts.iterdir()] == ["step_1.jsonl"]
+    assert json.loads((run.rollouts / "step_1.jsonl").read_text()) == {"good": True}
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HoneError, match="E-run-directory.*cannot write") as caught:
+        RunDirectory(tmp_path / "file" / "run")
+    assert "trainer.default_local_dir" in caught.value.fix
+
+
+def test_reading_a_directory_that_is_none(tmp_path):
+    with pytest.raises(HoneError, match="no such file"):
+        read_run(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(HoneError, match="not JSON"):
+        read_run(tmp_path)
+    assert read_metrics(tmp_path) == []

@@ -1,0 +1,166 @@
+"""Trackers without their services: the console, the composite, what is missing."""
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from hone.errors import ConfigError
+from hone.insight.run_directory import RunDirectory
+from hone.insight.trackers import TRACKERS, CompositeTracker, ConsoleTracker, RunInfo, build_trackers
+from hone.insight.trackers import base as base_module
+from hone.insight.trackers.mlflow import metric_key
+
+METRICS = {
+    "critic/rewards/mean": 0.25,
+    "actor/ppo_kl": 0.0012,
+    "response_length/mean": 52.4,
+    "perf/throughput": 2345.6,
+    "actor/lr": 1e-6,
+}
+
+
+@pytest.fixture
+def info(tmp_path):
+    return RunInfo(RunDirectory(tmp_path), "project", "experiment", "a: 1\napi_key: hunter2\n", 10)
+
+
+def build(names, tmp_path):
+    return build_trackers(names, run_dir=tmp_path, project="p", experiment="e", config_yaml="a: 1", total_steps=3)
+
+
+def console(terminal, width=200):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, legacy_windows=False)
+
+
+def test_plain_output_is_one_line_a_step(info):
+    out = console(terminal=False, width=40)  # narrow: lines must not be folded
+    tracker = ConsoleTracker(info, out)
+    tracker.log(1, METRICS)
+    tracker.log(2, METRICS | {"val-core/s/acc/mean@1": 0.5})
+    tracker.finish("finished")
+    lines = out.file.getvalue().splitlines()
+    assert lines[0] == "step 1/10  reward 0.250  kl 1.20e-03  length 52  tokens/s 2,346  ETA -:--"
+    assert lines[1].startswith("step 2/10  reward 0.250") and "val-core/s/acc/mean@1 0.5  ETA 0:0" in lines[1]
+    assert lines[2] == "finished at step 2/10  reward 0.250  kl 1.20e-03  length 52  tokens/s 2,346"
+    assert len(lines) == 3 and "\x1b" not in out.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 140])
+def test_terminal_output_is_a_live_line_that_fits(info, width):
+    out = console(terminal=True, width=width)
+    tracker = ConsoleTracker(info, out)
+    tracker.log(1, METRICS)
+    tracker.log(2, METRICS | {"val-core/s/acc/mean@1": 0.5})
+    tracker._progress.refresh()
+    shown = out.file.getvalue()
+    assert "step 2/10" in shown and "ETA" in shown and "reward 0.250" in shown
+    assert ("━" in shown) == (width == 140)
+    assert ("tokens/s" in shown) == (width == 140)
+    assert "step 2/10  val-core/s/acc/mean@1 0.5" in shown
+    assert "…" not in shown  # nothing is cut by the terminal
+    tracker.finish("interrupted")
+    assert "interrupted at step 2/10" in out.file.getvalue()
+
+
+def test_eta_is_the_pace_times_the_steps_left(info, monkeypatch):
+    now = iter([100.0, 102.0, 104.0])
+    monkeypatch.setattr("hone.insight.trackers.console.time.monotonic", lambda: next(now))
+    out = console(terminal=False)
+    tracker = ConsoleTracker(info, out)
+    for step in (4, 5, 6):  # a resumed run: the steps before do not count
+        tracker.log(step, {})
+    assert out.file.getvalue().splitlines()[-1] == "step 6/10  ETA 0:08"
+
+
+def test_a_name_in_brackets_is_not_markup(info):
+    out = console(terminal=True)
+    tracker = ConsoleTracker(info, out)
+    tracker.log(1, {"val-core/[red]/acc/mean@1": 0.5})
+    tracker.finish("finished")
+    assert "val-core/[red]/acc/mean@1" in out.file.getvalue()
+
+
+def test_finishing_before_the_first_step(info):
+    out = console(terminal=False)
+    ConsoleTracker(info, out).finish("failed")
+    assert out.file.getvalue() == "failed at step 0/10\n"
+
+
+class Broken:
+    def __init__(self):
+        self.seen = []
+
+    def log(self, step, metrics):
+        raise ConnectionError(f"no network at step {step}")
+
+    def finish(self, status):
+        self.seen.append(status)
+
+
+class Good(Broken):
+    def log(self, step, metrics):
+        self.seen.append((step, dict(metrics)))
+
+
+def test_a_failing_tracker_does_not_stop_the_others_and_is_counted(caplog):
+    good, broken = Good(), Broken()
+    trackers = CompositeTracker({"broken": broken, "good": good})
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            trackers.log(step, {"x": step})
+        trackers.finish("finished")
+        trackers.finish("finished")
+    assert good.seen == [(1, {"x": 1}), (2, {"x": 2}), (3, {"x": 3}), "finished"]
+    assert broken.seen == ["finished"]
+    assert trackers.errors == {"broken": 3}
+    tracebacks = [record for record in caplog.records if record.exc_info]
+    assert len(tracebacks) == 1 and "no network at step 1" in caplog.text
+    assert "tracker errors: broken: 3" in caplog.records[-1].getMessage()
+
+
+def test_interrupts_are_not_swallowed():
+    class Interrupted(Good):
+        def log(self, step, metrics):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CompositeTracker({"x": Interrupted()}).log(1, {})
+
+
+def test_names(tmp_path):
+    assert TRACKERS.names() == ["console", "mlflow", "tensorboard", "wandb"]
+    with pytest.raises(ConfigError, match="trainer.logger: unknown tracker 'tensorbord'") as caught:
+        build(["console", "tensorbord"], tmp_path)
+    assert "tensorboard" in caught.value.fix
+    assert build([], tmp_path).errors == {}
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
+    def missing(module):
+        raise ModuleNotFoundError(f"No module named '{module}'")
+
+    monkeypatch.setattr(base_module.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=f"No module named '{name}'") as caught:
+        build([name], tmp_path)
+    assert f"pip install 'hone-rl[{name}]'" in caught.value.fix
+
+
+def test_a_tracker_that_cannot_start_is_a_message(tmp_path, monkeypatch):
+    def refuse(info):
+        raise ConnectionError("connection refused")
+
+    monkeypatch.setitem(TRACKERS._entries, "wandb", refuse)
+    with pytest.raises(ConfigError, match="tracker 'wandb' cannot start.*connection refused"):
+        build(["wandb"], tmp_path)
+
+
+def test_trackers_are_given_a_config_without_secrets(info):
+    assert info.config() == {"a": 1, "api_key": "<redacted>"}
+
+
+def test_mlflow_keys_are_legal():
+    assert metric_key("val-core/a//b/acc/best@8/mean") == "val-core/a/b/acc/best_at_8/mean"
+    assert metric_key("x:y(z)") == "x_y_z_"
