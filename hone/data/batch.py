@@ -94,7 +94,7 @@ class Batch:
     def reorder(self, rows: Sequence[int] | Tensor) -> Batch:
         """The given rows in the given order; also takes a subset, and repeats."""
         index = torch.as_tensor(rows, dtype=torch.int64)
-        if len(index) and not (-1 < int(index.min()) and int(index.max()) < len(self)):
+        if len(index) and not (int(index.min()) > -1 and int(index.max()) < len(self)):
             raise IndexError(f"rows run from {int(index.min())} to {int(index.max())}, the batch has {len(self)}")
         return Batch({name: _take(column, index) for name, column in self._columns.items()}, **self.meta)
 

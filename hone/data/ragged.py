@@ -29,8 +29,14 @@ class Ragged:
 
     def __post_init__(self) -> None:
         if self.offsets.dim() != 1 or self.offsets.numel() == 0 or self.offsets.dtype != torch.int64:
-            raise ValueError(f"offsets must be a non-empty int64 vector, got {self.offsets.dtype} {tuple(self.offsets.shape)}")
-        if int(self.offsets[0]) != 0 or int(self.offsets[-1]) != len(self.values) or bool((self.offsets.diff() < 0).any()):
+            raise ValueError(
+                f"offsets must be a non-empty int64 vector, got {self.offsets.dtype} {tuple(self.offsets.shape)}"
+            )
+        if (
+            int(self.offsets[0]) != 0
+            or int(self.offsets[-1]) != len(self.values)
+            or bool((self.offsets.diff() < 0).any())
+        ):
             raise ValueError(f"offsets must rise from 0 to the number of values ({len(self.values)})")
 
     @classmethod
@@ -113,7 +119,9 @@ class Ragged:
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
         """Rows of all parts, in order."""
-        return Ragged(torch.cat([part.values for part in parts]), offsets_of(torch.cat([part.lengths for part in parts])))
+        return Ragged(
+            torch.cat([part.values for part in parts]), offsets_of(torch.cat([part.lengths for part in parts]))
+        )
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
