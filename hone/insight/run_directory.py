@@ -28,6 +28,7 @@ from typing import IO, Any
 import yaml
 
 from hone.insight import environment
+from hone.insight.records import trajectory_record
 from hone.insight.redaction import redact_command, redact_text, redact_tree
 from hone.insight.run_files import (
     CONFIG,
@@ -42,7 +43,7 @@ from hone.insight.run_files import (
     unwritable,
 )
 
-__all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run"]
+__all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_record"]
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
@@ -150,7 +151,7 @@ class RunDirectory:
     # samples ---------------------------------------------------------------------------------------------------------
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write the samples of a training step, one object a line."""
+        """Write the samples of a training step (see :func:`trajectory_record`), one object a line."""
         return self.write_records(self.rollouts / f"step_{step}.jsonl", records)
 
     def write_validation(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
@@ -166,7 +167,7 @@ class RunDirectory:
     # the run itself --------------------------------------------------------------------------------------------------
 
     def start(
-        self, *, seed: int, config_yaml: str, command: list[str] | None = None, resumed_from: int | None = None
+        self, *, seed: int, config_yaml: str, command: list[str] | None = None, last_step: int | None = None
     ) -> None:
         """Write ``config.yaml`` and ``run.json`` with status ``running``. A resumed run keeps its first start time.
 
@@ -174,15 +175,15 @@ class RunDirectory:
             seed: the run seed.
             config_yaml: the resolved config.
             command: the command line; None means this process's.
-            resumed_from: step of the checkpoint that the run goes on from, None for a fresh one.
+            last_step: step of the checkpoint that a resumed run goes on from, None for a fresh run.
         """
         tree = yaml.safe_load(config_yaml)
         hidden = redact_tree(tree)
         text = config_yaml if hidden == tree else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
         self._write_atomically(self.path / CONFIG, text)
-        earlier = self._run() if resumed_from is not None else {}
+        earlier = self._run() if last_step is not None else {}
         now = _now()
-        resumed = [] if resumed_from is None else [*earlier.get("resumed", []), {"at": now, "from_step": resumed_from}]
+        resumed = [] if last_step is None else [*earlier.get("resumed", []), {"at": now, "from_step": last_step}]
         self._write_run(
             {
                 "status": RunStatus.RUNNING.value,
@@ -190,7 +191,7 @@ class RunDirectory:
                 "started": earlier.get("started", now),
                 "resumed": resumed,
                 "ended": None,
-                "last_step": resumed_from,
+                "last_step": last_step,
                 "seed": seed,
                 "command": redact_command(sys.argv if command is None else command),
                 "pid": os.getpid(),

@@ -15,12 +15,11 @@ def log_twice(name, path):
     config = "a: {b: 1}\nreward: {api_key: hunter2}\n"
     for resumed_from, steps, value in ((None, range(1, 5), 1.0), (2, range(3, 6), 2.0)):
         run = RunDirectory(path)
-        run.start(seed=1, config_yaml=config, command=["hone"], resumed_from=resumed_from)
+        run.start(seed=1, config_yaml=config, command=["hone"], last_step=resumed_from)
         run.rewind(-1 if resumed_from is None else resumed_from)
         trackers = build_trackers([name], run_dir=run, project="p", experiment="e", config_yaml=config, total_steps=5)
         for step in steps:
             metrics = {NAME: value * step, "actor/grad_norm": math.nan if step == 5 else 0.5}
-            run.log_metrics(step, metrics)
             trackers.log(step, metrics)
         trackers.finish("interrupted" if resumed_from is None else "finished")
         run.close()

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: the terminal, TensorBoard, wandb, mlflow, behind one interface.
+"""Where metrics go: metrics.jsonl, the terminal, TensorBoard, wandb, mlflow, behind one interface.
 
 >>> trackers = build_trackers(["console"], run_dir=run, project="hone", experiment="demo",     # doctest: +SKIP
 ...                           config_yaml=text, total_steps=100)
@@ -8,6 +8,7 @@
 
 from hone.insight.trackers.base import TRACKERS, CompositeTracker, RunInfo, Tracker, build_trackers
 from hone.insight.trackers.console import ConsoleTracker
+from hone.insight.trackers.jsonl import JsonlTracker
 from hone.insight.trackers.mlflow import MlflowTracker
 from hone.insight.trackers.tensorboard import TensorBoardTracker
 from hone.insight.trackers.wandb import WandbTracker
@@ -16,6 +17,7 @@ __all__ = [
     "TRACKERS",
     "CompositeTracker",
     "ConsoleTracker",
+    "JsonlTracker",
     "MlflowTracker",
     "RunInfo",
     "TensorBoardTracker",

@@ -1,7 +1,7 @@
 """The tracker protocol, the registry, and the composite that a trainer talks to.
 
-``metrics.jsonl`` is not a tracker: it is the record of the run, always written by the run directory. Trackers
-show the same numbers elsewhere; one that fails never ends the run.
+``metrics.jsonl`` is the record of the run: it is always written, first, and if it cannot be, the run stops. The other
+trackers show the same numbers elsewhere; one that fails never ends the run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def build_trackers(
     config_yaml: str,
     total_steps: int,
 ) -> CompositeTracker:
-    """Make the trackers called ``names``. On resume, rewind the run directory first: trackers go on from its last step.
+    """Make the trackers called ``names``, and always that of ``metrics.jsonl``. On resume, rewind the run directory first: trackers go on from its last step.
 
     Raises:
         ConfigError: no such tracker, its package is not installed, or it cannot start.
@@ -81,7 +81,9 @@ def build_trackers(
     directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
     info = RunInfo(directory, project, experiment, config_yaml, total_steps)
     factories = {name: TRACKERS.get(name) for name in dict.fromkeys(names)}  # unknown names fail before anything opens
-    return CompositeTracker({name: _start(name, factory, info) for name, factory in factories.items()})
+    record = TRACKERS.get("jsonl")(info)
+    others = {name: _start(name, factory, info) for name, factory in factories.items() if name != "jsonl"}
+    return CompositeTracker(record, others)
 
 
 def _start(name: str, factory: Callable[[RunInfo], Tracker], info: RunInfo) -> Tracker:
@@ -98,24 +100,26 @@ def _start(name: str, factory: Callable[[RunInfo], Tracker], info: RunInfo) -> T
 
 
 class CompositeTracker:
-    """Logs to all trackers. A failing one, say for want of a network, never ends the run.
+    """Logs to all trackers: first to the record of the run, whose errors go up, then to the others.
 
-    Errors are counted, the first of each tracker is logged with its traceback, and the count is shown at the end.
+    Another tracker that fails, say for want of a network, never ends the run: its errors are counted, the first of each tracker is logged with its traceback, and the count is shown at the end.
 
     Args:
-        trackers: by name.
+        record: writes ``metrics.jsonl``.
+        others: by name.
 
     Attributes:
         errors: failed calls by tracker name.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
-        self._trackers = dict(trackers)
+    def __init__(self, record: Tracker, others: Mapping[str, Tracker]) -> None:
+        self._record, self._trackers = record, dict(others)
         self.errors: Counter[str] = Counter()
         self._finished = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step everywhere."""
+        self._record.log(step, metrics)
         for name, tracker in self._trackers.items():
             self._guarded(name, tracker.log, step, metrics)
 
@@ -126,6 +130,7 @@ class CompositeTracker:
         self._finished = True
         for name, tracker in self._trackers.items():
             self._guarded(name, tracker.finish, status)
+        self._record.finish(status)
         if self.errors:
             counts = ", ".join(f"{name}: {count}" for name, count in sorted(self.errors.items()))
             logger.warning("tracker errors: %s (metrics.jsonl is complete)", counts)

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import HoneError
-from hone.insight.run_directory import RunDirectory, RunStatus, read_metrics, read_run
+from hone.insight.run_directory import RunDirectory, RunStatus, read_metrics, read_run, trajectory_record
 
 
 @pytest.fixture
@@ -133,8 +134,8 @@ def test_a_resumed_run_keeps_its_start_and_its_tracker_ids(run):
     start(run)
     run.set_tracker_id("wandb", "abc")
     first = read_run(run.path)["started"]
-    start(run, resumed_from=4)
-    start(run, resumed_from=8)
+    start(run, last_step=4)
+    start(run, last_step=8)
     record = read_run(run.path)
     assert record["started"] == first and record["status"] == "running"
     assert [entry["from_step"] for entry in record["resumed"]] == [4, 8]
@@ -213,3 +214,22 @@ def test_reading_a_directory_that_is_none(tmp_path):
     with pytest.raises(HoneError, match="not JSON"):
         read_run(tmp_path)
     assert read_metrics(tmp_path) == []
+
+
+def test_a_trajectory_becomes_a_record_with_tokens_text_mask_and_scores(run):
+    sample = Sample("u1", [1, 2], None, "gsm8k", ground_truth="18")
+    trajectory = Trajectory(
+        *("u1", 3, [1, 2], [7, 8], [1, 0], [-0.5, 0.0], [-0.5, 0.0], "hi", StopReason.LENGTH, sample)
+    )
+    record = trajectory_record(trajectory, score=0.5, terms={"acc": 1.0}, extra={"pred": "18"}, prompt_text="ask")
+    (row,) = [json.loads(line) for line in run.write_rollouts(1, [record]).read_text().splitlines()]
+    expected = {"uid": "u1", "index": 3, "prompt_ids": [1, 2], "response_ids": [7, 8], "response_mask": [1, 0]}
+    expected |= {
+        "rollout_log_probs": [-0.5, 0.0],
+        "text": "hi",
+        "prompt": "ask",
+        "stop_reason": "length",
+        "error": None,
+    }
+    expected |= {"score": 0.5, "terms": {"acc": 1.0}, "extra": {"pred": "18"}, "ground_truth": "18"}
+    assert row.items() >= expected.items()

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from hone.errors import ConfigError
-from hone.insight.run_directory import RunDirectory
+from hone.insight.run_directory import RunDirectory, read_metrics
 from hone.insight.trackers import TRACKERS, CompositeTracker, ConsoleTracker, RunInfo, build_trackers
 from hone.insight.trackers import base as base_module
 from hone.insight.trackers.mlflow import metric_key
@@ -106,18 +106,35 @@ class Good(Broken):
 
 def test_a_failing_tracker_does_not_stop_the_others_and_is_counted(caplog):
     good, broken = Good(), Broken()
-    trackers = CompositeTracker({"broken": broken, "good": good})
+    record = Good()
+    trackers = CompositeTracker(record, {"broken": broken, "good": good})
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             trackers.log(step, {"x": step})
         trackers.finish("finished")
         trackers.finish("finished")
-    assert good.seen == [(1, {"x": 1}), (2, {"x": 2}), (3, {"x": 3}), "finished"]
+    assert record.seen == good.seen == [(1, {"x": 1}), (2, {"x": 2}), (3, {"x": 3}), "finished"]
     assert broken.seen == ["finished"]
     assert trackers.errors == {"broken": 3}
     tracebacks = [record for record in caplog.records if record.exc_info]
     assert len(tracebacks) == 1 and "no network at step 1" in caplog.text
     assert "tracker errors: broken: 3" in caplog.records[-1].getMessage()
+
+
+def test_the_record_of_the_run_must_be_written():
+    other = Good()
+    with pytest.raises(ConnectionError):
+        CompositeTracker(Broken(), {"other": other}).log(1, {})
+    assert other.seen == []
+
+
+@pytest.mark.parametrize("names", [[], ["jsonl"], ["jsonl", "jsonl"]])
+def test_metrics_jsonl_is_always_written_and_once(names, tmp_path):
+    trackers = build(names, tmp_path)
+    trackers.log(1, {"actor/lr": 0.1})
+    trackers.log(2, {"actor/lr": 0.2})
+    trackers.finish("finished")
+    assert read_metrics(tmp_path) == [{"step": 1, "actor/lr": 0.1}, {"step": 2, "actor/lr": 0.2}]
 
 
 def test_interrupts_are_not_swallowed():
@@ -126,11 +143,11 @@ def test_interrupts_are_not_swallowed():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        CompositeTracker({"x": Interrupted()}).log(1, {})
+        CompositeTracker(Good(), {"x": Interrupted()}).log(1, {})
 
 
 def test_names(tmp_path):
-    assert TRACKERS.names() == ["console", "mlflow", "tensorboard", "wandb"]
+    assert TRACKERS.names() == ["console", "jsonl", "mlflow", "tensorboard", "wandb"]
     with pytest.raises(ConfigError, match="trainer.logger: unknown tracker 'tensorbord'") as caught:
         build(["console", "tensorbord"], tmp_path)
     assert "tensorboard" in caught.value.fix

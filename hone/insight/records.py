@@ -1,0 +1,48 @@
+"""One sample as written to ``rollouts/`` and ``validation/``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hone.data.types import Trajectory
+
+
+def trajectory_record(
+    trajectory: Trajectory,
+    *,
+    score: float,
+    terms: Mapping[str, float] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    error: str | None = None,
+    prompt_text: str | None = None,
+) -> dict[str, Any]:
+    """One sample as written to ``rollouts/`` and ``validation/``: tokens, text, mask and scores.
+
+    Args:
+        trajectory: the episode.
+        score: its reward.
+        terms: named parts of the reward.
+        extra: what else the scorer returned.
+        error: why scoring failed.
+        prompt_text: the decoded prompt.
+    """
+    return {
+        "uid": trajectory.uid,
+        "index": trajectory.index,
+        "data_source": trajectory.sample.data_source,
+        "prompt": prompt_text,
+        "text": trajectory.text,
+        "ground_truth": trajectory.sample.ground_truth,
+        "score": score,
+        "terms": dict(terms or {}),
+        "extra": dict(extra or {}),
+        "error": error,
+        "stop_reason": trajectory.stop_reason.value,
+        "prompt_ids": trajectory.prompt_ids,
+        "response_ids": trajectory.response_ids,
+        "response_mask": trajectory.response_mask,
+        "rollout_log_probs": trajectory.rollout_log_probs,
+        "weight_versions": list(trajectory.weight_versions),
+        "seconds": trajectory.seconds,
+    }

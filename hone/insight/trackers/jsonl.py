@@ -1,0 +1,24 @@
+"""The record of the run: ``metrics.jsonl`` in the run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hone.insight.trackers.base import TRACKERS, RunInfo
+
+
+@TRACKERS.register("jsonl")
+class JsonlTracker:
+    """Appends one line a step; always on. A step that is there already is refused, so that a line is never doubled."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._run_dir = info.run_dir
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the line of a step."""
+        self._run_dir.log_metrics(step, metrics)
+
+    def finish(self, status: str) -> None:
+        """Close the file."""
+        del status
+        self._run_dir.close()
