@@ -29,7 +29,7 @@ _LESS_IS_BETTER = (
         "reward/timeout_rate",
         "val-aux/reward/error_rate",
     ),
-    *("reward/zero_std_group_ratio", "val-aux/response_length/", "timing_s/", "perf/time_per_step"),
+    *("reward/zero_std_group_ratio", "timing_s/", "perf/time_per_step"),
 )
 
 

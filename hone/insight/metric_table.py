@@ -199,7 +199,6 @@ _SAMPLES = (
 
 _TIME = (
     MetricSpec("timing_s/<stage>", "s", _SUM, "Wall time of a stage of the step; `step` is all of it."),
-    MetricSpec("timing_per_token_ms/<stage>", "ms", _MEAN, "Wall time of a stage over the tokens it handled."),
     MetricSpec("perf/total_num_tokens", "tokens", _SUM, "Prompt and response tokens of the step."),
     MetricSpec("perf/time_per_step", "s", _SUM, "Wall time of the step."),
     MetricSpec("perf/throughput", "tokens/s/device", _LAST, "perf/total_num_tokens over wall time and devices."),
@@ -236,9 +235,6 @@ _VALIDATION = (
     MetricSpec(
         "val-aux/<data_source>/<metric>/maj@<n>/mean", "score", _LAST, "Score of the majority answer of n drawn."
     ),
-    MetricSpec("val-aux/response_length/mean", "tokens", _MEAN, "Length of validation responses: mean."),
-    MetricSpec("val-aux/response_length/clip_ratio", "share of responses", _MEAN, "Validation responses cut short."),
-    MetricSpec("val-aux/reward/error_rate", "share of responses", _MEAN, "Validation responses that failed to score."),
 )
 
 _SFT = (

@@ -30,7 +30,6 @@ __all__ = [
 
 TIMING_PREFIXES = (
     "timing_s/",
-    "timing_per_token_ms/",
     "perf/time_per_step",
     "perf/throughput",
     "perf/driver_overhead_ratio",
