@@ -1,4 +1,4 @@
-"""The mathematics: advantages, policy losses, value loss, KL and aggregation, as pure functions of tensors and plain numbers.
+"""The mathematics: advantages, losses, KL and aggregation, as pure functions of tensors and plain numbers.
 
 >>> import torch
 >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # two answers to one prompt, the first one right

@@ -1,8 +1,9 @@
 """Advantage estimators: from token rewards to how much better than expected each token was.
 
-Every estimator is called the same way, ``estimator(token_level_rewards, response_mask, **inputs, **options)``, and returns
-``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask. Tokens with mask 0 (padding, tool output) are skipped: they
-are no steps of the policy, and a reward written on one is ignored. Rows without any selected token take no part.
+Every estimator is called the same way, ``estimator(token_level_rewards, response_mask, **inputs, **options)``, and
+returns ``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask. Tokens with mask 0 (padding, tool output) are
+skipped: they are no steps of the policy, and a reward written on one is ignored. Rows without any selected token take
+no part.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class AdvantageEstimator:
         Args:
             token_level_rewards: ``[B, T]``; usually one number on the last sampled token of each row.
             response_mask: ``[B, T]``, 1 on tokens that the policy sampled.
-            **arguments: inputs (``group_ids``: length B, ``values``: ``[B, T]``; those not needed are ignored) and options.
+            **arguments: options, and inputs (``group_ids``: length B, ``values``: ``[B, T]``; those that are not needed
+                are ignored).
 
         Raises:
             ConfigError: a needed input is missing, or an option is unknown.
@@ -186,7 +188,7 @@ def grpo(
 @register_estimator(
     "gae",
     needs=["values"],
-    formula="A_t = sum_k (gamma lam)^k (r_{t+k} + gamma V_{t+k+1} - V_{t+k}), then whitened over the batch; returns = A + V",
+    formula="A_t = sum_k (gamma lam)^k (r_{t+k} + gamma V_{t+k+1} - V_{t+k}), whitened over the batch; returns = A + V",
     paper="Schulman et al. 2016, arXiv:1506.02438, eq. 16",
 )
 def gae(
@@ -201,12 +203,12 @@ def gae(
     # time runs along dim 0: each step of the two backward passes then reads one contiguous row
     keep, decay = mask.t().contiguous(), torch.where(mask, gamma * lam, 1.0).t().to(values.dtype).contiguous()
     value_rows = values.t().contiguous()
-    next_values, following = torch.empty_like(value_rows), torch.zeros_like(value_rows[0]) if len(value_rows) else None
+    next_values, following = torch.empty_like(value_rows), value_rows.new_zeros(len(rewards))
     for t in range(len(value_rows) - 1, -1, -1):
         next_values[t] = following
         following = torch.where(keep[t], value_rows[t], following)
     deltas = where_mask(rewards.t() + gamma * next_values - value_rows, keep)
-    running = torch.zeros_like(deltas[0]) if len(deltas) else None
+    running = deltas.new_zeros(len(rewards))
     for t in range(len(deltas) - 1, -1, -1):
         # a skipped token has delta 0 and decay 1: what comes after it passes through unchanged
         running = deltas[t].addcmul_(decay[t], running)

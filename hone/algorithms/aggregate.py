@@ -31,9 +31,9 @@ def aggregate_loss(
     =========================  ==============================================================================
 
     Micro-batches: hand in the mini-batch's ``batch_num_tokens`` and ``global_batch_size``; the results of the
-    micro-batches then *add up* to the mini-batch's loss. Without them the counts of ``mask`` are used. Ranks: counts are
-    global and ``dp_size`` undoes the averaging of gradients. Sequences with an empty mask are not counted; values outside
-    the mask, NaN included, reach neither the result nor its gradient.
+    micro-batches then *add up* to the mini-batch's loss. Without them the counts of ``mask`` are used. Ranks: counts
+    are global and ``dp_size`` undoes the averaging of gradients. Sequences with an empty mask are not counted; values
+    outside the mask, NaN included, reach neither the result nor its gradient.
 
     Args:
         loss: per-token loss ``[B, T]``.

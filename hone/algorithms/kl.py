@@ -85,8 +85,8 @@ def apply_kl_penalty(
         kind: see :func:`kl_penalty`.
 
     Returns:
-        token rewards ``[B, T]`` (0 outside the mask), and the mean KL, which the controller is updated with: the mean over
-        sequences (those with a selected token) of the mean over their tokens.
+        token rewards ``[B, T]`` (0 outside the mask), and the mean KL, which the controller is updated with: the mean
+        over sequences (those with a selected token) of the mean over their tokens.
     """
     penalty = where_mask(kl_penalty(old_log_probs, ref_log_probs, kind), response_mask)
     rewards = where_mask(token_level_scores - kl_coef * penalty, response_mask)

@@ -40,9 +40,9 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Project hidden states onto the vocabulary, ``chunk_size`` rows at a time, and keep only what is asked.
 
-    Equal in value and gradient to ``token_log_probs(hidden @ weight.T + bias, targets, temperature)``. Neither the forward nor
-    the backward pass holds vocabulary-sized rows of more than one chunk: the backward pass computes a chunk's logits
-    again. The projection runs in the dtype of its inputs (autocast respected), the softmax in float32.
+    Equal in value and gradient to ``token_log_probs(hidden @ weight.T + bias, targets, temperature)``. Neither the
+    forward nor the backward pass holds vocabulary-sized rows of more than one chunk: the backward pass computes a
+    chunk's logits again. The projection runs in the dtype of its inputs (autocast respected), the softmax in float32.
 
     Args:
         hidden: ``[N, H]``.
@@ -103,7 +103,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_log_probs, grad_entropy = grad_outputs
         hidden, weight, targets, bias, log_sum, entropy = ctx.saved_tensors
         temperature, softcap, with_entropy, chunk_size = ctx.settings
         wants_hidden, wants_weight, _, wants_bias = ctx.needs_input_grad[:4]

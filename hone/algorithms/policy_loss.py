@@ -79,13 +79,13 @@ class PolicyLoss:
             log_probs: of the sampled tokens under the policy that is trained, ``[B, T]``.
             advantages: ``[B, T]``; a constant.
             response_mask: ``[B, T]``; what stands outside it, NaN included, reaches neither loss nor gradient.
-            loss_agg_mode: see :func:`~hone.algorithms.aggregate.aggregate_loss`, also for the three counts and ``dp_size``.
+            loss_agg_mode: see :func:`~hone.algorithms.aggregate.aggregate_loss`, also for the counts and ``dp_size``.
             rollout_is_weights: importance weights ``[B, T]`` that multiply the per-token loss; constants.
-            **options: options of this loss; ``clip_ratio_low``, ``clip_ratio_high`` and ``clip_ratio_c`` are always accepted.
+            **options: of this loss; ``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c`` are always accepted.
 
         Returns:
-            the scalar loss, and metrics ``actor/...`` without gradient: means over the mask (``actor/ratio/max`` is the largest
-            ratio), so that token-weighted means over micro-batches give those of the mini-batch.
+            the scalar loss, and metrics ``actor/...`` without gradient: means over the mask (``actor/ratio/max`` is
+            the largest ratio), so that token-weighted means over micro-batches give those of the mini-batch.
 
         Raises:
             ConfigError: an option is unknown.
@@ -129,7 +129,7 @@ policy_losses: Registry[PolicyLoss] = Registry("policy loss", key="actor_rollout
 
 
 def register_policy_loss(*names: str, formula: str, paper: str) -> Callable[[Callable[..., TokenLoss]], PolicyLoss]:
-    """Return a decorator that registers ``f(old_log_probs, log_probs, advantages, response_mask, *, <options>) -> TokenLoss``."""
+    """Return a decorator that registers the per-token part of a loss (see :class:`PolicyLoss`) under ``names``."""
 
     def decorate(per_token: Callable[..., TokenLoss]) -> PolicyLoss:
         parameters = inspect.signature(per_token).parameters.values()
