@@ -1,6 +1,7 @@
 """Trackers against the real packages: what is logged can be read back."""
 
 import math
+import time
 
 import pytest
 
@@ -10,7 +11,7 @@ from hone.insight.trackers import build_trackers
 NAME = "val-core/x/acc/mean@1"
 
 
-def log_twice(name, path):
+def log_twice(name, path, pause=0.0):
     """Log steps 1 to 4, then resume from the checkpoint of step 2 and log steps 3 to 5 with other values."""
     config = "a: {b: 1}\nreward: {api_key: hunter2}\n"
     for resumed_from, steps, value in ((None, range(1, 5), 1.0), (2, range(3, 6), 2.0)):
@@ -24,6 +25,7 @@ def log_twice(name, path):
         trackers.finish("interrupted" if resumed_from is None else "finished")
         run.close()
         assert trackers.errors == {}
+        time.sleep(pause)
     return run
 
 
@@ -56,7 +58,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = log_twice("wandb", tmp_path)
+    run = log_twice("wandb", tmp_path, pause=1.1)  # wandb names its folders by the second
     identity = run.tracker_id("wandb")
     files = list((run.path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
     assert len(files) == 2  # both processes wrote to one run
