@@ -1,1 +1,26 @@
 """How tokens are made: the engine protocol, the native engine and the slow golden path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hone.generation.protocol import Engine
+from hone.registry import Registry
+
+ENGINES: Registry[Callable[..., Engine]] = Registry("engine", key="actor_rollout_ref.rollout.name")
+"""Engine factories: ``(model, tokenizer, device, dtype, max_num_seqs, max_cache_tokens, max_model_len) -> Engine``."""
+
+
+@ENGINES.register("native")
+def _native(**arguments: Any) -> Engine:
+    from hone.generation.native.engine import NativeEngine
+
+    return NativeEngine(**arguments)
+
+
+@ENGINES.register("hf")
+def _hf(**arguments: Any) -> Engine:
+    from hone.generation.hf import HuggingFaceEngine
+
+    return HuggingFaceEngine(**arguments)

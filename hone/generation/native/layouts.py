@@ -1,0 +1,84 @@
+"""Layouts that use the cache: prefill writes whole prompts, decoding reads and appends one token a row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.generation.attention import PackedLayout, Scoring, attention_weights
+from hone.generation.native.cache import KeyValueCache
+
+
+class PrefillLayout:
+    """Packed prompts whose keys and values also go into the cache.
+
+    Args:
+        cache: to write.
+        rows: cache row of each prompt.
+        lengths: tokens of each prompt.
+    """
+
+    def __init__(self, cache: KeyValueCache, rows: Tensor, lengths: Tensor, device: torch.device) -> None:
+        self._packed = PackedLayout.from_lengths(lengths, device)
+        self._cache = cache
+        self._row = rows.repeat_interleave(lengths).to(device)
+        self.position_ids = self._packed.position_ids
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Attention within each prompt; ``[1, heads, N, head_dim]`` to ``[1, N, heads, head_dim]``."""
+        keys, values = self._cache.layer(layer, key, value)
+        place = self.position_ids[0]
+        keys[self._row, :, place] = key[0].transpose(0, 1).to(keys.dtype)
+        values[self._row, :, place] = value[0].transpose(0, 1).to(values.dtype)
+        return self._packed.attend(layer, query, key, value, scoring)
+
+
+class DecodeLayout:
+    """One new token for each of the first ``A`` rows.
+
+    Args:
+        cache: to read and append to.
+        lengths: ``[A]`` tokens already in each row; the new token goes to this place.
+        longest: the largest of them, plus the new token.
+    """
+
+    def __init__(self, cache: KeyValueCache, lengths: Tensor, longest: int) -> None:
+        self._cache, self._lengths, self._longest = cache, lengths, longest
+        self._row = torch.arange(len(lengths), device=lengths.device)
+        self._place = torch.arange(longest, device=lengths.device)
+        self._bias: dict[int | None, Tensor] = {}
+        self.position_ids = lengths[:, None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of each row's new token over its row: ``[A, heads, 1, head_dim]`` to ``[A, 1, heads, head_dim]``."""
+        keys, values = self._cache.layer(layer, key, value)
+        keys[self._row, :, self._lengths] = key[:, :, 0].to(keys.dtype)
+        values[self._row, :, self._lengths] = value[:, :, 0].to(values.dtype)
+        rows, heads, _, width = query.shape
+        kv_heads = keys.shape[1]
+        past_keys = keys[:rows].flatten(0, 1)[:, : self._longest]
+        past_values = values[:rows].flatten(0, 1)[:, : self._longest]
+        grouped = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
+        window = scoring.window if scoring.window is not None and scoring.window < self._longest else None
+        if scoring.plain:
+            bias = self._hidden_bias(window, kv_heads, grouped.dtype)
+            scores = torch.baddbmm(bias, grouped, past_keys.transpose(1, 2), alpha=scoring.scale)
+            weights = scores.softmax(-1)
+        else:
+            scores = torch.bmm(grouped, past_keys.transpose(1, 2)).view(rows, heads, 1, -1)
+            weights = attention_weights(scores, self._hidden(window)[:, None, None], scoring)
+            weights = weights.view(rows * kv_heads, heads // kv_heads, -1).to(past_values.dtype)
+        return torch.bmm(weights, past_values).view(rows, 1, heads, past_values.shape[-1])
+
+    def _hidden(self, window: int | None) -> Tensor:
+        """``[A, longest]``: places after the row's new token, or before its window."""
+        hidden = self._place > self._lengths[:, None]
+        return hidden if window is None else hidden | (self._place <= self._lengths[:, None] - window)
+
+    def _hidden_bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Tensor:
+        """``[A * kv_heads, 1, longest]``: minus infinity at hidden places, else 0; made once a step."""
+        if window not in self._bias:
+            hidden = self._hidden(window)
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._bias[window] = bias.repeat_interleave(kv_heads, 0)[:, None]
+        return self._bias[window]

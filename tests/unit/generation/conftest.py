@@ -1,0 +1,56 @@
+"""Tiny random models of several architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def tiny_config(name: str) -> PretrainedConfig:
+    match name:
+        case "qwen3":
+            return transformers.Qwen3Config(**SIZES)
+        case "llama":
+            return transformers.LlamaConfig(**SIZES)
+        case "mistral":
+            return transformers.MistralConfig(**SIZES, sliding_window=5)
+        case "gemma2":
+            return transformers.Gemma2Config(**SIZES, **WINDOWED, attn_logit_softcapping=2.0)
+        case "gemma3":
+            return transformers.Gemma3TextConfig(**SIZES, **WINDOWED)
+        case "gpt_oss":
+            return transformers.GptOssConfig(**SIZES, **WINDOWED, num_local_experts=4, num_experts_per_tok=2)
+    raise KeyError(name)
+
+
+def tiny_model(name: str, *, attention: str = "eager", seed: int = 0) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation=attention)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model.eval()
+
+
+@pytest.fixture
+def make_model() -> Callable[..., PreTrainedModel]:
+    return tiny_model
