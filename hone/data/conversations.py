@@ -1,46 +1,59 @@
-"""The conversations of SFT: rows of messages with the exact mask of what the assistant said."""
+"""Datasets of conversations for supervised fine-tuning: token ids and a mask of what the assistant wrote."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.chat import Conversation, render_conversations
+from hone.data.chat import render_conversations
 from hone.data.files import read_rows
-from hone.data.overlong import check_lengths
+from hone.data.messages import check_messages, plain
+from hone.data.overlong import check_policy, overlong_rows
 from hone.errors import DataError
 
-log = logging.getLogger("hone")
 
-__all__ = ["Conversation", "ConversationDataset"]
+@dataclass
+class Conversation:
+    """One conversation, ready to be imitated.
+
+    Attributes:
+        input_ids: all tokens.
+        loss_mask: 1 on the tokens of assistant turns and the end-of-turn token behind each, as long as ``input_ids``.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[int]
 
 
 class ConversationDataset:
-    """Rows of chat messages as :class:`~hone.data.chat.Conversation`.
+    """Conversations of parquet or JSON files, rendered with the tokenizer's chat template.
 
     Args:
         files: parquet, json or jsonl files.
-        tokenizer: renders and encodes.
-        messages_key: column of the messages.
-        max_length: in tokens.
-        truncation: policy for longer ones: ``error``, ``drop``, ``truncate`` (cut the end).
-        max_samples: read at most this many rows; -1 means all.
+        tokenizer: with a chat template.
+        messages_key: column of chat messages; every row needs at least one assistant message.
+        max_length: longest conversation in tokens.
+        truncation: what to do with a longer one: ``error``, ``drop``, or ``truncate`` (keep its beginning; a row
+            of which no assistant token is left counts as dropped).
+        max_samples: use the first rows only; -1 uses all.
         chat_template_kwargs: extra arguments of the chat template.
 
     Attributes:
-        dropped: rows left out: too long, or nothing of the assistant left after cutting.
-        truncated: rows cut.
+        dropped: rows left out.
+        truncated: rows cut and kept.
 
     Raises:
-        DataError: files, columns, types, lengths or templates are wrong.
+        DataError: a file, column or row is wrong, the chat template rewrites earlier turns, or a conversation is too
+            long under the policy ``error``.
     """
 
     def __init__(
         self,
-        files: Sequence[str],
+        files: Sequence[str | Path] | str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
         messages_key: str,
@@ -49,22 +62,26 @@ class ConversationDataset:
         max_samples: int = -1,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        where = ", ".join(files)
-        rows = read_rows(files, needs=[messages_key], max_samples=max_samples)
-        for uid, row in rows:
-            _check_messages(row[messages_key], uid, messages_key)
-        chats = [row[messages_key] for _, row in rows]
-        rendered = render_conversations(tokenizer, chats, **(chat_template_kwargs or {}))
-        lengths = [len(conversation.input_ids) for conversation in rendered]
-        over = check_lengths(lengths, max_length, truncation, key="data.max_length", where=where)
-        cut = [Conversation(c.input_ids[:max_length], c.loss_mask[:max_length]) for c in rendered]
-        keep = [any(c.loss_mask) and not (long and truncation == "drop") for c, long in zip(cut, over, strict=True)]
-        self._conversations = [conversation for conversation, kept in zip(cut, keep, strict=True) if kept]
-        self.dropped = keep.count(False)
-        self.truncated = sum(long and kept for long, kept in zip(over, keep, strict=True))
-        if self.dropped or self.truncated:
-            log.warning(
-                "%s: %d conversations dropped, %d cut at %d tokens", where, self.dropped, self.truncated, max_length
+        check_policy(truncation)
+        rows = read_rows(files, required=(messages_key,), max_rows=max_samples)
+        if not rows:
+            raise DataError(f"no row is left of max_samples={max_samples}", fix="set it to -1 for all rows")
+        chats = [check_messages(plain(row.values[messages_key]), where=row.where, column=messages_key) for row in rows]
+        rendered = render_conversations(tokenizer, chats, chat_template_kwargs, [row.where for row in rows])
+        long = overlong_rows(
+            [len(ids) for ids, _ in rendered], max_length, truncation, what="conversations", key="data.max_length"
+        )
+        self._conversations: list[Conversation] = []
+        for row, (ids, mask) in enumerate(rendered):
+            if row in long and (truncation == "drop" or not any(mask[:max_length])):
+                continue
+            self._conversations.append(Conversation(ids[:max_length], mask[:max_length]))
+        self.dropped = len(rendered) - len(self._conversations)
+        self.truncated = len(long) - self.dropped
+        if not self._conversations:
+            raise DataError(
+                f"all {len(rendered)} conversations begin with more than data.max_length={max_length} tokens of prompt",
+                fix=f"data.max_length={max(len(ids) for ids, _ in rendered)}",
             )
 
     def __len__(self) -> int:
@@ -72,14 +89,3 @@ class ConversationDataset:
 
     def __getitem__(self, index: int) -> Conversation:
         return self._conversations[index]
-
-
-def _check_messages(messages: Any, uid: str, key: str) -> None:
-    good = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
-    if not good:
-        raise DataError(
-            f"column '{key}' does not hold messages: {str(messages)[:80]!r}",
-            where=uid,
-            fix='give [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
-            code="R42",
-        )

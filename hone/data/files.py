@@ -1,9 +1,10 @@
-"""Reading rows from parquet, JSON and JSON-lines files."""
+"""Reading dataset files: parquet, json (a list of objects) and jsonl (one object a line)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,80 +13,142 @@ import pyarrow.parquet as pq
 
 from hone.errors import DataError, did_you_mean
 
-Row = dict[str, Any]
+SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
-def read_rows(files: Sequence[str], *, needs: Sequence[str], max_samples: int = -1) -> list[tuple[str, Row]]:
-    """Read the rows of several files, in order.
+@dataclass(frozen=True)
+class Row:
+    """One row of a dataset file.
+
+    Attributes:
+        uid: ``<file stem>:<row number>``, the same in every run over the same files.
+        where: file and row number, for error messages.
+        values: column name to plain Python value.
+    """
+
+    uid: str
+    where: str
+    values: dict[str, Any]
+
+
+def read_rows(
+    files: Sequence[str | Path] | str | Path,
+    *,
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    max_rows: int = -1,
+) -> list[Row]:
+    """Read the named columns of all ``files``, in order.
 
     Args:
-        files: paths ending in .parquet, .json (a list of objects) or .jsonl (one object a line).
-        needs: columns that every file must have.
-        max_samples: read at most this many rows, -1 means all.
-
-    Returns:
-        ``(uid, row)`` pairs; the uid is ``<file name>:<row number>``, made unique when two files share a name.
+        files: paths of parquet, json or jsonl files.
+        required: columns that every file must have.
+        optional: columns that are read where they exist.
+        max_rows: stop after this many rows; -1 reads all.
 
     Raises:
-        DataError: a file is missing, cannot be read, is empty, or lacks a column.
+        DataError: no file given, a file is missing, unreadable, of another kind or empty, or a required column is missing.
     """
-    rows: list[tuple[str, Row]] = []
-    for number, name in enumerate(files):
-        path = Path(name).expanduser()
-        stem = path.stem if [Path(f).stem for f in files].count(path.stem) == 1 else f"{path.stem}[{number}]"
-        found = _read(path)
-        if not found:
-            raise DataError("the file holds no rows", where=str(path), fix="give a dataset with at least one row")
-        _check_columns(found[0], needs, path)
-        rows += [(f"{stem}:{index}", row) for index, row in enumerate(found)]
-        if 0 <= max_samples <= len(rows):
-            return rows[:max_samples]
+    paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
+    if not paths:
+        raise DataError("no dataset file is given", fix="data.train_files=PATH (parquet, json or jsonl)")
+    stems = [path.stem for path in paths]
+    rows: list[Row] = []
+    for number, path in enumerate(paths):
+        name = path.stem if stems.count(path.stem) == 1 else f"{path.stem}.{number}"
+        for index, values in enumerate(_records(path, required, optional)):
+            if max_rows >= 0 and len(rows) >= max_rows:
+                return rows
+            rows.append(Row(f"{name}:{index}", f"{path}, row {index}", values))
     return rows
 
 
-def write_parquet(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as one parquet file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows)), path)
-
-
-def _read(path: Path) -> list[Row]:
-    if not path.is_file():
-        near = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, near) if near else f"the directory '{path.parent}' does not exist"
-        raise DataError("no such file", where=str(path), fix=hint)
-    reader = {".parquet": _parquet, ".json": _json, ".jsonl": _jsonl}.get(path.suffix)
-    if reader is None:
+def _records(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
+    if path.is_dir():
         raise DataError(
-            f"unknown kind of file '{path.suffix}'", where=str(path), fix="give .parquet, .json or .jsonl files"
+            f"'{path}' is a directory, not a dataset file", fix=f"name the file, for example {path}/train.parquet"
         )
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"'{path}' ends in '{path.suffix}'", fix=f"dataset files end in {', '.join(SUFFIXES)}")
+    if not path.exists():
+        raise DataError(f"dataset file '{path}' does not exist", fix=_nearby(path))
+    return (_parquet if path.suffix == ".parquet" else _json)(path, required, optional)
+
+
+def _parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
-        rows = reader(path)
-    except (OSError, pa.ArrowInvalid, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), fix="check how the file was made") from error
-    if not all(isinstance(row, dict) for row in rows):
-        raise DataError("its entries are not objects", where=str(path), fix='one {"column": value} object a row')
-    return rows
+        with pq.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            _check_columns(path, columns, required)
+            if file.metadata.num_rows == 0:
+                raise _empty(path)
+            wanted = [name for name in dict.fromkeys((*required, *optional)) if name in columns]
+            for batch in file.iter_batches(batch_size=4096, columns=wanted):
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
 
 
-def _parquet(path: Path) -> list[Row]:
-    return pq.read_table(path).to_pylist()
-
-
-def _json(path: Path) -> list[Row]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return content if isinstance(content, list) else [content]
-
-
-def _jsonl(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
-def _check_columns(row: Row, needs: Sequence[str], path: Path) -> None:
-    for column in needs:
-        if column not in row:
+def _json(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+    records = list(_json_records(path, text))
+    if not records:
+        raise _empty(path)
+    for number, record in enumerate(records):
+        if not isinstance(record, dict):
             raise DataError(
-                f"no column '{column}'; the file has {', '.join(sorted(row))}",
+                f"row {number} is a {type(record).__name__}, not an object",
                 where=str(path),
-                fix=did_you_mean(column, row),
+                fix="make every row a JSON object whose keys are the columns",
             )
+        _check_columns(path, record, required, row=number)
+        yield {name: record[name] for name in (*required, *optional) if name in record}
+
+
+def _json_records(path: Path, text: str) -> Iterable[Any]:
+    if path.suffix == ".json":
+        try:
+            whole = json.loads(text)
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":  # several documents: JSON lines under the name of .json
+                raise _unreadable(path, error) from error
+        else:
+            return whole if isinstance(whole, list) else [whole]
+    records = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise _unreadable(path, f"line {number}: {error}") from error
+    return records
+
+
+def _check_columns(path: Path, columns: Iterable[str], required: Sequence[str], row: int | None = None) -> None:
+    columns = list(columns)
+    for name in required:
+        if name not in columns:
+            at = "" if row is None else f" in row {row}"
+            raise DataError(
+                f"no column '{name}'{at}; the columns are {', '.join(columns) or '(none)'}",
+                where=str(path),
+                fix=f"{did_you_mean(name, columns)} Rename the column, or name it with data.*_key.",
+            )
+
+
+def _empty(path: Path) -> DataError:
+    return DataError("the file has no rows", where=str(path), fix="name a file with data, or make one: hone data make")
+
+
+def _unreadable(path: Path, reason: object) -> DataError:
+    return DataError(f"cannot be read as {path.suffix[1:]}: {reason}", where=str(path), fix="write the file again")
+
+
+def _nearby(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"the folder '{path.parent}' does not exist either; check the path"
+    names = sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)
+    return did_you_mean(path.name, names) if names else f"'{path.parent}' holds no dataset file; check the path"

@@ -1,45 +1,43 @@
-"""What happens to rows that are too long."""
+"""What to do with rows that have more tokens than allowed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.errors import DataError
+from hone.errors import ConfigError, DataError, did_you_mean
+
+POLICIES = ("error", "drop", "truncate")
 
 
-def check_lengths(lengths: Sequence[int], limit: int, policy: str, *, key: str, where: str) -> list[bool]:
-    """Say which rows are too long.
+def check_policy(policy: str) -> None:
+    """Raise ConfigError unless ``policy`` is error, drop or truncate."""
+    if policy not in POLICIES:
+        raise ConfigError(f"unknown policy '{policy}'", where="data.truncation", fix=did_you_mean(policy, POLICIES))
+
+
+def overlong_rows(lengths: Sequence[int], limit: int, policy: str, *, what: str, key: str) -> set[int]:
+    """Return the indices of rows longer than ``limit`` tokens.
 
     Args:
         lengths: tokens of each row.
         limit: most tokens allowed.
-        policy: ``error``, ``drop`` or ``truncate``.
-        key: the configuration key of the limit, for the message.
-        where: what is being read, for the message.
-
-    Returns:
-        For every row whether it exceeds the limit.
+        policy: ``error`` raises when there is any; ``drop`` and ``truncate`` leave the work to the caller.
+        what: the rows' name in the message ("prompts").
+        key: the configuration key of the limit.
 
     Raises:
-        DataError: some do and the policy is ``error``, or all do and it is ``drop``.
+        DataError: a row is too long and the policy is ``error``; or it is ``drop`` and no row would be left.
     """
-    over = [length > limit for length in lengths]
-    count = sum(over)
-    if count == 0:
-        return over
+    check_policy(policy)
+    long = {row for row, length in enumerate(lengths) if length > limit}
+    if not long or policy == "truncate" or (policy == "drop" and len(long) < len(lengths)):
+        return long
     ordered = sorted(lengths)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    figures = (
-        f"{count} of {len(lengths)} rows have more than {limit} tokens (99th percentile {p99}, longest {ordered[-1]})"
+    fix = f"{key}={ordered[-1]}"
+    raise DataError(
+        f"{len(long)} of {len(lengths)} {what} are longer than {key}={limit} tokens "
+        f"(longest {ordered[-1]}, 99th percentile {p99})",
+        why="no row would be left" if policy == "drop" else "they do not fit into the context that the run plans for",
+        fix=fix if policy == "drop" else f"{fix}, or data.truncation=drop, or data.truncation=truncate",
     )
-    if policy == "error":
-        raise DataError(
-            figures,
-            where=where,
-            why="cutting them silently could remove what the answer depends on",
-            fix=f"{key}={ordered[-1]}, or data.truncation=drop, or data.truncation=truncate",
-            code="R45",
-        )
-    if policy == "drop" and count == len(lengths):
-        raise DataError(f"{figures}: none is left", where=where, fix=f"{key}={ordered[-1]}", code="R46")
-    return over

@@ -1,37 +1,37 @@
-"""The prompts of RL: rows rendered to token ids, with what the scorer needs."""
+"""Datasets of prompts for RL and evaluation: one :class:`~hone.data.types.Sample` a row, already tokenized."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hone.data.chat import render_prompts
 from hone.data.files import Row, read_rows
-from hone.data.overlong import check_lengths
+from hone.data.messages import check_messages, plain
+from hone.data.overlong import check_policy, overlong_rows
 from hone.data.types import Sample
 from hone.errors import DataError
 
-log = logging.getLogger("hone")
-
 
 class PromptDataset:
-    """Rows of prompts as :class:`~hone.data.types.Sample`.
+    """Prompts of parquet or JSON files, rendered with the tokenizer's chat template.
 
-    A prompt is a list of messages (rendered with the chat template), a string (encoded as it is) or a list of token ids
-    (left alone). The answer stands in ``reward_model.ground_truth``.
+    Columns: ``prompt_key`` (chat messages; or a string, tokenized as it is; or token ids, left alone), ``reward_fn_key``,
+    and where present ``reward_model`` (its ``ground_truth``) and ``extra_info`` (a dict). Everything is read and
+    tokenized when the dataset is made, so that a bad row is found before the first step.
 
     Args:
         files: parquet, json or jsonl files.
-        tokenizer: renders and encodes.
+        tokenizer: needs a chat template only when the prompts are messages.
         prompt_key: column of the prompt.
-        reward_fn_key: column of the data source.
-        max_prompt_length: in tokens.
-        truncation: policy for longer ones: ``error``, ``drop``, ``truncate`` (cut the beginning).
-        max_samples: read at most this many rows; -1 means all.
+        reward_fn_key: column that names the kind of problem.
+        max_prompt_length: longest prompt in tokens.
+        truncation: what to do with a longer one: ``error``, ``drop``, or ``truncate`` (keep its end).
+        max_samples: use the first rows only; -1 uses all.
         chat_template_kwargs: extra arguments of the chat template.
 
     Attributes:
@@ -39,12 +39,12 @@ class PromptDataset:
         truncated: rows cut.
 
     Raises:
-        DataError: files, columns, types or lengths are wrong.
+        DataError: a file, column or row is wrong, or a prompt is too long under the policy ``error``.
     """
 
     def __init__(
         self,
-        files: Sequence[str],
+        files: Sequence[str | Path] | str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
         prompt_key: str,
@@ -54,26 +54,27 @@ class PromptDataset:
         max_samples: int = -1,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        where = ", ".join(files)
-        rows = read_rows(files, needs=[prompt_key, reward_fn_key], max_samples=max_samples)
-        samples = [_sample(uid, row, prompt_key, reward_fn_key) for uid, row in rows]
-        _encode(samples, [row[prompt_key] for _, row in rows], tokenizer, chat_template_kwargs or {})
+        check_policy(truncation)
+        rows = read_rows(
+            files,
+            required=(prompt_key, reward_fn_key),
+            optional=("reward_model", "extra_info"),
+            max_rows=max_samples,
+        )
+        if not rows:
+            raise DataError(f"no row is left of max_samples={max_samples}", fix="set it to -1 for all rows")
+        samples = [_sample(row, prompt_key, reward_fn_key) for row in rows]
+        _tokenize(samples, [plain(row.values[prompt_key]) for row in rows], tokenizer, chat_template_kwargs)
+        for sample, row in zip(samples, rows, strict=True):
+            if not sample.prompt_ids:
+                raise DataError("the prompt has no tokens", where=row.where, fix="remove the row")
         lengths = [len(sample.prompt_ids) for sample in samples]
-        over = check_lengths(lengths, max_prompt_length, truncation, key="data.max_prompt_length", where=where)
-        self.dropped = sum(over) if truncation == "drop" else 0
-        self.truncated = sum(over) if truncation == "truncate" else 0
-        if self.dropped or self.truncated:
-            word = "dropped" if self.dropped else "cut"
-            log.warning(
-                "%s: %d of %d prompts longer than %d tokens %s", where, sum(over), len(over), max_prompt_length, word
-            )
-        for sample in samples:
-            sample.prompt_ids = (
-                sample.prompt_ids[-max_prompt_length:] if truncation == "truncate" else sample.prompt_ids
-            )
-        self._samples = [
-            sample for sample, long in zip(samples, over, strict=True) if not (long and truncation == "drop")
-        ]
+        long = overlong_rows(lengths, max_prompt_length, truncation, what="prompts", key="data.max_prompt_length")
+        self.dropped = len(long) if truncation == "drop" else 0
+        self.truncated = len(long) if truncation == "truncate" else 0
+        for row in long:
+            samples[row].prompt_ids = samples[row].prompt_ids[-max_prompt_length:]
+        self._samples = [sample for row, sample in enumerate(samples) if truncation != "drop" or row not in long]
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -86,50 +87,54 @@ class PromptDataset:
         return Counter(sample.data_source for sample in self._samples)
 
 
-def _sample(uid: str, row: Row, prompt_key: str, reward_fn_key: str) -> Sample:
-    prompt, reward_model = row[prompt_key], row.get("reward_model") or {}
-    if not isinstance(reward_model, dict):
+def _sample(row: Row, prompt_key: str, reward_fn_key: str) -> Sample:
+    prompt, source = plain(row.values[prompt_key]), row.values[reward_fn_key]
+    if not isinstance(source, str):
         raise DataError(
-            f"column 'reward_model' is a {type(reward_model).__name__}", where=uid, fix="{ground_truth: ...}"
+            f"column '{reward_fn_key}' is {source!r}, not a name",
+            where=row.where,
+            fix="write the kind of problem as a string",
         )
-    if not isinstance(row[reward_fn_key], str):
-        raise DataError(
-            f"column '{reward_fn_key}' is not a string: {row[reward_fn_key]!r}", where=uid, fix="name the source"
-        )
-    messages = _messages(prompt, uid, prompt_key)
+    reward = plain(row.values.get("reward_model")) or {}
+    extra = plain(row.values.get("extra_info")) or {}
+    for name, value in (("reward_model", reward), ("extra_info", extra)):
+        if not isinstance(value, dict):
+            raise DataError(
+                f"column '{name}' is a {type(value).__name__}, not an object",
+                where=row.where,
+                fix='write it as an object, for example {"style": "rule", "ground_truth": "42"}',
+            )
+    messages = None if isinstance(prompt, str) or _is_token_ids(prompt) else prompt
+    if messages is not None:
+        messages = check_messages(messages, where=row.where, column=prompt_key)
     return Sample(
-        uid=uid,
+        uid=row.uid,
         prompt_ids=[],
         messages=messages,
-        data_source=row[reward_fn_key],
-        ground_truth=reward_model.get("ground_truth"),
-        extra_info=row.get("extra_info") or {},
+        data_source=source,
+        ground_truth=reward.get("ground_truth"),
+        extra_info=extra,
     )
 
 
-def _messages(prompt: Any, uid: str, key: str) -> list[dict[str, Any]] | None:
-    if isinstance(prompt, str) and prompt:
-        return None
-    if isinstance(prompt, list) and prompt:
-        if all(isinstance(token, int) for token in prompt):
-            return None
-        if all(isinstance(m, dict) and isinstance(m.get("role"), str) and m.get("content") is not None for m in prompt):
-            return prompt
-    raise DataError(
-        f"column '{key}' is neither messages, nor a string, nor token ids: {str(prompt)[:80]!r}",
-        where=uid,
-        fix='give [{"role": "user", "content": "..."}]',
-        code="R42",
-    )
+def _is_token_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(item) is int and item >= 0 for item in prompt)
 
 
-def _encode(
-    samples: list[Sample], prompts: list[Any], tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]
+def _tokenize(
+    samples: list[Sample], prompts: list[Any], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None
 ) -> None:
+    """Fill in ``prompt_ids``, tokenizing all messages in one call and all strings in another."""
     chats = [sample for sample in samples if sample.messages is not None]
-    rendered = render_prompts(tokenizer, [sample.messages or [] for sample in chats], **template)
-    for sample, ids in zip(chats, rendered, strict=True):
-        sample.prompt_ids = list(ids)
+    for sample, ids in (
+        zip(chats, render_prompts(tokenizer, [s.messages or [] for s in chats], kwargs), strict=True) if chats else ()
+    ):
+        sample.prompt_ids = ids
+    texts = [(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True) if isinstance(prompt, str)]
+    if texts:
+        encoded = tokenizer([text for _, text in texts], return_attention_mask=False)["input_ids"]
+        for (sample, _), ids in zip(texts, encoded, strict=True):  # type: ignore[arg-type]
+            sample.prompt_ids = ids  # type: ignore[assignment]
     for sample, prompt in zip(samples, prompts, strict=True):
-        if sample.messages is None:
-            sample.prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if sample.messages is None and not isinstance(prompt, str):
+            sample.prompt_ids = prompt

@@ -1,24 +1,28 @@
-"""Which rows come next: a shuffling sampler that can be stopped and resumed anywhere."""
+"""The order in which dataset rows are visited: shuffled anew every epoch, resumable at any batch."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
-import torch
-
 from hone.data.seeding import derive_seed
-from hone.errors import DataError
+from hone.errors import CheckpointError, DataError
 
 
 class EpochSampler:
-    """Batches of row indices, epoch after epoch; the rest of an epoch that fills no batch is left out.
+    """Row numbers, a batch at a time, without end.
 
-    The order of an epoch depends on (seed, epoch) only, so the state is two numbers.
+    Every epoch visits the rows in an order that depends on the seed and the epoch only, and leaves out the last rows that do
+    not fill a batch (other rows each epoch when shuffled).
+
+    >>> sampler = EpochSampler(5, 2, shuffle=False, seed=0)
+    >>> [sampler.next_batch() for _ in range(3)], sampler.epoch
+    ([[0, 1], [2, 3], [0, 1]], 1)
 
     Args:
         size: rows of the dataset.
         batch_size: rows a batch.
-        shuffle: a new random order every epoch, or the order of the file.
+        shuffle: visit the rows in random order.
         seed: run seed.
 
     Raises:
@@ -26,54 +30,74 @@ class EpochSampler:
     """
 
     def __init__(self, size: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
+        if batch_size < 1:
+            raise DataError(f"batch size {batch_size}", fix="data.train_batch_size=1 or more")
         if size < batch_size:
             raise DataError(
-                f"{size} rows do not fill one batch of {batch_size}",
-                where="data.train_batch_size",
-                why="training would have 0 steps",
-                fix=f"data.train_batch_size={size}, or give more rows",
+                f"the dataset has {size} rows, one batch takes {batch_size}",
+                why="an incomplete batch is left out, so an epoch would have 0 steps",
+                fix=f"data.train_batch_size={size}, or more data" if size else "name a dataset with rows",
                 code="R46",
             )
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
-        self.epoch, self._position = 0, 0
-        self._order = self._epoch_order()
+        self.epoch = 0
+        """Epoch of the batch last returned (0 before the first)."""
+        self._position = 0  # batches already returned of this epoch
+        self._order = self._permutation(0)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches an epoch."""
+        """Batches an epoch; the last ``size % batch_size`` rows are left out."""
         return self.size // self.batch_size
 
     def next_batch(self) -> list[int]:
-        """The next ``batch_size`` rows."""
-        if self._position + self.batch_size > self.size:
+        """Return the row numbers of the next batch, beginning a new epoch where the last one is used up."""
+        if self._position == self.steps_per_epoch:
             self.epoch, self._position = self.epoch + 1, 0
-            self._order = self._epoch_order()
-        start = self._position
-        self._position += self.batch_size
-        return self._order[start : self._position]
+            self._order = self._permutation(self.epoch)
+        start = self._position * self.batch_size
+        self._position += 1
+        return self._order[start : start + self.batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, position, and what they are positions in."""
-        return {"epoch": self.epoch, "position": self._position, "size": self.size, "batch_size": self.batch_size}
+        """Where the sampler stands, as JSON-able numbers."""
+        return {
+            "epoch": self.epoch,
+            "batches": self._position,
+            "size": self.size,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another sampler stopped.
+        """Go on from ``state``: the next batch is the one that would have come next.
 
         Raises:
-            DataError: the dataset has another number of rows now.
+            CheckpointError: the state was taken over another dataset, batch size, order or seed.
         """
-        if state["size"] != self.size:
-            raise DataError(
-                f"the checkpoint was made with {state['size']} rows, the dataset now has {self.size}",
-                where="data.train_files",
-                why="the position in the data would mean other rows",
-                fix="use the same files, or start a new run with trainer.experiment_name=...",
-            )
-        self.epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._order = self._epoch_order()
+        for name, key in (
+            ("size", "data.train_files"),
+            ("batch_size", "data.train_batch_size"),
+            ("shuffle", "data.shuffle"),
+            ("seed", "trainer.seed"),
+        ):
+            saved, present = state[name], getattr(self, name)
+            if saved != present:
+                raise CheckpointError(
+                    f"the checkpoint's data position is for {name}={saved}, this run has {name}={present}",
+                    why="rows would be visited twice or never",
+                    fix=f"resume with the same {key}, or start afresh with trainer.resume_mode=disable",
+                )
+        if not 0 <= state["batches"] <= self.steps_per_epoch or state["epoch"] < 0:
+            raise CheckpointError(f"impossible data position: epoch {state['epoch']}, batch {state['batches']}")
+        self.epoch, self._position = state["epoch"], state["batches"]
+        self._order = self._permutation(self.epoch)
 
-    def _epoch_order(self) -> list[int]:
+    def _permutation(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.size))
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "data", self.epoch))
-        return torch.randperm(self.size, generator=generator).tolist()
+        # sorted by random(), the one method whose stream Python promises never to change
+        generator = random.Random(derive_seed(self.seed, "data", epoch))
+        keys = [generator.random() for _ in range(self.size)]
+        return sorted(range(self.size), key=keys.__getitem__)

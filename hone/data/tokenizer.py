@@ -1,97 +1,67 @@
-"""Loading a tokenizer, and training a small one from nothing."""
+"""Loading a Hugging Face tokenizer directory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hone.errors import ModelError
 
-PAD, END, TURN_START, TURN_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""The chat template of tokenizers made here: ChatML, as Qwen has it."""
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def load_tokenizer(
-    path: str | None, *, trust_remote_code: bool = False, custom_chat_template: str | None = None
+    path: str | Path | None, *, trust_remote_code: bool = False, custom_chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face directory.
+    """Load the tokenizer of a local Hugging Face directory. Nothing is downloaded.
+
+    A missing chat template is no error here: it is one where messages have to be rendered.
 
     Args:
-        path: the directory.
-        trust_remote_code: run tokenizer code that ships with it.
-        custom_chat_template: Jinja text, or the path of a file that holds it, in place of the directory's own.
+        path: a directory with tokenizer files.
+        trust_remote_code: run Python code that ships inside the directory.
+        custom_chat_template: a Jinja template, or the path of a file that holds one, in place of the tokenizer's own.
 
     Raises:
-        ModelError: no such directory, or no tokenizer in it.
+        ModelError: the directory is missing, holds no tokenizer, the tokenizer cannot be loaded, or the template file
+            does not exist.
     """
-    if not path or not Path(path).is_dir():
+    if path is None:
+        raise ModelError("no model or tokenizer directory is given", fix="actor_rollout_ref.model.path=DIR")
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelError(f"tokenizer directory '{path}' does not exist", fix="name a local Hugging Face directory")
+    if not any((directory / name).is_file() for name in _FILES):
+        held = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
         raise ModelError(
-            f"'{path}' is not a directory", where="model.path", fix="give a Hugging Face directory with a tokenizer"
-        )
-    if not any(
-        (Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    ):
-        raise ModelError(
-            f"'{path}' holds no tokenizer (no tokenizer.json)",
-            where="model.tokenizer_path",
-            fix="model.tokenizer_path=<directory with tokenizer.json>, or `hone data tokenizer` to make one",
+            f"'{path}' has no tokenizer; it holds {held}",
+            why="text cannot be turned into tokens",
+            fix="copy the tokenizer files into it, or name another directory with model.tokenizer_path=DIR",
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"cannot load the tokenizer in '{path}': {str(error).splitlines()[0]}",
-            where="model.tokenizer_path",
-            fix="give a directory with tokenizer.json and tokenizer_config.json",
+            f"the tokenizer cannot be loaded: {reason}", where=str(path), fix="check the tokenizer files"
         ) from error
-    if custom_chat_template:
-        file = Path(custom_chat_template)
-        is_path = "{" not in custom_chat_template
-        if is_path and not file.is_file():
-            raise ModelError(
-                f"no such chat template file '{file}'",
-                where="model.custom_chat_template",
-                fix="give Jinja text or a file",
-            )
-        tokenizer.chat_template = file.read_text() if is_path else custom_chat_template
+    if custom_chat_template is not None:
+        tokenizer.chat_template = read_template(custom_chat_template)
     return tokenizer
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE whose digits are single tokens (numbers of any length look alike to the model).
+def read_template(text_or_path: str) -> str:
+    """Return a chat template given as Jinja text, or as the path of a file.
 
-    Words keep the space before them, so the same word has few forms. Deterministic for the same texts in the same order.
+    Raises:
+        ModelError: it has no Jinja tags and no such file exists.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.Split(Regex(r"\n"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, END, TURN_START, TURN_END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=TURN_END,
-        pad_token=PAD,
-        chat_template=CHATML,
-        clean_up_tokenization_spaces=False,
-    )
+    if "{{" in text_or_path or "{%" in text_or_path:
+        return text_or_path
+    if not Path(text_or_path).is_file():
+        raise ModelError(
+            f"chat template '{text_or_path}' is neither an existing file nor Jinja text",
+            fix="model.custom_chat_template=PATH, or the template itself",
+        )
+    return Path(text_or_path).read_text(encoding="utf-8")

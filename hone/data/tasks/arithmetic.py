@@ -1,52 +1,112 @@
-"""Templated word problems with worked solutions: short enough for a model of a million parameters."""
+"""Word problems of one or more steps, with a worked solution; the answer follows ``####`` as in GSM8K.
+
+    Anna has 7 apples. She buys 12 more. How many apples does Anna have?
+    7+12=19
+    #### 19
+
+Texts are short and use few words, so that a model of a million parameters reads them; numbers and steps are options. With
+the defaults there are about 1.7 million different problems.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hone.data.tasks.base import TASKS, Problem, TaskMaker
+from hone.data.tasks.base import TASKS, Problem, parse_options, require
 
-NAMES = ("Ana", "Ben", "Eva", "Leo", "Lily", "Max", "Mia", "Sam", "Tom", "Zoe")
-THINGS = ("apples", "books", "cards", "coins", "marbles", "pens", "shells", "stamps")
-GAINS = ("buys", "finds", "gets")
-LOSSES = ("loses", "sells", "gives away")
+NAMES = {
+    **dict.fromkeys(("Anna", "Mia", "Lucy", "Emma", "Zoe", "Nora", "Ruth", "Ivy"), "She"),
+    **dict.fromkeys(("Tom", "Ben", "Sam", "Leo", "Max", "Paul", "Hugo", "Finn"), "He"),
+}
+OBJECTS = (
+    *("apples", "books", "coins", "stamps", "cards", "shells", "stones", "cakes"),
+    *("pens", "balls", "eggs", "rings", "plums", "toys", "keys", "cups"),
+)
+VERBS = {
+    "+": ("buys {b} more", "finds {b} more", "gets {b} more", "wins {b} more"),
+    "-": ("loses {b}", "sells {b}", "gives away {b}", "drops {b}"),
+    "*": ("then gets {b} times as many", "then makes it {b} times as many"),
+}
 
 
-@TASKS.register("arithmetic")
 @dataclass(frozen=True)
-class Arithmetic:
-    """``Tom has 12 apples. Tom finds 7 more. Tom loses 4. How many apples now?``
-
-    The worked solution has one line an operation and ends with ``#### <answer>``; answers are scored by the gsm8k rule.
+class ArithmeticOptions:
+    """Options of the task.
 
     Attributes:
-        max_number: largest number in the story; totals can be larger.
-        operations: gains and losses after the first number.
+        max_number: numbers in the text run from 1 to this.
+        operations: steps of every problem.
+        operators: which of ``+``, ``-`` and ``*`` occur (factors run from 2 to 9, at most max_number).
+        min_operations: fewest steps; 0 means as many as ``operations``.
     """
 
     max_number: int = 20
-    operations: int = 2
+    operations: int = 1
+    operators: str = "+-"
+    min_operations: int = 0
 
-    def maker(self) -> TaskMaker:
-        """The task."""
-        return TaskMaker("arithmetic", self.problem)
 
-    def problem(self, draw: random.Random) -> Problem:
-        """Draw one problem."""
-        name, thing = draw.choice(NAMES), draw.choice(THINGS)
-        total = draw.randint(1, self.max_number)
-        story, lines = [f"{name} has {total} {thing}."], []
-        for _ in range(self.operations):
-            if total < 2 or draw.random() < 0.5:
-                amount = draw.randint(1, self.max_number)
-                story.append(f"{name} {draw.choice(GAINS)} {amount} more.")
-                lines.append(f"{total} + {amount} = {total + amount}")
-                total += amount
-            else:
-                amount = draw.randint(1, min(total, self.max_number))
-                story.append(f"{name} {draw.choice(LOSSES)} {amount}.")
-                lines.append(f"{total} - {amount} = {total - amount}")
-                total -= amount
-        question = " ".join([*story, f"How many {thing} now?"])
-        return Problem(question, "\n".join([*lines, f"#### {total}"]), str(total))
+class Arithmetic:
+    """The task; see the module's docstring."""
+
+    data_source = "arithmetic"
+
+    def __init__(self, options: ArithmeticOptions) -> None:
+        def check(condition: bool, what: str, fix: str) -> None:
+            require(condition, what, task="arithmetic", fix=fix)
+
+        check(
+            2 <= options.max_number <= 10**6, f"max_number={options.max_number} is not in 2..1000000", "max_number=20"
+        )
+        check(1 <= options.operations <= 8, f"operations={options.operations} is not in 1..8", "operations=2")
+        check(
+            0 <= options.min_operations <= options.operations,
+            f"min_operations={options.min_operations} is not in 0..{options.operations}",
+            f"min_operations={options.operations}",
+        )
+        check(
+            bool(options.operators) and set(options.operators) <= set(VERBS),
+            f"operators={options.operators} must be some of {''.join(VERBS)}",
+            "operators=+-",
+        )
+        self.options = options
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        """Endless draws."""
+        generator = random.Random(seed)
+        while True:
+            yield self._draw(generator)
+
+    def _draw(self, generator: random.Random) -> Problem:
+        options = self.options
+        name, thing = generator.choice(tuple(NAMES)), generator.choice(OBJECTS)
+        steps = generator.randint(options.min_operations or options.operations, options.operations)
+        operators = [generator.choice(options.operators) for _ in range(steps)]
+        value = generator.randint(1, options.max_number)
+        sentences, lines = [f"{name} has {value} {thing}."], []
+        for operator in operators:
+            if operator == "-" and value == 0:
+                operator = "+"  # nothing is left to take away
+            number = self._operand(generator, operator, value)
+            result = {"+": value + number, "-": value - number, "*": value * number}[operator]
+            sentences.append(f"{NAMES[name]} {generator.choice(VERBS[operator]).format(b=number)}.")
+            lines.append(f"{value}{operator}{number}={result}")
+            value = result
+        question = " ".join([*sentences, f"How many {thing} does {name} have?"])
+        return Problem(question, str(value), "\n".join([*lines, f"#### {value}"]), {"operations": steps})
+
+    def _operand(self, generator: random.Random, operator: str, value: int) -> int:
+        low, high = {
+            "+": (1, self.options.max_number),
+            "-": (1, min(value, self.options.max_number)),
+            "*": (2, min(9, self.options.max_number)),
+        }[operator]
+        return generator.randint(low, high)
+
+
+@TASKS.register("arithmetic")
+def make(options: Sequence[str]) -> Arithmetic:
+    """Build the task from ``key=value`` options."""
+    return Arithmetic(parse_options(ArithmeticOptions, options, task="arithmetic"))

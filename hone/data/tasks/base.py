@@ -1,129 +1,81 @@
-"""What a task is, and how its rows become files."""
+"""What a task maker is: a source of problems drawn from a seed, and the options that tune it."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar, get_type_hints
 
-from hone.data.files import Row, write_parquet
-from hone.data.seeding import derive_seed
-from hone.errors import ConfigError, DataError, did_you_mean
+from hone.errors import ConfigError, did_you_mean
 from hone.registry import Registry
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem.
+    """One problem with its answer.
 
     Attributes:
-        question: what the user says.
-        solution: a worked solution, as SFT imitates it.
-        ground_truth: what the scorer compares with.
-        extra: further facts, kept in ``extra_info``.
+        question: what the user asks.
+        ground_truth: what the scorer of ``data_source`` compares with.
+        solution: a worked answer, as an assistant would write it; None where the task knows none.
+        extra: further facts, stored in ``extra_info``.
     """
 
     question: str
-    solution: str
     ground_truth: str
+    solution: str | None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class TaskMaker:
-    """A task with its options filled in.
+class Task(Protocol):
+    """A source of problems."""
 
-    Attributes:
-        data_source: names the scorer.
-        problem: draws one problem.
-    """
+    @property
+    def data_source(self) -> str:
+        """Kind of problem; selects the scorer."""
+        ...
 
-    data_source: str
-    problem: Callable[[random.Random], Problem]
-
-
-TASKS: Registry[type] = Registry("task")
-"""Dataclasses of options with a method ``maker() -> TaskMaker``."""
+    def problems(self, seed: int) -> Iterator[Problem]:
+        """Problems drawn from ``seed``, the same ones in the same order every time; repeats may occur."""
+        ...
 
 
-def task_maker(name: str, options: Mapping[str, str]) -> TaskMaker:
-    """The task called ``name``, with options given as text.
+TASKS: Registry[Callable[[Sequence[str]], Task]] = Registry("task")
+"""Name to a function from ``key=value`` options to a task."""
+
+T = TypeVar("T")
+
+
+def parse_options(kind: type[T], options: Sequence[str], *, task: str) -> T:
+    """Make a dataclass of options from ``key=value`` words.
 
     Raises:
-        ConfigError: unknown task or option, or a value of the wrong type.
+        ConfigError: a word without "=", an unknown key, a key given twice, or a value of the wrong type.
     """
-    if name.startswith("reasoning_gym:"):
-        from hone.data.tasks.reasoning_gym import reasoning_gym_task
-
-        return reasoning_gym_task(name.partition(":")[2], options)
-    task = TASKS.get(name)
-    fields = {f.name: f for f in dataclasses.fields(task)}
-    values: dict[str, int] = {}
-    for key, text in options.items():
-        if key not in fields:
-            raise ConfigError(f"task '{name}' has no option '{key}'", fix=did_you_mean(key, fields))
+    types = get_type_hints(kind)
+    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals:
+            raise ConfigError(f"'{option}' is not key=value", where=task, fix=f"options: {', '.join(known)}")
+        if name not in known:
+            raise ConfigError(f"unknown option '{name}'", where=task, fix=did_you_mean(name, known))
+        if name in values:
+            raise ConfigError(f"option '{name}' is given twice", where=task, fix="give it once")
         try:
-            values[key] = int(text)
+            values[name] = types[name](text)
         except ValueError:
-            raise ConfigError(f"option {key}={text} of task '{name}' is not a whole number", fix=f"{key}=10") from None
-    return task(**values).maker()
+            raise ConfigError(
+                f"{name}={text} is not {'a whole number' if types[name] is int else 'a number'}",
+                where=task,
+                fix=f"{name}={getattr(kind, name)}",
+            ) from None
+    return kind(**values)
 
 
-def make_rows(maker: TaskMaker, size: int, seed: int, *, split: str, avoid: set[str] | None = None) -> list[Row]:
-    """``size`` rows of distinct problems, none of which asks a question in ``avoid``."""
-    return [
-        _row(maker, problem, split, index)
-        for index, problem in enumerate(_distinct(maker, size, seed, split, avoid or set()))
-    ]
-
-
-def make_files(maker: TaskMaker, out: Path, *, size: int, val_size: int, seed: int) -> tuple[Path, Path]:
-    """Write ``train.parquet`` and ``val.parquet``; no held-out question stands in the training file.
-
-    Raises:
-        DataError: the task has fewer distinct problems than asked for.
-    """
-    held_out = make_rows(maker, val_size, seed, split="val")
-    training = make_rows(maker, size, seed, split="train", avoid={row["extra_info"]["question"] for row in held_out})
-    paths = out / "train.parquet", out / "val.parquet"
-    for rows, path in zip((training, held_out), paths, strict=True):
-        write_parquet(rows, path)
-    return paths
-
-
-def _distinct(maker: TaskMaker, size: int, seed: int, split: str, avoid: set[str]) -> Iterator[Problem]:
-    draw = random.Random(derive_seed(seed, "task", maker.data_source, split))
-    seen, misses = set(avoid), 0
-    while size > 0:
-        problem = maker.problem(draw)
-        if problem.question in seen:
-            misses += 1
-            if misses > 1000 + 100 * len(seen):
-                raise DataError(
-                    f"the task has too few distinct problems: {len(seen)} found, {size} more asked for",
-                    fix="--size with a smaller number, or task options that allow more problems (a larger max_number)",
-                )
-            continue
-        seen.add(problem.question)
-        size -= 1
-        yield problem
-
-
-def _row(maker: TaskMaker, problem: Problem, split: str, index: int) -> Row:
-    user = {"role": "user", "content": problem.question}
-    return {
-        "data_source": maker.data_source,
-        "prompt": [user],
-        "reward_model": {"style": "rule", "ground_truth": problem.ground_truth},
-        "messages": [user, {"role": "assistant", "content": problem.solution}],
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "question": problem.question,
-            "answer": problem.solution,
-            **problem.extra,
-        },
-    }
+def require(condition: bool, what: str, *, task: str, fix: str) -> None:
+    """Raise ConfigError unless ``condition``."""
+    if not condition:
+        raise ConfigError(what, where=task, fix=fix)

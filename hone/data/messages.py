@@ -1,0 +1,60 @@
+"""Chat messages as they come out of a file: checked, and freed of what the file format added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hone.errors import DataError
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` with numpy arrays and scalars (as pandas reads parquet) as Python lists and numbers."""
+    if isinstance(value, np.ndarray):
+        return [plain(item) for item in value.tolist()]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def check_messages(value: Any, *, where: str, column: str) -> list[dict[str, Any]]:
+    """Return the messages of one row, each a dict with a role and a content.
+
+    Parquet gives every message the keys of all messages, with null where a message has none; nulls are removed.
+
+    Raises:
+        DataError: not a list of messages, an empty list, or a message without role or content.
+    """
+    if not isinstance(value, list) or not value:
+        kind = "an empty list" if value == [] else f"a {type(value).__name__}"
+        raise DataError(f"column '{column}' is {kind}, not a list of messages", where=where, fix=_FIX)
+    return [_message(item, f"{column}[{index}]", where) for index, item in enumerate(value)]
+
+
+def _message(item: Any, name: str, where: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise DataError(f"{name} is a {type(item).__name__}, not a message", where=where, fix=_FIX)
+    message = _without_nulls(item)
+    if not isinstance(message.get("role"), str):
+        raise DataError(f"{name} has no 'role'", where=where, fix=_FIX)
+    if not isinstance(message.get("content"), str | list):
+        if not message.get("tool_calls"):
+            raise DataError(f"{name} (role {message['role']}) has no 'content'", where=where, fix=_FIX)
+        message["content"] = ""  # an assistant turn that only calls tools
+    return message
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+_FIX = 'write it as [{"role": "user", "content": "..."}, ...]'

@@ -1,0 +1,95 @@
+"""Writing a task's problems as training and validation files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hone.data.seeding import derive_seed
+from hone.data.tasks import arithmetic as _arithmetic  # noqa: F401  (registers)
+from hone.data.tasks import digit_sequence as _digit_sequence  # noqa: F401
+from hone.data.tasks.base import TASKS, Problem, Task
+from hone.errors import DataError
+
+PATIENCE = 2000
+"""Draws in a row without a new problem after which a task counts as exhausted."""
+
+
+def make_task(name: str, options: Sequence[str]) -> Task:
+    """Build the task called ``name``, for example ``arithmetic`` or ``reasoning_gym:gsm_symbolic``.
+
+    Raises:
+        ConfigError: unknown task or option.
+    """
+    family, colon, rest = name.partition(":")
+    return TASKS.get(family)([f"dataset={rest}", *options] if colon else options)
+
+
+def write_task(task: Task, out: Path, *, size: int, val_size: int, seed: int) -> tuple[Path, Path]:
+    """Write ``out/train.parquet`` and ``out/val.parquet``; no question occurs twice, in one file or both.
+
+    The validation problems are drawn first, so that they do not depend on ``size``.
+
+    Columns: ``data_source``, ``prompt`` (messages), ``reward_model`` {style, ground_truth}, ``extra_info`` {index, split,
+    question, answer, ...} and ``messages`` (the prompt and the worked solution, for supervised fine-tuning).
+
+    Returns:
+        The two paths.
+
+    Raises:
+        DataError: a size below 1, fewer different problems than asked for, or the folder cannot be written.
+    """
+    if size < 1 or val_size < 1:
+        raise DataError(f"--size {size} and --val-size {val_size} must be at least 1", fix="--size 1000 --val-size 128")
+    problems = _distinct(task, size + val_size, derive_seed(seed, "task", task.data_source))
+    splits = {"val": problems[:val_size], "train": problems[val_size:]}
+    paths = {split: out / f"{split}.parquet" for split in splits}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for split, part in splits.items():
+            rows = [_row(task.data_source, problem, split, index) for index, problem in enumerate(part)]
+            pq.write_table(pa.Table.from_pylist(rows), paths[split])
+    except OSError as error:
+        raise DataError(f"cannot write: {error}", where=str(out), fix="choose another folder with --out") from error
+    return paths["train"], paths["val"]
+
+
+def _distinct(task: Task, count: int, seed: int) -> list[Problem]:
+    found: dict[str, Problem] = {}
+    misses = 0
+    for problem in task.problems(seed):
+        misses = misses + 1 if problem.question in found else 0
+        found.setdefault(problem.question, problem)
+        if len(found) == count or misses == PATIENCE:
+            break
+    if len(found) < count:
+        raise DataError(
+            f"{count} different problems are asked for, the task has about {len(found)}",
+            where=task.data_source,
+            why="training and validation problems must all differ",
+            fix="lower --size and --val-size, or widen the task's options",
+        )
+    return list(itertools.islice(found.values(), count))
+
+
+def _row(source: str, problem: Problem, split: str, index: int) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": problem.question}]
+    answer = [] if problem.solution is None else [{"role": "assistant", "content": problem.solution}]
+    return {
+        "data_source": source,
+        "prompt": prompt,
+        "reward_model": {"style": "rule", "ground_truth": problem.ground_truth},
+        "extra_info": {
+            "index": index,
+            "split": split,
+            "question": problem.question,
+            "answer": problem.solution,
+            **problem.extra,
+        },
+        "messages": prompt + answer,
+    }

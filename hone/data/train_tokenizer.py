@@ -1,0 +1,115 @@
+"""Training a small byte-level BPE tokenizer and saving it as a Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from hone.data.files import Row, read_rows
+from hone.data.messages import check_messages, plain
+from hone.data.tokenizer import read_template
+from hone.errors import DataError, ModelError, did_you_mean
+
+START, END, END_OF_TEXT, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|pad|>"
+SPECIAL = (PAD, END_OF_TEXT, START, END)
+SMALLEST = 256 + len(SPECIAL)
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {"chatml": CHATML}
+
+
+def train_tokenizer(
+    files: Sequence[str | Path], out: Path, *, vocab_size: int = 512, template: str = "chatml"
+) -> PreTrainedTokenizerFast:
+    """Train on the text of dataset files and save to ``out``.
+
+    Any text can be encoded (every byte is a token) and digits are tokens of their own, so that numbers keep their places.
+    The same files give the same tokenizer. The end-of-sequence token is ``<|im_end|>``.
+
+    Args:
+        files: parquet, json or jsonl files with a column ``messages``, or else ``prompt``, or else ``text``.
+        out: directory to write.
+        vocab_size: tokens in all, 256 bytes and 4 special ones among them; fewer when the text has no more to merge.
+        template: ``chatml``, or a Jinja chat template, or the path of one.
+
+    Raises:
+        DataError: a file or column is wrong, vocab_size is below 260, or the folder cannot be written.
+        ModelError: the template is neither known nor a file.
+    """
+    if vocab_size < SMALLEST:
+        raise DataError(
+            f"--vocab-size {vocab_size} is too small: 256 bytes and {len(SPECIAL)} special tokens need {SMALLEST}",
+            fix="--vocab-size 512",
+        )
+    chat_template = _chat_template(template)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,  # type: ignore[call-arg]
+        special_tokens=list(SPECIAL),  # type: ignore[call-arg]
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # type: ignore[call-arg]
+        show_progress=False,  # type: ignore[call-arg]
+    )
+    tokenizer.train_from_iterator(_texts(files), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START, END_OF_TEXT],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = chat_template
+    try:
+        fast.save_pretrained(out)
+    except OSError as error:
+        raise DataError(f"cannot write: {error}", where=str(out), fix="choose another folder with --out") from error
+    return fast
+
+
+def _chat_template(template: str) -> str:
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    if "{" in template or Path(template).is_file():
+        return read_template(template)
+    raise ModelError(
+        f"unknown chat template '{template}'", fix=f"{did_you_mean(template, TEMPLATES)} Or name a Jinja file."
+    )
+
+
+def _texts(files: Sequence[str | Path]) -> Iterator[str]:
+    for row in read_rows(files, required=(), optional=("messages", "prompt", "text")):
+        found = False
+        for text in _row_texts(row):
+            found = True
+            yield text
+        if not found:
+            raise DataError(
+                "no text: none of the columns 'messages', 'prompt' and 'text' holds any",
+                where=row.where,
+                fix="name files with one of these columns",
+            )
+
+
+def _row_texts(row: Row) -> Iterator[str]:
+    column: str | None = next((name for name in ("messages", "prompt", "text") if row.values.get(name)), None)
+    if column is None:
+        return
+    value: Any = plain(row.values[column])
+    if isinstance(value, str):
+        yield value
+        return
+    for message in check_messages(value, where=row.where, column=column):
+        if isinstance(message["content"], str):
+            yield f"{message['role']}\n{message['content']}"
