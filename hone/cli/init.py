@@ -12,17 +12,21 @@ app = typer.Typer(add_completion=False)
 
 @app.callback(invoke_without_command=True)
 def command(
-    arch: Annotated[str, typer.Option(help="architecture: qwen3, llama, gemma3, gpt_oss, ...")],
-    size: Annotated[str, typer.Option(help="parameters, for example 1m or 5m")],
-    tokenizer: Annotated[str, typer.Option(help="directory of the tokenizer; its vocabulary is the model's")],
-    out: Annotated[Path, typer.Option("--out", help="Hugging Face directory to write")],
-    seed: Annotated[int, typer.Option(help="seed of the weights")] = 0,
+    arch: Annotated[str, typer.Option(help="architecture: qwen3, llama, gemma, gpt_oss, ...")],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer directory; the model gets its vocabulary")],
+    out: Annotated[Path, typer.Option(help="model directory to write")],
+    size: Annotated[str, typer.Option(help="about how many parameters: 900k, 1m, 5m, 1b")] = "1m",
     context: Annotated[int, typer.Option(help="longest sequence in tokens")] = 1024,
+    seed: Annotated[int, typer.Option(help="seed of the weights")] = 0,
 ) -> None:
-    """Write a random-initialised Hugging Face model directory (config, weights, tokenizer)."""
-    from rich.console import Console
+    """Write a Hugging Face model directory with random weights, to be trained from nothing."""
+    from transformers.utils.logging import disable_progress_bar
 
     from hone.training.init_model import init_model
 
-    count = init_model(arch, size, tokenizer, out, seed=seed, context=context)
-    Console().print(f"wrote {out} ({arch}, {count:,} parameters)", markup=False, highlight=False)
+    disable_progress_bar()
+    count, config = init_model(arch, size, tokenizer, out, seed=seed, context=context)
+    typer.echo(
+        f"{out}: {arch}, {count:,} parameters ({config.num_hidden_layers} layers, hidden size {config.hidden_size}, "
+        f"{config.num_attention_heads} heads, vocabulary {config.vocab_size})"
+    )

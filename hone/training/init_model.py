@@ -1,141 +1,222 @@
-"""A model with random weights as an ordinary Hugging Face directory: named architecture, any small size."""
+"""Random-initialised Hugging Face model directories: a named architecture at a chosen number of parameters.
+
+The shape follows one rule, so that the same request gives the same model: the number of layers comes from a table; the
+hidden size is the largest multiple of the head size (32 below 50M parameters, else 64) whose model with a feed-forward width of
+2.5 hidden sizes is not too large; the feed-forward width is then what meets the size best. Parameters are counted on
+modules without storage.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer
-from hone.errors import ConfigError
+from hone.errors import ModelError
 from hone.registry import Registry
 
-Shape = dict[str, Any]
+TOLERANCE = 0.10
+"""Largest allowed relative distance between the requested and the real size."""
 
-ARCHITECTURES: Registry[Callable[[Shape], PreTrainedConfig]] = Registry("architecture", key="--arch")
-"""Names to functions that turn a common shape into a transformers configuration."""
-
-
-def _register(name: str, model_type: str, **extra: Any) -> None:
-    def build(shape: Shape) -> PreTrainedConfig:
-        return CONFIG_MAPPING[model_type](**{**shape, **extra})
-
-    ARCHITECTURES.register(name)(build)
+_LAYERS = ((2e6, 4), (10e6, 6), (50e6, 8), (200e6, 12), (1e9, 24))
+_MOST_LAYERS = 32
+_WIDTH_STEP = 16
 
 
-def _register_mixture(name: str, model_type: str, experts: int, **extra: Any) -> None:
-    def build(shape: Shape) -> PreTrainedConfig:
-        intermediate = max(8, shape["intermediate_size"] // 2)
-        mixture = {"num_experts": experts, "num_local_experts": experts, "num_experts_per_tok": 2}
-        return CONFIG_MAPPING[model_type](
-            **{**shape, "intermediate_size": intermediate, "moe_intermediate_size": intermediate, **mixture, **extra}
-        )
+@dataclass(frozen=True)
+class Shape:
+    """The numbers that the size decides."""
 
-    ARCHITECTURES.register(name)(build)
+    layers: int
+    hidden: int
+    width: int
+    head: int
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return self.hidden // self.head
+
+    @property
+    def key_value_heads(self) -> int:
+        """Half as many where that divides, else as many."""
+        return self.heads // 2 if self.heads % 2 == 0 else self.heads
 
 
-for _name in ("qwen3", "qwen2", "llama", "mistral", "phi3", "granite", "olmo2"):
-    _register(_name, _name)
-_register("gemma2", "gemma2", sliding_window=512)
-_register("gemma3", "gemma3_text", sliding_window=512)
-_register_mixture("qwen3_moe", "qwen3_moe", experts=4, decoder_sparse_step=1)
-_register_mixture("mixtral", "mixtral", experts=4)
-_register_mixture("gpt_oss", "gpt_oss", experts=4, sliding_window=128)
+@dataclass(frozen=True)
+class Architecture:
+    """A model family.
 
-
-def parse_size(text: str) -> int:
-    """``"1m"`` to 1,000,000; suffixes k, m, b.
-
-    Raises:
-        ConfigError: not a size.
+    Attributes:
+        model_type: its name in transformers.
+        tied: whether input and output embeddings are one matrix.
+        settings: further configuration, from the shape and the context length.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", text.strip().lower())
-    if not match:
-        raise ConfigError(f"'{text}' is not a model size", where="--size", fix="--size 1m (suffixes k, m, b)")
-    return int(float(match[1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
+
+    model_type: str
+    tied: bool
+    settings: Callable[[Shape, int], dict[str, Any]] = field(default=lambda shape, context: {})
 
 
-def choose_config(arch: str, size: int, tokenizer: PreTrainedTokenizerBase, context: int) -> PreTrainedConfig:
-    """The configuration of ``arch`` whose parameter count is nearest to ``size`` for this vocabulary.
-
-    Depth grows with width (one layer for every 32 of hidden size, at least 2); then the feed-forward width takes up the rest.
-
-    Raises:
-        ConfigError: unknown architecture, or the vocabulary alone is larger than the size.
-    """
-    build = ARCHITECTURES.get(arch)
-
-    def config_of(hidden: int, intermediate: int) -> PreTrainedConfig:
-        return build(_shape(hidden, intermediate, tokenizer, context))
-
-    widths = [*range(32, 256, 32), *range(256, 8193, 64)]
-    low, high = 0, len(widths) - 1
-    while low < high:  # the widest that still fits with a narrow feed-forward
-        middle = (low + high + 1) // 2
-        if _count(config_of(widths[middle], widths[middle] * 3 // 2)) <= size:
-            low = middle
-        else:
-            high = middle - 1
-    hidden = widths[low]
-    narrow, wide = _count(config_of(hidden, hidden)), _count(config_of(hidden, 2 * hidden))
-    per_unit = (wide - narrow) / hidden
-    intermediate = max(8, round((hidden + (size - narrow) / per_unit) / 8) * 8)
-    config = config_of(hidden, intermediate)
-    count = _count(config)
-    if not 0.9 * size <= count <= 1.1 * size:
-        raise ConfigError(
-            f"no {arch} of about {size:,} parameters with {len(tokenizer):,} tokens; the nearest has {count:,}",
-            where="--size",
-            fix=f"--size {max(1, round(count / 1e6))}m, or a tokenizer with fewer tokens",
-        )
-    return config
+def _experts(shape: Shape, context: int) -> dict[str, Any]:
+    return {"moe_intermediate_size": shape.width, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-def init_model(arch: str, size: str, tokenizer_dir: str, out: Path, *, seed: int = 0, context: int = 1024) -> int:
-    """Write a random-initialised model directory: configuration, weights, tokenizer, generation settings.
-
-    Returns:
-        How many parameters it has.
-    """
-    tokenizer = load_tokenizer(tokenizer_dir)
-    config = choose_config(arch, parse_size(size), tokenizer, context)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "init", arch))
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.generation_config.eos_token_id = config.eos_token_id
-    model.generation_config.pad_token_id = config.pad_token_id
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return model.num_parameters()
-
-
-def _shape(hidden: int, intermediate: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Shape:
-    head_dim = 64 if hidden >= 256 else 32
-    heads = hidden // head_dim
-    end = tokenizer.eos_token_id
+def _gpt_oss(shape: Shape, context: int) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 150000.0}
     return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": max(2, hidden // 32),
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2 if heads % 2 == 0 else 1,
-        "head_dim": head_dim,
-        "max_position_embeddings": context,
-        "tie_word_embeddings": True,
-        "attention_dropout": 0.0,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": end,
-        "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": min(128, context),
+        "rope_parameters": rope,
     }
 
 
-def _count(config: PreTrainedConfig) -> int:
+def _gemma(shape: Shape, context: int) -> dict[str, Any]:
+    return {"sliding_window": min(512, context), "query_pre_attn_scalar": shape.head}
+
+
+ARCHITECTURES: Registry[Architecture] = Registry("architecture", key="--arch")
+for _name, _architecture in {
+    "qwen3": Architecture("qwen3", tied=True),
+    "qwen2": Architecture("qwen2", tied=True),
+    "llama": Architecture("llama", tied=True),
+    "mistral": Architecture("mistral", tied=False),
+    "gemma": Architecture("gemma3_text", tied=True, settings=_gemma),
+    "olmo2": Architecture("olmo2", tied=False),
+    "phi3": Architecture("phi3", tied=False),
+    "smollm3": Architecture("smollm3", tied=True),
+    "gpt_oss": Architecture("gpt_oss", tied=False, settings=_gpt_oss),
+    "qwen3_moe": Architecture("qwen3_moe", tied=False, settings=_experts),
+}.items():
+    _ = ARCHITECTURES.register(_name)(_architecture)
+
+
+def init_model(
+    arch: str, size: str, tokenizer: str | Path, out: str | Path, *, seed: int = 0, context: int = 1024
+) -> tuple[int, PretrainedConfig]:
+    """Write a random-initialised model directory: config, generation config, tokenizer, chat template, safetensors.
+
+    The vocabulary is the tokenizer's; weights are float32 and depend on ``arch``, ``size``, ``seed`` and the vocabulary.
+
+    Args:
+        arch: a name in :data:`ARCHITECTURES`.
+        size: parameters, as ``900k``, ``1m``, ``1.5m``, ``2b``; for mixtures of experts all experts count.
+        tokenizer: tokenizer directory.
+        out: directory to write.
+        seed: seed of the weights.
+        context: longest sequence in tokens.
+
+    Returns:
+        The number of parameters (tied matrices once), and the configuration.
+
+    Raises:
+        ConfigError: unknown architecture.
+        ModelError: malformed size, no tokenizer, a size that the vocabulary does not allow, or a folder that cannot be
+            written.
+    """
+    architecture, target = ARCHITECTURES.get(arch), parse_size(size)
+    if context < 1:
+        raise ModelError(f"--context {context} must be at least 1", fix="--context 1024")
+    words = load_tokenizer(tokenizer)
+    config = find_config(architecture, target, words, context)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "init", arch, size))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id}
+    model.generation_config = GenerationConfig(**ends)
+    try:
+        model.save_pretrained(out)
+        words.save_pretrained(out)
+    except OSError as error:
+        raise ModelError(f"cannot write: {error}", where=str(out), fix="choose another folder with --out") from error
+    return model.num_parameters(), config
+
+
+def parse_size(text: str) -> int:
+    """``1m`` to 1000000; also ``900k``, ``1.5M``, ``2b``.
+
+    Raises:
+        ModelError: not a positive number followed by k, m or b.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", text.strip().lower())
+    count = round(float(found[1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[found[2]]) if found else 0
+    if count == 0:
+        raise ModelError(
+            f"size '{text}' is not a number of parameters", where="--size", fix="--size 1m (or 900k, 5m, 1.5b)"
+        )
+    return count
+
+
+def find_config(
+    architecture: Architecture, target: int, tokenizer: PreTrainedTokenizerBase, context: int
+) -> PretrainedConfig:
+    """The configuration whose model comes nearest to ``target`` parameters, by the rule of the module.
+
+    Raises:
+        ModelError: none comes within 10 %.
+    """
+    head = 32 if target < 50e6 else 64
+    layers = next((count for limit, count in _LAYERS if target <= limit), _MOST_LAYERS)
+
+    def size_of(hidden: int, width: int) -> int:
+        return _count(_config(architecture, Shape(layers, hidden, width, head), tokenizer, context))
+
+    def typical(units: int) -> int:
+        return size_of(units * head, _round(2.5 * units * head))
+
+    low, high = 1, 2
+    while typical(high) <= target:
+        low, high = high, 2 * high
+    while high - low > 1:  # typical(low) <= target < typical(high), unless even the smallest is too large
+        middle = (low + high) // 2
+        low, high = (middle, high) if typical(middle) <= target else (low, middle)
+    hidden = low * head
+    at_step, at_two = size_of(hidden, _WIDTH_STEP), size_of(hidden, 2 * _WIDTH_STEP)  # the size is linear in the width
+    width = max(_WIDTH_STEP, _round(_WIDTH_STEP * (1 + (target - at_step) / (at_two - at_step))))
+    reached = size_of(hidden, width)
+    if abs(reached - target) > TOLERANCE * target:
+        raise ModelError(
+            f"{architecture.model_type} with a vocabulary of {len(tokenizer):,} tokens has no shape of about "
+            f"{target:,} parameters; the nearest has {reached:,}",
+            why="the embedding alone takes vocabulary x hidden size parameters",
+            fix=f"--size {max(1, -(-reached // 1000)):d}k, or a tokenizer with a smaller vocabulary",
+        )
+    return _config(architecture, Shape(layers, hidden, width, head), tokenizer, context)
+
+
+def _round(width: float) -> int:
+    return max(1, round(width / _WIDTH_STEP)) * _WIDTH_STEP
+
+
+def _config(
+    architecture: Architecture, shape: Shape, tokenizer: PreTrainedTokenizerBase, context: int
+) -> PretrainedConfig:
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_value_heads,
+        "head_dim": shape.head,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": architecture.tied,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        **architecture.settings(shape, context),
+    }
+    return AutoConfig.for_model(architecture.model_type, **settings)
+
+
+def _count(config: PretrainedConfig) -> int:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).num_parameters()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
