@@ -1,0 +1,158 @@
+"""Plain transformers `generate`: the slow golden path that the native engine is held against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from hone.data.types import StopReason
+from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
+
+
+class HuggingFaceEngine:
+    """One `generate` call a request: nothing shared, nothing batched, nothing to go wrong.
+
+    Args:
+        model: a causal language model.
+        tokenizer: for stop strings.
+        device: where the model is.
+        dtype: compute dtype, float32 or bfloat16.
+        max_num_seqs: not used: requests run one by one.
+        max_cache_tokens: not used.
+        max_model_len: not used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        device: torch.device,
+        dtype: str,
+        max_num_seqs: int,
+        max_cache_tokens: int | None,
+        max_model_len: int,
+    ) -> None:
+        del max_num_seqs, max_cache_tokens, max_model_len
+        self.model, self.tokenizer, self.device, self.dtype = model, tokenizer, device, dtype
+        self._causal = getattr(model, "get_base_model", lambda: model)()
+        self._version = 0
+        self._aborted: set[str] | None = set()
+        self._stats = {"decode_tokens": 0}
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+        """Serve the requests one after another."""
+        self._aborted = set()
+        for request in requests:
+            if self._aborted is None or request.request_id in self._aborted:
+                yield Completion(request.request_id, [], [], [], StopReason.ABORTED, (self._version,) * 2)
+            else:
+                yield self._complete(request)
+
+    def _complete(self, request: GenerationRequest) -> Completion:
+        started, sampling = time.perf_counter(), request.sampling
+        training, attention = self.model.training, self._causal.config._attn_implementation
+        self.model.eval()
+        self._causal.config._attn_implementation = "eager"
+        ids = torch.tensor([request.prompt_ids], device=self.device)
+        try:
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
+                torch.manual_seed(request.seed)
+                with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"):
+                    out = self._causal.generate(
+                        input_ids=ids,
+                        attention_mask=torch.ones_like(ids),
+                        return_dict_in_generate=True,
+                        output_logits=True,
+                        output_scores=True,
+                        tokenizer=self.tokenizer,
+                        **generate_arguments(sampling, self._causal.config.pad_token_id),
+                    )
+        finally:
+            self._causal.config._attn_implementation = attention
+            self.model.train(training)
+        tokens = out.sequences[0, len(request.prompt_ids) :]
+        temperature = sampling.temperature or 1.0
+        log_probs = _log_probs(out.logits, tokens, temperature)
+        drawn = log_probs if sampling.temperature == 0 else _log_probs(out.scores, tokens, 1.0)
+        ids_out = tokens.tolist()
+        self._stats["decode_tokens"] += len(ids_out)
+        return Completion(
+            request.request_id,
+            ids_out,
+            log_probs,
+            drawn,
+            _stop_reason(ids_out, sampling, self.tokenizer),
+            (self._version, self._version),
+            time.perf_counter() - started,
+        )
+
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Note the version; the weights are the trainer's own."""
+        del weights
+        self._version = version
+
+    async def pause(self) -> None:
+        """Nothing runs between two completions."""
+
+    async def resume(self) -> None:
+        """Nothing to do."""
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Leave out the given requests (all when None) that have not begun."""
+        if request_ids is None:
+            self._aborted = None
+        elif self._aborted is not None:
+            self._aborted.update(request_ids)
+
+    async def sleep(self) -> None:
+        """There is no cache to give back."""
+
+    async def wake(self) -> None:
+        """Nothing to do."""
+
+    def describe(self) -> EngineDescription:
+        """What it is."""
+        return EngineDescription("hf", True, self.dtype, str(self.device), dict(self._stats))
+
+
+def generate_arguments(sampling: SamplingParams, pad_token_id: int | None) -> dict[str, Any]:
+    """``sampling`` as arguments of transformers' generate."""
+    arguments: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "do_sample": sampling.temperature > 0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "eos_token_id": None if sampling.ignore_eos else list(sampling.stop_token_ids) or None,
+        "pad_token_id": 0 if pad_token_id is None else pad_token_id,
+        "top_k": None,
+        "top_p": None,
+        "temperature": None,
+    }
+    if sampling.stop:
+        arguments["stop_strings"] = list(sampling.stop)
+    if sampling.temperature > 0:
+        arguments |= {
+            "temperature": sampling.temperature,
+            "top_k": max(0, sampling.top_k),
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p or None,
+        }
+    return arguments
+
+
+def _log_probs(steps: Sequence[Tensor], tokens: Tensor, temperature: float) -> list[float]:
+    scores = torch.stack([step[0] for step in steps]).float() / temperature
+    return scores.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+
+
+def _stop_reason(tokens: list[int], sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> StopReason:
+    if not sampling.ignore_eos and tokens and tokens[-1] in sampling.stop_token_ids:
+        return StopReason.STOP
+    if sampling.stop and any(stop in tokenizer.decode(tokens) for stop in sampling.stop):  # type: ignore[operator]
+        return StopReason.STOP
+    return StopReason.LENGTH

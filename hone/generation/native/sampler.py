@@ -1,0 +1,132 @@
+"""Drawing tokens: vectorised over the batch, each row from its own random stream.
+
+The draw number ``i`` of a request is a hash of (its seed, i), turned into one uniform number and looked up in the
+cumulative distribution. So what a request draws does not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hone.generation.protocol import SamplingParams
+
+_GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+"""The constants of splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers."""
+
+
+def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
+    """One number in [0, 1) for each (seed, counter), by splitmix64.
+
+    Args:
+        seeds: int64.
+        counters: int64, the same shape.
+
+    Returns:
+        float64 of that shape.
+    """
+    state = seeds + (counters + 1) * _GOLDEN
+    state = (state ^ _shift(state, 30)) * _MIX_1
+    state = (state ^ _shift(state, 27)) * _MIX_2
+    state = state ^ _shift(state, 31)
+    return _shift(state, 11).double() * 2.0**-53
+
+
+def _shift(values: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@dataclass
+class RowSampling:
+    """Sampling parameters of the rows of a batch, one tensor a parameter."""
+
+    seeds: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> RowSampling:
+        """Stack the parameters of several requests."""
+
+        def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            seeds=torch.tensor(list(seeds), dtype=torch.int64, device=device),
+            temperature=column([p.temperature for p in params]),
+            top_k=column([p.top_k if p.top_k > 0 else 2**31 - 1 for p in params], torch.int64),
+            top_p=column([p.top_p for p in params]),
+            min_p=column([p.min_p for p in params]),
+            repetition_penalty=column([p.repetition_penalty for p in params]),
+        )
+
+    @property
+    def penalises(self) -> bool:
+        """Whether any row has a repetition penalty."""
+        return bool((self.repetition_penalty != 1).any())
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any row leaves tokens out."""
+        return bool(((self.top_k < 2**31 - 1) | (self.top_p < 1) | (self.min_p > 0)).any())
+
+
+def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token a row.
+
+    Args:
+        logits: ``[A, V]``.
+        rows: parameters of the rows.
+        counters: ``[A]`` int64, how many tokens each request has drawn before.
+        seen: ``[A, V]`` bool, tokens in prompt or response, when a row has a repetition penalty.
+
+    Returns:
+        tokens ``[A]`` int64; their log-probs under ``softmax(logits / temperature)``; their log-probs under the
+        distribution sampled from. Rows of temperature 0 take the likeliest token and report log-probs of temperature 1.
+    """
+    logits = logits.float()
+    greedy = rows.temperature == 0
+    temperature = torch.where(greedy, 1.0, rows.temperature)[:, None]
+    raw = logits / temperature
+    scaled = raw
+    if seen is not None:
+        penalty = rows.repetition_penalty[:, None]
+        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+        scaled = torch.where(seen, penalised, logits) / temperature
+    if rows.truncates:
+        scaled = truncate(scaled, rows)
+    probabilities = scaled.softmax(-1)
+    cumulative = probabilities.cumsum(-1)
+    # below the total even after rounding, so that a token of probability 0 is never found
+    draw = uniforms(rows.seeds, counters).float().clamp(max=1 - 2.0**-23) * cumulative[:, -1]
+    tokens = torch.searchsorted(cumulative, draw[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    tokens = torch.where(greedy, scaled.argmax(-1), tokens)
+    log_probs = _log_prob(raw, tokens)
+    return tokens, log_probs, log_probs if scaled is raw else _log_prob(scaled, tokens)
+
+
+def truncate(scaled: Tensor, rows: RowSampling) -> Tensor:
+    """Minus infinity where top-k, then top-p, then min-p leave a token out; the likeliest always stays.
+
+    Each rule looks at what the one before has left, renormalised.
+    """
+    ordered, order = scaled.sort(-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)
+    ordered = ordered.masked_fill(rank >= rows.top_k[:, None], float("-inf"))
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    ordered = ordered.masked_fill((before >= rows.top_p[:, None]) & (rank > 0), float("-inf"))
+    probabilities = ordered.softmax(-1)
+    ordered = ordered.masked_fill(probabilities < rows.min_p[:, None] * probabilities[:, :1], float("-inf"))
+    return torch.empty_like(scaled).scatter_(-1, order, ordered)
+
+
+def _log_prob(scores: Tensor, tokens: Tensor) -> Tensor:
+    return scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
