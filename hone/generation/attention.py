@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from hone.errors import ModelError
 
 NAME = "hone"
+_CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
+_LEAST_FULL = 0.85
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Scoring:
         window: a token sees itself and this many - 1 tokens before it, or None for all (sliding window).
         softcap: scores are squashed to ``softcap * tanh(score / softcap)``, or None (Gemma 2).
         sinks: ``[heads]`` extra scores that take probability and give nothing, or None (GPT-OSS).
+        dropout: of the attention probabilities; transformers gives 0 outside training.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    dropout: float = 0.0
 
     @property
     def plain(self) -> bool:
@@ -59,15 +63,34 @@ def hone_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
-    layout: Layout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Layout | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function: asks the layout."""
-    scoring = Scoring(scaling, sliding_window, softcap, s_aux)
+    """The registered function: asks the layout.
+
+    Raises:
+        ModelError: no layout came through the forward pass, or the module is not causal.
+    """
+    if layout is None:
+        raise ModelError(
+            f"{type(module).__name__} computes attention without a layout",
+            why="the layout alone says which tokens see which; without it sequences would see each other",
+            fix="call the model with layout=PackedLayout.from_lengths(...); an architecture that drops it on the way "
+            "cannot be used",
+        )
+    if getattr(module, "is_causal", True) is False:
+        raise ModelError(
+            f"{type(module).__name__} lets a token see later ones",
+            why="a policy generates from left to right",
+            fix="use a causal language model",
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(scale, sliding_window, softcap, s_aux, dropout)
     return layout.attend(module.layer_idx, query, key, value, scoring), None  # type: ignore[arg-type]
 
 
@@ -78,30 +101,46 @@ def use_hone_attention(model: nn.Module) -> None:
     """Switch ``model`` (plain, PEFT-wrapped, with any head) to this attention.
 
     Raises:
-        ModelError: the model's attention cannot be replaced.
+        ModelError: the model's attention cannot be replaced, or its tokens meet elsewhere than in attention.
     """
-    causal = getattr(model, "get_base_model", lambda: model)()
-    if not getattr(causal, "_supports_attention_backend", False):
-        raise ModelError(
-            f"{type(causal).__name__} does not let its attention be replaced, which Hone needs for packing",
-            where="model.path",
-            fix="use a decoder such as Qwen3, Llama, Mistral, Gemma or GPT-OSS",
-        )
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = NAME  # type: ignore[union-attr]
+        problem = _obstacle(module) if isinstance(module, PreTrainedModel) else ""
+        if problem:
+            raise ModelError(
+                f"{type(module).__name__} cannot be trained or sampled from: {problem}",
+                why="sequences are packed end to end; only attention through transformers' ALL_ATTENTION_FUNCTIONS "
+                "keeps them apart",
+                where="model.path",
+                fix="use a decoder such as Qwen3, Llama, Mistral, Gemma or GPT-OSS",
+            )
+    for config in _configs(model):
+        config._attn_implementation = NAME
 
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """Sequences of similar length, right-padded: ``source [b * L]`` gathers them, ``kept`` are the cells that are tokens."""
+    """Sequences of similar length, right-padded.
+
+    Attributes:
+        rows: how many.
+        width: of the longest.
+        source: ``[rows * width]`` the packed token in each cell (pads repeat the last token of their own sequence), or
+            None when the cells are the packed tokens ``start, start + 1, ...`` themselves.
+        start: the first token.
+    """
 
     rows: int
     width: int
-    source: Tensor
-    kept: Tensor
-    target: Tensor
+    source: Tensor | None
+    start: int
+
+    def gather(self, states: Tensor) -> Tensor:
+        """``[N, heads, head_dim]`` to ``[rows, heads, width, head_dim]``."""
+        if self.source is None:
+            cells = states[self.start : self.start + self.rows * self.width]
+        else:
+            cells = states.index_select(0, self.source)
+        return cells.view(self.rows, self.width, *states.shape[1:]).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -111,56 +150,85 @@ class PackedLayout:
     Linear layers see no padding. For attention, sequences of similar length are gathered to rectangles padded on the
     right, where a causal kernel never lets a pad be seen by a token.
 
+    >>> PackedLayout.from_lengths([3, 2], "cpu").position_ids
+    tensor([[0, 1, 2, 0, 1]])
+
     Attributes:
         position_ids: ``[1, N]``, beginning at 0 in each sequence.
         rectangles: how to gather.
+        back: ``[N]`` the cell, over all rectangles, that holds each token; None when it is the same place.
     """
 
     position_ids: Tensor
     rectangles: tuple[_Rectangle, ...]
+    back: Tensor | None
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
-        """Lay out sequences of the given lengths (each at least 1)."""
+        """Lay out sequences of the given lengths.
+
+        Raises:
+            ValueError: no sequence, or an empty one.
+        """
         lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
+        if len(lengths) == 0 or int(lengths.min()) < 1:
+            raise ValueError(f"every packed sequence needs at least one token; lengths are {lengths.tolist()}")
+        total = int(lengths.sum())
         starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-        rectangles = tuple(_rectangle(group, lengths, starts, device) for group in _similar(lengths))
-        return cls(positions[None].to(device), rectangles)
+        positions = torch.arange(total) - starts.repeat_interleave(lengths)
+        back = torch.empty(total, dtype=torch.int64)
+        rectangles, cells = [], 0
+        for members in _similar(lengths.tolist()):
+            size = lengths[members][:, None]
+            column = torch.arange(int(size.max()))
+            source = starts[members][:, None] + torch.minimum(column, size - 1)
+            place = cells + torch.arange(source.numel()).view_as(source)
+            back[source[column < size]] = place[column < size]
+            cells += source.numel()
+            flat, start = source.flatten(), int(source[0, 0])
+            gathered = None if _in_order(flat, start) else flat.to(device)
+            rectangles.append(_Rectangle(source.shape[0], source.shape[1], gathered, start))
+        ordered = cells == total and _in_order(back, 0)
+        return cls(positions[None].to(device), tuple(rectangles), None if ordered else back.to(device))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention within each sequence: ``[1, heads, N, head_dim]`` to ``[1, N, heads, head_dim]``."""
         del layer
-        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [N, heads, head_dim]
-        out: Tensor | None = None
+        rows = [states[0].transpose(0, 1).contiguous() for states in (query, key, value)]  # [N, heads, head_dim]
+        found = []
         for rectangle in self.rectangles:
-            states = (rectangle_of(states, rectangle) for states in (query, key, value))
-            found = causal_attention(*states, scoring).transpose(1, 2).flatten(0, 1)  # [b * L, heads, head_dim]
-            if len(self.rectangles) == 1:
-                out = found if len(rectangle.kept) == len(found) else found.index_select(0, rectangle.kept)
-                order = rectangle.target
-                return out.index_select(0, order)[None]
-            out = query.new_empty(query.shape[0], *found.shape[1:], dtype=found.dtype) if out is None else out
-            out = out.index_copy(0, rectangle.target, found.index_select(0, rectangle.kept))
-        assert out is not None
-        return out[None]
+            queries, keys, values = (rectangle.gather(states) for states in rows)
+            mixed = causal_attention(queries, keys, values, scoring)
+            found.append(mixed.transpose(1, 2).flatten(0, 1))  # [rows * width, heads, head_dim]
+        cells = found[0] if len(found) == 1 else torch.cat(found)
+        return (cells if self.back is None else cells.index_select(0, self.back))[None]
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Causal attention over ``[b, heads, L, head_dim]``; keys and values may have fewer heads."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    window = scoring.window if scoring.window is not None and scoring.window < length else None
+    seen = None
+    if window is not None or not scoring.plain:
+        place = torch.arange(length, device=query.device)
+        distance = place[:, None] - place
+        seen = (distance >= 0) & (distance < (window or length))
+    if scoring.plain:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=seen,
+            is_causal=seen is None,
+            dropout_p=scoring.dropout,
+            scale=scoring.scale,
+            enable_gqa=groups > 1,
+        )
+    assert seen is not None
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    window = scoring.window if scoring.window is not None and scoring.window < length else None
-    if scoring.plain and window is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scoring.scale)
-    place = torch.arange(length, device=query.device)
-    distance = place[:, None] - place
-    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    if scoring.plain:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scoring.scale)
-    probabilities = attention_weights(query @ key.transpose(-1, -2), ~seen, scoring)
-    return probabilities.to(value.dtype) @ value
+    probabilities = attention_weights(query @ key.transpose(-1, -2), ~seen, scoring).to(value.dtype)
+    return F.dropout(probabilities, scoring.dropout) @ value
 
 
 def attention_weights(scores: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:
@@ -175,33 +243,48 @@ def attention_weights(scores: Tensor, hidden: Tensor, scoring: Scoring) -> Tenso
     return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
-def rectangle_of(states: Tensor, rectangle: _Rectangle) -> Tensor:
-    """Gather ``[N, heads, head_dim]`` to ``[b, heads, L, head_dim]``."""
-    gathered = states.index_select(0, rectangle.source)
-    return gathered.view(rectangle.rows, rectangle.width, *states.shape[1:]).transpose(1, 2)
+def _in_order(places: Tensor, start: int) -> bool:
+    return bool((places == torch.arange(start, start + len(places))).all())
 
 
-def _similar(lengths: Tensor) -> list[list[int]]:
-    """Rows in groups, the shortest of each at least three quarters of its longest (or the group is small)."""
+def _similar(lengths: list[int]) -> list[list[int]]:
+    """Rows in groups of neighbours in length, as few as keep every rectangle at least 85 % full."""
     groups: list[list[int]] = []
-    longest = 0
-    for row in torch.sort(lengths, descending=True, stable=True).indices.tolist():
-        length = int(lengths[row])
-        if not groups or (length < 0.75 * longest and len(groups[-1]) * longest >= 512):
+    tokens = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        fits = groups and tokens + lengths[row] >= _LEAST_FULL * lengths[groups[-1][0]] * (len(groups[-1]) + 1)
+        if not fits:
             groups.append([])
-            longest = length
+            tokens = 0
         groups[-1].append(row)
+        tokens += lengths[row]
     return groups
 
 
-def _rectangle(rows: list[int], lengths: Tensor, starts: Tensor, device: torch.device | str) -> _Rectangle:
-    size, begin = lengths[rows], starts[rows]
-    width = int(size.max())
-    column = torch.arange(width)
-    cells = begin[:, None] + torch.minimum(column, size[:, None] - 1)  # pads repeat the last token
-    token = column < size[:, None]
-    kept = token.flatten().nonzero()[:, 0]
-    target = cells.flatten()[kept]
-    if len(rows) == len(lengths):  # one rectangle: "target" undoes the order instead
-        target = torch.argsort(target)
-    return _Rectangle(len(rows), width, cells.flatten().to(device), kept.to(device), target.to(device))
+def _obstacle(model: PreTrainedModel) -> str:
+    """What in the model no layout can control, or nothing."""
+    config = model.config
+    if not any("attention" in type(module).__name__.lower() for module in model.modules()):
+        return "it has no attention layers"
+    if not type(model)._can_set_attn_implementation():
+        return "its attention does not go through transformers' ALL_ATTENTION_FUNCTIONS"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder beside its decoder"
+    if getattr(config, "use_bidirectional_attention", False) in (True, "all"):
+        return "its config sets use_bidirectional_attention"
+    other = sorted({*(getattr(config, "layer_types", None) or ())} - _CAUSAL_LAYERS)
+    if other or type(model)._is_stateful:
+        return f"it has layers of kind {', '.join(other) or 'recurrent'}"
+    return ""
+
+
+def _configs(model: nn.Module) -> list[PretrainedConfig]:
+    """Every config that a module of the model holds, sub-configs included, each once."""
+    found: dict[int, PretrainedConfig] = {}
+    waiting: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PretrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting.extend(getattr(config, name, None) for name in config.sub_configs)
+    return list(found.values())
