@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hone.data import batch_files
 from hone.data.ragged import Ragged
 
 Column = Tensor | Ragged | list
@@ -17,7 +19,8 @@ class Batch:
     """Named columns of equal length ``B``, and metadata of the whole batch.
 
     A column is a dense tensor ``[B, ...]``, a :class:`Ragged` (token columns: no padding is stored or sent), or a list of
-    ``B`` Python objects. Operations return new batches and share storage where they can; columns are never changed in place.
+    ``B`` Python objects. Operations return new batches and share storage where they can; columns are never changed in place. All but
+    :meth:`union` and :meth:`concat` keep the metadata as it is.
 
     >>> batch = Batch({"response_ids": Ragged.from_rows([[5, 6], [7]]), "uid": ["a", "b"]}, step=3)
     >>> len(batch), batch.meta
@@ -91,12 +94,187 @@ class Batch:
         """Only these columns."""
         return Batch({name: self[name] for name in names}, **self.meta)
 
+    def rename(self, names: Mapping[str, str]) -> Batch:
+        """Columns under new names, ``{old: new}``; the others keep theirs.
+
+        Raises:
+            KeyError: no column of an old name.
+            ValueError: two columns would have one name.
+        """
+        for old in names:
+            self[old]
+        renamed = [names.get(name, name) for name in self._columns]
+        twice = sorted({name for name in renamed if renamed.count(name) > 1})
+        if twice:
+            raise ValueError(f"renaming gives two columns the name {', '.join(twice)}")
+        return Batch(dict(zip(renamed, self._columns.values(), strict=True)), **self.meta)
+
+    def union(self, other: Batch) -> Batch:
+        """The columns and metadata of both, row by row.
+
+        Raises:
+            ValueError: the lengths differ, or both hold something under one name and it is not the same.
+        """
+        if self._columns and other._columns and len(self) != len(other):
+            raise ValueError(f"union of a batch of {len(self)} rows with one of {len(other)}")
+        for name in other.names():
+            if name in self and not same_column(self[name], other[name]):
+                raise ValueError(f"both batches have a column '{name}', and they differ")
+        return Batch({**other._columns, **self._columns}, **_merged([self.meta, other.meta]))
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Tensors on another device; offsets of ragged columns and Python objects stay where they are."""
+        moved = {name: c if isinstance(c, list) else c.to(device) for name, c in self._columns.items()}
+        return Batch(moved, **self.meta)
+
+    # rows ------------------------------------------------------------------------------------------------------------
+
     def reorder(self, rows: Sequence[int] | Tensor) -> Batch:
         """The given rows in the given order; also takes a subset, and repeats."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         if len(index) and not (int(index.min()) > -1 and int(index.max()) < len(self)):
             raise IndexError(f"rows run from {int(index.min())} to {int(index.max())}, the batch has {len(self)}")
         return Batch({name: _take(column, index) for name, column in self._columns.items()}, **self.meta)
+
+    def slice(self, start: int, stop: int) -> Batch:
+        """Rows ``start`` to ``stop`` (exclusive), sharing storage.
+
+        Raises:
+            IndexError: not ``0 <= start <= stop <= B``.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"rows {start} to {stop} of a batch of {len(self)}")
+        cut = {n: c.slice(start, stop) if isinstance(c, Ragged) else c[start:stop] for n, c in self._columns.items()}
+        return Batch(cut, **self.meta)
+
+    def split(self, size: int) -> list[Batch]:
+        """Consecutive batches of ``size`` rows; the last one holds the rest."""
+        if size < 1:
+            raise ValueError(f"split into batches of {size} rows")
+        return [self.slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+
+    def chunk(self, parts: int) -> list[Batch]:
+        """Exactly ``parts`` consecutive batches; sizes differ by at most one, the larger ones first (some may be empty)."""
+        if parts < 1:
+            raise ValueError(f"chunk into {parts} parts")
+        share, extra = divmod(len(self), parts)
+        starts = [part * share + min(part, extra) for part in range(parts + 1)]
+        return [self.slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+
+    def repeat(self, times: int, *, interleave: bool = True) -> Batch:
+        """Every row ``times`` times: ``a a b b`` when interleaved, else ``a b a b``."""
+        if times < 0:
+            raise ValueError(f"repeat {times} times")
+        rows = torch.arange(len(self))
+        return self.reorder(rows.repeat_interleave(times) if interleave else rows.repeat(times))
+
+    def group_by(self, name: str = "uid") -> dict[Any, list[int]]:
+        """Rows of each value of the object column ``name``: value to row numbers, both in order of appearance."""
+        groups: dict[Any, list[int]] = {}
+        for row, value in enumerate(self.objects(name)):
+            groups.setdefault(value, []).append(row)
+        return groups
+
+    def pad_to_divisor(self, divisor: int) -> tuple[Batch, int]:
+        """Append copies of the first rows, in turn, until ``divisor`` divides the number of rows.
+
+        Returns:
+            The longer batch, and how many rows were added, for :meth:`unpad`.
+        """
+        if divisor < 1:
+            raise ValueError(f"pad to a multiple of {divisor}")
+        added = -len(self) % divisor
+        rows = torch.arange(len(self) + added) % max(len(self), 1)
+        return (self.reorder(rows) if added else self), added
+
+    def unpad(self, added: int) -> Batch:
+        """Without the last ``added`` rows."""
+        return self.slice(0, len(self) - added)
+
+    @staticmethod
+    def concat(parts: Sequence[Batch]) -> Batch:
+        """The rows of all parts, in order.
+
+        Raises:
+            ValueError: no part; the parts differ in their columns, or in what kind or shape a column has; or their
+                metadata disagree about a key.
+        """
+        if not parts:
+            raise ValueError("concat of no batch")
+        names = parts[0].names()
+        for part in parts:
+            if set(part.names()) != set(names):
+                raise ValueError(f"batches differ in their columns: {sorted(names)} and {sorted(part.names())}")
+        columns = {name: _joined(name, [part[name] for part in parts]) for name in names}
+        return Batch(columns, **_merged([part.meta for part in parts]))
+
+    # files -----------------------------------------------------------------------------------------------------------
+
+    def save(self, directory: str | Path) -> None:
+        """Write to ``directory``: tensors as safetensors, Python objects and metadata as JSON; nothing is pickled.
+
+        Raises:
+            TypeError: an object or metadata value that JSON cannot hold exactly.
+            CheckpointError: the directory cannot be written.
+        """
+        batch_files.save(self._columns, self.meta, Path(directory))
+
+    @staticmethod
+    def load(directory: str | Path) -> Batch:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            CheckpointError: nothing is there, or it is damaged.
+        """
+        columns, meta = batch_files.load(Path(directory))
+        return Batch(columns, **meta)
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError("a batch is not iterable: use names() for its columns, split(1) for its rows")
+
+
+def same_column(one: Column, other: Column) -> bool:
+    """Whether two columns are of one kind and hold the same values, bit for bit (NaN equals NaN)."""
+    if isinstance(one, Ragged) and isinstance(other, Ragged):
+        return torch.equal(one.offsets, other.offsets) and same_column(one.values, other.values)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape and one.device == other.device
+        return alike and bool(((one == other) | ((one != one) & (other != other))).all())
+    return isinstance(one, list) and isinstance(other, list) and one == other
+
+
+def _joined(name: str, parts: list[Column]) -> Column:
+    first = parts[0]
+    for part in parts:
+        if type(part) is not type(first) or _row_shape(part) != _row_shape(first):
+            raise ValueError(f"column '{name}' differs between the batches: {_kind(first)} and {_kind(part)}")
+    if isinstance(first, Ragged):
+        return Ragged.concat([part for part in parts if isinstance(part, Ragged)])
+    if isinstance(first, Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    return [value for part in parts if isinstance(part, list) for value in part]
+
+
+def _row_shape(column: Column) -> tuple[torch.dtype, torch.Size] | None:
+    if isinstance(column, list):
+        return None
+    values = column.values if isinstance(column, Ragged) else column
+    return values.dtype, values.shape[1:]
+
+
+def _kind(column: Column) -> str:
+    shape = _row_shape(column)
+    return type(column).__name__ if shape is None else f"{type(column).__name__} {shape[0]} {list(shape[1])} a row"
+
+
+def _merged(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for meta in metas:
+        for key, value in meta.items():
+            if key in merged and merged[key] != value:
+                raise ValueError(f"the batches disagree about '{key}': {merged[key]!r} and {value!r}")
+            merged[key] = value
+    return merged
 
 
 def _take(column: Column, rows: Tensor) -> Column:

@@ -41,14 +41,15 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype | None = None) -> Ragged:
-        """Build from a list of rows (tensors of one dtype and trailing shape, or lists of numbers)."""
+        """Build from a list of rows (tensors of one dtype and trailing shape, or lists of numbers); without any value and
+        without ``dtype`` the values are int64."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         if rows and isinstance(rows[0], Tensor):
             values = torch.cat([row for row in rows if isinstance(row, Tensor)])
             values = values if dtype is None else values.to(dtype)
         else:
             flat = [value for row in rows for value in row]
-            values = torch.tensor(flat, dtype=dtype or (torch.int64 if not flat or isinstance(flat[0], int) else None))
+            values = torch.tensor(flat, dtype=dtype or (None if flat else torch.int64))
         return cls(values, offsets_of(lengths))
 
     @classmethod
@@ -91,6 +92,11 @@ class Ragged:
         # token j of output row i is token offsets[rows[i]] + j of the input
         index = torch.arange(int(offsets[-1])) + (self.offsets[:-1][rows] - offsets[:-1]).repeat_interleave(lengths)
         return Ragged(self.values[index.to(self.values.device)], offsets)
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Rows ``start`` to ``stop`` (exclusive), sharing the values' storage."""
+        offsets = self.offsets[start : stop + 1]
+        return Ragged(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
     def to_padded(self, pad: float = 0, length: int | None = None) -> Tensor:
         """Right-padded view ``[B, T, ...]`` with ``T`` = the longest row, or ``length``.
