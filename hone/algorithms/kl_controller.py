@@ -8,9 +8,9 @@ from hone.errors import ConfigError, did_you_mean
 
 
 class KLController(Protocol):
-    """Holds ``coef``; :meth:`update` is called once a step."""
+    """Holds the coefficient, ``value``; :meth:`update` is called once a step."""
 
-    coef: float
+    value: float
 
     def update(self, kl: float, n_steps: int) -> None:
         """Take note of the step's mean KL over ``n_steps`` sequences."""
@@ -29,14 +29,14 @@ class FixedKLController:
     """A constant coefficient."""
 
     def __init__(self, coef: float) -> None:
-        self.coef = coef
+        self.value = coef
 
     def update(self, kl: float, n_steps: int) -> None:
         """Change nothing."""
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient."""
-        return {"coef": self.coef}
+        return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Nothing to restore: the coefficient is the configuration's, also after a resume."""
@@ -66,11 +66,11 @@ class AdaptiveKLController(FixedKLController):
     def update(self, kl: float, n_steps: int) -> None:
         """Move the coefficient by the step's mean ``kl`` over ``n_steps`` sequences."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.coef *= 1.0 + error * n_steps / self.horizon
+        self.value *= 1.0 + error * n_steps / self.horizon
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on with the coefficient reached."""
-        self.coef = state["coef"]
+        self.value = state["value"]
 
 
 def kl_controller(type: str, kl_coef: float, target_kl: float = 0.1, horizon: int = 10000) -> KLController:

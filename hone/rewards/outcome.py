@@ -1,0 +1,84 @@
+"""From whatever a scorer returned to a :class:`Score`."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from hone.rewards.score import Score
+
+TIMEOUT = "timeout"
+"""First word of ``Score.error`` when scoring took too long."""
+
+
+def to_score(value: Any) -> Score:
+    """Read the return value of a scorer: a number, or a dict with ``score``.
+
+    Further numeric entries of the dict become terms, the others are kept as extra. What is no finite number is an error,
+    never a silent 0.
+    """
+    if isinstance(value, Mapping):
+        return _from_mapping(value)
+    number = as_number(value)
+    if number is None:
+        return failed(f"returned {_describe(value)}, not a number or a dict with 'score'")
+    if not math.isfinite(number):
+        return failed(f"returned {number}")
+    return Score(number)
+
+
+def failed(error: str) -> Score:
+    """The score of a response whose scoring failed."""
+    return Score(0.0, error=error)
+
+
+def as_number(value: Any) -> float | None:
+    """``value`` as a float if it is a number, a bool, or a numpy or torch scalar; else None."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:
+        inner = item()
+        return float(inner) if isinstance(inner, numbers.Real) else None
+    return None
+
+
+def _from_mapping(value: Mapping[Any, Any]) -> Score:
+    if "score" not in value:
+        return failed(f"returned a dict without 'score'; it has {sorted(map(str, value))}")
+    score = to_score(value["score"]) if not isinstance(value["score"], Mapping) else failed("'score' is a dict")
+    if score.error is not None:
+        return failed(score.error.replace("returned", "'score' is", 1))
+    for key, entry in value.items():
+        name, number = str(key), as_number(entry)
+        if name == "score":
+            continue
+        if number is None:
+            score.extra[name] = _plain(entry)
+        elif math.isfinite(number):
+            score.terms[name] = number
+        else:
+            return failed(f"term '{name}' is {number}")
+    return score
+
+
+def _plain(value: Any) -> Any:
+    """Plain data stays (arrays as lists); anything else is kept as it reads, so that it can be sent and written."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(entry) for entry in value]
+    return repr(value)
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "None"
+    size = f" of length {len(value)}" if isinstance(value, list | tuple) else ""
+    return f"a {type(value).__name__}{size} ({str(value)[:60]!r})"

@@ -1,0 +1,76 @@
+"""Countdown: an arithmetic expression that uses the given numbers and reaches the target."""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+from hone.rewards.scorers.base import final_answer, register_scorer
+
+LONGEST = 256
+"""Longest expression read, in characters."""
+
+_ALLOWED = re.compile(r"[0-9+\-*/() ]+")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+@register_scorer("countdown", "countdown")
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    format_score: float = 0.0,
+) -> dict[str, Any]:
+    """1 for an expression in + - * / that uses each number exactly once and equals the target; exact arithmetic.
+
+    Args:
+        data_source: not used.
+        solution_str: the response; the expression stands in ``<answer>...</answer>`` or after ``####``, or is all of it. What
+            follows an equals sign is ignored.
+        ground_truth: ``{"target": 33, "numbers": [3, 7, 12]}``, as JSON text or as a dict.
+        extra_info: not used.
+        format_score: reward of a valid expression in the right numbers that misses the target.
+
+    Returns:
+        ``score``; ``acc``; ``format`` (1 for a valid expression in the right numbers); ``pred`` (its value, or None).
+
+    Raises:
+        ValueError: the ground truth cannot be read.
+    """
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    target, numbers = Fraction(truth["target"]), [int(number) for number in truth["numbers"]]
+    value = evaluate(final_answer(solution_str)[0].partition("=")[0].strip(), numbers)
+    correct = value == target
+    reward = 1.0 if correct else format_score if value is not None else 0.0
+    pred = None if value is None else str(value)
+    return {"score": reward, "acc": float(correct), "format": float(value is not None), "pred": pred}
+
+
+def evaluate(expression: str, numbers: list[int]) -> Fraction | None:
+    """The value of an expression that uses exactly ``numbers``; None if it is none, or divides by zero."""
+    if len(expression) > LONGEST or not _ALLOWED.fullmatch(expression):
+        return None
+    try:
+        tree = ast.parse(expression, mode="eval").body
+        used: list[int] = []
+        value = _value(tree, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+    return value if Counter(used) == Counter(numbers) else None
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    raise ValueError(f"{type(node).__name__} is not allowed")

@@ -1,0 +1,29 @@
+"""Exact match after normalisation."""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import Any
+
+from hone.rewards.scorers.base import final_answer, register_scorer
+
+
+@register_scorer("exact", "exact", "exact_match")
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """1 if the response's answer equals the ground truth, or one of them if it is a list.
+
+    The answer stands in ``<answer>...</answer>``, after ``####``, or is the whole response. Case, Unicode variants, repeated
+    white space and punctuation around the answer do not count.
+    """
+    answer, marked = final_answer(solution_str)
+    truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    correct = normalise(answer) in {normalise(str(truth)) for truth in truths}
+    return {"score": float(correct), "acc": float(correct), "format": float(marked), "pred": answer}
+
+
+def normalise(text: str) -> str:
+    """The text as it is compared."""
+    folded = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return folded.strip(" .,;:!?\"'`*") or folded
