@@ -1,1 +1,11 @@
-"""What a run is: the typed tree, presets, loading and explaining."""
+"""What a run is: the typed tree, presets, loading and explaining.
+
+``load_config(RLConfig, ["data.train_files=train.parquet", ...], preset="grpo")`` returns plain dataclasses;
+``to_yaml`` writes them; ``documentation`` lists every key with its meaning.
+"""
+
+from hone.config.keys import KeyDoc, documentation
+from hone.config.load import load_config, load_with_provenance, to_yaml
+from hone.config.tree import RLConfig, SFTConfig
+
+__all__ = ["KeyDoc", "RLConfig", "SFTConfig", "documentation", "load_config", "load_with_provenance", "to_yaml"]

@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.fields import block, choice, number
+from hone.config.fields import block, choice, named, number, numbers, texts
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 # --------------------------------------------------------------------------------------------------------------- data
 
@@ -21,9 +23,9 @@ from hone.config.fields import block, choice, number
 class DataConfig:
     """Where prompts come from and how many are taken a step."""
 
-    train_files: Any = None
+    train_files: Any = texts(None, "path")
     """Training files (parquet, json or jsonl): a path or a list of paths. Required for training."""
-    val_files: Any = None
+    val_files: Any = texts(None, "path")
     """Held-out files, a path or a list of paths; null means no validation."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of chat messages, a plain string, or a list of token ids (left alone)."""
@@ -38,9 +40,9 @@ class DataConfig:
     the log either way."""
     train_batch_size: int = number(64, low=1)
     """Prompts a step; sequences a step = train_batch_size x rollout.n."""
-    train_max_samples: int = -1
+    train_max_samples: int = number(-1, low=-1)
     """Use at most this many training rows (the first ones); -1 means all."""
-    val_max_samples: int = -1
+    val_max_samples: int = number(-1, low=-1)
     """Use at most this many validation rows (the first ones); -1 means all."""
     shuffle: bool = True
     """Visit the training rows in a new random order every epoch; the order depends on trainer.seed and the epoch only."""
@@ -72,7 +74,7 @@ class ModelConfig:
     """Rank of LoRA adapters; 0 trains all weights. With LoRA the reference policy is the model with its adapter off."""
     lora_alpha: float = number(16, above=0)
     """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
-    target_modules: Any = "all-linear"
+    target_modules: Any = texts("all-linear", "module name")
     """Modules that get an adapter: "all-linear" or a list of module names."""
     lora_adapter_path: str | None = None
     """PEFT adapter directory to start from; null starts from a fresh adapter."""
@@ -94,7 +96,7 @@ class OptimConfig:
     """Where the cosine ends, as a share of lr."""
     weight_decay: float = number(0.01, low=0)
     """Decoupled weight decay, applied to matrices only (not to norms and biases)."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[float] = numbers([0.9, 0.999], low=0, high=1)
     """AdamW's two decay rates."""
     eps: float = number(1e-8, above=0)
     """AdamW's epsilon."""
@@ -109,7 +111,7 @@ class OptimConfig:
 class PolicyLossConfig:
     """Which policy loss."""
 
-    loss_mode: str = "vanilla"
+    loss_mode: str = named("vanilla", "policy loss")
     """Name of the policy loss in the registry (`vanilla` is PPO's clipped objective with dual clip)."""
 
 
@@ -135,14 +137,7 @@ class ActorConfig:
     """Upper clip: ratios over 1 + clip_ratio_high give no gradient when the advantage is positive."""
     clip_ratio_c: float = number(3.0, above=1)
     """Dual clip: with a negative advantage the loss is at most -clip_ratio_c x advantage."""
-    loss_agg_mode: str = choice(
-        "token-mean",
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-        "seq-mean-token-mean",
-    )
+    loss_agg_mode: str = choice("token-mean", *LOSS_AGG_MODES)
     """How per-token losses become one number, over the whole mini-batch whatever the micro-batches."""
     loss_scale_factor: float | None = number(None, above=0)
     """Divisor of seq-mean-token-sum-norm; null means data.max_response_length."""
@@ -152,7 +147,7 @@ class ActorConfig:
     """Add a KL penalty to the reference policy to the loss (GRPO's way)."""
     kl_loss_coef: float = number(0.001, low=0)
     """Weight of that penalty."""
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: str = named("low_var_kl", "KL estimator", instead="actor_rollout_ref.actor.kl_loss_coef")
     """Its estimator: k1/kl, abs, k2/mse, k3/low_var_kl."""
     policy_loss: PolicyLossConfig = block(PolicyLossConfig)
     """The policy loss."""
@@ -178,7 +173,7 @@ class ValKwargsConfig:
     """Responses a validation prompt."""
     temperature: float = number(0.0, low=0)
     """0 is greedy; n > 1 needs a positive temperature."""
-    top_k: int = -1
+    top_k: int = number(-1, low=-1)
     """Sample among the top_k likeliest tokens; -1 means all."""
     top_p: float = number(1.0, above=0, high=1)
     """Sample among the likeliest tokens that hold this much probability."""
@@ -188,14 +183,14 @@ class ValKwargsConfig:
 class RolloutConfig:
     """How responses are generated."""
 
-    name: str = "native"
+    name: str = named("native", "generation engine")
     """Engine: native (continuous batching on the trainer's own weights) or hf (plain transformers generate, the slow
     golden path)."""
     n: int = number(1, low=1)
     """Responses a prompt: the group size. Group estimators such as grpo need at least 2."""
     temperature: float = number(1.0, low=0)
     """Sampling temperature; the trainer's log-probs use the same one."""
-    top_k: int = -1
+    top_k: int = number(-1, low=-1)
     """Sample among the top_k likeliest tokens; -1 means all (recommended for training)."""
     top_p: float = number(1.0, above=0, high=1)
     """Nucleus sampling; 1 means all (recommended for training)."""
@@ -262,7 +257,7 @@ class CriticConfig:
     """Token budget of a micro-batch; null means the actor's."""
     cliprange_value: float = number(0.5, above=0)
     """Value predictions move at most this far from the old ones before the loss is clipped."""
-    loss_agg_mode: str | None = None
+    loss_agg_mode: str | None = choice(None, *LOSS_AGG_MODES)
     """How per-token value losses become one number; null means the actor's."""
     dtype: str | None = choice(None, "float32", "bfloat16")
     """Compute dtype; null means the actor's."""
@@ -289,7 +284,7 @@ class RewardConfig:
 
     custom_reward_function: CustomRewardConfig = block(CustomRewardConfig)
     """A reward function of your own."""
-    scorer: str | None = None
+    scorer: str | None = named(None, "scorer")
     """Built-in scorer for every row; null means the one registered for the row's data_source."""
     scorer_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments of the built-in scorer, for example {method: flexible} for gsm8k."""
@@ -333,7 +328,7 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     """What is learned from rewards."""
 
-    adv_estimator: str = "grpo"
+    adv_estimator: str = named("grpo", "advantage estimator")
     """Advantage estimator in the registry: grpo (groups, no critic) or gae (PPO with a critic)."""
     gamma: float = number(1.0, low=0, high=1)
     """Discount a token (gae)."""
@@ -343,7 +338,7 @@ class AlgorithmConfig:
     """Divide group advantages by the group's standard deviation; false is Dr. GRPO."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty to the reference policy from the token rewards (PPO's way)."""
-    kl_penalty: str = "kl"
+    kl_penalty: str = named("kl", "KL estimator", instead="algorithm.kl_ctrl.kl_coef")
     """Its estimator: k1/kl, abs, k2/mse, k3/low_var_kl. A name, not a number; the coefficient is kl_ctrl.kl_coef."""
     kl_ctrl: KLCtrlConfig = block(KLCtrlConfig)
     """Its coefficient."""
@@ -370,17 +365,17 @@ class RunConfig:
     """Passes over the training data, when total_training_steps is null."""
     total_training_steps: int | None = number(None, low=1)
     """Steps of training; null means total_epochs over the data."""
-    seed: int = 1
+    seed: int = number(1, low=0)
     """Seed of everything random in the run."""
     device: str = choice("auto", "auto", "cpu", "cuda")
     """auto takes a CUDA GPU when there is one."""
     num_threads: int | None = number(None, low=1)
     """CPU threads of torch; null means the cores this process may use."""
-    save_freq: int = -1
+    save_freq: int = number(-1, low=-1)
     """Save a checkpoint every so many steps, and at the end; -1 only at the end, 0 never."""
     max_ckpt_to_keep: int | None = number(3, low=1)
     """Keep the newest k checkpoints; null keeps all."""
-    test_freq: int = -1
+    test_freq: int = number(-1, low=-1)
     """Validate every so many steps, and at the end; -1 only at the end, 0 never."""
     val_before_train: bool = True
     """Validate before the first step."""
@@ -397,7 +392,7 @@ class TrainerConfig(RunConfig):
 
     critic_warmup: int = number(0, low=0)
     """Steps that train the critic alone before the policy moves."""
-    rollout_dump_freq: int = 10
+    rollout_dump_freq: int = number(10, low=0)
     """Write every sample of each k-th step (and of the first) to rollouts/; 0 never."""
     log_val_generations: int = number(8, low=0)
     """Validation samples written to validation/ each time."""
@@ -428,9 +423,9 @@ class RLConfig:
 class SFTDataConfig:
     """Conversations to imitate."""
 
-    train_files: Any = None
+    train_files: Any = texts(None, "path")
     """Training files (parquet, json or jsonl) with a column of messages: a path or a list. Required."""
-    val_files: Any = None
+    val_files: Any = texts(None, "path")
     """Held-out files; null means no validation loss."""
     messages_key: str = "messages"
     """Column of chat messages; the loss counts assistant tokens only, of every assistant turn."""
@@ -442,9 +437,9 @@ class SFTDataConfig:
     """Conversations an optimizer update."""
     max_token_len_per_gpu: int = number(16384, low=1)
     """Token budget of a packed micro-batch. Changes memory and speed, never the result."""
-    train_max_samples: int = -1
+    train_max_samples: int = number(-1, low=-1)
     """Use at most this many training rows; -1 means all."""
-    val_max_samples: int = -1
+    val_max_samples: int = number(-1, low=-1)
     """Use at most this many validation rows; -1 means all."""
     shuffle: bool = True
     """Visit the rows in a new random order every epoch."""

@@ -1,0 +1,141 @@
+"""Checks of single values against what the tree allows; combinations of keys are the business of preflight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from hone.config.keys import KeyDoc, article, documentation, leaf_values
+from hone.errors import ConfigError, did_you_mean
+
+Provenance = dict[str, str]
+"""Where the value of a key was written: dotted path to "preset grpo", "file DIR/NAME.yaml" or "command line"."""
+
+
+def check_values(config: Any, provenance: Provenance) -> list[ConfigError]:
+    """Return one error for each value that the metadata of its field forbids."""
+    keys = {key.path: key for key in documentation(type(config))}
+    return [
+        problem
+        for path, value in leaf_values(config)
+        for problem in _complaints(keys[path], value, provenance.get(path, ""))
+    ]
+
+
+def place(path: str, value: Any, origin: str) -> str:
+    """Return ``path=value (origin)``, the place of an error."""
+    return f"{path}={yaml_value(value)}" + (f" ({origin})" if origin else "")
+
+
+def wrong_type(key: KeyDoc, value: Any, origin: str) -> ConfigError:
+    """Return the error for a value that cannot become what ``key`` holds; ``origin`` says where it was written."""
+    expected = key.type + (f" ({key.allowed})" if key.allowed else "")
+    example = "null" if key.default is None else key.default
+    return ConfigError(
+        f"expects {expected}, got {describe(value)}",
+        why=f"this key means: {key.meaning}",
+        fix=f"for example {key.path}={yaml_value(example)} (the default)",
+        where=place(key.path, value, origin),
+        code="R11",
+    )
+
+
+def describe(value: Any) -> str:
+    """Return a value with its kind: ``the string 'abc'``, ``the number 0.5``, ``a list``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"the truth value {yaml_value(value)}"
+    if isinstance(value, int | float):
+        return f"the number {value:g}" if isinstance(value, float) else f"the number {value}"
+    if isinstance(value, str):
+        return f"the string '{value}'"
+    return f"a {'mapping' if isinstance(value, dict) else type(value).__name__} ({yaml_value(value)})"
+
+
+def yaml_value(value: Any) -> str:
+    """Return a value as one writes it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(yaml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{yaml_value(item)}" for name, item in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _complaints(key: KeyDoc, value: Any, origin: str) -> Iterator[ConfigError]:
+    metadata, where = key.metadata, place(key.path, value, origin)
+    if value is None:
+        return
+    if "texts" in metadata and not _is_texts(value):
+        yield wrong_type(key, value, origin)
+    elif "names" in metadata and _is_number(value):
+        yield _number_for_name(key, value, where)
+    elif "choices" in metadata and value not in metadata["choices"]:
+        yield ConfigError(
+            f"'{value}' is not one of {key.allowed}",
+            fix=did_you_mean(str(value), metadata["choices"]),
+            where=where,
+            code="R11",
+        )
+    elif "length" in metadata and len(value) != metadata["length"]:
+        yield ConfigError(
+            f"expects {metadata['length']} numbers, got {len(value)}",
+            fix=f"for example {key.path}={yaml_value(key.default)}",
+            where=where,
+            code="R11",
+        )
+    else:
+        yield from _bound_complaints(key, value, where)
+
+
+def _bound_complaints(key: KeyDoc, value: Any, where: str) -> Iterator[ConfigError]:
+    values = value if isinstance(value, list) else [value]
+    bad = [item for item in values if isinstance(item, int | float) and not _within(item, key.metadata)]
+    if bad:
+        shown = ", ".join(f"{item:g}" for item in bad)
+        limits = key.allowed or "a finite number"
+        yield ConfigError(
+            f"must be {limits}, got {shown}",
+            why=f"this key means: {key.meaning}",
+            fix=f"{key.path}={yaml_value(key.default)} is the default",
+            where=where,
+            code="R11",
+        )
+
+
+def _within(value: float, metadata: dict[str, Any]) -> bool:
+    low, high, above = metadata.get("low"), metadata.get("high"), metadata.get("above")
+    return (
+        math.isfinite(value)
+        and (low is None or value >= low)
+        and (high is None or value <= high)
+        and (above is None or value > above)
+    )
+
+
+def _number_for_name(key: KeyDoc, value: str, where: str) -> ConfigError:
+    wanted, instead = key.metadata["names"], key.metadata["instead"]
+    return ConfigError(
+        f"expects the name of {article(wanted)}, got the number {value}",
+        why=f"this key chooses a method: {key.meaning}",
+        fix=f"the number goes to {instead}={value}" if instead else f"{key.path}={key.default}",
+        where=where,
+        code="R11",
+    )
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""The keys of a config tree: their paths, types, defaults and documentation, read from the dataclasses."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+TYPE_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+@dataclass(frozen=True)
+class KeyDoc:
+    """One leaf of the tree: ``path`` is dotted, ``type`` and ``allowed`` are words for people."""
+
+    path: str
+    type: str
+    default: Any
+    doc: str
+    allowed: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def last(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def meaning(self) -> str:
+        """The first sentence of the documentation."""
+        return re.split(r"(?<=[.])\s+(?=[A-Z0-9])|;\s", self.doc, maxsplit=1)[0].rstrip(".;")
+
+
+@functools.cache
+def documentation(cls: type) -> tuple[KeyDoc, ...]:
+    """Return every leaf key of the tree ``cls``, in the order of declaration."""
+    return tuple(_leaves(cls, cls(), ""))
+
+
+@functools.cache
+def blocks(cls: type) -> dict[str, str]:
+    """Return the inner nodes of the tree ``cls``: dotted path to documentation."""
+    return {path: " ".join(doc.split()) for path, doc in _blocks(cls(), "")}
+
+
+def leaf_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``(dotted path, value)`` of every leaf of a tree instance."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaf_values(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", value
+
+
+def _leaves(cls: type, instance: Any, prefix: str) -> Iterator[KeyDoc]:
+    docs, hints = field_docs(cls), typing.get_type_hints(cls)
+    for item in dataclasses.fields(instance):
+        value = getattr(instance, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(type(value), value, f"{prefix}{item.name}.")
+            continue
+        metadata = dict(item.metadata)
+        yield KeyDoc(
+            path=f"{prefix}{item.name}",
+            type=_type_words(hints[item.name], metadata),
+            default=value,
+            doc=" ".join(docs.get(item.name, "").split()),
+            allowed=_allowed_words(metadata),
+            metadata=metadata,
+        )
+
+
+def _blocks(instance: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    docs = field_docs(type(instance))
+    for item in dataclasses.fields(instance):
+        value = getattr(instance, item.name)
+        if dataclasses.is_dataclass(value):
+            yield f"{prefix}{item.name}", inspect.getdoc(type(value)) or docs.get(item.name, "")
+            yield from _blocks(value, f"{prefix}{item.name}.")
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Return the attribute docstrings of a dataclass and its bases: field name to the string below the field."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for statement, following in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+                and isinstance(following.value.value, str)
+            ):
+                docs[statement.target.id] = inspect.cleandoc(following.value.value)
+    return docs
+
+
+def _type_words(hint: Any, metadata: dict[str, Any]) -> str:
+    if "texts" in metadata:
+        return f"a {metadata['texts']} or a list of {metadata['texts']}s"
+    members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    words = [_plain_type(member) for member in members if member is not type(None)]
+    if "names" in metadata:
+        words = [f"the name of {article(metadata['names'])}"]
+    if type(None) in members:
+        words.append("null")
+    return " or ".join(words)
+
+
+def _plain_type(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list and arguments:
+        return f"a list of {TYPE_WORDS[arguments[0]].split()[-1]}s"
+    return TYPE_WORDS[origin or hint]
+
+
+def _allowed_words(metadata: dict[str, Any]) -> str:
+    if "choices" in metadata:
+        return ", ".join(metadata["choices"])
+    bounds = (("above", ">"), ("low", ">="), ("high", "<="))
+    return " and ".join(f"{sign} {metadata[key]:g}" for key, sign in bounds if metadata.get(key) is not None)
+
+
+def article(noun: str) -> str:
+    """Return ``noun`` with "a" or "an" before it."""
+    return f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"

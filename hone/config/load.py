@@ -1,0 +1,99 @@
+"""Loading a tree: layers composed, interpolations resolved, every value checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hone.config.check import Provenance, check_values
+from hone.config.layers import Sources, compose
+from hone.config.problems import raise_together
+from hone.config.tree import RLConfig, SFTConfig
+from hone.errors import ConfigError
+
+Tree = TypeVar("Tree", RLConfig, SFTConfig)
+
+PRESET_KINDS: dict[type, str] = {RLConfig: "rl", SFTConfig: "sft"}
+"""The folder of presets of each tree."""
+
+
+def load_config(
+    cls: type[Tree],
+    overrides: Sequence[str] = (),
+    *,
+    preset: str | None = None,
+    config_path: str | Path | None = None,
+    config_name: str | None = None,
+) -> Tree:
+    """Return the tree ``cls`` as plain dataclasses, validated, with all interpolations resolved.
+
+    Args:
+        cls: :class:`RLConfig` or :class:`SFTConfig`.
+        overrides: command-line overrides in Hydra's grammar; they win over all else.
+        preset: a name in ``hone/config/presets/<kind>``; it wins over the defaults.
+        config_path: folder of a YAML file that states what differs; it wins over the preset. Default: the current
+            folder, when ``config_name`` is given.
+        config_name: that file's name, ``.yaml`` may be left out. Default ``config``, when ``config_path`` is given.
+
+    Raises:
+        ConfigError: an unknown key, preset or file, a malformed override, a value of the wrong type or out of bounds,
+            an interpolation that leads nowhere. All mistakes found are in one error.
+    """
+    return load_with_provenance(
+        cls, overrides, preset=preset, config_path=config_path, config_name=config_name
+    )[0]
+
+
+def load_with_provenance(
+    cls: type[Tree],
+    overrides: Sequence[str] = (),
+    *,
+    preset: str | None = None,
+    config_path: str | Path | None = None,
+    config_name: str | None = None,
+) -> tuple[Tree, Provenance]:
+    """Do as :func:`load_config`, and also tell where each value that is not a default was written."""
+    directory, name = _file(config_path, config_name)
+    composed, provenance, problems = compose(
+        Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides))
+    )
+    raise_together(problems)
+    config = _resolved(composed)
+    raise_together(check_values(config, provenance))
+    return config, provenance
+
+
+def to_yaml(config: Any) -> str:
+    """Return a tree as YAML; as a file for ``--config-path`` it gives the same tree again."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def _file(config_path: str | Path | None, config_name: str | None) -> tuple[Path | None, str | None]:
+    if config_path is None and config_name is None:
+        return None, None
+    directory = Path(config_path or ".").expanduser().absolute()
+    if directory.is_file():
+        raise ConfigError(
+            f"{config_path} is a file, a directory is expected",
+            where="--config-path",
+            fix=f"--config-path {Path(config_path or '.').parent} --config-name {directory.stem}",
+        )
+    return directory, config_name or "config"
+
+
+def _resolved(composed: Any) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            str(error).splitlines()[0],
+            where=getattr(error, "full_key", None) or "",
+            fix="an interpolation names another key by its whole path: ${data.max_prompt_length}",
+        ) from error

@@ -1,0 +1,50 @@
+"""From a wrong key to the keys that may have been meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from hone.config.keys import KeyDoc, documentation
+from hone.errors import ConfigError
+
+_NEAR = 0.55
+
+
+def nearest_keys(key: str, cls: type, *, limit: int = 3) -> list[KeyDoc]:
+    """Return the leaves of the tree ``cls`` that come nearest to ``key``, best first.
+
+    A key scores by its last part (spelling), by the words of ``key`` that its documentation uses ("group_size" finds
+    the key documented as "the group size"), and by the whole path, which breaks ties between keys of one name.
+    """
+    scored = sorted((_nearness(key, candidate), candidate.path, candidate) for candidate in documentation(cls))
+    return [candidate for score, _, candidate in scored[::-1] if score >= _NEAR][:limit]
+
+
+def unknown_key(key: str, cls: type, *, origin: str = "") -> ConfigError:
+    """Return the error for a key that the tree ``cls`` does not have; ``origin`` says where it was written."""
+    near = nearest_keys(key, cls)
+    if near:
+        width = max(len(candidate.path) for candidate in near)
+        fix = "Did you mean\n" + "\n".join(f"    {c.path:<{width}}  {c.meaning}" for c in near)
+    else:
+        fix = "see all keys with `hone config show`"
+    return ConfigError(
+        f"unknown key {key}" + (f" ({origin})" if origin else ""),
+        why="nothing reads it, so the run would not do what it says",
+        fix=fix,
+        code="R09",
+    )
+
+
+def _nearness(key: str, candidate: KeyDoc) -> float:
+    last = key.rpartition(".")[2]
+    spelling = difflib.SequenceMatcher(None, last, candidate.last).ratio()
+    whole = difflib.SequenceMatcher(None, key, candidate.path).ratio()
+    return 0.75 * max(spelling, 0.9 * _shared_words(last, candidate)) + 0.25 * whole
+
+
+def _shared_words(last: str, candidate: KeyDoc) -> float:
+    wanted = set(re.findall(r"[a-z0-9]+", last.lower()))
+    offered = set(re.findall(r"[a-z0-9]+", f"{candidate.path} {candidate.doc}".lower()))
+    return len(wanted & offered) / len(wanted) if wanted else 0.0
