@@ -19,14 +19,19 @@ The mask of a conversation is found from the template itself, in one of two ways
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from hone.errors import DataError
 
 Messages = list[dict[str, Any]]
+
+_REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def render_prompt(
@@ -79,7 +84,7 @@ def render_conversations(
                 why="there is nothing to imitate",
                 fix="add the answer as an assistant message, or remove the row",
             )
-    if "generation %}" in str(_template(tokenizer)) or "generation -%}" in str(_template(tokenizer)):
+    if _MARKS.search(_template(tokenizer)):
         return [
             _marked(tokenizer, messages, chat_template_kwargs, name)
             for messages, name in zip(conversations, names, strict=True)
@@ -93,10 +98,13 @@ def render_conversations(
 def _marked(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, kwargs: dict[str, Any] | None, name: str
 ) -> tuple[list[int], list[int]]:
-    encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **(kwargs or {})
-    )
-    ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])  # type: ignore[index]
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **(kwargs or {})
+        )
+    except _REFUSALS as error:
+        raise _refused(error, name) from error
+    ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
     for i in range(1, len(ids)):
         if mask[i - 1] == 1 and mask[i] == 0 and ids[i] == tokenizer.eos_token_id != ids[i - 1]:
             mask[i] = 1
@@ -144,7 +152,7 @@ def _by_prefixes(
         else:
             end = _end_in_full(tokenizer, ids, start, start_ids, end_ids, special)
             content = conversations[number][index].get("content")
-            if end is None or (isinstance(content, str) and content.strip() not in tokenizer.decode(ids[start:end])):
+            if end is None or (isinstance(content, str) and content.strip() not in _text(tokenizer, ids[start:end])):
                 raise _rewritten(tokenizer, name, index, end_ids, ids)
         masks[number][start:end] = [1] * (end - start)
     return list(zip(full_ids, masks, strict=True))
@@ -160,7 +168,7 @@ def _trimmed(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end
     """End of the turn ``ids[start:end]`` without the white space behind its last special token."""
     for last in range(end - 1, start - 1, -1):
         if ids[last] in special:
-            return last + 1 if not tokenizer.decode(ids[last + 1 : end]).strip() else end
+            return last + 1 if not _text(tokenizer, ids[last + 1 : end]).strip() else end
     return end
 
 
@@ -190,7 +198,7 @@ def _rewritten(
     tokenizer: PreTrainedTokenizerBase, name: str, index: int, prefix: list[int], full: list[int]
 ) -> DataError:
     at = next((i for i, (a, b) in enumerate(zip(prefix, full, strict=False)) if a != b), min(len(prefix), len(full)))
-    alone, together = tokenizer.decode(prefix[at : at + 8]), tokenizer.decode(full[at : at + 8])
+    alone, together = _text(tokenizer, prefix[at : at + 8]), _text(tokenizer, full[at : at + 8])
     return DataError(
         f"the chat template renders what leads up to message {index} differently when more messages follow: "
         f"from token {at} on it is {alone!r} alone and {together!r} within the conversation",
@@ -224,33 +232,37 @@ def _render(
     generation_prompt: bool,
     kwargs: dict[str, Any] | None,
 ) -> list[str]:
-    template = _template(tokenizer)
     if not conversations:
         return []
+    template = _template(tokenizer)
     try:
-        texts = tokenizer.apply_chat_template(
+        texts: Any = tokenizer.apply_chat_template(
             list(conversations),
             chat_template=template,
             add_generation_prompt=generation_prompt,
             tokenize=False,
             **(kwargs or {}),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, _template_errors()) as error:
-        raise DataError(
-            f"the chat template refuses the messages: {error}",
-            why="they cannot be turned into one text",
-            fix="check the roles and their order (user and assistant in turn), or set model.custom_chat_template",
-        ) from error
+    except _REFUSALS as error:
+        raise _refused(error, "") from error
     return list(texts)
 
 
-def _template_errors() -> type[Exception]:
-    import jinja2
+def _refused(error: Exception, name: str) -> DataError:
+    return DataError(
+        f"the chat template refuses the messages: {error}",
+        where=name,
+        why="they cannot be turned into one text",
+        fix="check the roles and their order (user and assistant in turn), or set model.custom_chat_template",
+    )
 
-    return jinja2.TemplateError
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     if not texts:
         return []
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]  # type: ignore[return-value]
+    encoded: Any = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+    return encoded["input_ids"]

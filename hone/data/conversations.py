@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from hone.data.files import read_rows
 from hone.data.messages import check_messages, plain
 from hone.data.overlong import check_policy, overlong_rows
 from hone.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -78,6 +81,15 @@ class ConversationDataset:
             self._conversations.append(Conversation(ids[:max_length], mask[:max_length]))
         self.dropped = len(rendered) - len(self._conversations)
         self.truncated = len(long) - self.dropped
+        if long:
+            log.warning(
+                "%d of %d conversations are longer than %d tokens: %d left out, %d cut at their end",
+                len(long),
+                len(rendered),
+                max_length,
+                self.dropped,
+                self.truncated,
+            )
         if not self._conversations:
             raise DataError(
                 f"all {len(rendered)} conversations begin with more than data.max_length={max_length} tokens of prompt",

@@ -32,19 +32,19 @@ def check_messages(value: Any, *, where: str, column: str) -> list[dict[str, Any
     """
     if not isinstance(value, list) or not value:
         kind = "an empty list" if value == [] else f"a {type(value).__name__}"
-        raise DataError(f"column '{column}' is {kind}, not a list of messages", where=where, fix=_FIX)
+        raise DataError(f"column '{column}' is {kind}, not a list of messages", where=where, fix=_FIX, code="R42")
     return [_message(item, f"{column}[{index}]", where) for index, item in enumerate(value)]
 
 
 def _message(item: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
-        raise DataError(f"{name} is a {type(item).__name__}, not a message", where=where, fix=_FIX)
+        raise DataError(f"{name} is a {type(item).__name__}, not a message", where=where, fix=_FIX, code="R42")
     message = _without_nulls(item)
     if not isinstance(message.get("role"), str):
-        raise DataError(f"{name} has no 'role'", where=where, fix=_FIX)
+        raise DataError(f"{name} has no 'role'", where=where, fix=_FIX, code="R42")
     if not isinstance(message.get("content"), str | list):
         if not message.get("tool_calls"):
-            raise DataError(f"{name} (role {message['role']}) has no 'content'", where=where, fix=_FIX)
+            raise DataError(f"{name} (role {message['role']}) has no 'content'", where=where, fix=_FIX, code="R42")
         message["content"] = ""  # an assistant turn that only calls tools
     return message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from hone.data.messages import check_messages, plain
 from hone.data.overlong import check_policy, overlong_rows
 from hone.data.types import Sample
 from hone.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 class PromptDataset:
@@ -72,6 +75,14 @@ class PromptDataset:
         long = overlong_rows(lengths, max_prompt_length, truncation, what="prompts", key="data.max_prompt_length")
         self.dropped = len(long) if truncation == "drop" else 0
         self.truncated = len(long) if truncation == "truncate" else 0
+        if long:
+            log.warning(
+                "%d of %d prompts are longer than %d tokens: %s",
+                len(long),
+                len(samples),
+                max_prompt_length,
+                "left out" if self.dropped else "cut at their beginning",
+            )
         for row in long:
             samples[row].prompt_ids = samples[row].prompt_ids[-max_prompt_length:]
         self._samples = [sample for row, sample in enumerate(samples) if truncation != "drop" or row not in long]
@@ -126,9 +137,8 @@ def _tokenize(
 ) -> None:
     """Fill in ``prompt_ids``, tokenizing all messages in one call and all strings in another."""
     chats = [sample for sample in samples if sample.messages is not None]
-    for sample, ids in (
-        zip(chats, render_prompts(tokenizer, [s.messages or [] for s in chats], kwargs), strict=True) if chats else ()
-    ):
+    rendered = render_prompts(tokenizer, [sample.messages or [] for sample in chats], kwargs)
+    for sample, ids in zip(chats, rendered, strict=True):
         sample.prompt_ids = ids
     texts = [(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True) if isinstance(prompt, str)]
     if texts:

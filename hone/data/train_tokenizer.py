@@ -24,6 +24,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+_COLUMNS = ("messages", "prompt", "text")
 TEMPLATES = {"chatml": CHATML}
 
 
@@ -36,7 +37,8 @@ def train_tokenizer(
     The same files give the same tokenizer. The end-of-sequence token is ``<|im_end|>``.
 
     Args:
-        files: parquet, json or jsonl files with a column ``messages``, or else ``prompt``, or else ``text``.
+        files: parquet, json or jsonl files with a column ``messages``, or else ``prompt``, or else ``text``; and plain
+            text files (``.txt``).
         out: directory to write.
         vocab_size: tokens in all, 256 bytes and 4 special ones among them; fewer when the text has no more to merge.
         template: ``chatml``, or a Jinja chat template, or the path of one.
@@ -89,7 +91,14 @@ def _chat_template(template: str) -> str:
 
 
 def _texts(files: Sequence[str | Path]) -> Iterator[str]:
-    for row in read_rows(files, required=(), optional=("messages", "prompt", "text")):
+    plain_texts = [Path(file) for file in files if Path(file).suffix == ".txt"]
+    datasets = [file for file in files if Path(file).suffix != ".txt"]
+    for path in plain_texts:
+        try:
+            yield from path.read_text(encoding="utf-8").splitlines(keepends=True)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot be read: {error}", where=str(path), fix="name a text file in UTF-8") from error
+    for row in read_rows(datasets, required=(), optional=_COLUMNS) if datasets else ():
         found = False
         for text in _row_texts(row):
             found = True
@@ -103,7 +112,7 @@ def _texts(files: Sequence[str | Path]) -> Iterator[str]:
 
 
 def _row_texts(row: Row) -> Iterator[str]:
-    column: str | None = next((name for name in ("messages", "prompt", "text") if row.values.get(name)), None)
+    column: str | None = next((name for name in _COLUMNS if row.values.get(name)), None)
     if column is None:
         return
     value: Any = plain(row.values[column])

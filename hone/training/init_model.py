@@ -69,6 +69,10 @@ def _experts(shape: Shape, context: int) -> dict[str, Any]:
     return {"moe_intermediate_size": shape.width, "num_experts": 4, "num_experts_per_tok": 2}
 
 
+def _mixtral(shape: Shape, context: int) -> dict[str, Any]:
+    return {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
 def _gpt_oss(shape: Shape, context: int) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 150000.0}
     return {
@@ -90,9 +94,12 @@ for _name, _architecture in {
     "llama": Architecture("llama", tied=True),
     "mistral": Architecture("mistral", tied=False),
     "gemma": Architecture("gemma3_text", tied=True, settings=_gemma),
+    "gemma2": Architecture("gemma2", tied=True, settings=_gemma),
+    "granite": Architecture("granite", tied=True),
     "olmo2": Architecture("olmo2", tied=False),
     "phi3": Architecture("phi3", tied=False),
     "smollm3": Architecture("smollm3", tied=True),
+    "mixtral": Architecture("mixtral", tied=False, settings=_mixtral),
     "gpt_oss": Architecture("gpt_oss", tied=False, settings=_gpt_oss),
     "qwen3_moe": Architecture("qwen3_moe", tied=False, settings=_experts),
 }.items():
@@ -130,8 +137,7 @@ def init_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "init", arch, size))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id, "bos_token_id": words.bos_token_id}
-    model.generation_config = GenerationConfig(**ends)
+    model.generation_config = GenerationConfig(**_ends(words))
     try:
         model.save_pretrained(out)
         words.save_pretrained(out)
@@ -209,12 +215,15 @@ def _config(
         "head_dim": shape.head,
         "max_position_embeddings": context,
         "tie_word_embeddings": architecture.tied,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
+        **_ends(tokenizer),
         **architecture.settings(shape, context),
     }
     return AutoConfig.for_model(architecture.model_type, **settings)
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    return {"eos_token_id": end, "pad_token_id": end if pad is None else pad, "bos_token_id": tokenizer.bos_token_id}
 
 
 def _count(config: PretrainedConfig) -> int:

@@ -1,53 +1,95 @@
-"""Countdown: reach a target with the given numbers, each used once."""
+"""Countdown: combine all given numbers, each exactly once, into a target.
+
+The ground truth is the JSON text ``{"target": 22, "numbers": [3, 5, 7]}``; any expression over exactly these numbers with
+``+ - * /`` and parentheses that has the target as its value is right, wherever it came from. It stands in ``<answer></answer>``::
+
+    Use 7, 3 and 5, each once, with + - * / to make 22. Write the expression in <answer></answer>.
+    3*5=15
+    15+7=22
+    <answer>(3*5)+7</answer>
+"""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hone.data.tasks.base import TASKS, Problem, TaskMaker
+from hone.data.tasks.base import TASKS, Problem, parse_options, require
 
 
-@TASKS.register("countdown")
 @dataclass(frozen=True)
-class Countdown:
-    """``Use 3, 7, 12 with + - * to make 33.`` is answered by ``<answer>7 * 3 + 12</answer>``.
+class CountdownOptions:
+    """Options of the task.
 
     Attributes:
-        count: how many numbers.
-        max_number: the largest of them.
-        max_target: the largest target; targets are at least 1.
+        min_numbers: fewest numbers in a problem.
+        max_numbers: most numbers in a problem.
+        max_number: numbers run from 1 to this.
+        max_target: targets run from 1 to this, as do all values on the way.
     """
 
-    count: int = 3
+    min_numbers: int = 3
+    max_numbers: int = 4
     max_number: int = 20
     max_target: int = 100
 
-    def maker(self) -> TaskMaker:
-        """The task."""
-        return TaskMaker("countdown", self.problem)
 
-    def problem(self, draw: random.Random) -> Problem:
-        """Draw numbers and combine them from left to right until the result is a fair target."""
-        while True:
-            numbers = [draw.randint(1, self.max_number) for _ in range(self.count)]
-            value, steps, expression = numbers[0], [], str(numbers[0])
-            for number in numbers[1:]:
-                sign = draw.choice("+-*")
-                result = {"+": value + number, "-": value - number, "*": value * number}[sign]
-                steps.append(f"{value} {sign} {number} = {result}")
-                expression = (
-                    f"({expression}) {sign} {number}"
-                    if sign == "*" and len(steps) > 1
-                    else f"{expression} {sign} {number}"
-                )
-                value = result
-            if 1 <= value <= self.max_target:
-                break
-        shown = draw.sample(numbers, len(numbers))
-        question = (
-            f"Use {', '.join(map(str, shown))} with + - * to make {value}. Give the expression in <answer></answer>."
+class Countdown:
+    """The task; see the module's docstring."""
+
+    data_source = "countdown"
+
+    def __init__(self, options: CountdownOptions) -> None:
+        def check(condition: bool, what: str, fix: str) -> None:
+            require(condition, what, task="countdown", fix=fix)
+
+        low, high = options.min_numbers, options.max_numbers
+        check(
+            2 <= low <= high <= 8, f"min_numbers={low}, max_numbers={high}: not 2 <= min <= max <= 8", "max_numbers=4"
         )
-        solution = "\n".join([*steps, f"<answer>{expression}</answer>"])
-        return Problem(question, solution, json.dumps({"target": value, "numbers": shown}))
+        check(options.max_number >= 2, f"max_number={options.max_number} is below 2", "max_number=20")
+        check(
+            options.max_target >= options.max_number,
+            f"max_target={options.max_target} is below max_number={options.max_number}",
+            f"max_target={options.max_number}",
+        )
+        self.options = options
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        """Endless draws."""
+        generator, options = random.Random(seed), self.options
+        while True:
+            count = generator.randint(options.min_numbers, options.max_numbers)
+            numbers = [generator.randint(1, options.max_number) for _ in range(count)]
+            lines, expression, target = self._combine(generator, numbers)
+            shown = f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+            yield Problem(
+                f"Use {shown}, each once, with + - * / to make {target}. Write the expression in <answer></answer>.",
+                json.dumps({"target": target, "numbers": numbers}),
+                "\n".join([*lines, f"<answer>{expression}</answer>"]),
+                {"numbers": numbers, "target": target},
+            )
+
+    def _combine(self, generator: random.Random, numbers: list[int]) -> tuple[list[str], str, int]:
+        """Join random pairs until one value is left; every value on the way is whole and in 1..max_target."""
+        parts = [(number, str(number)) for number in numbers]
+        lines = []
+        while len(parts) > 1:
+            generator.shuffle(parts)
+            (a, left), (b, right) = sorted(parts[-2:], key=lambda part: -part[0])
+            choices = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else 0}
+            allowed = [sign for sign, value in choices.items() if 1 <= value <= self.options.max_target]
+            if not allowed:  # two equal or large numbers whose sum is too large and whose difference is 0
+                return self._combine(generator, numbers)
+            sign = generator.choice(allowed)
+            lines.append(f"{a}{sign}{b}={choices[sign]}")
+            parts[-2:] = [(choices[sign], f"({left}{sign}{right})")]
+        return lines, parts[0][1][1:-1], parts[0][0]
+
+
+@TASKS.register("countdown")
+def make(options: Sequence[str]) -> Countdown:
+    """Build the task from ``key=value`` options."""
+    return Countdown(parse_options(CountdownOptions, options, task="countdown"))

@@ -11,10 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hone.data.seeding import derive_seed
-from hone.data.tasks import arithmetic as _arithmetic  # noqa: F401  (registers)
-from hone.data.tasks import digit_sequence as _digit_sequence  # noqa: F401
+from hone.data.tasks import arithmetic, countdown, digit_sequence, reasoning_gym
 from hone.data.tasks.base import TASKS, Problem, Task
 from hone.errors import DataError
+
+__all__ = ["arithmetic", "countdown", "digit_sequence", "make_task", "reasoning_gym", "write_task"]
 
 PATIENCE = 2000
 """Draws in a row without a new problem after which a task counts as exhausted."""

@@ -1,49 +1,125 @@
-"""Any dataset of the reasoning-gym package as a task; its own verifier scores the answers."""
+"""Any dataset of the reasoning-gym package (about 100 generators, each with its own verifier), as a task.
+
+The ground truth of a problem is its whole entry (question, answer, metadata) as JSON text, which is what the dataset's
+``score_answer(answer, entry)`` needs. Every entry is checked when it is made: with the stored entry the verifier must say of
+the reference answer what it says with the original (``arc_agi`` and ``rearc`` fail this and are refused). Two datasets give no
+reference answer; their rows have no solution and serve RL only.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
-import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hone.data.tasks.base import Problem, TaskMaker
-from hone.errors import ConfigError, did_you_mean
+from hone.data.seeding import derive_seed
+from hone.data.tasks.base import TASKS, Problem
+from hone.errors import ConfigError, DataError, HoneError, did_you_mean
+
+INSTRUCTION = "Write the final answer in <answer></answer>."
+_EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")
+_CHUNK = 256  # problems of one generator object
 
 
-def reasoning_gym_task(dataset: str, options: Mapping[str, str]) -> TaskMaker:
-    """The task ``reasoning_gym:<dataset>``; options are those of the dataset's own configuration.
+class ReasoningGym:
+    """The task ``reasoning_gym:<dataset>``.
+
+    Args:
+        dataset: name in reasoning-gym.
+        options: ``key=value`` for the dataset's own configuration; values are read as JSON where they are JSON.
 
     Raises:
-        ConfigError: the package is missing, or the dataset or an option is unknown.
+        HoneError: the package is not installed.
+        ConfigError: unknown dataset or option, or a value that the dataset refuses.
     """
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise ConfigError(
-            f"task 'reasoning_gym:{dataset}' needs the package reasoning-gym", fix="pip install 'hone-rl[tasks]'"
-        ) from None
-    if dataset not in DATASETS:
-        raise ConfigError(f"reasoning-gym has no dataset '{dataset}'", fix=did_you_mean(dataset, DATASETS))
 
-    def problem(draw: random.Random) -> Problem:
-        settings = {name: _value(text) for name, text in options.items()}
+    def __init__(self, dataset: str, options: Sequence[str]) -> None:
         try:
-            entry = reasoning_gym.create_dataset(dataset, size=1, seed=draw.randrange(2**31), **settings)[0]
-        except (TypeError, AssertionError, ValueError) as error:
-            raise ConfigError(
-                f"reasoning-gym's '{dataset}' rejects the options: {error}", fix="see its documentation"
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise HoneError(
+                f"reasoning_gym:{dataset} needs the package reasoning-gym: {error}",
+                fix="pip install 'hone-rl[tasks]'",
+                code="E-extra",
             ) from error
-        truth = json.dumps(entry, default=str)
-        question = f"{entry['question']}\nGive the final answer in <answer></answer>."
-        return Problem(question, f"<answer>{entry['answer']}</answer>", truth)
+        if dataset not in DATASETS:
+            raise ConfigError(f"reasoning-gym has no dataset '{dataset}'", fix=did_you_mean(dataset, DATASETS))
+        self._create, self._name, self._config = reasoning_gym.create_dataset, dataset, DATASETS[dataset][1]
+        self._options = self._parsed(options)
+        self._generator(0, 1)  # refuses bad options now
+        self._verifier = self._create(dataset, seed=0, size=1)  # as the scorer makes it: default options
+        self.data_source = f"reasoning_gym/{dataset}"
 
-    return TaskMaker(f"reasoning_gym/{dataset}", problem)
+    def problems(self, seed: int) -> Iterator[Problem]:
+        """Endless draws."""
+        for chunk in itertools.count():
+            generator = self._generator(derive_seed(seed, "chunk", chunk) % 2**31, _CHUNK)
+            for index in range(_CHUNK):
+                yield self._problem(generator, generator[index])
+
+    def _problem(self, generator: Any, entry: dict[str, Any]) -> Problem:
+        kept = {name: entry[name] for name in ("question", "answer", "metadata")}
+        text = json.dumps(kept, default=str)  # fractions, dates and the like as text
+        answer = _reference(entry)
+        if answer is not None:
+            try:
+                stored = self._verifier.score_answer(answer, json.loads(text))
+            except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+                raise self._unfit(f"its verifier cannot read the stored entry: {error}") from error
+            if stored != generator.score_answer(answer, entry):
+                raise self._unfit("its verifier no longer accepts the reference answer with the stored entry")
+        solution = None if answer is None else f"<answer>{answer}</answer>"
+        return Problem(f"{entry['question'].strip()}\n{INSTRUCTION}", text, solution)
+
+    def _unfit(self, reason: str) -> DataError:
+        return DataError(
+            f"the entries of reasoning-gym's dataset '{self._name}' do not survive being written as JSON: {reason}",
+            why="right answers would be scored as wrong",
+            fix="choose another dataset",
+        )
+
+    def _parsed(self, options: Sequence[str]) -> dict[str, Any]:
+        known = {field.name for field in dataclasses.fields(self._config)} - {"seed", "size"}
+        values: dict[str, Any] = {}
+        for option in options:
+            name, equals, text = option.partition("=")
+            if not equals or name not in known:
+                what = f"unknown option '{name}'" if equals else f"'{option}' is not key=value"
+                raise ConfigError(what, where=f"reasoning_gym:{self._name}", fix=did_you_mean(name, known))
+            try:
+                values[name] = json.loads(text)
+            except json.JSONDecodeError:
+                values[name] = text
+        return values
+
+    def _generator(self, seed: int, size: int) -> Any:
+        try:
+            return self._create(self._name, seed=seed, size=size, **self._options)
+        except (AssertionError, TypeError, ValueError) as error:
+            given = ", ".join(f"{name}={value}" for name, value in self._options.items()) or "no options"
+            raise ConfigError(
+                f"the dataset refuses {given}: {error}",
+                where=f"reasoning_gym:{self._name}",
+                fix="change the options; the dataset's own configuration documents them",
+            ) from error
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+def _reference(entry: dict[str, Any]) -> str | None:
+    """A right answer: the entry's own, or the example that some datasets with many right answers give instead."""
+    if entry["answer"] is not None:
+        return str(entry["answer"])
+    examples = (entry["metadata"].get(name) for name in _EXAMPLES)
+    example = next((example for example in examples if example is not None), None)
+    return example if example is None or isinstance(example, str) else json.dumps(example)
+
+
+@TASKS.register("reasoning_gym")
+def make(options: Sequence[str]) -> ReasoningGym:
+    """Build the task; the first option is ``dataset=<name>``, as ``reasoning_gym:<name>`` gives it."""
+    name = options[0].partition("dataset=")[2] if options and options[0].startswith("dataset=") else ""
+    if not name:
+        raise ConfigError("reasoning_gym needs a dataset", fix="hone data make reasoning_gym:gsm_symbolic --out DIR")
+    return ReasoningGym(name, options[1:])
