@@ -97,7 +97,7 @@ def answers(model: Path, data: Path, output: Path) -> list[dict]:
 
 def accuracy(records: list[dict]) -> float:
     """Share of right answers."""
-    return sum(record["reward"] for record in records) / len(records)
+    return sum(record["score"] for record in records) / len(records)
 
 
 def draw(rows: list[dict], summary: dict, path: Path) -> None:
@@ -120,13 +120,13 @@ def draw(rows: list[dict], summary: dict, path: Path) -> None:
 
 def show(before: list[dict], after: list[dict], summary: dict, out: Path) -> None:
     """Print the table of accuracies and three problems, those first that RL mended."""
-    mended = [i for i in range(len(after)) if after[i]["reward"] > before[i]["reward"]]
+    mended = [i for i in range(len(after)) if after[i]["score"] > before[i]["score"]]
     others = [i for i in range(len(after)) if i not in mended]
     for i in (mended + others)[:3]:
-        print(f"\n  {before[i]['prompt'][-1]['content']}   (right: {before[i]['ground_truth']})")
+        print(f"\n  {before[i]['prompt']}   (right: {before[i]['ground_truth']})")
         for name, record in (("SFT ", before[i]), ("GRPO", after[i])):
-            mark = "right" if record["reward"] == 1 else "wrong"
-            print(f"    {name} {mark}: {' | '.join(record['response'].split(chr(10)))}")
+            mark = "right" if record["score"] == 1 else "wrong"
+            print(f"    {name} {mark}: {' | '.join(record['text'].split(chr(10)))}")
     print(f"\n  {'':10}{'accuracy':>10}{'seconds':>10}      ({summary['held_out_problems']} held-out problems)")
     print(f"  {'SFT':10}{summary['sft_accuracy']:>10.1%}{summary['seconds_sft']:>10.0f}")
     print(f"  {'GRPO':10}{summary['rl_accuracy']:>10.1%}{summary['seconds_rl']:>10.0f}      ({summary['steps']} steps)")

@@ -176,19 +176,68 @@ class PackedLayout:
         total = int(lengths.sum())
         starts = lengths.cumsum(0) - lengths
         positions = torch.arange(total) - starts.repeat_interleave(lengths)
-        back = torch.empty(total, dtype=torch.int64)
+        return cls._build(positions, torch.arange(total), lengths, torch.zeros_like(lengths), device)
+
+    @classmethod
+    def with_shared_prefixes(
+        cls, prefixes: Tensor, suffixes: Tensor, prefix_of: Tensor, device: torch.device | str = "cpu"
+    ) -> PackedLayout:
+        """Lay out sequences that begin alike, each common beginning once: all prefixes end to end, then all suffixes.
+
+        Linear layers see a prefix once; in attention it stands before each of its suffixes. The samples of a prompt
+        group share their prompt this way.
+
+        Args:
+            prefixes: ``[G]`` tokens of each prefix, at least 1.
+            suffixes: ``[B]`` tokens of each suffix, at least 1.
+            prefix_of: ``[B]`` which prefix each suffix follows; every prefix has a suffix.
+        """
+        common = prefixes[prefix_of]
+        lengths, begins = common + suffixes, prefixes.cumsum(0) - prefixes
+        offsets = lengths.cumsum(0) - lengths
+        column = torch.arange(int(lengths.sum())) - offsets.repeat_interleave(lengths)
+        own = int(prefixes.sum()) + suffixes.cumsum(0) - suffixes  # where each suffix begins
+        inside = column < common.repeat_interleave(lengths)
+        source = torch.where(
+            inside,
+            begins[prefix_of].repeat_interleave(lengths) + column,
+            (own - common).repeat_interleave(lengths) + column,
+        )
+        positions = torch.empty(int(prefixes.sum() + suffixes.sum()), dtype=torch.int64)
+        positions[source] = column
+        first = torch.full_like(prefixes, len(suffixes)).scatter_reduce(
+            0, prefix_of, torch.arange(len(suffixes)), reduce="amin"
+        )
+        computes_prefix = first[prefix_of] == torch.arange(len(suffixes))
+        return cls._build(positions, source, lengths, torch.where(computes_prefix, 0, common), device)
+
+    @classmethod
+    def _build(
+        cls, positions: Tensor, source: Tensor, lengths: Tensor, keep_from: Tensor, device: torch.device | str
+    ) -> PackedLayout:
+        """Gather sequences to rectangles.
+
+        Args:
+            positions: ``[N]`` of the packed tokens.
+            source: the packed token of every token of every sequence, sequences end to end.
+            lengths: ``[B]`` of the sequences.
+            keep_from: ``[B]`` the outputs of a sequence's earlier tokens are taken from another sequence.
+        """
+        starts = lengths.cumsum(0) - lengths
+        back = torch.empty(len(positions), dtype=torch.int64)
         rectangles, cells = [], 0
         for members in _similar(lengths.tolist()):
             size = lengths[members][:, None]
             column = torch.arange(int(size.max()))
-            source = starts[members][:, None] + torch.minimum(column, size - 1)
-            place = cells + torch.arange(source.numel()).view_as(source)
-            back[source[column < size]] = place[column < size]
-            cells += source.numel()
-            flat, start = source.flatten(), int(source[0, 0])
+            token = source[starts[members][:, None] + torch.minimum(column, size - 1)]
+            place = cells + torch.arange(token.numel()).view_as(token)
+            kept = (column < size) & (column >= keep_from[members][:, None])
+            back[token[kept]] = place[kept]
+            cells += token.numel()
+            flat, start = token.flatten(), int(token[0, 0])
             gathered = None if _in_order(flat, start) else flat.to(device)
-            rectangles.append(_Rectangle(source.shape[0], source.shape[1], gathered, start))
-        ordered = cells == total and _in_order(back, 0)
+            rectangles.append(_Rectangle(token.shape[0], token.shape[1], gathered, start))
+        ordered = cells == len(positions) and _in_order(back, 0)
         return cls(positions[None].to(device), tuple(rectangles), None if ordered else back.to(device))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

@@ -167,7 +167,6 @@ def print_answers(answers: Sequence[Trajectory], *, as_json: bool) -> None:
 
 
 def _answer_panel(record: dict[str, Any]) -> Panel:
-    asked = "\n".join(str(message["content"]) for message in record["prompt"] or [])
-    body = f"{asked}\n\n{record['response']}"
-    title = f"{record['uid']}  reward {record['reward']:g}  expected {record['ground_truth']}"
+    body = f"{record['prompt'] or ''}\n\n{record['text']}"
+    title = f"{record['uid']}  score {record['score']:g}  expected {record['ground_truth']}"
     return Panel(Text(body), title=Text(title), title_align="left")

@@ -14,6 +14,7 @@ from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
 from hone.data.batch import Batch
 from hone.data.types import StopReason, Trajectory
 from hone.insight.metrics import MetricStore
+from hone.insight.run_directory import trajectory_record
 from hone.rewards.score import Score
 from hone.training.engine import UpdateResult
 from hone.training.objectives import without_ratio
@@ -24,8 +25,9 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
     mask = batch.ragged("response_mask").values.bool()
     _spread(metrics, "prompt_length", batch.ragged("prompt_ids").lengths.float(), limit=max_prompt_length)
     _spread(metrics, "response_length", batch.ragged("response_ids").lengths.float(), limit=max_response_length)
-    rewards = batch.tensor("reward")
-    _spread(metrics, "critic/rewards", rewards)
+    scores = batch.tensor("reward")
+    _spread(metrics, "critic/score", scores)
+    _spread(metrics, "critic/rewards", batch.ragged("token_level_rewards").to_padded().sum(-1))
     for name in ("advantages", "returns", "values"):
         if name in batch:
             _spread(metrics, f"critic/{name}", batch.ragged(name).values[mask])
@@ -34,12 +36,9 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
         metrics.add("critic/vf_explained_var", 1 - (returns - values).var() / (returns.var() + 1e-8))
     if "entropy" in batch:
         metrics.add("actor/entropy", batch.ragged("entropy").values[mask].mean())
-    _reward_metrics(metrics, batch.objects("score"), batch.objects("uid"), rewards)
+    _reward_metrics(metrics, batch.objects("score"), batch.objects("uid"), scores)
     _stop_metrics(metrics, batch.objects("trajectory"))
-    gap = _log_prob_gap(batch)
-    if gap is not None:
-        metrics.add("training/rollout_probs_diff_mean", gap[mask].mean())
-        metrics.add("training/rollout_probs_diff_max", gap[mask].max())
+    _mismatch_metrics(metrics, batch, mask)
     metrics.add(
         "perf/total_num_tokens",
         float(batch.ragged("prompt_ids").lengths.sum() + batch.ragged("response_ids").lengths.sum()),
@@ -78,8 +77,9 @@ def overhead_metrics(
 def rollout_records(batch: Batch) -> list[dict[str, Any]]:
     """One JSON object a sequence: tokens, text, mask and scores."""
     advantages = batch.ragged("advantages") if "advantages" in batch else None
+    scores = batch.objects("score") if "score" in batch else [Score(0.0)] * len(batch)
     records = []
-    for row, (trajectory, score) in enumerate(zip(batch.objects("trajectory"), batch.objects("score"), strict=True)):
+    for row, (trajectory, score) in enumerate(zip(batch.objects("trajectory"), scores, strict=True)):
         record = sample_record(trajectory, score)
         if advantages is not None:
             values = advantages.row(row)
@@ -89,23 +89,16 @@ def rollout_records(batch: Batch) -> list[dict[str, Any]]:
 
 
 def sample_record(trajectory: Trajectory, score: Score) -> dict[str, Any]:
-    """A scored sample as JSON."""
-    return {
-        "uid": trajectory.uid,
-        "index": trajectory.index,
-        "data_source": trajectory.sample.data_source,
-        "prompt": trajectory.sample.messages,
-        "prompt_ids": trajectory.prompt_ids,
-        "response": trajectory.text,
-        "response_ids": trajectory.response_ids,
-        "response_mask": trajectory.response_mask,
-        "stop_reason": trajectory.stop_reason.value,
-        "ground_truth": trajectory.sample.ground_truth,
-        "reward": score.total,
-        "terms": score.terms,
-        "extra": {name: value for name, value in score.extra.items() if isinstance(value, str | int | float | bool)},
-        "error": score.error,
-    }
+    """A scored sample as written to rollouts/ and validation/."""
+    messages = trajectory.sample.messages
+    return trajectory_record(
+        trajectory,
+        score=score.total,
+        terms=score.terms,
+        extra=score.extra,
+        error=score.error,
+        prompt_text=None if messages is None else "\n".join(str(message["content"]) for message in messages),
+    )
 
 
 def _spread(metrics: MetricStore, name: str, values: Tensor, limit: int | None = None) -> None:
@@ -140,8 +133,8 @@ def _stop_metrics(metrics: MetricStore, trajectories: Sequence[Trajectory]) -> N
             metrics.add(f"rollout/stop_reason/{reason.value}", counts[reason] / len(trajectories))
 
 
-def _log_prob_gap(batch: Batch) -> Tensor | None:
-    if "old_log_probs" not in batch or "rollout_log_probs" not in batch:
-        return None
-    trainer, engine = batch.ragged("old_log_probs").values, batch.ragged("rollout_log_probs").values
-    return (torch.exp(trainer) - torch.exp(engine)).abs()
+def _mismatch_metrics(metrics: MetricStore, batch: Batch, mask: Tensor) -> None:
+    trainer, engine = batch.ragged("old_log_probs").values[mask], batch.ragged("rollout_log_probs").values[mask]
+    for name, gap in (("probs", trainer.exp() - engine.exp()), ("log_probs", trainer - engine)):
+        metrics.add(f"training/rollout_{name}_diff_mean", gap.abs().mean())
+        metrics.add(f"training/rollout_{name}_diff_max", gap.abs().max())

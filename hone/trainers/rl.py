@@ -72,7 +72,9 @@ class RLTrainer:
         self.tokenizer = run_tokenizer(config)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         self.kl_ctrl = kl_controller(**vars(config.algorithm.kl_ctrl))
-        self.invariants = Invariants(config.actor_rollout_ref.actor.dtype)
+        self.invariants = Invariants(
+            config.actor_rollout_ref.actor.dtype, decode=self.tokenizer.decode, dump=self._dump_batch
+        )
         self.metrics = MetricStore()
         self.step = resume.step if resume else 0
 
@@ -145,10 +147,11 @@ class RLTrainer:
         scores = await self.rewards.score(batch.objects("trajectory"))
         mask = batch.ragged("response_mask")
         totals = torch.tensor([score.total for score in scores], dtype=torch.float32)
-        self.invariants.check_finite("reward", totals, batch)
         rewards = mask.with_values(torch.zeros(len(mask.values)))
         rewards.values[mask.offsets[1:] - 1] = totals
-        return batch.with_columns(token_level_scores=rewards, token_level_rewards=rewards, score=scores, reward=totals)
+        batch = batch.with_columns(token_level_scores=rewards, token_level_rewards=rewards, score=scores, reward=totals)
+        self.invariants.check_finite("reward", totals, batch)
+        return batch
 
     def old_log_probs(self, batch: Batch) -> Batch:
         """Log-probs of the policy that sampled: the trainer's, or (bypass) as the engine reported them."""
@@ -207,15 +210,16 @@ class RLTrainer:
         assert self.critic is not None
         results = self.critic.update(batch, self.step - 1)
         update_metrics(self.metrics, results, "critic", self.critic.engine.learning_rate(self.step - 1))
-        self.invariants.check_updates("critic", results)
+        self.invariants.check_updates("critic", results, batch)
         return batch
 
     def update_actor(self, batch: Batch) -> Batch:
         """Improve the policy."""
+        self.invariants.check_ids(batch)
         results = self.actor.update(batch, self.step - 1)
         update_metrics(self.metrics, results, "actor", self.actor.engine.learning_rate(self.step - 1))
         self.invariants.check_first_ratio(results[0], self.metrics)
-        self.invariants.check_updates("actor", results)
+        self.invariants.check_updates("actor", results, batch)
         return batch
 
     async def publish(self, batch: Batch) -> Batch:
@@ -256,6 +260,7 @@ class RLTrainer:
             self.session.directory.write_rollouts(self.step, rollout_records(batch))
         self.metrics.add("training/global_step", self.step)
         self.metrics.add("training/epoch", self.sampler.epoch)
+        self.invariants.report(self.metrics)
         memory_metrics(self.metrics)
         overhead_metrics(self.metrics, time.perf_counter() - started, self.actor, self.reference, self.critic)
         metrics = self.metrics.reduce()
@@ -292,6 +297,11 @@ class RLTrainer:
                 self.critic.save(directory)
 
         self.session.save(self.step, state, write)
+
+    def _dump_batch(self, name: str, batch: Batch) -> None:
+        """Keep a batch that broke an invariant, for whoever looks into it."""
+        directory = self.session.directory
+        directory.write_records(directory.path / "dumps" / f"{name}.jsonl", rollout_records(batch))
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])

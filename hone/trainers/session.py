@@ -81,14 +81,16 @@ class RunSession:
     def _start(self, total_steps: int) -> None:
         """Write the configuration, cut back what a killed run wrote after its last checkpoint, and begin tracking."""
         self.total_steps = total_steps
-        self.directory.start(config_yaml=to_yaml(self.config), seed=self.trainer.seed)
-        self.directory.rewind(self._saved_step)
+        config_yaml = to_yaml(self.config)
+        last_step = self.resumed_from.step if self.resumed_from else None
+        self.directory.start(seed=self.trainer.seed, config_yaml=config_yaml, last_step=last_step)
+        self.directory.rewind(-1 if last_step is None else last_step)
         self.trackers = build_trackers(
             self.trainer.logger,
-            run_dir=self.directory.path,
+            run_dir=self.directory,
             project=self.trainer.project_name,
             experiment=self.trainer.experiment_name,
-            config_yaml=to_yaml(self.config),
+            config_yaml=config_yaml,
             total_steps=total_steps,
         )
         self._previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -116,7 +118,6 @@ class RunSession:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one line of metrics.jsonl and tell the trackers."""
         self._logged_step = step
-        self.directory.log_metrics(step, metrics)
         self.trackers.log(step, metrics)
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> None:
@@ -154,7 +155,7 @@ class RunSession:
         finally:
             status, reason, step = self._outcome
             self.trackers.finish(status)
-            self.directory.update_status(status, reason, last_step=step)
+            self.directory.update_status(status, exit_reason=reason, last_step=step)
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
 

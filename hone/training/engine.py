@@ -194,8 +194,8 @@ class TrainEngine:
         self._busy += time.perf_counter() - started
 
     def _micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch]]:
-        lengths = batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths
-        for rows in plan_micro_batches(lengths, max_tokens, self.max_sequences):
+        prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+        for rows in plan_micro_batches(prompts, responses.lengths, max_tokens, self.max_sequences):
             yield rows, batch.reorder(rows)
 
     def _apply(self, step: int, statistics: list[Statistics]) -> UpdateResult:

@@ -13,9 +13,8 @@ from hone.algorithms import aggregate_loss, kl_penalty, policy_losses, value_los
 from hone.config.tree import ActorConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.insight.invariants import RATIO_MAX, RATIO_MEAN
 from hone.training.engine import LossFn, Statistics, Totals
-
-FIRST_RATIO_MAX, FIRST_RATIO_MEAN = "ratio/max_abs_log", "ratio/mean_abs_log"
 
 
 def policy_objective(actor: ActorConfig, *, max_response_length: int) -> LossFn:
@@ -53,6 +52,7 @@ def policy_objective(actor: ActorConfig, *, max_response_length: int) -> LossFn:
         if actor.use_kl_loss:
             penalty = kl_penalty(log_probs, _padded(batch, "ref_log_probs", outputs), actor.kl_loss_type)
             shares["actor/kl_loss"] = aggregate_loss(penalty, mask, mode, **aggregation)
+            metrics = {**metrics, "actor/kl_coef": actor.kl_loss_coef}
             loss = loss + actor.kl_loss_coef * shares["actor/kl_loss"]
         shares["actor/loss"] = loss
         return loss, _statistics(shares, metrics, mask, totals) | _ratio(log_probs, old, mask)
@@ -118,9 +118,9 @@ def _ratio(log_probs: Tensor, old: Tensor, mask: Tensor) -> Statistics:
     tokens = float(mask.sum())
     if tokens == 0:
         return {}
-    return {FIRST_RATIO_MAX: (gap.max(), tokens), FIRST_RATIO_MEAN: (gap.sum() / mask.sum(), tokens)}
+    return {RATIO_MAX: (gap.max(), tokens), RATIO_MEAN: (gap.sum() / mask.sum(), tokens)}
 
 
 def without_ratio(statistics: Statistics) -> Statistics:
     """Only what is a declared metric."""
-    return {name: value for name, value in statistics.items() if name not in (FIRST_RATIO_MAX, FIRST_RATIO_MEAN)}
+    return {name: value for name, value in statistics.items() if name not in (RATIO_MAX, RATIO_MEAN)}

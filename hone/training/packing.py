@@ -1,9 +1,10 @@
 """From rows to micro-batches: a token budget decides how many sequences go together, packed without padding.
 
-A micro-batch is one row of tokens, sequence after sequence (``prompt ++ response``, ``prompt ++ response``, ...):
+A micro-batch is one row of tokens: the different prompts end to end, then all responses. The samples of a prompt group
+share their prompt: it goes through the model once, and in attention it stands before each of its responses.
 
-    tokens        p p p r r r p p r r r r
-    predicts            ^ ^ ^   . . .        the output at the token before r scores r
+    tokens        p p p q q r r r r r s s s        responses r and r follow prompt p, s follows q
+    predicts          ^   ^ ^ ^   ^                the output at the token before a response token scores it
 
 Which sequences share a micro-batch changes memory and speed, never a result.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hone.data.batch import Batch
-from hone.data.ragged import offsets_of
+from hone.data.ragged import Ragged, offsets_of
 from hone.generation.attention import PackedLayout
 
 
@@ -44,42 +45,67 @@ def spread(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def pack(batch: Batch, device: torch.device) -> PackedSequences:
-    """Pack columns ``prompt_ids`` and ``response_ids``; every prompt has at least one token."""
+    """Pack columns ``prompt_ids`` and ``response_ids``; neighbouring rows with equal prompts share one.
+
+    Every prompt and every response has at least one token.
+    """
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-    lengths = prompts.lengths + responses.lengths
-    starts = offsets_of(lengths)[:-1]
-    input_ids = torch.empty(int(lengths.sum()), dtype=torch.int64)
-    input_ids[spread(starts, prompts.lengths)] = prompts.values
-    response_index = spread(starts + prompts.lengths, responses.lengths)
-    input_ids[response_index] = responses.values
+    prompt_of = share_prompts(prompts)
+    first = torch.cat([torch.ones(1, dtype=torch.bool), prompt_of.diff() > 0])
+    unique = prompts.select(first.nonzero()[:, 0])
+    response_starts = len(unique.values) + responses.offsets[:-1]
+    output_index = spread(response_starts - 1, responses.lengths)
+    output_index[responses.offsets[:-1]] = unique.offsets[1:][prompt_of] - 1  # the prompt's last token scores the first
     return PackedSequences(
-        input_ids=input_ids[None].to(device),
-        layout=PackedLayout.from_lengths(lengths, device),
-        output_index=(response_index - 1).to(device),
+        input_ids=torch.cat([unique.values, responses.values])[None].to(device),
+        layout=PackedLayout.with_shared_prefixes(unique.lengths, responses.lengths, prompt_of, device),
+        output_index=output_index.to(device),
         targets=responses.values.to(device),
     )
 
 
-def plan_micro_batches(lengths: Tensor, max_tokens: int, max_sequences: int | None = None) -> list[list[int]]:
+def share_prompts(prompts: Ragged) -> Tensor:
+    """``[B]``: rows get the same number as their neighbour when they have the same prompt, else the next one."""
+    lengths = prompts.lengths
+    same = lengths[1:] == lengths[:-1]
+    # of neighbours of equal length, compare token by token
+    left = prompts.select(same.nonzero()[:, 0])
+    right = prompts.select(same.nonzero()[:, 0] + 1)
+    differs = torch.zeros(len(left), dtype=torch.int64)
+    differs.index_add_(0, torch.arange(len(left)).repeat_interleave(left.lengths), (left.values != right.values).long())
+    same[same.clone()] = differs == 0
+    return torch.cat([torch.zeros(1, dtype=torch.int64), (~same).long().cumsum(0)])
+
+
+def plan_micro_batches(
+    prompts: Ragged, responses: Tensor, max_tokens: int, max_sequences: int | None = None
+) -> list[list[int]]:
     """Cut rows into micro-batches of at most ``max_tokens`` tokens (and ``max_sequences`` rows).
 
-    Rows of similar length go together, so that attention works on tight rectangles. A row longer than the budget gets a
-    micro-batch of its own: preflight has told the user.
+    Rows of one prompt stay neighbours and their prompt counts once a micro-batch; groups of similar length go together, so
+    that attention works on tight rectangles. A row longer than the budget gets a micro-batch of its own: preflight has
+    told the user.
 
     Args:
-        lengths: ``[B]`` tokens a row.
+        prompts: of each row.
+        responses: ``[B]`` tokens of each response.
 
     Returns:
         Row indices of each micro-batch; every row stands in exactly one.
     """
+    prompt_of, prompt_lengths = share_prompts(prompts), prompts.lengths
+    longest = torch.zeros(int(prompt_of[-1]) + 1, dtype=torch.int64)
+    longest = longest.scatter_reduce(0, prompt_of, prompt_lengths + responses, reduce="amax")
+    order = torch.sort(longest[prompt_of], descending=True, stable=True).indices.tolist()
+    groups, sizes, lengths = prompt_of.tolist(), responses.tolist(), prompt_lengths.tolist()
     plan: list[list[int]] = []
     used = 0
-    order = torch.sort(lengths, descending=True, stable=True).indices.tolist()
     for row in order:
-        length = int(lengths[row])
-        if not plan or used + length > max_tokens or (max_sequences is not None and len(plan[-1]) >= max_sequences):
+        joins = plan and groups[plan[-1][-1]] == groups[row]
+        cost = sizes[row] + (0 if joins else lengths[row])
+        if not plan or used + cost > max_tokens or (max_sequences is not None and len(plan[-1]) >= max_sequences):
             plan.append([])
-            used = 0
+            used, cost = 0, sizes[row] + lengths[row]
         plan[-1].append(row)
-        used += length
+        used += cost
     return plan

@@ -37,7 +37,7 @@ def random_batch(rows: int, seed: int, longest: int = 12, holes: bool = True, gr
     def lengths(low: int) -> torch.Tensor:
         return torch.randint(low, longest, (rows,), generator=generator)
 
-    prompts, responses = lengths(1), lengths(1)
+    prompts, responses = lengths(1)[: (rows + group - 1) // group], lengths(1)
     count = int(responses.sum())
     mask = torch.ones(count, dtype=torch.int64)
     if holes:
@@ -52,7 +52,7 @@ def random_batch(rows: int, seed: int, longest: int = 12, holes: bool = True, gr
         {
             "prompt_ids": Ragged.from_lengths(
                 torch.randint(0, VOCABULARY, (int(prompts.sum()),), generator=generator), prompts
-            ),
+            ).select([row // group for row in range(rows)]),
             "response_ids": column,
             "response_mask": column.with_values(mask),
             "uid": [f"p{row // group}" for row in range(rows)],

@@ -10,9 +10,10 @@ from support.models import random_batch, tiny_model
 
 from hone.config.tree import ActorConfig, OptimConfig
 from hone.data.batch import Batch
+from hone.insight.invariants import RATIO_MAX
 from hone.training.engine import TrainEngine
 from hone.training.heads import PolicyHead, ValueHead
-from hone.training.objectives import FIRST_RATIO_MAX, imitation_objective, policy_objective, value_objective
+from hone.training.objectives import imitation_objective, policy_objective, value_objective
 
 CPU = torch.device("cpu")
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -109,7 +110,7 @@ def test_ratio_is_one_on_the_first_update_whatever_the_split(model):
     batch = batch.with_columns(old_log_probs=engine.infer_batch(batch)["log_probs"])
     engine.max_tokens = 40
     result = engine.train_batch(batch, policy_objective(ActorConfig(), max_response_length=16), step=0)
-    assert max(float(seen[FIRST_RATIO_MAX][0]) for seen in result.statistics) < 1e-5
+    assert max(float(seen[RATIO_MAX][0]) for seen in result.statistics) < 1e-5
 
 
 def test_masked_tokens_get_no_gradient(model):

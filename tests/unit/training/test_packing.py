@@ -6,36 +6,64 @@ from hypothesis import strategies as st
 
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.training.packing import pack, plan_micro_batches
+from hone.training.packing import pack, plan_micro_batches, share_prompts
 
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=6
+)
+"""Prompt length, and response lengths of its group."""
 
 
-@given(LENGTHS, st.integers(1, 100), st.none() | st.integers(1, 5))
-def test_every_row_stands_in_exactly_one_micro_batch_within_the_budget(lengths, budget, rows):
-    plan = plan_micro_batches(torch.tensor(lengths), budget, rows)
-    assert sorted(row for micro in plan for row in micro) == list(range(len(lengths)))
+def batch_of(groups, distinct: bool = True) -> Batch:
+    """Prompts hold their group's number (or all zeros); response tokens are numbered through the batch from 1000."""
+    prompts, responses, number = [], [], 1000
+    for group, (length, sizes) in enumerate(groups):
+        for size in sizes:
+            prompts.append([group if distinct else 0] * length)
+            responses.append(list(range(number, number + size)))
+            number += size
+    return Batch({"prompt_ids": Ragged.from_rows(prompts), "response_ids": Ragged.from_rows(responses)})
+
+
+@given(GROUPS, st.integers(1, 60), st.none() | st.integers(1, 5))
+def test_every_row_stands_in_exactly_one_micro_batch_within_the_budget(groups, budget, rows):
+    batch = batch_of(groups)
+    lengths = batch.ragged("response_ids").lengths
+    plan = plan_micro_batches(batch.ragged("prompt_ids"), lengths, budget, rows)
+    assert sorted(row for micro in plan for row in micro) == list(range(len(batch)))
     for micro in plan:
-        assert len(micro) == 1 or sum(lengths[row] for row in micro) <= budget
+        packed = pack(batch.reorder(micro), torch.device("cpu"))
+        assert len(micro) == 1 or packed.input_ids.numel() <= budget
         assert rows is None or len(micro) <= rows
 
 
-@given(LENGTHS)
-def test_neighbours_in_a_plan_have_similar_lengths(lengths):
-    order = [row for micro in plan_micro_batches(torch.tensor(lengths), 64) for row in micro]
-    assert [lengths[row] for row in order] == sorted(lengths, reverse=True)
+@given(GROUPS)
+def test_a_prompt_is_stored_once_for_its_group(groups):
+    packed = pack(batch_of(groups), torch.device("cpu"))
+    prompts, responses = sum(length for length, _ in groups), sum(sum(sizes) for _, sizes in groups)
+    assert packed.input_ids.numel() == prompts + responses
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=8))
-def test_packed_row_holds_each_sequence_whole_and_points_at_what_predicts_its_response(shapes):
-    prompts, responses, number = [], [], 0
-    for prompt, response in shapes:
-        prompts.append(list(range(number, number + prompt)))
-        responses.append(list(range(number + prompt, number + prompt + response)))
-        number += prompt + response
-    batch = Batch({"prompt_ids": Ragged.from_rows(prompts), "response_ids": Ragged.from_rows(responses)})
+@given(GROUPS, st.booleans())
+def test_neighbours_share_a_prompt_exactly_when_it_is_equal(groups, distinct):
+    prompts = batch_of(groups, distinct).ragged("prompt_ids")
+    rows = prompts.to_lists()
+    shared = share_prompts(prompts).tolist()
+    for left, right in zip(range(len(rows) - 1), range(1, len(rows)), strict=True):
+        assert (shared[left] == shared[right]) == (rows[left] == rows[right])
+
+
+@given(GROUPS)
+def test_outputs_are_read_at_the_token_before_each_response_token(groups):
+    batch = batch_of(groups)
     packed = pack(batch, torch.device("cpu"))
-    assert packed.input_ids[0].tolist() == list(range(number))
-    assert packed.targets.tolist() == [token for row in responses for token in row]
-    assert packed.input_ids[0][packed.output_index].tolist() == [token - 1 for row in responses for token in row]
-    assert packed.layout.position_ids[0].tolist() == [i for p, r in shapes for i in range(p + r)]
+    ids, positions = packed.input_ids[0].tolist(), packed.layout.position_ids[0].tolist()
+    expected_before, expected_place = [], []
+    for prompt, response in zip(
+        batch.ragged("prompt_ids").to_lists(), batch.ragged("response_ids").to_lists(), strict=True
+    ):
+        expected_before += [prompt[-1], *response[:-1]]
+        expected_place += range(len(prompt) - 1, len(prompt) + len(response) - 1)
+    assert packed.targets.tolist() == batch.ragged("response_ids").values.tolist()
+    assert [ids[i] for i in packed.output_index.tolist()] == expected_before
+    assert [positions[i] for i in packed.output_index.tolist()] == expected_place
