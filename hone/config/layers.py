@@ -131,9 +131,7 @@ def _compose(defaults: Sequence[str], lines: list[str], what: str) -> DictConfig
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    node = OmegaConf.create(
-        {"hydra": {"searchpath": [f"file://{PRESETS.parent}"]}, "defaults": [*defaults, "_self_"]}
-    )
+    node = OmegaConf.create({"hydra": {"searchpath": [f"file://{PRESETS.parent}"]}, "defaults": [*defaults, "_self_"]})
     ConfigStore.instance().store(name="hone_run", node=node)
     try:
         return hydra_compose(config_name="hone_run", overrides=lines)
@@ -147,7 +145,7 @@ def _first_lines(error: BaseException) -> str:
     """Return an error's message on one line, with that of its cause."""
     messages = [error, error.__cause__] if error.__cause__ else [error]
     lines = [line.strip() for message in messages for line in str(message).splitlines()]
-    noise = ("full_key:", "object_type=", "reference_type=", "To append to your config use")
+    noise = ("See https", "full_key:", "object_type=", "reference_type=", "To append to your config use")
     return "; ".join(line for line in lines if line and not line.startswith(noise))
 
 
@@ -191,9 +189,7 @@ def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[s
             yield path, value
 
 
-def _problem(
-    path: str, value: Any, origin: str, sources: Sources, keys: dict[str, KeyDoc]
-) -> ConfigError | None:
+def _problem(path: str, value: Any, origin: str, sources: Sources, keys: dict[str, KeyDoc]) -> ConfigError | None:
     """Return what is wrong with setting ``path`` to ``value``, None when nothing is."""
     if path in blocks(sources.schema):
         return _block_as_value(path, value, origin, keys)

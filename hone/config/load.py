@@ -41,9 +41,7 @@ def load_config(
         ConfigError: an unknown key, preset or file, a malformed override, a value of the wrong type or out of bounds,
             an interpolation that leads nowhere. All mistakes found are in one error.
     """
-    return load_with_provenance(
-        cls, overrides, preset=preset, config_path=config_path, config_name=config_name
-    )[0]
+    return load_with_provenance(cls, overrides, preset=preset, config_path=config_path, config_name=config_name)[0]
 
 
 def load_with_provenance(
@@ -56,9 +54,7 @@ def load_with_provenance(
 ) -> tuple[Tree, Provenance]:
     """Do as :func:`load_config`, and also tell where each value that is not a default was written."""
     directory, name = _file(config_path, config_name)
-    composed, provenance, problems = compose(
-        Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides))
-    )
+    composed, provenance, problems = compose(Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides)))
     raise_together(problems)
     config = _resolved(composed)
     raise_together(check_values(config, provenance))
@@ -87,10 +83,13 @@ def _file(config_path: str | Path | None, config_name: str | None) -> tuple[Path
 
 def _resolved(composed: Any) -> Any:
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
         return OmegaConf.to_object(composed)
+    except MissingMandatoryValue as error:
+        key = str(getattr(error, "full_key", ""))
+        raise ConfigError("no value is given ('???')", where=key, fix=f"{key}=...") from error
     except OmegaConfBaseException as error:
         raise ConfigError(
             str(error).splitlines()[0],

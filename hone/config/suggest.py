@@ -9,6 +9,7 @@ from hone.config.keys import KeyDoc, documentation
 from hone.errors import ConfigError
 
 _NEAR = 0.55
+_WORSE = 0.2  # how far behind the best suggestion another one may be
 
 
 def nearest_keys(key: str, cls: type, *, limit: int = 3) -> list[KeyDoc]:
@@ -18,15 +19,22 @@ def nearest_keys(key: str, cls: type, *, limit: int = 3) -> list[KeyDoc]:
     the key documented as "the group size"), and by the whole path, which breaks ties between keys of one name.
     """
     scored = sorted((_nearness(key, candidate), candidate.path, candidate) for candidate in documentation(cls))
-    return [candidate for score, _, candidate in scored[::-1] if score >= _NEAR][:limit]
+    bar = max(_NEAR, scored[-1][0] - _WORSE)
+    return [candidate for score, _, candidate in scored[::-1] if score >= bar][:limit]
 
 
 def unknown_key(key: str, cls: type, *, origin: str = "") -> ConfigError:
     """Return the error for a key that the tree ``cls`` does not have; ``origin`` says where it was written."""
     near = nearest_keys(key, cls)
-    if near:
+    inside = next((leaf for leaf in documentation(cls) if key.startswith(f"{leaf.path}.")), None)
+    siblings = [leaf for leaf in documentation(cls) if leaf.path.rpartition(".")[0] == key.rpartition(".")[0]]
+    if inside:
+        fix = f"{inside.path} is a value, not a block: {inside.path}=..."
+    elif near:
         width = max(len(candidate.path) for candidate in near)
         fix = "Did you mean\n" + "\n".join(f"    {c.path:<{width}}  {c.meaning}" for c in near)
+    elif siblings:
+        fix = f"known there: {', '.join(leaf.last for leaf in siblings)}"
     else:
         fix = "see all keys with `hone config show`"
     return ConfigError(
@@ -47,4 +55,5 @@ def _nearness(key: str, candidate: KeyDoc) -> float:
 def _shared_words(last: str, candidate: KeyDoc) -> float:
     wanted = set(re.findall(r"[a-z0-9]+", last.lower()))
     offered = set(re.findall(r"[a-z0-9]+", f"{candidate.path} {candidate.doc}".lower()))
-    return len(wanted & offered) / len(wanted) if wanted else 0.0
+    found = [word for word in wanted if word in offered or difflib.get_close_matches(word, offered, n=1, cutoff=0.85)]
+    return len(found) / len(wanted) if wanted else 0.0

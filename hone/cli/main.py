@@ -1,0 +1,122 @@
+"""The ``hone`` command.
+
+A command is one file of this folder with a module-level ``app = typer.Typer(add_completion=False)`` and a line in
+:data:`COMMANDS`. The app holds either
+
+- sub-commands (``@app.command("make")``), with ``@app.callback()`` when there is only one, or
+- nothing but a callback (``@app.callback(invoke_without_command=True)``): then the callback is the command.
+
+Modules import what is heavy (torch, transformers, hydra) inside the command's function. A command that ends with another
+exit code than 0 raises ``typer.Exit(code)``. A user's mistake is raised as a :class:`hone.errors.HoneError`; it is shown
+here, once, without a traceback.
+
+Exit codes: 0 the command did what it said; 1 a bug in Hone (with traceback); 2 a user's mistake; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+from hone import __version__
+from hone.cli.lazy import Entry, LazyGroup
+from hone.errors import HoneError
+
+COMMANDS = {
+    "train": Entry("hone.cli.train", "Train a model by reinforcement learning."),
+    "sft": Entry("hone.cli.sft", "Fine-tune a model on conversations."),
+    "eval": Entry("hone.cli.evaluate", "Measure how well a model answers a dataset."),
+    "generate": Entry("hone.cli.generate", "Let a model answer prompts."),
+    "export": Entry("hone.cli.export", "Write a checkpoint's model as a Hugging Face directory."),
+    "init": Entry("hone.cli.init", "Make a small model with random weights."),
+    "data": Entry("hone.cli.data", "Make datasets and tokenizers."),
+    "runs": Entry("hone.cli.runs", "List, show and compare runs."),
+    "config": Entry("hone.cli.config", "Show and explain configuration keys."),
+}
+
+
+class HoneGroup(LazyGroup):
+    """The top-level commands."""
+
+    table = COMMANDS
+
+
+app = typer.Typer(cls=HoneGroup, add_completion=False, no_args_is_help=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hone {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def hone(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of a user error too; may stand after the command.")
+    ] = False,
+) -> None:
+    """Reinforcement learning for language models, from a laptop CPU to a cluster of GPUs."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 2 with one message, and no traceback, for a user's mistake."""
+    arguments, debug = _without_debug(sys.argv[1:] if arguments is None else arguments)
+    _log_to_stderr()
+    command: Any = typer.main.get_command(app)
+    try:
+        command.main(args=arguments, prog_name="hone")
+    except HoneError as error:
+        if debug:
+            traceback.print_exception(error)
+        else:
+            _show(error)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """Take ``--debug`` out of the arguments, wherever it stands before a ``--``."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [word for word in arguments[:end] if word != "--debug"]
+    return kept + arguments[end:], len(kept) < end
+
+
+def _show(error: HoneError) -> None:
+    """Write an error to stderr; its text is shown as it is, brackets included."""
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text(error.render())
+    text.highlight_regex(r"(?m)^[A-Z][-\w]*(?=[ :])", "bold red")
+    text.highlight_regex(r"(?m)^  (Why it matters|Fix):", "bold")
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever ``sys.stderr`` is at the time, so that a live progress line is not torn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        sys.stderr.write(f"{prefix}{self.format(record)}\n")
+
+
+def _log_to_stderr() -> None:
+    logger = logging.getLogger("hone")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        logger.addHandler(_StderrHandler())
+        logger.propagate = False
+
+
+if __name__ == "__main__":
+    main()

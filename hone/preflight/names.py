@@ -1,0 +1,55 @@
+"""Rules about names: what a key chooses must exist, and what it needs must be installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterator
+
+from hone.config.tree import RLConfig, SFTConfig
+from hone.errors import did_you_mean
+from hone.preflight.rules import Finding, error, rule
+
+_TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+@rule("R11", RLConfig)
+def registered_names(config: RLConfig) -> Iterator[Finding]:
+    """Estimator, loss, KL estimators, engine and scorer are registered."""
+    from hone.algorithms import KL_KINDS, advantage_estimators, policy_losses
+    from hone.generation import ENGINES
+    from hone.rewards.scorers import SCORERS
+
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    chosen: list[tuple[str, str, str | None, Collection[str]]] = [
+        ("algorithm.adv_estimator", "advantage estimator", algorithm.adv_estimator, advantage_estimators.names()),
+        ("algorithm.kl_penalty", "KL estimator", algorithm.kl_penalty, KL_KINDS),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "policy loss",
+            actor.policy_loss.loss_mode,
+            policy_losses.names(),
+        ),
+        ("actor_rollout_ref.actor.kl_loss_type", "KL estimator", actor.kl_loss_type, KL_KINDS),
+        ("actor_rollout_ref.rollout.name", "engine", config.actor_rollout_ref.rollout.name, ENGINES.names()),
+        ("reward.scorer", "scorer", config.reward.scorer, SCORERS.names()),
+    ]
+    for key, kind, name, known in chosen:
+        if name is not None and name not in known:
+            yield error(f"unknown {kind} '{name}'", where=key, fix=did_you_mean(name, known))
+
+
+@rule("R56", RLConfig, SFTConfig)
+def trackers(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+    """Every tracker exists, and its package is installed."""
+    from hone.insight.trackers import TRACKERS
+
+    for name in config.trainer.logger:
+        package = _TRACKER_PACKAGES.get(name)
+        if name not in TRACKERS:
+            yield error(f"unknown tracker '{name}'", where="trainer.logger", fix=did_you_mean(name, TRACKERS))
+        elif package and importlib.util.find_spec(package) is None:
+            yield error(
+                f"tracker '{name}' needs the package {package}, which is not installed",
+                where="trainer.logger",
+                fix=f"pip install 'hone-rl[{name}]', or leave {name} out of trainer.logger",
+            )

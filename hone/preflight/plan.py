@@ -1,0 +1,59 @@
+"""The batch plan: what a run will do, in one line of numbers."""
+
+from __future__ import annotations
+
+from hone.config.tree import RLConfig, RunConfig, SFTConfig
+from hone.preflight.files import file_list
+
+
+def batch_plan(config: RLConfig | SFTConfig, rows: int) -> str:
+    """Return the plan of a run over ``rows`` training rows (those left after too long ones are dropped)."""
+    return _rl_plan(config, rows) if isinstance(config, RLConfig) else _sft_plan(config, rows)
+
+
+def training_rows(config: RLConfig | SFTConfig) -> int:
+    """Count the training rows in the files, before any is dropped for its length."""
+    from hone.data.files import read_rows
+
+    data = config.data
+    column = config.data.prompt_key if isinstance(config, RLConfig) else config.data.messages_key
+    return len(read_rows(file_list(data.train_files), required=(column,), max_rows=data.train_max_samples))
+
+
+def _rl_plan(config: RLConfig, rows: int) -> str:
+    actor, n, prompts = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    cuts, limit = prompts // mini, actor.ppo_micro_batch_size_per_gpu
+    updates = cuts * actor.ppo_epochs
+    return "; ".join(
+        [
+            f"plan: {_count(prompts, 'prompt')} x {n} = {prompts * n} sequences a step",
+            f"{_count(cuts, 'mini-batch', 'es')} of {mini} prompts ({mini * n} sequences) x "
+            f"{_count(actor.ppo_epochs, 'epoch')} -> {_count(updates, 'optimizer update')} a step",
+            f"micro-batches of up to {actor.ppo_max_token_len_per_gpu} tokens"
+            + (f" and {_count(limit, 'sequence')}" if limit else ""),
+            _steps(config.trainer, rows, prompts, "step"),
+        ]
+    )
+
+
+def _sft_plan(config: SFTConfig, rows: int) -> str:
+    data = config.data
+    return "; ".join(
+        [
+            f"plan: {_count(data.train_batch_size, 'conversation')} an optimizer update",
+            f"micro-batches of up to {data.max_token_len_per_gpu} tokens",
+            _steps(config.trainer, rows, data.train_batch_size, "update"),
+        ]
+    )
+
+
+def _steps(trainer: RunConfig, rows: int, batch: int, noun: str) -> str:
+    epoch = rows // batch
+    total = trainer.total_training_steps or trainer.total_epochs * epoch
+    passes = f" ({total * batch / rows:.2g} passes over the data)" if rows else ""
+    return f"{_count(rows, 'row')} -> {_count(epoch, noun)} an epoch, {total} in all{passes}"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
