@@ -201,7 +201,8 @@ def gae(
     mask = response_mask.bool()
     rewards, values = where_mask(token_level_rewards, mask), where_mask(values, mask).to(token_level_rewards.dtype)
     # time runs along dim 0: each step of the two backward passes then reads one contiguous row
-    keep, decay = mask.t().contiguous(), torch.where(mask, gamma * lam, 1.0).t().to(values.dtype).contiguous()
+    keep = mask.t().contiguous()
+    decay = torch.ones_like(keep, dtype=values.dtype).masked_fill_(keep, gamma * lam)
     value_rows = values.t().contiguous()
     next_values, following = torch.empty_like(value_rows), value_rows.new_zeros(len(rewards))
     for t in range(len(value_rows) - 1, -1, -1):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,12 @@ class RewardManager:
         self._traceback_logged = False
         self._forced = SCORERS.get(config.scorer) if config.scorer else None
         self._custom = config.custom_reward_function.path is not None
+        if self._custom and self._forced:
+            raise RewardError(
+                f"both reward.scorer={config.scorer} and a custom reward function are set",
+                why="one of them would be ignored",
+                fix="reward.scorer=null or reward.custom_reward_function.path=null",
+            )
         if self._custom:
             self._pool = WorkerPool(self._custom_target(), config.num_workers)
         else:
@@ -201,11 +206,6 @@ def error_metrics(scores: Sequence[Score]) -> dict[str, float]:
         "reward/error_rate": sum(score.error is not None for score in scores) / count,
         "reward/timeout_rate": sum(map(is_timeout, scores)) / count,
     }
-
-
-def error_counts(scores: Sequence[Score]) -> Counter[str]:
-    """How often each error occurred."""
-    return Counter(score.error for score in scores if score.error is not None)
 
 
 def _field_arguments(trajectory: Trajectory) -> dict[str, Any]:

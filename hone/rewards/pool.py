@@ -272,7 +272,7 @@ def _start(target: Target) -> _Process:
         start_new_session=True,  # an interrupt at the terminal is the trainer's to handle
     )
     there.close()
-    process = _Process(popen, here, is_async=False)
+    process = _Process(popen, here, is_async=False)  # pyright: ignore[reportArgumentType]
     try:
         here.send(target)
         answer = here.recv() if here.poll(START_TIMEOUT) else None

@@ -101,7 +101,7 @@ def equal(answer: str, truth: str) -> bool:
 
 def normalise(text: str) -> str:
     """Drop what does not change an answer: spacing, units, dollar signs, thousands separators, "x =", a full stop."""
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").strip().rstrip(".")
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",").strip().rstrip(".")
     text = _SPACING.sub("", _UNITS.sub("", text))
     text = re.sub(r"^[a-zA-Z]=", "", text)
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)

@@ -1,0 +1,328 @@
+"""The reward manager with real worker processes: functions that fail in every way cost one counted error each."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.config.tree import CustomRewardConfig, RewardConfig
+from hone.data.types import Sample, StopReason, Trajectory
+from hone.errors import ConfigError, RewardError
+from hone.rewards.manager import RewardManager, error_metrics
+from hone.rewards.score import Score
+
+FUNCTIONS = """
+import asyncio, os, signal, sys, threading, time
+
+def behave(word):
+    if word == "raise": raise ValueError("boom")
+    if word == "exit": sys.exit(3)
+    if word == "sleep": time.sleep(1000)
+    if word == "spin":
+        for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+        while True: pass
+    if word == "child":
+        os.fork() or time.sleep(1000)
+        time.sleep(1000)
+    if word == "die": os._exit(7)
+    if word == "segv": os.kill(os.getpid(), signal.SIGSEGV)
+    if word == "nan": return float("nan")
+    if word == "none": return None
+    if word == "text": return "1.0"
+    if word == "list": return [1.0, 2.0]
+    if word == "dict": return {"reward": 1.0}
+    return {"score": float(word), "double": 2 * float(word), "pred": word, "thing": threading}
+
+def sync(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    return behave(solution_str)
+
+async def concurrent(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "await": await asyncio.sleep(1000)
+    if solution_str == "stubborn":
+        while True:
+            try: await asyncio.sleep(1000)
+            except asyncio.CancelledError: pass
+    await asyncio.sleep(0.2)
+    return behave(solution_str)
+
+def returns_awaitable(data_source, solution_str, ground_truth, extra_info):
+    return concurrent(data_source, solution_str, ground_truth, extra_info)
+
+def everything(data_source, solution_str, ground_truth, extra_info, scale):
+    print("reward functions may print")
+    return {"score": scale * len(solution_str), "source": data_source, "truth": ground_truth, "info": extra_info}
+
+class Callable:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return float(solution_str)
+
+instance = Callable()
+number = 3
+
+def too_few(solution_str, ground_truth): return 1.0
+"""
+TIMEOUT = 1.5
+
+
+def trajectory(text: str, truth: Any = "1", source: str = "mine", row: int = 0, **info: Any) -> Trajectory:
+    sample = Sample(f"val:{row}", [1], None, source, truth, info)
+    return Trajectory(sample.uid, 0, [1], [2], [1], [0.0], [0.0], text, StopReason.STOP, sample)
+
+
+def config(tmp_path: Path, name: str, code: str = FUNCTIONS, **changes: Any) -> RewardConfig:
+    path = tmp_path / "my_reward.py"
+    path.write_text(code)
+    kwargs = changes.pop("reward_kwargs", {})
+    settings = {"timeout": TIMEOUT, "max_error_rate": 1.0} | changes
+    return RewardConfig(custom_reward_function=CustomRewardConfig(str(path), name, kwargs), **settings)
+
+
+@contextlib.contextmanager
+def manager(settings: RewardConfig) -> Iterator[RewardManager]:
+    rewards = RewardManager(settings)
+    try:
+        yield rewards
+    finally:
+        rewards.close()
+
+
+def score(settings: RewardConfig, words: list[str]) -> list[Score]:
+    with manager(settings) as rewards:
+        return asyncio.run(rewards.score([trajectory(word, row=row) for row, word in enumerate(words)]))
+
+
+FAILURES = {
+    "raise": "ValueError: boom",
+    "exit": "SystemExit: 3",
+    "sleep": "timeout",
+    "spin": "timeout",
+    "child": "timeout",
+    "die": "exit code 7",
+    "segv": "exit code -11",
+    "nan": "returned nan",
+    "none": "returned None",
+    "text": "returned a str",
+    "list": "a list of length 2",
+    "dict": "without 'score'",
+}
+
+
+def test_each_failure_costs_one_counted_error_and_the_rest_is_right(tmp_path: Path, caplog) -> None:
+    good = [str(number) for number in range(40)]
+    words = good[:20] + list(FAILURES) + good[20:]
+    begun = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="hone.rewards"):
+        scores = score(config(tmp_path, "sync"), words)
+    assert len(scores) == len(words)
+    for word, result in zip(words, scores, strict=True):
+        if word in FAILURES:
+            assert result.total == 0.0 and result.error is not None and FAILURES[word] in result.error, word
+        else:
+            number = float(word)
+            assert (result.total, result.terms, result.error) == (number, {"double": 2 * number}, None)
+            assert result.extra["pred"] == word and result.extra["thing"].startswith("<module 'threading'")
+    assert error_metrics(scores) == {"reward/error_rate": 12 / 52, "reward/timeout_rate": 3 / 52}
+    assert time.monotonic() - begun < 6 * TIMEOUT  # two workers, three time-outs
+    assert "12 of 52 responses could not be scored (3 ran out of time)" in caplog.text
+    assert caplog.text.count("Traceback") == 1 and "boom" in caplog.text
+
+
+def test_asynchronous_functions_run_concurrently_and_are_cancelled(tmp_path: Path) -> None:
+    with manager(config(tmp_path, "concurrent", num_workers=1, timeout=5.0)) as rewards:
+        begun = time.monotonic()
+        scores = asyncio.run(rewards.score([trajectory(str(n)) for n in range(32)]))
+        assert [result.total for result in scores] == [float(n) for n in range(32)]
+        assert time.monotonic() - begun < 0.2 * 32 / 2  # one after the other they would take 6.4 s
+    words = ["1", "await", "raise", "die", "sleep", "stubborn", "2"]
+    expected = {**FAILURES, "await": "timeout", "stubborn": "timeout"}
+    for word, result in zip(words, score(config(tmp_path, "concurrent", timeout=0.8), words), strict=True):
+        if word in expected:
+            assert result.error is not None and expected[word] in result.error, word
+        else:
+            assert result.error is None and result.total == float(word)
+
+
+@pytest.mark.parametrize("name", ["returns_awaitable", "instance"])
+def test_other_ways_to_be_asynchronous(tmp_path: Path, name: str) -> None:
+    assert [result.total for result in score(config(tmp_path, name), ["1", "2", "3"])] == [1.0, 2.0, 3.0]
+
+
+def test_arguments_and_reward_kwargs_arrive(tmp_path: Path, capfd) -> None:
+    settings = config(tmp_path, "everything", reward_kwargs={"scale": 10})
+    with manager(settings) as rewards:
+        [result] = asyncio.run(rewards.score([trajectory("abc", {"a": [1]}, "src", level=2)]))
+        [lost] = asyncio.run(rewards.score([trajectory("abc", lambda: 1)]))
+    assert result.total == 30.0
+    assert result.extra == {"source": "src", "truth": {"a": [1]}, "info": {"level": 2}}
+    assert lost.error is not None and "cannot be sent" in lost.error
+    captured = capfd.readouterr()
+    assert captured.out == "" and "may print" in captured.err
+
+
+def test_a_manager_serves_many_event_loops_and_empty_batches(tmp_path: Path) -> None:
+    async def together(rewards: RewardManager) -> list[list[Score]]:
+        batches = [[trajectory(str(10 * b + n)) for n in range(10)] for b in range(5)]
+        return await asyncio.gather(*(rewards.score(batch) for batch in batches))
+
+    with manager(config(tmp_path, "sync")) as rewards:
+        for _ in range(2):
+            results = asyncio.run(together(rewards))
+            assert [[s.total for s in row] for row in results] == [[10.0 * b + n for n in range(10)] for b in range(5)]
+        assert asyncio.run(rewards.score([])) == []
+
+
+def test_on_error_stop_ends_at_the_first_error(tmp_path: Path) -> None:
+    words = ["1", "raise", *["sleep"] * 50]
+    begun = time.monotonic()
+    with pytest.raises(RewardError, match=r"ValueError: boom") as caught:
+        score(config(tmp_path, "sync", on_error="stop", timeout=20.0, num_workers=2), words)
+    assert time.monotonic() - begun < 15
+    assert "row val:1" in str(caught.value) and "reward.on_error=count" in caught.value.fix
+
+
+def test_too_many_errors_end_the_run(tmp_path: Path) -> None:
+    words = ["1"] * 5 + ["nan"] * 5
+    assert sum(s.error is not None for s in score(config(tmp_path, "sync", max_error_rate=0.5), words)) == 5
+    with pytest.raises(RewardError, match="6 of 11 responses could not be scored"):
+        score(config(tmp_path, "sync", max_error_rate=0.5), [*words, "nan"])
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("synk", FUNCTIONS, "Did you mean sync"),
+        ("number", FUNCTIONS, "is a int, not a function"),
+        ("too_few", FUNCTIONS, "cannot be called with data_source, solution_str, ground_truth, extra_info"),
+        ("sync", "import nowhere_to_be_found", "line 1: ModuleNotFoundError"),
+        ("sync", "def sync(:", "SyntaxError"),
+        ("sync", "import sys\nsys.exit(0)", "line 2: SystemExit"),
+        ("sync", "import os\nos._exit(5)", "exit code 5"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_at_construction(tmp_path: Path, name: str, code: str, message: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        RewardManager(config(tmp_path, name, code))
+    assert message in str(caught.value) and caught.value.fix
+
+
+def test_wrong_reward_kwargs_missing_file_and_contradictions(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="scale"):
+        RewardManager(config(tmp_path, "everything", reward_kwargs={"scales": 1}))
+    settings = config(tmp_path, "sync")
+    settings.scorer = "gsm8k"
+    with pytest.raises(RewardError, match="both"):
+        RewardManager(settings)
+    settings.scorer, settings.custom_reward_function.path = None, str(tmp_path / "my_rewards.py")
+    with pytest.raises(RewardError, match=r"Did you mean my_reward\.py"):
+        RewardManager(settings)
+
+
+def test_siblings_of_the_file_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "helper_of_reward.py").write_text("def grade(x): return 42.0")
+    code = "from helper_of_reward import grade\ndef f(data_source, solution_str, ground_truth, extra_info): return grade(1)"
+    assert score(config(tmp_path, "f", code), ["x"])[0].total == 42.0
+
+
+# ------------------------------------------------------------------------------------------------------------ built-in
+
+
+def test_built_in_scorers_side_by_side() -> None:
+    entry = json.dumps({"question": "1 + 1?", "answer": "2", "metadata": {}})
+    batch = [
+        trajectory("#### 18", "18", "arithmetic"),
+        trajectory(r"\boxed{\frac{2}{4}}", "0.5", "math"),
+        trajectory("<answer>2</answer>", entry, "reasoning_gym/chain_sum"),
+        trajectory("3814", "3815", "digit_sequence"),
+        trajectory("<answer>1</answer>", "not json", "countdown"),
+    ]
+    with manager(RewardConfig()) as rewards:
+        rewards.check({t.sample.data_source: 1 for t in batch})
+        scores = asyncio.run(rewards.score(batch))
+    assert [s.total for s in scores] == [1.0, 1.0, 1.0, 0.75, 0.0]
+    assert scores[1].extra["verifier"] == "math-verify"
+    assert scores[4].error is not None and "JSONDecodeError" in scores[4].error
+
+
+def test_a_verifier_that_hangs_is_one_error() -> None:
+    batch = [trajectory(r"\boxed{" + answer + "}", "1", "math") for answer in ["1", "9^{9^{9^{9^9}}}", "1"]]
+    begun = time.monotonic()
+    with manager(RewardConfig(timeout=2.0)) as rewards:
+        scores = asyncio.run(rewards.score(batch))
+    assert [s.total for s in scores] == [1.0, 0.0, 1.0]
+    assert time.monotonic() - begun < 60
+
+
+def test_unknown_data_sources_options_and_scorers() -> None:
+    with manager(RewardConfig()) as rewards:
+        with pytest.raises(RewardError) as caught:
+            rewards.check({"data/gsm8k-local": 7473, "gsm8k": 5})
+        assert caught.value.code == "R43"
+        assert "'data/gsm8k-local' (7473 rows)" in str(caught.value) and "reward.scorer=" in caught.value.fix
+        with pytest.raises(RewardError, match="R43"):
+            asyncio.run(rewards.score([trajectory("x", source="nope")]))
+    with manager(RewardConfig(scorer="gsm8k", scorer_kwargs={"method": "flexible"})) as rewards:
+        rewards.check({"data/gsm8k-local": 7473})
+        assert asyncio.run(rewards.score([trajectory("so 18.", "18", "nope")]))[0].total == 1.0
+    with pytest.raises(ConfigError, match="gsm8k"):
+        RewardManager(RewardConfig(scorer="gsm8"))
+    with pytest.raises(RewardError, match="method"):
+        RewardManager(RewardConfig(scorer_kwargs={"metod": "flexible"}))
+    with pytest.raises(RewardError, match="no scorer in use"):
+        RewardManager(RewardConfig(scorer_kwargs={"format_score": 0.1})).check({"digit_sequence": 1})
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    """Even when the parent is killed outright and a call never returns."""
+    code = f"""
+import os
+def f(data_source, solution_str, ground_truth, extra_info):
+    open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+    while True: pass
+"""
+    settings = config(tmp_path, "f", code)
+    program = f"""
+import asyncio
+from hone.config.tree import CustomRewardConfig, RewardConfig
+from hone.data.types import Sample, StopReason, Trajectory
+from hone.rewards.manager import RewardManager
+rewards = RewardManager(RewardConfig(CustomRewardConfig({settings.custom_reward_function.path!r}, "f"), timeout=1000.0))
+sample = Sample("a", [1], None, "s", "1", {{}})
+asyncio.run(rewards.score([Trajectory("a", 0, [1], [2], [1], [0.0], [0.0], "x", StopReason.STOP, sample)]))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        pid = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    finally:
+        parent.kill()
+        parent.wait()
+    assert wait_for(lambda: not alive(pid))
+
+
+def wait_for(condition: Any, seconds: float = 30.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")

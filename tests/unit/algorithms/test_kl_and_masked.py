@@ -1,0 +1,118 @@
+"""KL estimators, controllers and masked statistics against the oracle."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import algorithms as oracle
+from support.ragged_cases import Case, cases, rows_of
+
+from hone.algorithms import (
+    KL_KINDS,
+    apply_kl_penalty,
+    kl_controller,
+    kl_penalty,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+)
+from hone.errors import ConfigError
+
+quick = settings(max_examples=60, deadline=None)
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+@given(new=st.floats(-40, 0), ref=st.floats(-40, 0))
+@settings(max_examples=40, deadline=None)
+def test_kl_value_and_gradient(kind: str, new: float, ref: float) -> None:
+    lp, base = torch.tensor([new], dtype=torch.float64, requires_grad=True), kind.removesuffix("+")
+    value = kl_penalty(lp, torch.tensor([ref], dtype=torch.float64), kind)
+    assert float(value.detach()) == pytest.approx(oracle.kl(new, ref, base), rel=1e-9, abs=1e-12)
+    value.backward()
+    d = new - ref
+    if kind.endswith("+") or base in ("k2", "mse"):
+        assert float(lp.grad) == pytest.approx(d)
+    elif abs(d) > 1e-3 and abs(d + 20) > 1e-3:
+        h = 1e-6
+        difference = (oracle.kl(new + h, ref, base) - oracle.kl(new - h, ref, base)) / (2 * h)
+        assert float(lp.grad) == pytest.approx(difference, rel=1e-4, abs=1e-4)
+
+
+def test_kl_estimators_estimate_the_kl() -> None:
+    """k1 and k3 are unbiased (below k3's cap): their exact expectation over the policy is the KL divergence."""
+    torch.manual_seed(0)
+    p, q = (0.5 * torch.randn(2, 50, dtype=torch.float64)).log_softmax(-1)
+    exact = (p.exp() * (p - q)).sum()
+    for kind in ("k1", "k3"):
+        torch.testing.assert_close((p.exp() * kl_penalty(p, q, kind)).sum(), exact)
+    with pytest.raises(ConfigError, match="low_var_kl"):
+        kl_penalty(p, q, "low_var")
+
+
+@quick
+@given(case=cases(), coef=st.sampled_from([0.0, 0.1]), kind=st.sampled_from(["kl", "k3"]))
+def test_kl_in_reward(case: Case, coef: float, kind: str) -> None:
+    rewards, mean_kl = apply_kl_penalty(case.rewards, case.old, case.new, case.mask, coef, kind)
+    per_row = []
+    for i, keep in enumerate(case.mask.tolist()):
+        penalties = []
+        for t, m in enumerate(keep):
+            penalty = oracle.kl(float(case.old[i, t]), float(case.new[i, t]), kind) if m else 0.0
+            expected = float(case.rewards[i, t]) - coef * penalty if m else 0.0
+            assert float(rewards[i, t]) == pytest.approx(expected, abs=1e-9)
+            penalties += [penalty] * m
+        per_row += [oracle.mean(penalties)] if penalties else []
+    assert float(mean_kl) == pytest.approx(oracle.mean(per_row), abs=1e-9)
+
+
+def test_adaptive_controller_follows_its_target_and_survives_a_checkpoint() -> None:
+    controller = kl_controller("adaptive", 0.1, target_kl=0.05, horizon=100)
+    controller.update(0.051, n_steps=10)
+    assert controller.value == pytest.approx(0.1 * (1 + 0.02 * 10 / 100))
+    controller.update(100.0, n_steps=10)  # the error is clipped at 20 %
+    assert controller.value == pytest.approx(0.1 * 1.002 * 1.02)
+    before = controller.value
+    controller.update(0.0, n_steps=10)
+    assert controller.value == pytest.approx(before * 0.98)
+    again = kl_controller("adaptive", 0.1, target_kl=0.05, horizon=100)
+    again.load_state_dict(controller.state_dict())
+    assert again.value == controller.value
+
+
+def test_fixed_controller_and_wrong_settings() -> None:
+    fixed = kl_controller("fixed", 0.1)
+    fixed.update(5.0, 100)
+    assert fixed.value == 0.1
+    with pytest.raises(ConfigError, match="adaptive"):
+        kl_controller("adaptiv", 0.1)
+    with pytest.raises(ConfigError, match="horizon > 0"):
+        kl_controller("adaptive", 0.1, 0.1, 0)
+
+
+@quick
+@given(case=cases())
+def test_masked_statistics(case: Case) -> None:
+    x, mask = case.values, case.mask
+    seen = oracle.selected(rows_of(x), mask.tolist())
+    assert float(masked_sum(x, mask)) == pytest.approx(math.fsum(seen), abs=1e-12)
+    assert float(masked_mean(x, mask)) == pytest.approx(oracle.mean(seen), abs=1e-12)
+    assert float(masked_var(x, mask)) == pytest.approx(oracle.variance(seen), abs=1e-12)
+    biased = oracle.variance(seen) * (len(seen) - 1) / len(seen) if seen else 0.0
+    assert float(masked_var(x, mask, unbiased=False)) == pytest.approx(biased, abs=1e-12)
+    center, scale = oracle.mean(seen), 1 / math.sqrt(oracle.variance(seen) + 1e-8)
+    for shift in (True, False):
+        whitened = masked_whiten(x, mask, shift_mean=shift)
+        assert not whitened[mask == 0].any()
+        expected = [(v - center) * scale + (0.0 if shift else center) for v in seen]
+        assert whitened[mask.bool()].tolist() == pytest.approx(expected, abs=1e-9)
+    rows = oracle.compact(rows_of(x), mask.tolist())
+    assert masked_mean(x, mask, dim=1).tolist() == pytest.approx([oracle.mean(row) for row in rows], abs=1e-12)
+
+
+def test_nan_outside_the_mask_does_not_reach_the_gradient() -> None:
+    x = torch.tensor([[1.0, math.nan], [math.inf, 2.0]], requires_grad=True)
+    masked_mean(x, torch.tensor([[1, 0], [0, 1]])).backward()
+    assert x.grad is not None and x.grad.tolist() == [[0.5, 0.0], [0.0, 0.5]]
