@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.chat import render_conversations
+from hone.data.assistant_mask import render_conversations
 from hone.data.files import read_rows
 from hone.data.messages import check_messages, plain
 from hone.data.overlong import check_policy, overlong_rows

@@ -115,9 +115,8 @@ def _sample(row: Row, prompt_key: str, reward_fn_key: str) -> Sample:
                 where=row.where,
                 fix='write it as an object, for example {"style": "rule", "ground_truth": "42"}',
             )
-    messages = None if isinstance(prompt, str) or _is_token_ids(prompt) else prompt
-    if messages is not None:
-        messages = check_messages(messages, where=row.where, column=prompt_key)
+    ready = isinstance(prompt, str) or _is_token_ids(prompt)
+    messages = None if ready else check_messages(prompt, where=row.where, column=prompt_key)
     return Sample(
         uid=row.uid,
         prompt_ids=[],

@@ -1,0 +1,124 @@
+"""The loss mask of conversations: exactly what the assistant writes, end-of-turn token included, for any template."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hone.data.assistant_mask import render_conversations
+from hone.data.chat import render_prompt, render_prompts
+from hone.errors import DataError
+
+_spec = importlib.util.spec_from_file_location("data_conftest", Path(__file__).parent / "conftest.py")
+chats = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(chats)
+user, assistant = chats.user, chats.assistant
+
+FAMILIES = {
+    "chatml": (chats.CHATML_SYSTEM, "{}<|im_end|>"),
+    "llama3": (chats.LLAMA3, "{}<|eot|>"),
+    "gemma": (chats.GEMMA, "{}<|/turn|>"),
+    "mistral": (chats.MISTRAL, " {}<|eot|>"),
+    "plain": (chats.PLAIN, "{}\n"),  # no end-of-turn token: the line break is what ends the turn
+    "marked": (chats.MARKED, "{}<|im_end|>"),
+    "marked whole": (chats.MARKED_WHOLE, "{}<|im_end|>"),
+}
+ANSWER = st.text("ab 7?é\n", min_size=1, max_size=8).map(str.strip).filter(bool)
+DIALOGUE = st.lists(st.tuples(st.text("ab 7<|>\n", max_size=8), ANSWER), min_size=1, max_size=3)
+
+
+def written(tokenizer, ids, mask):
+    """The text of each run of 1s in the mask."""
+    runs, last = [], 0
+    for token, bit in zip(ids, mask, strict=True):
+        if bit and not last:
+            runs.append([])
+        if bit:
+            runs[-1].append(token)
+        last = bit
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(dialogue=DIALOGUE)
+def test_every_turn_is_marked_exactly(with_template, family, dialogue):
+    template, turn = FAMILIES[family]
+    tokenizer = with_template(template)
+    messages = [message for ask, answer in dialogue for message in (user(ask), assistant(answer))]
+    ((ids, mask),) = render_conversations(tokenizer, [messages])
+    assert written(tokenizer, ids, mask) == [turn.format(answer) for _, answer in dialogue]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    for i, message in enumerate(messages):  # the tokens before a turn are those of its generation prompt
+        if message["role"] == "assistant" and "generation" not in template:
+            prompt = render_prompt(tokenizer, messages[:i])
+            assert ids[: len(prompt)] == prompt and mask[len(prompt)] == 1 and mask[len(prompt) - 1] == 0
+
+
+def test_a_system_message_and_two_turns_in_a_row(with_template):
+    tokenizer = with_template(chats.LLAMA3)
+    messages = [{"role": "system", "content": "s"}, user("a"), assistant("b"), assistant("c"), user("d")]
+    ((ids, mask),) = render_conversations(tokenizer, [messages])
+    assert written(tokenizer, ids, mask) == ["b<|eot|>", "c<|eot|>"]
+
+
+@pytest.mark.parametrize("template", [chats.CHATML_SYSTEM, chats.MARKED], ids=["prefixes", "marked"])
+def test_answers_that_begin_with_a_line_break_keep_the_tokens_of_the_prompt(with_template, template):
+    tokenizer = with_template(template)
+    messages = [user("a"), assistant("\n\nb"), user("c"), assistant("\nd")]
+    whole = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
+    prompt = render_prompt(tokenizer, messages[:1])
+    assert whole[: len(prompt)] != prompt, "the tokenizer must merge the line breaks, or this tests nothing"
+    ((ids, mask),) = render_conversations(tokenizer, [messages])
+    assert ids[: len(prompt)] == prompt
+    assert tokenizer.decode(ids) == tokenizer.decode(whole)
+    assert written(tokenizer, ids, mask) == ["\n\nb<|im_end|>", "\nd<|im_end|>"]
+
+
+def test_a_template_that_varies_only_the_wrapping_of_earlier_turns_counts_them_as_they_stand(with_template):
+    tokenizer = with_template(chats.THINK)
+    messages = [user("a"), assistant("b"), user("c"), assistant("<think>\nhm\n</think>\n\nd")]
+    ((ids, mask),) = render_conversations(tokenizer, [messages])
+    assert written(tokenizer, ids, mask) == ["b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>"]
+
+
+def test_a_template_that_drops_earlier_thoughts_is_refused(with_template):
+    tokenizer = with_template(chats.THINK)
+    messages = [user("a"), assistant("<think>\nhm\n</think>\n\nb"), user("c"), assistant("d")]
+    with pytest.raises(DataError, match=r"file, row 4: the chat template changes the content of message 1: '<think>"):
+        render_conversations(tokenizer, [messages], names=["file, row 4"])
+
+
+def test_a_template_that_rewrites_what_came_before_is_refused(with_template):
+    tokenizer = with_template(chats.NUMBERED)
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    with pytest.raises(DataError, match="renders what leads up to message 1 differently.*'1.* alone and '4"):
+        render_conversations(tokenizer, [messages])
+
+
+def test_rows_of_many_conversations_stay_apart(with_template):
+    tokenizer = with_template(chats.GEMMA)
+    many = [[user(str(i)), assistant("x" * i), user("y"), assistant(str(i))][: 2 + 2 * (i % 2)] for i in range(1, 9)]
+    together = render_conversations(tokenizer, many)
+    assert together == [render_conversations(tokenizer, [one])[0] for one in many]
+
+
+def test_template_arguments_reach_the_template(with_template):
+    tokenizer = with_template("{{ tone }}" + chats.CHATML_SYSTEM)
+    ((ids, _),) = render_conversations(tokenizer, [[user("a"), assistant("b")]], {"tone": "warm"})
+    assert tokenizer.decode(ids).startswith("warm<|im_start|>")
+    assert tokenizer.decode(render_prompt(tokenizer, [user("a")], {"tone": "warm"})).startswith("warm")
+
+
+def test_mistakes_are_told(with_template):
+    with pytest.raises(DataError, match="no message with role 'assistant' among 1"):
+        render_conversations(with_template(chats.CHATML_SYSTEM), [[user("a")]])
+    with pytest.raises(DataError, match="refuses the messages: roles must alternate"):
+        render_conversations(with_template(chats.GEMMA), [[user("a"), user("b"), assistant("c")]])
+    with pytest.raises(DataError, match="no chat template"):
+        render_conversations(with_template(None), [[user("a"), assistant("b")]])
+    with pytest.raises(DataError, match=r"no chat template.*\n.*\n.*custom_chat_template"):
+        render_prompt(with_template(None), [user("a")])
+    assert render_prompts(with_template(None), []) == []

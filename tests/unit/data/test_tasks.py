@@ -1,0 +1,171 @@
+"""Task makers: right answers, distinct problems, honest held-out sets, the same files for the same seed."""
+
+import itertools
+import json
+import re
+
+import pyarrow.parquet as pq
+import pytest
+
+from hone.data.tasks.make import make_task, write_task
+from hone.errors import ConfigError, DataError, HoneError
+
+NO_OPTIONS: list[str] = []
+
+
+def first(name, count=300, options=(), seed=1):
+    return list(itertools.islice(make_task(name, list(options)).problems(seed), count))
+
+
+def test_arithmetic_solutions_follow_from_the_text():
+    for problem in first("arithmetic", 500, ["operations=3", "min_operations=1", "operators=+-*"]):
+        numbers = list(map(int, re.findall(r"\d+", problem.question)))
+        *lines, answer = problem.solution.split("\n")
+        value = numbers[0]
+        assert len(lines) == len(numbers) - 1 == problem.extra["operations"]
+        for line, number in zip(lines, numbers[1:], strict=True):
+            left, right = line.split("=")
+            assert eval(left) == int(right) and left in (f"{value}+{number}", f"{value}-{number}", f"{value}*{number}")
+            value = int(right)
+            assert value >= 0
+        assert answer == f"#### {value}" and problem.ground_truth == str(value)
+
+
+def test_arithmetic_options_bound_the_numbers():
+    numbers = [int(n) for p in first("arithmetic", 400, ["max_number=7"]) for n in re.findall(r"\d+", p.question)]
+    assert min(numbers) == 1 and max(numbers) == 7
+    assert {p.extra["operations"] for p in first("arithmetic", 100, ["operations=2"])} == {2}
+
+
+def test_arithmetic_has_plenty_of_problems():
+    questions = {problem.question for problem in first("arithmetic", 60_000)}
+    assert len(questions) > 55_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "answer"), [("copy", "3814", "3814"), ("reverse", "3814", "4183"), ("sort", "3814", "1348")]
+)
+def test_digit_sequences(kind, asked, answer):
+    problems = {p.question: p for p in first("digit_sequence", 40_000, [f"kind={kind}"])}
+    assert problems[f"{kind} {asked}"].ground_truth == answer == problems[f"{kind} {asked}"].solution
+
+
+def test_digit_sequences_count_within_their_alphabet():
+    problems = {
+        p.question: p.ground_truth for p in first("digit_sequence", 200, ["kind=count", "digits=3", "length=2"])
+    }
+    assert problems["count 02"] == "10" and len(problems) == 9
+
+
+def test_countdown_solutions_reach_the_target_with_every_number_once():
+    for problem in first("countdown", 500):
+        truth = json.loads(problem.ground_truth)
+        *lines, last = problem.solution.split("\n")
+        expression = re.fullmatch(r"<answer>(.*)</answer>", last)[1]
+        assert eval(expression) == truth["target"]
+        assert sorted(map(int, re.findall(r"\d+", expression))) == sorted(truth["numbers"])
+        assert len(lines) == len(truth["numbers"]) - 1
+        assert all(eval(line.split("=")[0]) == int(line.split("=")[1]) for line in lines)
+        assert 1 <= truth["target"] <= 100 and f"make {truth['target']}." in problem.question
+
+
+@pytest.mark.parametrize("dataset", ["gsm_symbolic", "graph_color", "chain_sum", "rubiks_cube"])
+def test_reasoning_gym_entries_are_accepted_by_their_own_verifier_after_the_way_through_a_file(dataset, tmp_path):
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    write_task(make_task(f"reasoning_gym:{dataset}", NO_OPTIONS), tmp_path, size=4, val_size=2, seed=1)
+    verifier = reasoning_gym.create_dataset(dataset, size=1, seed=0)
+    for row in pq.read_table(tmp_path / "train.parquet").to_pylist():
+        answer = re.fullmatch(r"<answer>(.*)</answer>", row["messages"][1]["content"], re.DOTALL)[1]
+        entry = json.loads(row["reward_model"]["ground_truth"])
+        assert row["data_source"] == f"reasoning_gym/{dataset}"
+        assert verifier.score_answer(answer, entry) == 1.0 and verifier.score_answer("nonsense", entry) < 1.0
+
+
+def test_reasoning_gym_options_and_refusals():
+    pytest.importorskip("reasoning_gym")
+    terms = [
+        p.question.count("+") + p.question.count("-") for p in first("reasoning_gym:chain_sum", 20, ["max_terms=2"])
+    ]
+    assert max(terms) == 1
+    for name, options, message in (
+        ("reasoning_gym:gsm_symbolik", [], "Did you mean gsm_symbolic"),
+        ("reasoning_gym", [], "needs a dataset"),
+        ("reasoning_gym:chain_sum", ["max_term=2"], "unknown option 'max_term'(.|\n)*max_terms"),
+        ("reasoning_gym:chain_sum", ["max_terms"], "not key=value"),
+        ("reasoning_gym:chain_sum", ["max_terms=0"], "refuses max_terms=0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_task(name, options)
+    with pytest.raises(DataError, match="'arc_agi' do not survive"):
+        first("reasoning_gym:arc_agi", 1)
+
+
+def test_reasoning_gym_missing_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
+    with pytest.raises(HoneError, match=r"pip install 'hone-rl\[tasks\]'"):
+        make_task("reasoning_gym:chain_sum", NO_OPTIONS)
+
+
+def rows(path):
+    return pq.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "digit_sequence", "countdown"])
+def test_files_serve_rl_and_sft_and_hold_no_problem_twice(name, tmp_path):
+    train, val = write_task(make_task(name, NO_OPTIONS), tmp_path, size=200, val_size=50, seed=3)
+    assert (train.name, val.name) == ("train.parquet", "val.parquet")
+    questions = [row["prompt"][0]["content"] for path in (train, val) for row in rows(path)]
+    assert len(questions) == len(set(questions)) == 250
+    row = rows(val)[7]
+    assert row["data_source"] == name and row["reward_model"]["style"] == "rule"
+    assert row["prompt"] == row["messages"][:1] and row["messages"][1]["role"] == "assistant"
+    assert row["extra_info"]["index"] == 7 and row["extra_info"]["split"] == "val"
+    assert row["extra_info"]["answer"] == row["messages"][1]["content"]
+
+
+def test_the_seed_decides_and_held_out_problems_do_not_depend_on_the_size(tmp_path):
+    task = make_task("arithmetic", NO_OPTIONS)
+    for folder, size, seed in (("a", 100, 1), ("b", 100, 1), ("c", 200, 1), ("d", 100, 2)):
+        write_task(task, tmp_path / folder, size=size, val_size=20, seed=seed)
+    a, b, c, d = (tmp_path / folder for folder in "abcd")
+    assert (a / "train.parquet").read_bytes() == (b / "train.parquet").read_bytes()
+    assert rows(a / "val.parquet") == rows(c / "val.parquet")
+    assert rows(a / "train.parquet") == rows(c / "train.parquet")[:100]
+    assert rows(a / "val.parquet") != rows(d / "val.parquet")
+
+
+def test_mistakes_are_told(tmp_path):
+    small = make_task("digit_sequence", ["length=1"])
+    with pytest.raises(DataError, match="12 different problems are asked for, the task has about 10"):
+        write_task(small, tmp_path, size=10, val_size=2, seed=1)
+    write_task(small, tmp_path, size=8, val_size=2, seed=1)  # all of them
+    with pytest.raises(DataError, match="must be at least 1"):
+        write_task(small, tmp_path, size=0, val_size=2, seed=1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write"):
+        write_task(small, tmp_path / "file", size=5, val_size=2, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("arithmetik", [], "unknown task 'arithmetik'(.|\n)*Did you mean arithmetic"),
+        ("arithmetic", ["max_numbr=3"], "unknown option 'max_numbr'(.|\n)*max_number"),
+        ("arithmetic", ["max_number"], "not key=value"),
+        ("arithmetic", ["max_number=x"], "not a whole number"),
+        ("arithmetic", ["max_number=3", "max_number=4"], "given twice"),
+        ("arithmetic", ["max_number=1"], "not in 2"),
+        ("arithmetic", ["operations=0"], "not in 1"),
+        ("arithmetic", ["min_operations=2"], r"not in 0\.\.1"),
+        ("arithmetic", ["operators=%"], "must be some of"),
+        ("digit_sequence", ["kind=copi"], "Did you mean copy"),
+        ("digit_sequence", ["length=0"], "not in 1"),
+        ("digit_sequence", ["digits=11"], "not in 2"),
+        ("countdown", ["max_numbers=2"], "min_numbers=3, max_numbers=2"),
+        ("countdown", ["max_target=5"], "below max_number=20"),
+        ("countdown", ["max_number=1"], "is below 2"),
+    ],
+)
+def test_bad_options_are_told(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_task(name, options)

@@ -1,0 +1,100 @@
+"""Loading tokenizers, and training small ones."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hone.data.tokenizer import load_tokenizer
+from hone.data.train_tokenizer import train_tokenizer
+from hone.errors import DataError, ModelError
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(max_size=30))
+def test_any_text_survives_and_digits_stand_alone(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    for token in tokenizer.convert_ids_to_tokens(ids):
+        assert len(token) == 1 or not any(character in "0123456789" for character in token)
+
+
+def test_special_tokens_and_template(tokenizer, tokenizer_directory):
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|pad|>")
+    assert tokenizer.encode("<|im_start|>a<|im_end|>")[::2] == tokenizer.convert_tokens_to_ids(
+        ["<|im_start|>", "<|im_end|>"]
+    )
+    assert len(tokenizer) <= 330 and len(set(tokenizer.get_vocab().values())) == len(tokenizer)
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    )
+    assert shown == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert (tokenizer_directory / "tokenizer.json").is_file()
+
+
+def test_words_of_the_corpus_become_tokens(tokenizer):
+    assert len(tokenizer.encode(" apples")) == 1 and len(tokenizer.encode("user")) == 1
+
+
+def test_training_is_deterministic(write_rows, tmp_path):
+    texts = [f"word{i % 7} other{i % 3} {i}" for i in range(200)]
+    path = write_rows([{"prompt": text} for text in texts])
+    for name in ("a", "b"):
+        train_tokenizer([path], tmp_path / name, vocab_size=300)
+    assert (tmp_path / "a/tokenizer.json").read_text() == (tmp_path / "b/tokenizer.json").read_text()
+
+
+def test_all_kinds_of_text_columns(write_rows, tmp_path):
+    (tmp_path / "plain.txt").write_text("plainword " * 9)
+    message = [{"role": "user", "content": "messageword " * 9}]
+    files = [
+        tmp_path / "plain.txt",
+        write_rows([{"messages": message, "prompt": "unseen"}], "a.parquet"),
+        write_rows([{"prompt": message}], "b.json"),
+        write_rows([{"text": "textword " * 9}], "c.jsonl"),
+    ]
+    vocabulary = train_tokenizer(files, tmp_path / "made", vocab_size=300).get_vocab()
+    assert {"plainword", "messageword", "textword"} <= {token.strip("Ġ") for token in vocabulary}
+    assert not any("unseen" in token for token in vocabulary)
+
+
+def test_training_mistakes_are_told(write_rows, tmp_path):
+    good = write_rows([{"prompt": "a"}])
+    for arguments, error, message in (
+        (([good], {"vocab_size": 259}), DataError, "256 bytes and 4 special tokens need 260"),
+        (([good], {"template": "chatlm"}), ModelError, "Did you mean chatml"),
+        (([tmp_path / "no.jsonl"], {}), DataError, "does not exist"),
+        (([tmp_path / "no.txt"], {}), DataError, "cannot be read"),
+        (([write_rows([{"other": "a"}], "o.jsonl")], {}), DataError, "row 0: no text"),
+    ):
+        files, options = arguments
+        with pytest.raises(error, match=message):
+            train_tokenizer(files, tmp_path / "made", **options)
+    with pytest.raises(DataError, match="cannot write"):
+        train_tokenizer([good], good / "below")
+
+
+def test_custom_templates_by_text_and_by_file(tokenizer_directory, tmp_path, write_rows):
+    template = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template)
+    for given_as in (template, str(tmp_path / "t.jinja")):
+        assert load_tokenizer(tokenizer_directory, custom_chat_template=given_as).chat_template == template
+    made = train_tokenizer([write_rows([{"prompt": "a"}])], tmp_path / "made", template=str(tmp_path / "t.jinja"))
+    assert made.chat_template == load_tokenizer(tmp_path / "made").chat_template == template
+    with pytest.raises(ModelError, match="neither an existing file nor Jinja"):
+        load_tokenizer(tokenizer_directory, custom_chat_template="nowhere.jinja")
+
+
+def test_loading_mistakes_are_told(tmp_path):
+    with pytest.raises(ModelError, match="does not exist"):
+        load_tokenizer(tmp_path / "no")
+    with pytest.raises(ModelError, match="no model or tokenizer directory is given"):
+        load_tokenizer(None)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"has no tokenizer; it holds config\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
