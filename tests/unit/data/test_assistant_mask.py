@@ -1,20 +1,14 @@
 """The loss mask of conversations: exactly what the assistant writes, end-of-turn token included, for any template."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import chat_templates as chats
+from support.chat_templates import assistant, user
 
 from hone.data.assistant_mask import render_conversations
 from hone.data.chat import render_prompt, render_prompts
 from hone.errors import DataError
-
-_spec = importlib.util.spec_from_file_location("data_conftest", Path(__file__).parent / "conftest.py")
-chats = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(chats)
-user, assistant = chats.user, chats.assistant
 
 FAMILIES = {
     "chatml": (chats.CHATML_SYSTEM, "{}<|im_end|>"),

@@ -1,0 +1,86 @@
+"""Models from nothing: ordinary Hugging Face directories of the size asked for."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hone.data.train_tokenizer import train_tokenizer
+from hone.errors import ConfigError, ModelError
+from hone.training.init_model import ARCHITECTURES, find_config, init_model, parse_size
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "text.jsonl").write_text(json.dumps({"text": "seven apples and twelve pears make nineteen " * 3}))
+    train_tokenizer([folder / "text.jsonl"], folder / "made", vocab_size=300)
+    return folder / "made"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES.names())
+def test_every_architecture_loads_and_runs(arch, tokenizer, tmp_path):
+    count, _ = init_model(arch, "1m", tokenizer, tmp_path)
+    assert abs(count - 1e6) < 0.1e6
+    model, words = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert sum(p.numel() for p in model.parameters()) == count
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    chat = [{"role": "user", "content": "seven apples"}]
+    ids = words.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
+    with torch.no_grad():
+        logits = model(ids).logits
+    assert logits.shape == (1, ids.shape[1], len(words)) and bool(logits.isfinite().all())
+    for holder in (model.config, model.generation_config):
+        assert (holder.eos_token_id, holder.pad_token_id) == (words.eos_token_id, words.pad_token_id)
+        assert holder.bos_token_id is None
+    assert model.config.vocab_size == len(words) and model.config.max_position_embeddings == 1024
+
+
+@pytest.mark.parametrize("size", ["300k", "1m", "5m", "20m", "150m"])
+def test_sizes_are_met(size, tokenizer):
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    for arch in ("qwen3", "gpt_oss"):
+        config = find_config(ARCHITECTURES.get(arch), parse_size(size), words, 1024)
+        with torch.device("meta"):
+            count = AutoModelForCausalLM.from_config(config).num_parameters()
+        assert abs(count / parse_size(size) - 1) < 0.10
+
+
+def test_the_seed_decides_the_weights(tokenizer, tmp_path):
+    state = torch.random.get_rng_state()
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        init_model("qwen3", "300k", tokenizer, tmp_path / folder, seed=seed)
+    a, b, c = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in "abc")
+    assert a == b != c
+    assert torch.equal(torch.random.get_rng_state(), state), "the caller's random stream must not move"
+
+
+def test_the_context_length_is_kept(tokenizer, tmp_path):
+    _, config = init_model("gemma", "300k", tokenizer, tmp_path, context=64)
+    assert (config.max_position_embeddings, config.sliding_window) == (64, 64)
+
+
+@pytest.mark.parametrize(("text", "count"), [("1m", 10**6), ("900K", 900_000), (" 1.5M", 1_500_000), ("2b", 2 * 10**9)])
+def test_sizes_are_read(text, count):
+    assert parse_size(text) == count
+
+
+def test_mistakes_are_told(tokenizer, tmp_path):
+    for arguments, error, message in (
+        (("qwen33", "1m", tokenizer, tmp_path / "out"), ConfigError, "unknown architecture 'qwen33'(.|\n)*qwen3"),
+        (("qwen3", "1g", tokenizer, tmp_path / "out"), ModelError, "'1g' is not a number of parameters"),
+        (("qwen3", "0m", tokenizer, tmp_path / "out"), ModelError, "not a number of parameters"),
+        (("qwen3", "1m", tmp_path / "no", tmp_path / "out"), ModelError, "does not exist"),
+        (("qwen3", "10k", tokenizer, tmp_path / "out"), ModelError, "no shape of about 10,000(.|\n)*--size [0-9]+k"),
+    ):
+        with pytest.raises(error, match=message):
+            init_model(*arguments)
+    with pytest.raises(ModelError, match="--context 0"):
+        init_model("qwen3", "1m", tokenizer, tmp_path / "out", context=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot write"):
+        init_model("qwen3", "300k", tokenizer, tmp_path / "file" / "below")
+    assert not (tmp_path / "out").exists()
