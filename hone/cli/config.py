@@ -63,7 +63,7 @@ def show(
 
 @app.command("explain")
 def explain(
-    key: Annotated[str, typer.Argument(help="full key or its last part, or a block")],
+    key: Annotated[str, typer.Argument(help="full key, its last parts, or a block")],
     of: Annotated[
         Kind | None, typer.Option("--of", help="the command whose keys are meant; both when left out")
     ] = None,
@@ -76,8 +76,7 @@ def explain(
     from hone.config.suggest import unknown_key
 
     kinds = [of] if of else list(Kind)
-    found = [(kind, doc) for kind in kinds for doc in documentation(_tree(kind)) if key in (doc.path, doc.last)]
-    exact = [(kind, doc) for kind, doc in found if doc.path == key]
+    found = [(kind, doc) for kind in kinds for doc in documentation(_tree(kind)) if f".{doc.path}".endswith(f".{key}")]
     inside = [
         (kind, doc)
         for kind in kinds
@@ -85,7 +84,7 @@ def explain(
         for doc in documentation(_tree(kind))
         if doc.path.startswith(f"{key}.")
     ]
-    matches = exact or inside or found
+    matches = inside or found
     if not matches:
         raise unknown_key(key, _tree(kinds[0]))
     if as_json:

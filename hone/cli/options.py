@@ -11,5 +11,5 @@ ConfigPath = Annotated[str | None, typer.Option(help="folder of your YAML file; 
 ConfigName = Annotated[str | None, typer.Option(help="name of your YAML file, `.yaml` may be left out")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="check everything, print the plan, start nothing")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[key=value]...", help="overrides in Hydra's grammar; they win over all")
+    list[str] | None, typer.Argument(metavar="key=value", help="overrides in Hydra's grammar; they win over all")
 ]

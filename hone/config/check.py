@@ -19,8 +19,35 @@ def check_values(config: Any, provenance: Provenance) -> list[ConfigError]:
     return [
         problem
         for path, value in leaf_values(config)
-        for problem in _complaints(keys[path], value, provenance.get(path, ""))
+        for problem in complaints(keys[path], value, provenance.get(path, ""))
     ]
+
+
+def complaints(key: KeyDoc, value: Any, origin: str) -> Iterator[ConfigError]:
+    """Yield what the metadata of ``key`` forbids about ``value``."""
+    metadata, where = key.metadata, place(key.path, value, origin)
+    if value is None:
+        return
+    if "texts" in metadata and not _is_texts(value):
+        yield wrong_type(key, value, origin)
+    elif "names" in metadata and _is_number(value):
+        yield _number_for_name(key, value, where)
+    elif "choices" in metadata and value not in metadata["choices"]:
+        yield ConfigError(
+            f"'{value}' is not one of {key.allowed}",
+            fix=did_you_mean(str(value), metadata["choices"]),
+            where=where,
+            code="R11",
+        )
+    elif "length" in metadata and len(value) != metadata["length"]:
+        yield ConfigError(
+            f"expects {metadata['length']} numbers, got {len(value)}",
+            fix=f"for example {key.path}={yaml_value(key.default)}",
+            where=where,
+            code="R11",
+        )
+    else:
+        yield from _bound_complaints(key, value, where)
 
 
 def place(path: str, value: Any, origin: str) -> str:
@@ -65,32 +92,6 @@ def yaml_value(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{yaml_value(item)}" for name, item in value.items()) + "}"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _complaints(key: KeyDoc, value: Any, origin: str) -> Iterator[ConfigError]:
-    metadata, where = key.metadata, place(key.path, value, origin)
-    if value is None:
-        return
-    if "texts" in metadata and not _is_texts(value):
-        yield wrong_type(key, value, origin)
-    elif "names" in metadata and _is_number(value):
-        yield _number_for_name(key, value, where)
-    elif "choices" in metadata and value not in metadata["choices"]:
-        yield ConfigError(
-            f"'{value}' is not one of {key.allowed}",
-            fix=did_you_mean(str(value), metadata["choices"]),
-            where=where,
-            code="R11",
-        )
-    elif "length" in metadata and len(value) != metadata["length"]:
-        yield ConfigError(
-            f"expects {metadata['length']} numbers, got {len(value)}",
-            fix=f"for example {key.path}={yaml_value(key.default)}",
-            where=where,
-            code="R11",
-        )
-    else:
-        yield from _bound_complaints(key, value, where)
 
 
 def _bound_complaints(key: KeyDoc, value: Any, where: str) -> Iterator[ConfigError]:

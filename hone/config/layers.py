@@ -11,14 +11,15 @@ that tells where a value was written, and lets all mistakes be named at once ins
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.config.check import Provenance, wrong_type
-from hone.config.keys import KeyDoc, blocks, documentation
+from hone.config.check import Provenance, complaints, wrong_type
+from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation
 from hone.config.suggest import unknown_key
 from hone.errors import ConfigError, did_you_mean
 
@@ -50,6 +51,13 @@ class Sources:
     name: str | None
     overrides: list[str]
 
+    @functools.cached_property
+    def typed(self) -> DictConfig:
+        """A typed tree to try values on; what it holds means nothing."""
+        from omegaconf import OmegaConf
+
+        return OmegaConf.structured(self.schema)
+
     @property
     def file_label(self) -> str:
         """The user's file as shown in messages."""
@@ -74,6 +82,7 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance, list[ConfigError]
     _check_sources(sources)
     problems: list[ConfigError] = []
     provenance: Provenance = {}
+    written: dict[str, Any] = {}
     layers: list[str] = []
     with _hydra(sources):
         overrides, malformed = _parse(sources.overrides)
@@ -82,15 +91,17 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance, list[ConfigError]
         group_lines = [str(override.input_line) for override in groups]
         if sources.preset:
             layers.append(f"presets/{sources.kind}/{sources.preset}@_global_")
-            _inspect_layer(sources, layers[-1], f"preset {sources.preset}", [], provenance, problems)
+            _inspect_layer(sources, layers[-1], f"preset {sources.preset}", [], provenance, written, problems)
         if sources.name:
             layers.append(f"{sources.name.removesuffix('.yaml')}@_global_")
-            _inspect_layer(sources, layers[-1], sources.file_label, group_lines, provenance, problems)
+            _inspect_layer(sources, layers[-1], sources.file_label, group_lines, provenance, written, problems)
         settings = [override for override in overrides if override not in groups]
-        lines = [*group_lines, *_inspect_overrides(sources, settings, provenance, problems)]
+        lines = [*group_lines, *_inspect_overrides(sources, settings, provenance, written, problems)]
         if problems:
+            keys = {key.path: key for key in documentation(sources.schema)}
+            problems += [p for path, value in written.items() for p in complaints(keys[path], value, provenance[path])]
             return _empty(), provenance, problems
-        return _compose(["hone_schema", *layers], lines, "the configuration"), provenance, problems
+        return _compose(["hone_schema", *layers], lines, "the configuration", _OVERRIDE_FIX), provenance, problems
 
 
 def _check_sources(sources: Sources) -> None:
@@ -122,7 +133,11 @@ def _hydra(sources: Sources) -> Iterator[None]:
         yield
 
 
-def _compose(defaults: Sequence[str], lines: list[str], what: str) -> DictConfig:
+_OVERRIDE_FIX = "key=value sets a key, ++key=value also adds one to a mapping, ~key removes one from a mapping"
+_FILE_FIX = "a config file is a mapping of blocks in UTF-8; its defaults list, if any, names files that exist"
+
+
+def _compose(defaults: Sequence[str], lines: list[str], what: str, fix: str = _FILE_FIX) -> DictConfig:
     """Let Hydra compose ``defaults`` and ``lines``; its errors become one ConfigError about ``what``."""
     from hydra import compose as hydra_compose
     from hydra.core.config_store import ConfigStore
@@ -138,14 +153,26 @@ def _compose(defaults: Sequence[str], lines: list[str], what: str) -> DictConfig
     except YAMLError as error:
         raise ConfigError(f"{what} is not valid YAML: {_first_lines(error)}", fix="correct the line") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"{what} cannot be composed: {_first_lines(error)}") from error
+        raise ConfigError(
+            f"{what} cannot be composed: {_first_lines(error)}",
+            fix=fix,
+        ) from error
 
 
 def _first_lines(error: BaseException) -> str:
     """Return an error's message on one line, with that of its cause."""
     messages = [error, error.__cause__] if error.__cause__ else [error]
     lines = [line.strip() for message in messages for line in str(message).splitlines()]
-    noise = ("See https", "full_key:", "object_type=", "reference_type=", "To append to your config use")
+    noise = (
+        "See https",
+        "provider=",
+        "Config search path",
+        "Available options",
+        "full_key:",
+        "object_type=",
+        "reference_type=",
+        "To append to your config use",
+    )
     return "; ".join(line for line in lines if line and not line.startswith(noise))
 
 
@@ -164,8 +191,10 @@ def _inspect_layer(
     label: str,
     group_lines: list[str],
     provenance: Provenance,
+    written: dict[str, Any],
     problems: list[ConfigError],
 ) -> None:
+    """Note what a preset or file sets, and what is wrong with it."""
     from omegaconf import OmegaConf
 
     raw = OmegaConf.to_container(_compose([layer], group_lines, label))
@@ -176,7 +205,23 @@ def _inspect_layer(
         if problem:
             problems.append(problem)
         else:
-            provenance[path] = label
+            _note(path, value, label, keys, provenance, written)
+
+
+def _note(
+    path: str,
+    value: Any,
+    origin: str,
+    keys: dict[str, KeyDoc],
+    provenance: Provenance,
+    written: dict[str, Any],
+) -> None:
+    """Record where a key was written, and its value if it can be judged before the layers are merged."""
+    leaf = _leaf_of(path, keys)
+    provenance[leaf.path if leaf else path] = origin
+    written.pop(path, None)
+    if path in keys and not (isinstance(value, str) and "${" in value):
+        written[path] = value
 
 
 def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -196,7 +241,7 @@ def _problem(path: str, value: Any, origin: str, sources: Sources, keys: dict[st
     leaf = _leaf_of(path, keys)
     if leaf is None:
         return unknown_key(path, sources.schema, origin=origin)
-    if leaf.path != path or _fits(leaf, value, sources.schema):
+    if leaf.path != path or _fits(leaf, value, sources.typed):
         return None
     return wrong_type(leaf, value, origin)
 
@@ -212,12 +257,12 @@ def _leaf_of(path: str, keys: dict[str, KeyDoc]) -> KeyDoc | None:
     return None
 
 
-def _fits(key: KeyDoc, value: Any, schema: type) -> bool:
+def _fits(key: KeyDoc, value: Any, typed: DictConfig) -> bool:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        OmegaConf.update(OmegaConf.structured(schema), key.path, value, merge=True)
+        OmegaConf.update(typed, key.path, value, merge=True)
     except (OmegaConfBaseException, ValueError):
         return False
     return True
@@ -247,7 +292,9 @@ def _parse(lines: list[str]) -> tuple[list[Override], list[ConfigError]]:
         except OverrideParseException as error:
             problems.append(_malformed(line, _first_lines(error)))
             continue
-        if override.is_sweep_override():
+        if not override.key_or_group:
+            problems.append(_malformed(line, "it has no key"))
+        elif override.is_sweep_override():
             problems.append(
                 ConfigError(
                     "gives several values to one key",
@@ -265,10 +312,13 @@ def _malformed(line: str, reason: str) -> ConfigError:
     if "=" not in line and not line.startswith("~"):
         return ConfigError(f"'{line}' is not an override", fix="write key=value", where=_COMMAND_LINE)
     key, _, value = line.partition("=")
+    open_bracket = any(value.count(left) != value.count(right) for left, right in ("[]", "{}", "()"))
     return ConfigError(
         f"'{line}' cannot be read as key=value: {reason}",
         why="spaces, commas, colons, brackets and braces in a value have a meaning of their own",
-        fix=f"quote the value for Hydra and for the shell: '{key}=\"{value}\"'",
+        fix="close every bracket"
+        if open_bracket
+        else f"quote the value for Hydra and for the shell: '{key}=\"{value}\"'",
         where=_COMMAND_LINE,
     )
 
@@ -283,7 +333,11 @@ def _is_group(override: Override) -> bool:
 
 
 def _inspect_overrides(
-    sources: Sources, overrides: list[Override], provenance: Provenance, problems: list[ConfigError]
+    sources: Sources,
+    overrides: list[Override],
+    provenance: Provenance,
+    written: dict[str, Any],
+    problems: list[ConfigError],
 ) -> list[str]:
     """Check the settings and return them as Hydra shall apply them."""
     from hydra.core.override_parser.types import OverrideType
@@ -302,8 +356,9 @@ def _inspect_overrides(
             problems.append(problem)
             continue
         # The keys of a mapping are free: a plain `=` may add one, where Hydra alone would ask for a `+`.
-        lines.append(f"++{line}" if inside_mapping and override.type is OverrideType.CHANGE else line)
-        provenance[leaf.path if leaf else path] = _COMMAND_LINE
+        free = inside_mapping or (leaf is not None and leaf.type == TYPE_WORDS[dict])
+        lines.append(f"++{line}" if free and override.type is OverrideType.CHANGE else line)
+        _note(path, None if override.is_delete() else _value(override), _COMMAND_LINE, keys, provenance, written)
     return lines
 
 

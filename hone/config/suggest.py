@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 
-from hone.config.keys import KeyDoc, documentation
+from hone.config.keys import KeyDoc, blocks, documentation
 from hone.errors import ConfigError
 
 _NEAR = 0.55
@@ -28,7 +28,11 @@ def unknown_key(key: str, cls: type, *, origin: str = "") -> ConfigError:
     near = nearest_keys(key, cls)
     inside = next((leaf for leaf in documentation(cls) if key.startswith(f"{leaf.path}.")), None)
     siblings = [leaf for leaf in documentation(cls) if leaf.path.rpartition(".")[0] == key.rpartition(".")[0]]
-    if inside:
+    same_name = any(leaf.last == key.rpartition(".")[2] for leaf in near)
+    block = difflib.get_close_matches(key, blocks(cls), n=1, cutoff=0.8)
+    if block and not same_name:
+        fix = f"Did you mean the block {block[0]}?"
+    elif inside:
         fix = f"{inside.path} is a value, not a block: {inside.path}=..."
     elif near:
         width = max(len(candidate.path) for candidate in near)
@@ -53,7 +57,7 @@ def _nearness(key: str, candidate: KeyDoc) -> float:
 
 
 def _shared_words(last: str, candidate: KeyDoc) -> float:
-    wanted = set(re.findall(r"[a-z0-9]+", last.lower()))
+    wanted = set(re.findall(r"[a-z0-9]{2,}", last.lower()))
     offered = set(re.findall(r"[a-z0-9]+", f"{candidate.path} {candidate.doc}".lower()))
     found = [word for word in wanted if word in offered or difflib.get_close_matches(word, offered, n=1, cutoff=0.85)]
     return len(found) / len(wanted) if wanted else 0.0

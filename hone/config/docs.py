@@ -1,0 +1,53 @@
+"""The page ``docs/config.md``, generated from the trees. Write it anew with ``scripts/make_docs``."""
+
+from __future__ import annotations
+
+from hone.config.check import yaml_value
+from hone.config.keys import KeyDoc, blocks, documentation
+from hone.config.tree import RLConfig, SFTConfig
+
+_HEAD = """# Configuration
+
+<!-- Generated from hone/config/tree.py by scripts/make_docs. Do not edit. -->
+
+Every key of `hone train` and `hone sft`. A key is set on the command line (`key=value`), in a YAML file that states
+only what differs (`--config-path DIR --config-name NAME`), or by a preset (`--preset NAME`). Precedence, weakest first:
+
+    defaults on this page  <  preset  <  file  <  command line
+
+The command line and the files follow [Hydra](https://hydra.cc): quote lists for the shell
+(`'data.train_files=[a.parquet,b.parquet]'`), refer to other keys with `${data.max_prompt_length}`, and name presets or
+other files in a `defaults:` list (`- /presets/rl/grpo@_global_`). An unknown key is an error.
+
+`hone config show` prints the configuration that a run would have (`--changed`: what was set, and where),
+`hone config explain KEY` tells about a key, and `hone config presets` lists the presets.
+
+Units: a *prompt* is a dataset row; a *sequence* is a sampled response with its prompt (`rollout.n` of them a prompt); a
+*step* is one pass of the RL loop over one batch of prompts, and may hold several optimizer *updates*. Codes such as
+R14 in error messages are stable names of checks.
+"""
+
+
+def config_page() -> str:
+    """Return the page as Markdown."""
+    parts = [_HEAD]
+    for command, tree in (("train", RLConfig), ("sft", SFTConfig)):
+        parts.append(f"## hone {command}\n")
+        for block, doc in blocks(tree).items():
+            keys = [key for key in documentation(tree) if key.path.rpartition(".")[0] == block]
+            if keys:
+                parts += [f"### {block}\n", f"{doc}\n", "| Key | Default | Takes | Meaning |", "|---|---|---|---|"]
+                parts += [_row(key) for key in keys]
+                parts.append("")
+    return "\n".join(parts)
+
+
+def _row(key: KeyDoc) -> str:
+    takes = key.type.removeprefix("a ").removeprefix("an ")
+    if "choices" in key.metadata:
+        takes = ", ".join(f"`{option}`" for option in key.metadata["choices"])
+        takes += " or null" if key.type.endswith("or null") else ""
+    elif key.allowed:
+        takes += f", {key.allowed}"
+    cells = [f"`{key.last}`", f"`{yaml_value(key.default)}`", takes, key.doc]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
