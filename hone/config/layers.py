@@ -11,24 +11,23 @@ that tells where a value was written, and lets all mistakes be named at once ins
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hone.config.check import Provenance, complaints, wrong_type
-from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation
-from hone.config.suggest import unknown_key
+from hone.config.check import Provenance
+from hone.config.inspection import Inspection
+from hone.config.overrides import is_group, one_line, parse_overrides
 from hone.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
 PRESETS = Path(__file__).parent / "presets"
-_COMMAND_LINE = "command line"
+_OVERRIDE_FIX = "key=value sets a key, ++key=value also adds one to a mapping, ~key removes one from a mapping"
+_FILE_FIX = "a config file is a mapping of blocks in UTF-8; its defaults list, if any, names files that exist"
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,6 @@ class Sources:
     name: str | None
     overrides: list[str]
 
-    @functools.cached_property
-    def typed(self) -> DictConfig:
-        """A typed tree to try values on; what it holds means nothing."""
-        from omegaconf import OmegaConf
-
-        return OmegaConf.structured(self.schema)
-
     @property
     def file_label(self) -> str:
         """The user's file as shown in messages."""
@@ -69,39 +61,37 @@ def preset_names(kind: str) -> list[str]:
     return sorted(path.stem for path in (PRESETS / kind).glob("*.yaml"))
 
 
-def compose(sources: Sources) -> tuple[DictConfig, Provenance, list[ConfigError]]:
+def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
     """Compose the layers.
 
     Returns:
-        The composed tree (interpolations not yet resolved), where each value that was written comes from, and the
-        problems found. With problems the tree must not be used.
+        The composed tree (interpolations not yet resolved), and where each value that was written comes from.
 
     Raises:
-        ConfigError: a preset or file is missing or cannot be read, so that nothing can be composed.
+        ConfigError: whatever is wrong with the layers, all of it in one error; a preset or file that is missing or
+            cannot be read is told alone, because nothing can be composed then.
     """
+    from omegaconf import OmegaConf
+
     _check_sources(sources)
-    problems: list[ConfigError] = []
-    provenance: Provenance = {}
-    written: dict[str, Any] = {}
+    inspection = Inspection(sources.schema)
     layers: list[str] = []
     with _hydra(sources):
-        overrides, malformed = _parse(sources.overrides)
-        problems += malformed
-        groups = [override for override in overrides if _is_group(override)]
-        group_lines = [str(override.input_line) for override in groups]
+        overrides, malformed = parse_overrides(sources.overrides)
+        inspection.problems += malformed
+        groups = [override for override in overrides if is_group(override)]
+        lines = [str(override.input_line) for override in groups]
         if sources.preset:
             layers.append(f"presets/{sources.kind}/{sources.preset}@_global_")
-            _inspect_layer(sources, layers[-1], f"preset {sources.preset}", [], provenance, written, problems)
+            label = f"preset {sources.preset}"
+            inspection.layer(OmegaConf.to_container(_compose(layers[-1:], [], label)), label)
         if sources.name:
             layers.append(f"{sources.name.removesuffix('.yaml')}@_global_")
-            _inspect_layer(sources, layers[-1], sources.file_label, group_lines, provenance, written, problems)
-        settings = [override for override in overrides if override not in groups]
-        lines = [*group_lines, *_inspect_overrides(sources, settings, provenance, written, problems)]
-        if problems:
-            keys = {key.path: key for key in documentation(sources.schema)}
-            problems += [p for path, value in written.items() for p in complaints(keys[path], value, provenance[path])]
-            return _empty(), provenance, problems
-        return _compose(["hone_schema", *layers], lines, "the configuration", _OVERRIDE_FIX), provenance, problems
+            label = sources.file_label
+            inspection.layer(OmegaConf.to_container(_compose(layers[-1:], lines, label)), label)
+        lines += inspection.command_line([override for override in overrides if override not in groups])
+        inspection.finish()
+        return _compose(["hone_schema", *layers], lines, "the configuration", _OVERRIDE_FIX), inspection.provenance
 
 
 def _check_sources(sources: Sources) -> None:
@@ -133,10 +123,6 @@ def _hydra(sources: Sources) -> Iterator[None]:
         yield
 
 
-_OVERRIDE_FIX = "key=value sets a key, ++key=value also adds one to a mapping, ~key removes one from a mapping"
-_FILE_FIX = "a config file is a mapping of blocks in UTF-8; its defaults list, if any, names files that exist"
-
-
 def _compose(defaults: Sequence[str], lines: list[str], what: str, fix: str = _FILE_FIX) -> DictConfig:
     """Let Hydra compose ``defaults`` and ``lines``; its errors become one ConfigError about ``what``."""
     from hydra import compose as hydra_compose
@@ -151,229 +137,9 @@ def _compose(defaults: Sequence[str], lines: list[str], what: str, fix: str = _F
     try:
         return hydra_compose(config_name="hone_run", overrides=lines)
     except YAMLError as error:
-        raise ConfigError(f"{what} is not valid YAML: {_first_lines(error)}", fix="correct the line") from error
+        raise ConfigError(f"{what} is not valid YAML: {one_line(error)}", fix="correct the line") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(
-            f"{what} cannot be composed: {_first_lines(error)}",
+            f"{what} cannot be composed: {one_line(error)}",
             fix=fix,
         ) from error
-
-
-def _first_lines(error: BaseException) -> str:
-    """Return an error's message on one line, with that of its cause."""
-    messages = [error, error.__cause__] if error.__cause__ else [error]
-    lines = [line.strip() for message in messages for line in str(message).splitlines()]
-    noise = (
-        "See https",
-        "provider=",
-        "Config search path",
-        "Available options",
-        "full_key:",
-        "object_type=",
-        "reference_type=",
-        "To append to your config use",
-    )
-    return "; ".join(line for line in lines if line and not line.startswith(noise))
-
-
-def _empty() -> DictConfig:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.create({})
-
-
-# ------------------------------------------------------------------------------------------------- presets and files
-
-
-def _inspect_layer(
-    sources: Sources,
-    layer: str,
-    label: str,
-    group_lines: list[str],
-    provenance: Provenance,
-    written: dict[str, Any],
-    problems: list[ConfigError],
-) -> None:
-    """Note what a preset or file sets, and what is wrong with it."""
-    from omegaconf import OmegaConf
-
-    raw = OmegaConf.to_container(_compose([layer], group_lines, label))
-    assert isinstance(raw, dict)
-    keys = {key.path: key for key in documentation(sources.schema)}
-    for path, value in _leaves(raw, sources.schema, ""):
-        problem = _problem(path, value, label, sources, keys)
-        if problem:
-            problems.append(problem)
-        else:
-            _note(path, value, label, keys, provenance, written)
-
-
-def _note(
-    path: str,
-    value: Any,
-    origin: str,
-    keys: dict[str, KeyDoc],
-    provenance: Provenance,
-    written: dict[str, Any],
-) -> None:
-    """Record where a key was written, and its value if it can be judged before the layers are merged."""
-    leaf = _leaf_of(path, keys)
-    provenance[leaf.path if leaf else path] = origin
-    written.pop(path, None)
-    if path in keys and not (isinstance(value, str) and "${" in value):
-        written[path] = value
-
-
-def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a layer sets: ``(path, value)`` of the schema's leaves, and of whatever it does not know."""
-    for name, value in tree.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, dict) and path in blocks(schema):
-            yield from _leaves(value, schema, f"{path}.")
-        else:
-            yield path, value
-
-
-def _problem(path: str, value: Any, origin: str, sources: Sources, keys: dict[str, KeyDoc]) -> ConfigError | None:
-    """Return what is wrong with setting ``path`` to ``value``, None when nothing is."""
-    if path in blocks(sources.schema):
-        return _block_as_value(path, value, origin, keys)
-    leaf = _leaf_of(path, keys)
-    if leaf is None:
-        return unknown_key(path, sources.schema, origin=origin)
-    if leaf.path != path or _fits(leaf, value, sources.typed):
-        return None
-    return wrong_type(leaf, value, origin)
-
-
-def _leaf_of(path: str, keys: dict[str, KeyDoc]) -> KeyDoc | None:
-    """Return the leaf at ``path``, or the mapping (or list) that ``path`` points into."""
-    while path:
-        if path in keys:
-            return keys[path]
-        path = path.rpartition(".")[0]
-        if path in keys and not (keys[path].type.startswith("a mapping") or "a list" in keys[path].type):
-            return None
-    return None
-
-
-def _fits(key: KeyDoc, value: Any, typed: DictConfig) -> bool:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        OmegaConf.update(typed, key.path, value, merge=True)
-    except (OmegaConfBaseException, ValueError):
-        return False
-    return True
-
-
-def _block_as_value(path: str, value: Any, origin: str, keys: dict[str, KeyDoc]) -> ConfigError:
-    inside = [key.path for key in keys.values() if key.path.startswith(f"{path}.")]
-    return ConfigError(
-        f"{path} is a block of keys and cannot be set to {value!r} ({origin})",
-        fix=f"set a key of it: {', '.join(inside[:6])}{', ...' if len(inside) > 6 else ''}",
-        code="R11",
-    )
-
-
-# -------------------------------------------------------------------------------------------------------- command line
-
-
-def _parse(lines: list[str]) -> tuple[list[Override], list[ConfigError]]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
-
-    parser = OverridesParser.create()
-    overrides, problems = [], []
-    for line in lines:
-        try:
-            (override,) = parser.parse_overrides([line])
-        except OverrideParseException as error:
-            problems.append(_malformed(line, _first_lines(error)))
-            continue
-        if not override.key_or_group:
-            problems.append(_malformed(line, "it has no key"))
-        elif override.is_sweep_override():
-            problems.append(
-                ConfigError(
-                    "gives several values to one key",
-                    why="one run takes one value; a comma outside brackets and quotes means a sweep",
-                    fix=f"for a list put brackets around it: '{override.get_key_element()}=[...]'",
-                    where=line,
-                )
-            )
-        else:
-            overrides.append(override)
-    return overrides, problems
-
-
-def _malformed(line: str, reason: str) -> ConfigError:
-    if "=" not in line and not line.startswith("~"):
-        return ConfigError(f"'{line}' is not an override", fix="write key=value", where=_COMMAND_LINE)
-    key, _, value = line.partition("=")
-    open_bracket = any(value.count(left) != value.count(right) for left, right in ("[]", "{}", "()"))
-    return ConfigError(
-        f"'{line}' cannot be read as key=value: {reason}",
-        why="spaces, commas, colons, brackets and braces in a value have a meaning of their own",
-        fix="close every bracket"
-        if open_bracket
-        else f"quote the value for Hydra and for the shell: '{key}=\"{value}\"'",
-        where=_COMMAND_LINE,
-    )
-
-
-def _is_group(override: Override) -> bool:
-    """Tell whether an override chooses a file of a config group in the user's directory (``model=small``)."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    return "." not in override.key_or_group and bool(
-        GlobalHydra.instance().config_loader().get_group_options(override.key_or_group)
-    )
-
-
-def _inspect_overrides(
-    sources: Sources,
-    overrides: list[Override],
-    provenance: Provenance,
-    written: dict[str, Any],
-    problems: list[ConfigError],
-) -> list[str]:
-    """Check the settings and return them as Hydra shall apply them."""
-    from hydra.core.override_parser.types import OverrideType
-
-    keys = {key.path: key for key in documentation(sources.schema)}
-    lines = []
-    for override in overrides:
-        path, line = override.key_or_group, str(override.input_line)
-        leaf = _leaf_of(path, keys)
-        inside_mapping = leaf is not None and leaf.path != path
-        if override.is_delete():
-            problem = None if inside_mapping else _undeletable(path, leaf, sources)
-        else:
-            problem = _problem(path, _value(override), _COMMAND_LINE, sources, keys)
-        if problem:
-            problems.append(problem)
-            continue
-        # The keys of a mapping are free: a plain `=` may add one, where Hydra alone would ask for a `+`.
-        free = inside_mapping or (leaf is not None and leaf.type == TYPE_WORDS[dict])
-        lines.append(f"++{line}" if free and override.type is OverrideType.CHANGE else line)
-        _note(path, None if override.is_delete() else _value(override), _COMMAND_LINE, keys, provenance, written)
-    return lines
-
-
-def _value(override: Override) -> Any:
-    from hydra.core.override_parser.types import QuotedString
-
-    value = override.value()
-    return value.text if isinstance(value, QuotedString) else value
-
-
-def _undeletable(path: str, leaf: KeyDoc | None, sources: Sources) -> ConfigError:
-    if leaf is None:
-        return unknown_key(path, sources.schema, origin=_COMMAND_LINE)
-    return ConfigError(
-        f"{path} is part of the tree and cannot be removed",
-        fix=f"{path}=null" if "null" in leaf.type else f"leave it at its default, or set {path}=...",
-        where=f"~{path}",
-    )

@@ -54,8 +54,7 @@ def load_with_provenance(
 ) -> tuple[Tree, Provenance]:
     """Do as :func:`load_config`, and also tell where each value that is not a default was written."""
     directory, name = _file(config_path, config_name)
-    composed, provenance, problems = compose(Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides)))
-    raise_together(problems)
+    composed, provenance = compose(Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides)))
     config = _resolved(composed)
     raise_together(check_values(config, provenance))
     return config, provenance

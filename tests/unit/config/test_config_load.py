@@ -76,6 +76,15 @@ def test_interpolations_are_resolved_at_the_end() -> None:
     assert config.trainer.default_local_dir == "runs/p/default"
 
 
+def test_whole_blocks_can_be_given_and_referred_to() -> None:
+    config = load_config(
+        RLConfig, ["algorithm={adv_estimator: gae, lam: 0.9}", "critic.optim=${actor_rollout_ref.actor.optim}"]
+    )
+    assert (config.algorithm.adv_estimator, config.algorithm.lam, config.algorithm.gamma) == ("gae", 0.9, 1.0)
+    assert config.critic.optim == config.actor_rollout_ref.actor.optim != RLConfig().critic.optim
+    assert "algorithm.lamda" in failure("algorithm={lamda: 0.9}").render()
+
+
 def test_hydra_grammar_in_mappings() -> None:
     config = load_config(
         RLConfig,

@@ -1,0 +1,151 @@
+"""Looking at each layer alone: what it sets, and what is wrong with that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hone.config.check import Provenance, complaints, wrong_type
+from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation
+from hone.config.overrides import COMMAND_LINE, override_value
+from hone.config.problems import raise_together
+from hone.config.suggest import unknown_key
+from hone.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+class Inspection:
+    """Gathers what the layers set, in their order of precedence, and every mistake in them.
+
+    Args:
+        schema: root dataclass of the tree.
+
+    Attributes:
+        provenance: where each key was last written.
+        problems: what is wrong so far.
+    """
+
+    def __init__(self, schema: type) -> None:
+        from omegaconf import OmegaConf
+
+        self.schema = schema
+        self.provenance: Provenance = {}
+        self.problems: list[ConfigError] = []
+        self._keys = {key.path: key for key in documentation(schema)}
+        self._written: dict[str, Any] = {}
+        self._typed = OmegaConf.structured(schema)  # to try values on; what it holds means nothing
+
+    def layer(self, tree: Any, origin: str) -> None:
+        """Look at a preset or file, given as nested dicts."""
+        for path, value in _leaves(tree, self.schema, ""):
+            self._set(path, value, origin)
+
+    def command_line(self, overrides: list[Override]) -> list[str]:
+        """Look at overrides and return those without mistakes as Hydra shall apply them."""
+        return [line for override in overrides if (line := self._override(override)) is not None]
+
+    def finish(self) -> None:
+        """Raise all problems, together with values that would be found out of bounds once the layers are merged."""
+        if self.problems:
+            for path, value in self._written.items():
+                self.problems += complaints(self._keys[path], value, self.provenance[path])
+        raise_together(self.problems)
+
+    def _override(self, override: Override) -> str | None:
+        from hydra.core.override_parser.types import OverrideType
+
+        path, line, value = override.key_or_group, str(override.input_line), override_value(override)
+        leaf = self._leaf_of(path)
+        inside_mapping = leaf is not None and leaf.path != path
+        if override.is_delete() and not inside_mapping:
+            self.problems.append(self._undeletable(path, leaf))
+            return None
+        before = len(self.problems)
+        for key, item in self._spread(path, value):
+            self._set(key, item, COMMAND_LINE)
+        if len(self.problems) > before:
+            return None
+        # The keys of a mapping are free: a plain `=` may add one, where Hydra alone would ask for a `+`.
+        free = inside_mapping or (leaf is not None and leaf.type == TYPE_WORDS[dict])
+        return f"++{line}" if free and override.type is OverrideType.CHANGE else line
+
+    def _spread(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the leaves of ``path=value``, which are several when a block is given as a mapping."""
+        if path in blocks(self.schema) and isinstance(value, dict):
+            yield from _leaves(value, self.schema, f"{path}.")
+        else:
+            yield path, value
+
+    def _set(self, path: str, value: Any, origin: str) -> None:
+        """Note that ``path`` is set to ``value``, or what is wrong with that."""
+        problem = self._problem(path, value, origin)
+        if problem is not None:
+            self.problems.append(problem)
+            return
+        leaf = self._leaf_of(path)
+        self.provenance[leaf.path if leaf else path] = origin
+        self._written.pop(path, None)
+        if path in self._keys and not _is_interpolation(value):
+            self._written[path] = value
+
+    def _problem(self, path: str, value: Any, origin: str) -> ConfigError | None:
+        if path in blocks(self.schema):
+            return None if _is_interpolation(value) else self._block_as_value(path, value, origin)
+        leaf = self._leaf_of(path)
+        if leaf is None:
+            return unknown_key(path, self.schema, origin=origin)
+        return None if leaf.path != path or self._fits(leaf, value) else wrong_type(leaf, value, origin)
+
+    def _leaf_of(self, path: str) -> KeyDoc | None:
+        """Return the leaf at ``path``, or the mapping or list that ``path`` points into."""
+        if path in self._keys:
+            return self._keys[path]
+        while path := path.rpartition(".")[0]:
+            leaf = self._keys.get(path)
+            if leaf is not None:
+                return leaf if leaf.type == TYPE_WORDS[dict] or "a list" in leaf.type else None
+        return None
+
+    def _fits(self, key: KeyDoc, value: Any) -> bool:
+        """Tell whether a value can become what the key holds."""
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            OmegaConf.update(self._typed, key.path, value, merge=True)
+        except (OmegaConfBaseException, ValueError):
+            return False
+        return True
+
+    def _block_as_value(self, path: str, value: Any, origin: str) -> ConfigError:
+        inside = [key for key in self._keys if key.startswith(f"{path}.")]
+        return ConfigError(
+            f"{path} is a block of keys and cannot be set to {value!r} ({origin})",
+            fix=f"set a key of it: {', '.join(inside[:6])}{', ...' if len(inside) > 6 else ''}",
+            code="R11",
+        )
+
+    def _undeletable(self, path: str, leaf: KeyDoc | None) -> ConfigError:
+        if leaf is None:
+            return unknown_key(path, self.schema, origin=COMMAND_LINE)
+        return ConfigError(
+            f"{path} is part of the tree and cannot be removed",
+            fix=f"{path}=null" if "null" in leaf.type else f"leave it at its default, or set {path}=...",
+            where=f"~{path}",
+        )
+
+
+def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a layer sets: ``(path, value)`` of the schema's leaves, and of whatever it does not know."""
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict) and path in blocks(schema):
+            yield from _leaves(value, schema, f"{path}.")
+        else:
+            yield path, value
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value

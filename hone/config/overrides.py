@@ -1,0 +1,90 @@
+"""Command-line overrides: reading them with Hydra's parser, one by one, so that each wrong one is named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hone.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+COMMAND_LINE = "command line"
+
+
+def parse_overrides(lines: list[str]) -> tuple[list[Override], list[ConfigError]]:
+    """Return the overrides that can be read, and what is wrong with the others."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    parser = OverridesParser.create()
+    overrides, problems = [], []
+    for line in lines:
+        try:
+            (override,) = parser.parse_overrides([line])
+        except OverrideParseException as error:
+            problems.append(_malformed(line, one_line(error)))
+            continue
+        if not override.key_or_group:
+            problems.append(_malformed(line, "it has no key"))
+        elif override.is_sweep_override():
+            problems.append(
+                ConfigError(
+                    "gives several values to one key",
+                    why="one run takes one value; a comma outside brackets and quotes means a sweep",
+                    fix=f"for a list put brackets around it: '{override.get_key_element()}=[...]'",
+                    where=line,
+                )
+            )
+        else:
+            overrides.append(override)
+    return overrides, problems
+
+
+def _malformed(line: str, reason: str) -> ConfigError:
+    if "=" not in line and not line.startswith("~"):
+        return ConfigError(f"'{line}' is not an override", fix="write key=value", where=COMMAND_LINE)
+    key, _, value = line.partition("=")
+    open_bracket = any(value.count(left) != value.count(right) for left, right in ("[]", "{}", "()"))
+    return ConfigError(
+        f"'{line}' cannot be read as key=value: {reason}",
+        why="spaces, commas, colons, brackets and braces in a value have a meaning of their own",
+        fix="close every bracket"
+        if open_bracket
+        else f"quote the value for Hydra and for the shell: '{key}=\"{value}\"'",
+        where=COMMAND_LINE,
+    )
+
+
+def is_group(override: Override) -> bool:
+    """Tell whether an override chooses a file of a config group in the user's directory (``model=small``)."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    return "." not in override.key_or_group and bool(
+        GlobalHydra.instance().config_loader().get_group_options(override.key_or_group)
+    )
+
+
+def override_value(override: Override) -> Any:
+    """Return the plain value of an override."""
+    from hydra.core.override_parser.types import QuotedString
+
+    value = override.value()
+    return value.text if isinstance(value, QuotedString) else value
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line, with that of its cause."""
+    messages = [error, error.__cause__] if error.__cause__ else [error]
+    lines = [line.strip() for message in messages for line in str(message).splitlines()]
+    noise = (
+        "See https",
+        "provider=",
+        "Config search path",
+        "Available options",
+        "full_key:",
+        "object_type=",
+        "reference_type=",
+        "To append to your config use",
+    )
+    return "; ".join(line for line in lines if line and not line.startswith(noise))
