@@ -8,7 +8,8 @@ its key-value cache. Because transformers does not know the name, it builds no m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,6 +116,19 @@ def use_hone_attention(model: nn.Module) -> None:
             )
     for config in _configs(model):
         config._attn_implementation = NAME
+
+
+@contextlib.contextmanager
+def attention_of(model: nn.Module, name: str) -> Iterator[None]:
+    """Within the block ``model`` uses another attention, for example transformers' own ``"eager"``."""
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    for config, _ in before:
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation = own
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hone.data.types import StopReason
+from hone.generation.attention import attention_of
+from hone.generation.native.scheduler import Scheduler
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
 
 
@@ -23,8 +26,8 @@ class HuggingFaceEngine:
         device: where the model is.
         dtype: compute dtype, float32 or bfloat16.
         max_num_seqs: not used: requests run one by one.
-        max_cache_tokens: not used.
-        max_model_len: not used.
+        max_cache_tokens: not used: transformers makes a cache for each request.
+        max_model_len: longest prompt with response.
     """
 
     def __init__(
@@ -38,44 +41,45 @@ class HuggingFaceEngine:
         max_cache_tokens: int | None,
         max_model_len: int,
     ) -> None:
-        del max_num_seqs, max_cache_tokens, max_model_len
+        del max_num_seqs, max_cache_tokens
         self.model, self.tokenizer, self.device, self.dtype = model, tokenizer, device, dtype
-        self._causal = getattr(model, "get_base_model", lambda: model)()
+        self._causal: Any = getattr(model, "get_base_model", lambda: model)()
+        self._limits = Scheduler(max_num_seqs=1, max_cache_tokens=max_model_len, max_model_len=max_model_len)
         self._version = 0
         self._aborted: set[str] | None = set()
         self._stats = {"decode_tokens": 0}
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        """Serve the requests one after another."""
+        """Serve the requests one after another.
+
+        Raises:
+            GenerationError: a request can never be served.
+        """
+        for request in requests:
+            self._limits.check(request)
         self._aborted = set()
         for request in requests:
             if self._aborted is None or request.request_id in self._aborted:
-                yield Completion(request.request_id, [], [], [], StopReason.ABORTED, (self._version,) * 2)
+                yield Completion(request.request_id, [], [], [], StopReason.ABORTED, (self._version, self._version))
             else:
                 yield self._complete(request)
 
     def _complete(self, request: GenerationRequest) -> Completion:
         started, sampling = time.perf_counter(), request.sampling
-        training, attention = self.model.training, self._causal.config._attn_implementation
-        self.model.eval()
-        self._causal.config._attn_implementation = "eager"
         ids = torch.tensor([request.prompt_ids], device=self.device)
-        try:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.no_grad():
-                torch.manual_seed(request.seed)
-                with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"):
-                    out = self._causal.generate(
-                        input_ids=ids,
-                        attention_mask=torch.ones_like(ids),
-                        return_dict_in_generate=True,
-                        output_logits=True,
-                        output_scores=True,
-                        tokenizer=self.tokenizer,
-                        **generate_arguments(sampling, self._causal.config.pad_token_id),
-                    )
-        finally:
-            self._causal.config._attn_implementation = attention
-            self.model.train(training)
+        with self._as_transformers_has_it(), torch.no_grad():
+            torch.manual_seed(request.seed)
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"):
+                out = self._causal.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    return_dict_in_generate=True,
+                    output_logits=True,
+                    output_scores=True,
+                    use_cache=True,
+                    tokenizer=self.tokenizer,
+                    **generate_arguments(sampling),
+                )
         tokens = out.sequences[0, len(request.prompt_ids) :]
         temperature = sampling.temperature or 1.0
         log_probs = _log_probs(out.logits, tokens, temperature)
@@ -91,6 +95,20 @@ class HuggingFaceEngine:
             (self._version, self._version),
             time.perf_counter() - started,
         )
+
+    @contextlib.contextmanager
+    def _as_transformers_has_it(self) -> Iterator[None]:
+        """The model in evaluation mode with transformers' attention and no sampling defaults of its own; all restored."""
+        training, defaults = self.model.training, self._causal.generation_config
+        devices = [self.device] if self.device.type == "cuda" else []
+        self.model.eval()
+        self._causal.generation_config = GenerationConfig()
+        try:
+            with attention_of(self.model, "eager"), torch.random.fork_rng(devices=devices):
+                yield
+        finally:
+            self._causal.generation_config = defaults
+            self.model.train(training)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Note the version; the weights are the trainer's own."""
@@ -121,17 +139,14 @@ class HuggingFaceEngine:
         return EngineDescription("hf", True, self.dtype, str(self.device), dict(self._stats))
 
 
-def generate_arguments(sampling: SamplingParams, pad_token_id: int | None) -> dict[str, Any]:
+def generate_arguments(sampling: SamplingParams) -> dict[str, Any]:
     """``sampling`` as arguments of transformers' generate."""
     arguments: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "do_sample": sampling.temperature > 0,
         "repetition_penalty": sampling.repetition_penalty,
         "eos_token_id": None if sampling.ignore_eos else list(sampling.stop_token_ids) or None,
-        "pad_token_id": 0 if pad_token_id is None else pad_token_id,
-        "top_k": None,
-        "top_p": None,
-        "temperature": None,
+        "pad_token_id": 0,
     }
     if sampling.stop:
         arguments["stop_strings"] = list(sampling.stop)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from hone.generation.native.sampler import RowSampling
 from hone.generation.protocol import GenerationRequest
 
 NO_TOKEN = -1
@@ -92,16 +91,6 @@ class RowState:
     def join(self, other: RowState) -> RowState:
         """These rows, then those of ``other``; columns are widened to fit."""
         return RowState(*(_stack(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
-
-
-def select_sampling(rows: RowSampling, keep: Tensor) -> RowSampling:
-    """The sampling parameters of these rows."""
-    return RowSampling(*(getattr(rows, field.name)[keep] for field in fields(rows)))
-
-
-def join_sampling(first: RowSampling, second: RowSampling) -> RowSampling:
-    """The sampling parameters of both."""
-    return RowSampling(*(torch.cat([getattr(first, f.name), getattr(second, f.name)]) for f in fields(first)))
 
 
 def _stack(first: Tensor, second: Tensor) -> Tensor:

@@ -12,21 +12,33 @@ class KeyValueCache:
     Args:
         device: where it lives.
         dtype: of the entries.
+        limit: most tokens (rows x capacity) that it may hold.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(self, device: torch.device, dtype: torch.dtype, limit: int) -> None:
+        self.device, self.dtype, self.limit = device, dtype, limit
         self.rows, self.capacity = 0, 0
         self._slabs: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def reserve(self, rows: int, capacity: int) -> None:
-        """Make room for ``rows`` rows of ``capacity`` tokens, keeping what is there."""
-        rows, capacity = max(rows, self.rows), max(capacity, self.capacity)
-        if (rows, capacity) == (self.rows, self.capacity):
+    @property
+    def tokens(self) -> int:
+        """Tokens there is room for."""
+        return self.rows * self.capacity
+
+    def reserve(self, rows: int, capacity: int, *, used: int, rounding: int) -> None:
+        """Make room for ``rows`` rows of ``capacity`` tokens, keeping the first ``used`` rows.
+
+        A slab that is large enough stays; otherwise it grows in both directions as far as the limit allows, capacity
+        to a multiple of ``rounding`` so that this is rare.
+        """
+        if rows <= self.rows and capacity <= self.capacity:
             return
-        for layer, slabs in self._slabs.items():
-            self._slabs[layer] = (self._grown(slabs[0], rows, capacity), self._grown(slabs[1], rows, capacity))
-        self.rows, self.capacity = rows, capacity
+        rounded = -(-capacity // rounding) * rounding
+        shapes = ((max(rows, self.rows), max(rounded, self.capacity)), (rows, rounded), (rows, capacity))
+        shape = next((shape for shape in shapes if shape[0] * shape[1] <= self.limit), (rows, capacity))
+        for layer, (keys, values) in self._slabs.items():
+            self._slabs[layer] = (_moved(keys, shape, used), _moved(values, shape, used))
+        self.rows, self.capacity = shape
 
     def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The slabs of a layer, made after the shapes of ``key`` and ``value`` ``[batch, kv_heads, length, head_dim]``."""
@@ -34,11 +46,11 @@ class KeyValueCache:
             self._slabs[layer] = (self._empty(key), self._empty(value))
         return self._slabs[layer]
 
-    def copy_row(self, source: int, targets: Tensor, length: int) -> None:
-        """Copy the first ``length`` tokens of a row to other rows."""
+    def copy_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first ``length`` tokens of rows to other rows, source i to target i."""
         for slabs in self._slabs.values():
             for slab in slabs:
-                slab[targets, :, :length] = slab[source, :, :length]
+                slab[targets, :, :length] = slab[sources, :, :length]
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -48,7 +60,9 @@ class KeyValueCache:
         shape = (self.rows, states.shape[1], self.capacity, states.shape[3])
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def _grown(self, slab: Tensor, rows: int, capacity: int) -> Tensor:
-        grown = slab.new_zeros(rows, slab.shape[1], capacity, slab.shape[3])
-        grown[: slab.shape[0], :, : slab.shape[2]] = slab
-        return grown
+
+def _moved(slab: Tensor, shape: tuple[int, int], used: int) -> Tensor:
+    moved = slab.new_zeros(shape[0], slab.shape[1], shape[1], slab.shape[3])
+    kept = min(slab.shape[2], shape[1])
+    moved[:used, :, :kept] = slab[:used, :, :kept]
+    return moved

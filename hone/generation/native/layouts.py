@@ -18,10 +18,10 @@ class PrefillLayout:
         lengths: tokens of each prompt.
     """
 
-    def __init__(self, cache: KeyValueCache, rows: Tensor, lengths: Tensor, device: torch.device) -> None:
-        self._packed = PackedLayout.from_lengths(lengths, device)
+    def __init__(self, cache: KeyValueCache, rows: Tensor, lengths: Tensor) -> None:
+        self._packed = PackedLayout.from_lengths(lengths, cache.device)
         self._cache = cache
-        self._row = rows.repeat_interleave(lengths).to(device)
+        self._row = rows.repeat_interleave(lengths).to(cache.device)
         self.position_ids = self._packed.position_ids
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -44,41 +44,56 @@ class DecodeLayout:
 
     def __init__(self, cache: KeyValueCache, lengths: Tensor, longest: int) -> None:
         self._cache, self._lengths, self._longest = cache, lengths, longest
-        self._row = torch.arange(len(lengths), device=lengths.device)
         self._place = torch.arange(longest, device=lengths.device)
-        self._bias: dict[int | None, Tensor] = {}
+        self._bias: dict[tuple[int | None, int], Tensor] = {}
+        self._new: dict[int, Tensor] = {}
         self.position_ids = lengths[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of each row's new token over its row: ``[A, heads, 1, head_dim]`` to ``[A, 1, heads, head_dim]``."""
+        """Attention of each row's new token over its row: ``[A, heads, 1, head_dim]`` to ``[A, 1, heads, head_dim]``.
+
+        The heads that share keys are the rows of one matrix product: keys are read once and never repeated.
+        """
         keys, values = self._cache.layer(layer, key, value)
-        keys[self._row, :, self._lengths] = key[:, :, 0].to(keys.dtype)
-        values[self._row, :, self._lengths] = value[:, :, 0].to(values.dtype)
+        self._append(keys, key)
+        self._append(values, value)
         rows, heads, _, width = query.shape
         kv_heads = keys.shape[1]
         past_keys = keys[:rows].flatten(0, 1)[:, : self._longest]
         past_values = values[:rows].flatten(0, 1)[:, : self._longest]
         grouped = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
         window = scoring.window if scoring.window is not None and scoring.window < self._longest else None
-        if scoring.plain:
-            bias = self._hidden_bias(window, kv_heads, grouped.dtype)
-            scores = torch.baddbmm(bias, grouped, past_keys.transpose(1, 2), alpha=scoring.scale)
-            weights = scores.softmax(-1)
-        else:
+        if not scoring.plain:
             scores = torch.bmm(grouped, past_keys.transpose(1, 2)).view(rows, heads, 1, -1)
             weights = attention_weights(scores, self._hidden(window)[:, None, None], scoring)
-            weights = weights.view(rows * kv_heads, heads // kv_heads, -1).to(past_values.dtype)
-        return torch.bmm(weights, past_values).view(rows, 1, heads, past_values.shape[-1])
+            weights = weights.view(rows * kv_heads, heads // kv_heads, -1)
+        elif keys.dtype == torch.float32:
+            bias = self._hidden_bias(window, kv_heads)
+            weights = torch.baddbmm(bias, grouped, past_keys.transpose(1, 2), alpha=scoring.scale).softmax(-1)
+        else:  # half-precision kernels are about twice as fast with the keys on the left
+            scores = torch.bmm(past_keys, grouped.transpose(1, 2)).transpose(1, 2).float() * scoring.scale
+            weights = scores.add_(self._hidden_bias(window, kv_heads)).softmax(-1)
+        mixed = torch.bmm(weights.to(past_values.dtype), past_values)
+        return mixed.view(rows, 1, heads, past_values.shape[-1])
+
+    def _append(self, slab: Tensor, states: Tensor) -> None:
+        """Write ``states [A, kv_heads, 1, head_dim]`` behind each row's tokens."""
+        rows, kv_heads, capacity = len(self._lengths), slab.shape[1], slab.shape[2]
+        if kv_heads not in self._new:
+            lanes = torch.arange(rows * kv_heads, device=slab.device) * capacity
+            self._new[kv_heads] = lanes + self._lengths.repeat_interleave(kv_heads)
+        flat = states.reshape(rows * kv_heads, -1)
+        slab.view(-1, slab.shape[3]).index_copy_(0, self._new[kv_heads], flat.to(slab.dtype))
 
     def _hidden(self, window: int | None) -> Tensor:
         """``[A, longest]``: places after the row's new token, or before its window."""
         hidden = self._place > self._lengths[:, None]
         return hidden if window is None else hidden | (self._place <= self._lengths[:, None] - window)
 
-    def _hidden_bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Tensor:
-        """``[A * kv_heads, 1, longest]``: minus infinity at hidden places, else 0; made once a step."""
-        if window not in self._bias:
+    def _hidden_bias(self, window: int | None, kv_heads: int) -> Tensor:
+        """``[A * kv_heads, 1, longest]`` float32: minus infinity at hidden places, else 0; made once a step."""
+        if (window, kv_heads) not in self._bias:
             hidden = self._hidden(window)
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._bias[window] = bias.repeat_interleave(kv_heads, 0)[:, None]
-        return self._bias[window]
+            bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._bias[window, kv_heads] = bias.repeat_interleave(kv_heads, 0)[:, None]
+        return self._bias[window, kv_heads]

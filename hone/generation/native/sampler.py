@@ -7,7 +7,7 @@ cumulative distribution. So what a request draws does not depend on what else is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,23 +16,28 @@ from hone.generation.protocol import SamplingParams
 
 _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """The constants of splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers."""
+_ALL = 2**31 - 1
+_COLUMNS = ("seeds", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
-    """One number in [0, 1) for each (seed, counter), by splitmix64.
+    """One number in [0, 1 - 2**-52] for each (seed, counter): splitmix64 of the counter, from the mixed seed on.
 
     Args:
         seeds: int64.
         counters: int64, the same shape.
 
     Returns:
-        float64 of that shape.
+        float64 of that shape, a multiple of 2**-52.
     """
-    state = seeds + (counters + 1) * _GOLDEN
+    state = _mixed(_mixed(seeds) + (counters + 1) * _GOLDEN)
+    return _shift(state, 12).double() * 2.0**-52
+
+
+def _mixed(state: Tensor) -> Tensor:
     state = (state ^ _shift(state, 30)) * _MIX_1
     state = (state ^ _shift(state, 27)) * _MIX_2
-    state = state ^ _shift(state, 31)
-    return _shift(state, 11).double() * 2.0**-53
+    return state ^ _shift(state, 31)
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:
@@ -40,9 +45,14 @@ def _shift(values: Tensor, bits: int) -> Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of the rows of a batch, one tensor a parameter."""
+    """Sampling parameters of the rows of a batch, one tensor a parameter.
+
+    Attributes:
+        penalises: whether any row has a repetition penalty.
+        truncates: whether any row leaves tokens out.
+    """
 
     seeds: Tensor
     temperature: Tensor
@@ -50,32 +60,39 @@ class RowSampling:
     top_p: Tensor
     min_p: Tensor
     repetition_penalty: Tensor
+    penalises: bool
+    truncates: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> RowSampling:
         """Stack the parameters of several requests."""
 
-        def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
         return cls(
-            seeds=torch.tensor(list(seeds), dtype=torch.int64, device=device),
+            seeds=column([(seed + 2**63) % 2**64 - 2**63 for seed in seeds], torch.int64),
             temperature=column([p.temperature for p in params]),
-            top_k=column([p.top_k if p.top_k > 0 else 2**31 - 1 for p in params], torch.int64),
+            top_k=column([p.top_k if p.top_k > 0 else _ALL for p in params], torch.int64),
             top_p=column([p.top_p for p in params]),
             min_p=column([p.min_p for p in params]),
             repetition_penalty=column([p.repetition_penalty for p in params]),
+            penalises=any(p.repetition_penalty != 1 for p in params),
+            truncates=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
         )
 
-    @property
-    def penalises(self) -> bool:
-        """Whether any row has a repetition penalty."""
-        return bool((self.repetition_penalty != 1).any())
+    def select(self, rows: Tensor) -> RowSampling:
+        """The parameters of these rows, in this order."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
-    @property
-    def truncates(self) -> bool:
-        """Whether any row leaves tokens out."""
-        return bool(((self.top_k < 2**31 - 1) | (self.top_p < 1) | (self.min_p > 0)).any())
+    def join(self, other: RowSampling) -> RowSampling:
+        """These rows, then those of ``other``."""
+        columns = {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _COLUMNS}
+        return RowSampling(
+            **columns,
+            penalises=self.penalises or other.penalises,
+            truncates=self.truncates or other.truncates,
+        )
 
 
 def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,27 +119,29 @@ def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | N
         scaled = torch.where(seen, penalised, logits) / temperature
     if rows.truncates:
         scaled = truncate(scaled, rows)
-    probabilities = scaled.softmax(-1)
-    cumulative = probabilities.cumsum(-1)
-    # below the total even after rounding, so that a token of probability 0 is never found
-    draw = uniforms(rows.seeds, counters).float().clamp(max=1 - 2.0**-23) * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, draw[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)
-    tokens = torch.where(greedy, scaled.argmax(-1), tokens)
+    cumulative = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
+    # A draw is below the total even after rounding, so that a token of probability 0 is never found.
+    draw = uniforms(rows.seeds, counters)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, draw, right=True)[:, 0]
+    tokens = torch.where(greedy, scaled.argmax(-1), tokens.clamp_(max=logits.shape[1] - 1))
     log_probs = _log_prob(raw, tokens)
-    return tokens, log_probs, log_probs if scaled is raw else _log_prob(scaled, tokens)
+    if scaled is raw:
+        return tokens, log_probs, log_probs
+    return tokens, log_probs, torch.where(greedy, log_probs, _log_prob(scaled, tokens))
 
 
 def truncate(scaled: Tensor, rows: RowSampling) -> Tensor:
     """Minus infinity where top-k, then top-p, then min-p leave a token out; the likeliest always stays.
 
-    Each rule looks at what the one before has left, renormalised.
+    Each rule looks at what the one before has left, renormalised. A row with no rule comes back as it is, to the bit.
     """
-    ordered, order = scaled.sort(-1, descending=True, stable=True)
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
     ordered = ordered.masked_fill(rank >= rows.top_k[:, None], float("-inf"))
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    ordered = ordered.masked_fill((before >= rows.top_p[:, None]) & (rank > 0), float("-inf"))
+    out = (before >= rows.top_p[:, None]) & (rank > 0) & (rows.top_p < 1)[:, None]
+    ordered = ordered.masked_fill(out, float("-inf"))
     probabilities = ordered.softmax(-1)
     ordered = ordered.masked_fill(probabilities < rows.min_p[:, None] * probabilities[:, :1], float("-inf"))
     return torch.empty_like(scaled).scatter_(-1, order, ordered)

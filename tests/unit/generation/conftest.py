@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from hone.generation import ENGINES
+from hone.generation.attention import use_hone_attention
+from hone.generation.protocol import Completion, Engine, GenerationRequest
 
 SIZES = {
     "vocab_size": 61,
@@ -54,3 +59,33 @@ def tiny_model(name: str, *, attention: str = "eager", seed: int = 0) -> PreTrai
 @pytest.fixture
 def make_model() -> Callable[..., PreTrainedModel]:
     return tiny_model
+
+
+class Letters:
+    """A tokenizer of one letter a token, for stop strings."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(chr(48 + i) for i in ids)
+
+
+def serve(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Completion]:
+    async def collect() -> dict[str, Completion]:
+        return {completion.request_id: completion async for completion in engine.generate(requests)}
+
+    return asyncio.run(collect())
+
+
+@pytest.fixture(name="serve")
+def serve_fixture() -> Callable[..., dict[str, Completion]]:
+    return serve
+
+
+@pytest.fixture
+def make_engine() -> Callable[..., Engine]:
+    def make(model: torch.nn.Module, name: str = "native", **changes: object) -> Engine:
+        use_hone_attention(model)
+        limits: dict[str, object] = {"max_num_seqs": 8, "max_cache_tokens": None, "max_model_len": 128}
+        given = {"dtype": "float32", "device": torch.device("cpu"), "tokenizer": Letters(), **limits, **changes}
+        return ENGINES.get(name)(model=model, **given)
+
+    return make
