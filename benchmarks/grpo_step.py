@@ -1,0 +1,267 @@
+"""A whole GRPO step of Hone against TRL's `GRPOTrainer`, on one machine in one run: `python benchmarks/grpo_step.py`.
+
+Both generate, score and learn from 64 sequences (8 prompts of 64 tokens, n=8, 128 response tokens each; no sequence can
+end earlier, so the work is the same) with a Qwen3 of 5 million random parameters, without a KL term, one update a step,
+no gradient checkpointing, AdamW in float32; "bfloat16" means bfloat16 autocast over float32 parameters on both sides.
+
+    TRL            transformers `generate` and its own loss; it takes no separate old log-probs when there is one update
+                   a batch. It runs with each micro-batch size asked for; the ratio is against the faster one.
+    Hone           default settings: old log-probs are recomputed, which measures engine against trainer every step.
+    Hone, bypass   algorithm.rollout_correction.bypass_mode=true: the engine's log-probs are the old ones, as in TRL there
+                   is no further pass.
+
+TRL lives in `.venv-trl`, made on the first call, and steps when told to; the contestants take turns step by step, so that
+whatever else the machine does hits all of them. Ratios are of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from hone.config import RLConfig, load_config
+from hone.trainers.rl import RLTrainer
+
+HERE = Path(__file__).resolve().parent
+TRL_ENV = HERE.parent / ".venv-trl"
+WORDS, PROMPT_LENGTH, RESPONSE_LENGTH, N, SEQUENCES = 512, 64, 128, 8, 64
+
+
+class Contestant(Protocol):
+    """Takes one step at a time."""
+
+    name: str
+
+    async def step(self) -> float:
+        """Take one step; return its seconds."""
+        ...
+
+    def close(self) -> None:
+        """Let go of processes."""
+        ...
+
+
+def make_files(directory: Path) -> None:
+    """Write `model/` (random weights; a tokenizer of one word a token, whose end the model cannot say) and `prompts.jsonl`."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=WORDS,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(directory / "model")
+    words = Tokenizer(models.WordLevel({**{str(i): i for i in range(WORDS)}, "<end>": WORDS, "<pad>": WORDS + 1}, "0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>")
+    tokenizer.save_pretrained(directory / "model")
+    draw = random.Random(1)
+    with (directory / "prompts.jsonl").open("w") as file:
+        for _ in range(64):
+            prompt = " ".join(str(draw.randrange(WORDS)) for _ in range(PROMPT_LENGTH))
+            file.write(json.dumps({"prompt": prompt, "data_source": "even", "reward_model": {"ground_truth": ""}}) + "\n")
+
+
+class Hone:
+    """The real `RLTrainer`, stepped one at a time."""
+
+    def __init__(self, name: str, files: Path, dtype: str, threads: int, *overrides: str) -> None:
+        self.name = name
+        self.phases: dict[str, list[float]] = {}
+        config = load_config(
+            RLConfig,
+            [
+                f"data.train_files={files}/prompts.jsonl",
+                f"data.max_prompt_length={PROMPT_LENGTH}",
+                f"data.max_response_length={RESPONSE_LENGTH}",
+                f"data.train_batch_size={SEQUENCES // N}",
+                f"actor_rollout_ref.model.path={files}/model",
+                f"actor_rollout_ref.rollout.n={N}",
+                "actor_rollout_ref.rollout.ignore_eos=true",
+                f"actor_rollout_ref.actor.ppo_mini_batch_size={SEQUENCES // N}",
+                f"actor_rollout_ref.actor.dtype={dtype}",
+                "algorithm.adv_estimator=grpo",
+                f"reward.custom_reward_function.path={HERE}/even_reward.py",
+                f"trainer.default_local_dir={files}/run-{name.replace(' ', '').replace(',', '-')}-{dtype}",
+                f"trainer.num_threads={threads}",
+                "trainer.device=cpu",
+                "trainer.total_training_steps=100000",
+                "trainer.test_freq=0",
+                "trainer.rollout_dump_freq=0",
+                *overrides,
+            ],
+        )
+        self.trainer = RLTrainer(config)
+
+    async def step(self) -> float:
+        """One step, its phases noted."""
+        self.trainer.step += 1
+        began = time.perf_counter()
+        metrics = await self.trainer.train_step()
+        seconds = time.perf_counter() - began
+        if metrics["response_length/min"] != RESPONSE_LENGTH:
+            raise RuntimeError(f"a response of {metrics['response_length/min']:.0f} tokens, {RESPONSE_LENGTH} expected")
+        for name, value in metrics.items():
+            if name.startswith("timing_s/"):
+                self.phases.setdefault(name.removeprefix("timing_s/"), []).append(value)
+        return seconds
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.trainer.rewards.close()
+
+
+class Trl:
+    """A process in TRL's environment that steps when told to."""
+
+    def __init__(self, files: Path, dtype: str, threads: int, micro_batch: int) -> None:
+        self.name = f"TRL, micro-batch {micro_batch}"
+        settings = {
+            "model": str(files / "model"),
+            "prompts": str(files / "prompts.jsonl"),
+            "out": str(files / "trl"),
+            "dtype": dtype,
+            "threads": threads,
+            "sequences": SEQUENCES,
+            "n": N,
+            "micro_batch": micro_batch,
+            "response_length": RESPONSE_LENGTH,
+        }
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
+        self._process = subprocess.Popen(
+            [TRL_ENV / "bin/python", HERE / "trl_step.py", json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        self.versions = self._answer()
+
+    async def step(self) -> float:
+        """One step, timed in the process itself."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._answer()["seconds"]
+
+    def close(self) -> None:
+        """End of input ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self._errors.close()
+
+    def _answer(self) -> dict:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            raise RuntimeError(f"TRL ended:\n{self._errors.read().decode()[-3000:]}")
+        return json.loads(line)
+
+
+def ensure_trl() -> None:
+    """Make `.venv-trl`: the same torch as here first, so that no other build of it is fetched, then the latest TRL."""
+    if (TRL_ENV / "complete").exists():
+        return
+    print(f"installing TRL into {TRL_ENV} (once; a few minutes) ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", TRL_ENV], check=True)
+    pip = [TRL_ENV / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, f"torch=={torch.__version__.split('+')[0]}"], check=True)
+    subprocess.run([*pip, "trl", f"transformers=={transformers.__version__}"], check=True)
+    (TRL_ENV / "complete").touch()
+
+
+async def measure(contestants: list[Contestant], warm_up: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each step of each, taken in turns."""
+    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    for repeat in range(warm_up + repeats):
+        for contestant in contestants if repeat % 2 else reversed(contestants):
+            taken = await contestant.step()
+            if repeat >= warm_up:
+                seconds[contestant.name].append(taken)
+            print(f"  {contestant.name:22} {taken:7.3f} s{'' if repeat >= warm_up else '   (warm-up)'}", file=sys.stderr)
+    return seconds
+
+
+def machine(threads: int) -> str:
+    """The machine and the versions on Hone's side."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return (
+        f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, {threads} threads, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+    )
+
+
+async def compare(files: Path, dtype: str, arguments: argparse.Namespace) -> None:
+    """Measure and print the rows of one dtype."""
+    threads, warm_up = arguments.threads, 2
+    ours = [
+        Hone("Hone", files, dtype, threads, *arguments.overrides),
+        Hone("Hone, bypass", files, dtype, threads, "algorithm.rollout_correction.bypass_mode=true", *arguments.overrides),
+    ]
+    theirs = [Trl(files, dtype, threads, micro) for micro in arguments.trl_micro_batch or (SEQUENCES, SEQUENCES // 4)]
+    print(f"TRL {theirs[0].versions['trl']} (torch {theirs[0].versions['torch']}, transformers {theirs[0].versions['transformers']})")
+    try:
+        seconds = await measure([*ours, *theirs], warm_up, arguments.repeats)
+    finally:
+        for contestant in (*ours, *theirs):
+            contestant.close()
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    best = min(medians[their.name] for their in theirs)
+    for name, taken in seconds.items():
+        ratio = f"   {best / medians[name]:.2f}x as fast as TRL" if name.startswith("Hone") else ""
+        print(f"{dtype:9} {name:22} {medians[name]:7.3f} s/step (from {min(taken):.3f} to {max(taken):.3f}){ratio}")
+    for hone in ours:
+        phases = {name: statistics.median(taken[warm_up:]) for name, taken in hone.phases.items()}
+        print(f"{dtype:9} {hone.name + ' spends':22} " + ", ".join(f"{k} {v:.3f}" for k, v in phases.items() if v > 0.0005))
+    print(flush=True)
+
+
+def main() -> None:
+    """Parse options, make the files, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each, after two to warm up")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
+    parser.add_argument("--trl-micro-batch", type=int, action="append", help="TRL's sequences a pass; default: 64 and 16")
+    parser.add_argument("overrides", nargs="*", help="key=value for Hone's side")
+    arguments = parser.parse_args()
+    ensure_trl()
+    print(machine(arguments.threads), flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        make_files(Path(directory))
+        for dtype in arguments.dtype or ("float32", "bfloat16"):
+            asyncio.run(compare(Path(directory), dtype, arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""TRL's side of `grpo_step.py`, run by it in TRL's own environment: GRPOTrainer takes one step whenever it is told to.
+
+    trl_step.py '{"model": DIR, "prompts": FILE, ...}'        settings as JSON
+    stdin   one line a step
+    stdout  one JSON object a line: first the versions, then {"seconds": ...} of each step
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+import trl
+from even_reward import even_share
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+
+def say(**values: Any) -> None:
+    """One JSON line for the benchmark."""
+    sys.__stdout__.write(json.dumps(values) + "\n")  # type: ignore[union-attr]
+    sys.__stdout__.flush()  # type: ignore[union-attr]
+
+
+class Paced(TrainerCallback):
+    """Begins a step when a line arrives, ends training when none does, and reports the seconds of each step."""
+
+    began = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before generation: TRL generates inside the step."""
+        if not sys.stdin.readline():
+            sys.exit(0)
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the optimizer's step."""
+        say(seconds=time.perf_counter() - self.began)
+
+
+def main() -> None:
+    """Build the trainer and train until stdin ends."""
+    settings = json.loads(sys.argv[1])
+    sys.stdout = sys.stderr
+    torch.set_num_threads(settings["threads"])
+    sequences, micro, length = settings["sequences"], settings["micro_batch"], settings["response_length"]
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, attn_implementation="sdpa")
+    prompts = [json.loads(line)["prompt"] for line in Path(settings["prompts"]).read_text().splitlines()]
+    arguments = trl.GRPOConfig(
+        output_dir=settings["out"],
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=sequences // micro,
+        num_generations=settings["n"],
+        max_completion_length=length,
+        num_iterations=1,
+        beta=0.0,
+        temperature=1.0,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        max_steps=100_000,
+        bf16=settings["dtype"] == "bfloat16",
+        use_cpu=True,
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        shuffle_dataset=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=even_share,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        callbacks=[Paced()],
+    )
+    say(trl=trl.__version__, transformers=transformers.__version__, torch=torch.__version__)
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
