@@ -40,7 +40,7 @@ def make_model(dtype: torch.dtype, attention: str) -> PreTrainedModel:
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=256,
-        intermediate_size=704,
+        intermediate_size=768,
         num_hidden_layers=6,
         num_attention_heads=8,
         num_key_value_heads=4,

@@ -84,7 +84,9 @@ def make_files(directory: Path) -> None:
     with (directory / "prompts.jsonl").open("w") as file:
         for _ in range(64):
             prompt = " ".join(str(draw.randrange(WORDS)) for _ in range(PROMPT_LENGTH))
-            file.write(json.dumps({"prompt": prompt, "data_source": "even", "reward_model": {"ground_truth": ""}}) + "\n")
+            file.write(
+                json.dumps({"prompt": prompt, "data_source": "even", "reward_model": {"ground_truth": ""}}) + "\n"
+            )
 
 
 class Hone:
@@ -159,7 +161,12 @@ class Trl:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": str(threads),
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
         )
         self.versions = self._answer()
 
@@ -206,7 +213,9 @@ async def measure(contestants: list[Contestant], warm_up: int, repeats: int) -> 
             taken = await contestant.step()
             if repeat >= warm_up:
                 seconds[contestant.name].append(taken)
-            print(f"  {contestant.name:22} {taken:7.3f} s{'' if repeat >= warm_up else '   (warm-up)'}", file=sys.stderr)
+            print(
+                f"  {contestant.name:22} {taken:7.3f} s{'' if repeat >= warm_up else '   (warm-up)'}", file=sys.stderr
+            )
     return seconds
 
 
@@ -226,10 +235,14 @@ async def compare(files: Path, dtype: str, arguments: argparse.Namespace) -> Non
     threads, warm_up = arguments.threads, 2
     ours = [
         Hone("Hone", files, dtype, threads, *arguments.overrides),
-        Hone("Hone, bypass", files, dtype, threads, "algorithm.rollout_correction.bypass_mode=true", *arguments.overrides),
+        Hone(
+            "Hone, bypass", files, dtype, threads, "algorithm.rollout_correction.bypass_mode=true", *arguments.overrides
+        ),
     ]
     theirs = [Trl(files, dtype, threads, micro) for micro in arguments.trl_micro_batch or (SEQUENCES, SEQUENCES // 4)]
-    print(f"TRL {theirs[0].versions['trl']} (torch {theirs[0].versions['torch']}, transformers {theirs[0].versions['transformers']})")
+    print(
+        f"TRL {theirs[0].versions['trl']} (torch {theirs[0].versions['torch']}, transformers {theirs[0].versions['transformers']})"
+    )
     try:
         seconds = await measure([*ours, *theirs], warm_up, arguments.repeats)
     finally:
@@ -242,7 +255,10 @@ async def compare(files: Path, dtype: str, arguments: argparse.Namespace) -> Non
         print(f"{dtype:9} {name:22} {medians[name]:7.3f} s/step (from {min(taken):.3f} to {max(taken):.3f}){ratio}")
     for hone in ours:
         phases = {name: statistics.median(taken[warm_up:]) for name, taken in hone.phases.items()}
-        print(f"{dtype:9} {hone.name + ' spends':22} " + ", ".join(f"{k} {v:.3f}" for k, v in phases.items() if v > 0.0005))
+        print(
+            f"{dtype:9} {hone.name + ' spends':22} "
+            + ", ".join(f"{k} {v:.3f}" for k, v in phases.items() if v > 0.0005)
+        )
     print(flush=True)
 
 
@@ -252,7 +268,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each, after two to warm up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
-    parser.add_argument("--trl-micro-batch", type=int, action="append", help="TRL's sequences a pass; default: 64 and 16")
+    parser.add_argument(
+        "--trl-micro-batch", type=int, action="append", help="TRL's sequences a pass; default: 64 and 16"
+    )
     parser.add_argument("overrides", nargs="*", help="key=value for Hone's side")
     arguments = parser.parse_args()
     ensure_trl()

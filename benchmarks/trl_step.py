@@ -1,8 +1,8 @@
 """TRL's side of `grpo_step.py`, run by it in TRL's own environment: GRPOTrainer takes one step whenever it is told to.
 
-    trl_step.py '{"model": DIR, "prompts": FILE, ...}'        settings as JSON
-    stdin   one line a step
-    stdout  one JSON object a line: first the versions, then {"seconds": ...} of each step
+trl_step.py '{"model": DIR, "prompts": FILE, ...}'        settings as JSON
+stdin   one line a step
+stdout  one JSON object a line: first the versions, then {"seconds": ...} of each step
 """
 
 # pyright: reportMissingImports=false
