@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,18 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils.logging import disable_progress_bar
 
 from hone.config.tree import ModelConfig
 from hone.data.seeding import derive_seed
-from hone.errors import ModelError
+from hone.errors import ModelError, did_you_mean
 from hone.generation.attention import use_hone_attention
 
 
@@ -42,9 +50,8 @@ def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainab
 def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
     """Load a value model: the same backbone with one output a token, zero at the start (so are all values)."""
     model = _load(AutoModelForTokenClassification, config, num_labels=1, classifier_dropout=0.0)
-    architectures = AutoConfig.from_pretrained(_path(config)).architectures or []
     head = value_head(model)
-    if not any("Classification" in name for name in architectures):
+    if not any("Classification" in name for name in _saved_config(config).architectures or []):
         nn.init.zeros_(head.weight)
         if head.bias is not None:
             nn.init.zeros_(head.bias)
@@ -101,14 +108,18 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
             where="model.path",
             fix="give a Hugging Face model directory, or make one with `hone init`",
         )
+    disable_progress_bar()  # a bar for each of the few files of a model says nothing, and tears the progress line
     try:
+        settings = _saved_config(config)
+        _require_known(config.override_config, settings)
+        settings.update({**config.override_config, **overrides})
         return factory.from_pretrained(
             path,
+            config=settings,
             dtype=torch.float32,
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
             attn_implementation="eager",
-            **{**config.override_config, **overrides},
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
@@ -116,6 +127,23 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
             where="model.path",
             fix="check that the directory holds config.json and *.safetensors of one model",
         ) from error
+
+
+def _saved_config(config: ModelConfig) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(_path(config), trust_remote_code=config.trust_remote_code, local_files_only=True)
+
+
+def _require_known(overrides: dict[str, Any], settings: PreTrainedConfig) -> None:
+    """Check that a model of this kind has such settings: transformers would take any name and use it for nothing."""
+    known = settings.to_dict()
+    for name in overrides:
+        if name not in known and not hasattr(settings, name):
+            raise ModelError(
+                f"{type(settings).__name__} has no setting '{name}'",
+                why="the model would ignore it",
+                fix=did_you_mean(name, known),
+                where="model.override_config",
+            )
 
 
 def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
@@ -138,7 +166,9 @@ def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora-init"))
         try:
-            return get_peft_model(model, lora)
+            with warnings.catch_warnings():  # PEFT reads a property that transformers renamed
+                warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+                return get_peft_model(model, lora)
         except ValueError as error:
             raise ModelError(
                 str(error).splitlines()[0], where="model.target_modules", fix="model.target_modules=all-linear"
