@@ -69,13 +69,14 @@ class GroupBuffer:
         """Give each group a slot.
 
         Raises:
-            ValueError: not enough free slots, or a uid is inside already.
+            ValueError: not enough free slots, or a uid is inside already; then none is admitted.
         """
         if len(uids) > self.free_slots:
             raise ValueError(f"{len(uids)} groups for {self.free_slots} free slots")
+        twice = [uid for place, uid in enumerate(uids) if uid in self._admitted_at or uid in uids[:place]]
+        if twice:
+            raise ValueError(f"group '{twice[0]}' is in the buffer already")
         for uid in uids:
-            if uid in self._admitted_at:
-                raise ValueError(f"group '{uid}' is in the buffer already")
             self._waiting.append(uid)
             self._admitted_at[uid] = self._version
 
@@ -84,9 +85,12 @@ class GroupBuffer:
 
         Raises:
             KeyError: it was never admitted.
+            ValueError: it has finished before.
         """
         if uid not in self._admitted_at:
             raise KeyError(f"group '{uid}' was not admitted")
+        if uid in self._finished or uid in self._training:
+            raise ValueError(f"group '{uid}' has finished before")
         ordered = sorted(trajectories, key=lambda trajectory: trajectory.index)
         self._finished[uid] = Group(uid, self._admitted_at[uid], ordered)
 

@@ -243,6 +243,8 @@ class RLTrainer:
                 session.log(self.step, await self.train_step())
                 if session.save_due(self.step):
                     self.save()
+            if session.last_save_due:
+                self.save()
             session.completed(self.step)
         return session.exit_code
 
@@ -298,10 +300,10 @@ class RLTrainer:
 
         self.session.save(self.step, state, write)
 
-    def _dump_batch(self, name: str, batch: Batch) -> None:
+    def _dump_batch(self, name: str, batch: Batch) -> Path:
         """Keep a batch that broke an invariant, for whoever looks into it."""
         directory = self.session.directory
-        directory.write_records(directory.path / "dumps" / f"{name}.jsonl", rollout_records(batch))
+        return directory.write_records(directory.path / "dumps" / f"{name}.jsonl", rollout_records(batch))
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])

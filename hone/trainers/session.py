@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+import yaml
 
 from hone.config import to_yaml
 from hone.config.tree import RLConfig, RunConfig, SFTConfig
-from hone.errors import CheckpointError, ConfigError
+from hone.errors import CheckpointError, ConfigError, HoneError
+from hone.insight.redaction import redact_tree
 from hone.insight.run_directory import RunDirectory
 from hone.insight.trackers import build_trackers
 from hone.training.checkpoint import Checkpoint, CheckpointStore
 
 log = logging.getLogger("hone")
+
+ORIGIN_KEYS = (
+    *("actor_rollout_ref.model.", "model.", "critic.model.path", "critic.enable", "algorithm.adv_estimator"),
+    *("data.train_files", "data.train_max_samples", "data.train_batch_size", "data.shuffle", "trainer.seed"),
+)
+"""What a checkpoint's state was made from (beginnings of keys)."""
+FREE_KEYS = (
+    *("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name", "trainer.logger"),
+    *("trainer.resume_", "trainer.save_freq", "trainer.max_ckpt_to_keep", "trainer.total_", "trainer.num_threads"),
+    *("trainer.test_freq", "trainer.val_before_train", "trainer.rollout_dump_freq", "trainer.log_val_generations"),
+    *("actor_rollout_ref.model.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
+)
+"""What may change from one part of a run to the next without a word (beginnings of keys)."""
 
 
 class RunSession:
@@ -36,6 +50,8 @@ class RunSession:
                 session.log(step, metrics)
                 if session.save_due(step):
                     session.save(step, state, write)
+            if session.last_save_due:
+                session.save(step, state, write)
             session.completed(step)
 
     Args:
@@ -65,7 +81,7 @@ class RunSession:
                     where="trainer.resume_from_path",
                     fix="trainer.resume_from_path=<run>/checkpoints/step_<N>",
                 )
-            return Checkpoint.open(Path(wanted))
+            return self._checked(Checkpoint.open(Path(wanted)), strict=False)
         latest = self.store.latest()
         if mode == "disable" and latest is not None:
             raise CheckpointError(
@@ -74,7 +90,25 @@ class RunSession:
                 fix="trainer.experiment_name=<another name>, or delete the directory, or trainer.resume_mode=auto",
                 code="R55",
             )
-        return latest
+        return self._checked(latest, strict=True) if latest else None
+
+    def _checked(self, checkpoint: Checkpoint, *, strict: bool) -> Checkpoint:
+        """Compare this run's configuration with the checkpoint's: what the checkpoint was made from may not change
+        unnoticed. ``strict`` refuses, otherwise it is said and the run goes on.
+        """
+        changes = [c for c in changed_keys(checkpoint.config, redacted(self.config)) if not c.startswith(FREE_KEYS)]
+        origins = [change for change in changes if change.startswith(ORIGIN_KEYS)]
+        if origins and strict:
+            raise CheckpointError(
+                f"'{checkpoint.path}' was made with another {', '.join(origins)}",
+                why="the run would go on as a mixture of two, and its curve would mean nothing",
+                fix="undo the change; or trainer.experiment_name=<another name> for a new run; or go on in spite of it with "
+                f"trainer.resume_mode=resume_path trainer.resume_from_path={checkpoint.path}",
+                code="R55",
+            )
+        if changes:
+            log.warning("resuming with a changed configuration: %s", "; ".join(changes))
+        return checkpoint
 
     # running ---------------------------------------------------------------------------------------------------------
 
@@ -82,6 +116,9 @@ class RunSession:
         """Write the configuration, cut back what a killed run wrote after its last checkpoint, and begin tracking."""
         self.total_steps = total_steps
         config_yaml = to_yaml(self.config)
+        abandoned = self.store.set_aside_after(self.resumed_from.step) if self.resumed_from else []
+        if abandoned:
+            log.warning("checkpoints of later steps are set aside as abandoned_step_<N>: %s", abandoned)
         last_step = self.resumed_from.step if self.resumed_from else None
         self.directory.start(seed=self.trainer.seed, config_yaml=config_yaml, last_step=last_step)
         self.directory.rewind(-1 if last_step is None else last_step)
@@ -123,12 +160,17 @@ class RunSession:
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> None:
         """Write checkpoint ``step``, unless it exists."""
         if step != self._saved_step:
-            self.store.save(step, state, to_yaml(self.config), write)
+            self.store.save(step, state, redacted(self.config), write)
             self._saved_step = step
 
     def save_due(self, step: int) -> bool:
         """Whether a checkpoint is due after ``step``: by trainer.save_freq, or because the run was told to stop."""
-        return self.due(self.trainer.save_freq, step) or (self.stop_requested and self.trainer.save_freq != 0)
+        return self.due(self.trainer.save_freq, step) or self.last_save_due
+
+    @property
+    def last_save_due(self) -> bool:
+        """Whether the loop, told to stop, must leave a checkpoint of the step it came to."""
+        return self.stop_requested and self.trainer.save_freq != 0
 
     def completed(self, step: int) -> None:
         """Note how far the run came and why it ends; called once at the end of the loop."""
@@ -153,11 +195,19 @@ class RunSession:
             self._outcome = ("failed", f"{type(error).__name__}: {error}", self._logged_step)
             raise
         finally:
-            status, reason, step = self._outcome
-            self.trackers.finish(status)
-            self.directory.update_status(status, exit_reason=reason, last_step=step)
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
+            self._finish()
+
+    def _finish(self) -> None:
+        status, reason, step = self._outcome
+        try:
+            self.trackers.finish(status)
+            self.directory.update_status(status, exit_reason=reason, last_step=step)
+        except HoneError as error:
+            if status != "failed":
+                raise
+            log.warning("the end of the run could not be recorded: %s", error.what)  # what made it fail is raised
 
 
 def prepare_torch(trainer: RunConfig) -> torch.device:
@@ -178,12 +228,15 @@ def session_steps(trainer: RunConfig, steps_per_epoch: int) -> int:
     return trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
 
 
-def changed_keys(old: Any, new: Any, ignore: Iterable[str] = (), prefix: str = "") -> list[str]:
-    """Dotted names of the leaves that differ between two configurations of one type, as ``name: old -> new``."""
-    found: list[str] = []
-    for field in dataclasses.fields(old):
-        name, a, b = f"{prefix}{field.name}", getattr(old, field.name), getattr(new, field.name)
-        if name in ignore or a == b:
-            continue
-        found += changed_keys(a, b, ignore, f"{name}.") if dataclasses.is_dataclass(a) else [f"{name}: {a} -> {b}"]
-    return found
+def redacted(config: RLConfig | SFTConfig) -> dict[str, Any]:
+    """The configuration as a tree of plain values, credentials hidden."""
+    return redact_tree(yaml.safe_load(to_yaml(config)))
+
+
+def changed_keys(old: Any, new: Any, name: str = "") -> list[str]:
+    """``key: old -> new`` for every leaf that differs between two trees of plain values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*old, *(key for key in new if key not in old)]
+        parts = (changed_keys(old.get(key), new.get(key), f"{name}.{key}" if name else key) for key in keys)
+        return [change for part in parts for change in part]
+    return [] if old == new else [f"{name}: {old} -> {new}"]

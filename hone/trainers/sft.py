@@ -88,6 +88,8 @@ class SFTTrainer:
                 session.log(self.step, self.train_step())
                 if session.save_due(self.step):
                     self.save()
+            if session.last_save_due:
+                self.save()
             session.completed(self.step)
         return session.exit_code
 

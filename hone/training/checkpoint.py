@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hone.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
@@ -37,6 +39,11 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """The trainer's state."""
         return json.loads((self.path / "state.json").read_text())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration that it was made with."""
+        return yaml.safe_load((self.path / "config.yaml").read_text())
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -87,7 +94,7 @@ class CheckpointStore:
         steps = self.steps()
         return Checkpoint.open(self.root / f"step_{steps[-1]}") if steps else None
 
-    def save(self, step: int, state: dict[str, Any], config_yaml: str, write: Callable[[Path], None]) -> Path:
+    def save(self, step: int, state: dict[str, Any], config: dict[str, Any], write: Callable[[Path], None]) -> Path:
         """Write checkpoint ``step``: ``write(directory)`` puts the weights in; then it appears under its name at once.
 
         Raises:
@@ -98,7 +105,7 @@ class CheckpointStore:
             self._clear_partial()
             partial.mkdir(parents=True)
             write(partial)
-            (partial / "config.yaml").write_text(config_yaml)
+            (partial / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
             (partial / "state.json").write_text(json.dumps(state, indent=1))
             files = {
                 str(file.relative_to(partial)): file.stat().st_size
@@ -107,19 +114,34 @@ class CheckpointStore:
             }
             (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
             _sync(partial)
-            if final.exists():
-                shutil.rmtree(final)
+            self._remove(step)
             partial.rename(final)
             _sync_directory(self.root)
-        except OSError as error:
+        except Exception as error:
+            number = _system_error(error)
+            if number is None:
+                raise
+            raise self._explain(error, number, step) from error
+        finally:
             shutil.rmtree(partial, ignore_errors=True)
-            raise self._explain(error, step) from error
         self._retire()
         return final
 
-    def _explain(self, error: OSError, step: int) -> CheckpointError:
+    def set_aside_after(self, step: int) -> list[int]:
+        """Rename checkpoints later than ``step`` to ``abandoned_step_<N>``: a run that goes on from an earlier one would
+        otherwise find them as its newest. Returns their steps.
+        """
+        later = [found for found in self.steps() if found > step]
+        for found in later:
+            aside = self.root / f"abandoned_step_{found}"
+            if aside.exists():
+                shutil.rmtree(aside)
+            (self.root / f"step_{found}").rename(aside)
+        return later
+
+    def _explain(self, error: Exception, number: int, step: int) -> CheckpointError:
         free = shutil.disk_usage(next(p for p in (self.root, *self.root.parents) if p.exists())).free
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = number in (errno.ENOSPC, errno.EDQUOT)
         reason = f"the disk is full ({free / 2**20:.0f} MiB free)" if full else str(error)
         kept = ", ".join(f"step_{s}" for s in self.steps()) or "none"
         return CheckpointError(
@@ -131,11 +153,28 @@ class CheckpointStore:
     def _retire(self) -> None:
         if self.keep is not None:
             for step in self.steps()[: -self.keep]:
-                shutil.rmtree(self.root / f"step_{step}")
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Delete a checkpoint, if it exists; a kill on the way leaves no half of it under its name."""
+        checkpoint, doomed = self.root / f"step_{step}", self.root / f".partial-old_step_{step}"
+        if checkpoint.exists():
+            checkpoint.rename(doomed)
+            shutil.rmtree(doomed)
 
     def _clear_partial(self) -> None:
         for leftover in self.root.glob(".partial-*") if self.root.is_dir() else ():
             shutil.rmtree(leftover)
+
+
+def _system_error(error: Exception) -> int | None:
+    """The errno behind a failed write, None when the error is of another kind. Libraries written in Rust (safetensors,
+    tokenizers) raise exceptions of their own that only name it in their text.
+    """
+    if isinstance(error, OSError):
+        return error.errno or errno.EIO
+    named = re.search(r"\(os error (\d+)\)", str(error))
+    return int(named[1]) if named else None
 
 
 def _sync(directory: Path) -> None:
