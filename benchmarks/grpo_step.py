@@ -11,7 +11,8 @@ no gradient checkpointing, AdamW in float32; "bfloat16" means bfloat16 autocast 
                    is no further pass.
 
 TRL lives in `.venv-trl`, made on the first call, and steps when told to; the contestants take turns step by step, so that
-whatever else the machine does hits all of them. Ratios are of medians.
+whatever else the machine does hits all of them. Ratios are of medians of wall time; the ratio of processor time (of the
+training process) stands beside it, because it hardly depends on what else runs, above all with --threads 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import transformers
@@ -43,13 +44,20 @@ TRL_ENV = HERE.parent / ".venv-trl"
 WORDS, PROMPT_LENGTH, RESPONSE_LENGTH, N, SEQUENCES = 512, 64, 128, 8, 64
 
 
+class Seconds(NamedTuple):
+    """What one step took."""
+
+    wall: float
+    cpu: float
+
+
 class Contestant(Protocol):
     """Takes one step at a time."""
 
     name: str
 
-    async def step(self) -> float:
-        """Take one step; return its seconds."""
+    async def step(self) -> Seconds:
+        """Take one step."""
         ...
 
     def close(self) -> None:
@@ -120,12 +128,12 @@ class Hone:
         )
         self.trainer = RLTrainer(config)
 
-    async def step(self) -> float:
+    async def step(self) -> Seconds:
         """One step, its phases noted."""
         self.trainer.step += 1
-        began = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         metrics = await self.trainer.train_step()
-        seconds = time.perf_counter() - began
+        seconds = Seconds(time.perf_counter() - wall, time.process_time() - cpu)
         if metrics["response_length/min"] != RESPONSE_LENGTH:
             raise RuntimeError(f"a response of {metrics['response_length/min']:.0f} tokens, {RESPONSE_LENGTH} expected")
         for name, value in metrics.items():
@@ -170,12 +178,12 @@ class Trl:
         )
         self.versions = self._answer()
 
-    async def step(self) -> float:
+    async def step(self) -> Seconds:
         """One step, timed in the process itself."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        return self._answer()["seconds"]
+        return Seconds(**self._answer())
 
     def close(self) -> None:
         """End of input ends the process."""
@@ -205,16 +213,16 @@ def ensure_trl() -> None:
     (TRL_ENV / "complete").touch()
 
 
-async def measure(contestants: list[Contestant], warm_up: int, repeats: int) -> dict[str, list[float]]:
+async def measure(contestants: list[Contestant], warm_up: int, repeats: int) -> dict[str, list[Seconds]]:
     """Seconds of each step of each, taken in turns."""
-    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    seconds: dict[str, list[Seconds]] = {contestant.name: [] for contestant in contestants}
     for repeat in range(warm_up + repeats):
         for contestant in contestants if repeat % 2 else reversed(contestants):
             taken = await contestant.step()
             if repeat >= warm_up:
                 seconds[contestant.name].append(taken)
             print(
-                f"  {contestant.name:22} {taken:7.3f} s{'' if repeat >= warm_up else '   (warm-up)'}", file=sys.stderr
+                f"  {contestant.name:22} {taken.wall:7.3f} s, {taken.cpu:7.3f} s of processor{'' if repeat >= warm_up else '   (warm-up)'}", file=sys.stderr
             )
     return seconds
 
@@ -248,11 +256,13 @@ async def compare(files: Path, dtype: str, arguments: argparse.Namespace) -> Non
     finally:
         for contestant in (*ours, *theirs):
             contestant.close()
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    best = min(medians[their.name] for their in theirs)
-    for name, taken in seconds.items():
-        ratio = f"   {best / medians[name]:.2f}x as fast as TRL" if name.startswith("Hone") else ""
-        print(f"{dtype:9} {name:22} {medians[name]:7.3f} s/step (from {min(taken):.3f} to {max(taken):.3f}){ratio}")
+    medians = {name: Seconds(*map(statistics.median, zip(*taken, strict=True))) for name, taken in seconds.items()}
+    best = min(medians[their.name].wall for their in theirs), min(medians[their.name].cpu for their in theirs)
+    for name, (wall, cpu) in medians.items():
+        line = f"{dtype:9} {name:22} {wall:7.3f} s/step, {cpu:7.3f} s of processor"
+        if name.startswith("Hone"):
+            line += f"   {best[0] / wall:.2f}x as fast as TRL, {best[1] / cpu:.2f}x by processor time"
+        print(line)
     for hone in ours:
         phases = {name: statistics.median(taken[warm_up:]) for name, taken in hone.phases.items()}
         print(

@@ -2,7 +2,7 @@
 
 trl_step.py '{"model": DIR, "prompts": FILE, ...}'        settings as JSON
 stdin   one line a step
-stdout  one JSON object a line: first the versions, then {"seconds": ...} of each step
+stdout  one JSON object a line: first the versions, then {"wall": ..., "cpu": ...}, seconds of each step
 """
 
 # pyright: reportMissingImports=false
@@ -32,17 +32,17 @@ def say(**values: Any) -> None:
 class Paced(TrainerCallback):
     """Begins a step when a line arrives, ends training when none does, and reports the seconds of each step."""
 
-    began = 0.0
+    began = (0.0, 0.0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Before generation: TRL generates inside the step."""
         if not sys.stdin.readline():
             sys.exit(0)
-        self.began = time.perf_counter()
+        self.began = (time.perf_counter(), time.process_time())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the optimizer's step."""
-        say(seconds=time.perf_counter() - self.began)
+        say(wall=time.perf_counter() - self.began[0], cpu=time.process_time() - self.began[1])
 
 
 def main() -> None:
