@@ -176,7 +176,9 @@ class TrainEngine:
         for name, parameter in self._trainable():
             for key in ("exp_avg", "exp_avg_sq", "step"):
                 if (value := tensors.get(f"{key}/{name}")) is not None:
-                    self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+                    self.optimizer.state[parameter][key] = (
+                        value if key == "step" else value.to(parameter.device, copy=True)
+                    )
 
     def to(self, device: torch.device) -> None:
         """Move model and optimizer state."""

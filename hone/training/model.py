@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as transformers_logging
 
 from hone.config.tree import ModelConfig
 from hone.data.seeding import derive_seed
@@ -38,7 +38,7 @@ def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainab
         ModelError: the directory is missing, holds no model, or the adapter does not fit.
     """
     model = _load(AutoModelForCausalLM, config)
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]
     if not trainable:
         model.requires_grad_(False).eval()
     elif config.lora_rank > 0 or config.lora_adapter_path:
@@ -55,7 +55,7 @@ def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
         nn.init.zeros_(head.weight)
         if head.bias is not None:
             nn.init.zeros_(head.bias)
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]
     _prepare(model, checkpointing=config.enable_gradient_checkpointing)
     return model
 
@@ -108,25 +108,56 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
             where="model.path",
             fix="give a Hugging Face model directory, or make one with `hone init`",
         )
-    disable_progress_bar()  # a bar for each of the few files of a model says nothing, and tears the progress line
     try:
         settings = _saved_config(config)
         _require_known(config.override_config, settings)
         settings.update({**config.override_config, **overrides})
-        return factory.from_pretrained(
-            path,
-            config=settings,
-            dtype=torch.float32,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-            attn_implementation="eager",
-        )
+        with _quiet():
+            model, report = factory.from_pretrained(
+                path,
+                config=settings,
+                dtype=torch.float32,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=True,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"cannot load the model in '{path}': {str(error).splitlines()[0]}",
             where="model.path",
             fix="check that the directory holds config.json and *.safetensors of one model",
         ) from error
+    missing = [name for name in report["missing_keys"] if not name.startswith(("score.", "classifier."))]
+    if missing:
+        raise ModelError(
+            f"the weights in '{path}' lack {len(missing)} tensors, {missing[0]} among them",
+            why="they would be random",
+            where="model.path",
+            fix="check that the directory holds config.json and *.safetensors of one model",
+        )
+    _own_memory(model)
+    return model
+
+
+def _own_memory(model: nn.Module) -> None:
+    """Copy weights that lie in a mapped file. There they begin wherever the file's header ends, and matrix products differ
+    in their last bit with the alignment: a resumed run would leave the curve. A file that changes would change them too.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from printing; what is wrong with a model is an error here."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()  # a bar for a few files says nothing, and tears the progress line
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _saved_config(config: ModelConfig) -> PreTrainedConfig:
