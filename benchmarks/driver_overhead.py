@@ -15,17 +15,16 @@ import asyncio
 import cProfile
 import json
 import os
-import platform
 import pstats
 import random
 import statistics
 import tempfile
 from pathlib import Path
 
-import torch
-import transformers
+from grpo_step import machine
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from hone.config import RLConfig, load_config
 from hone.trainers.rl import RLTrainer
@@ -37,15 +36,21 @@ WORDS, PROMPTS, N, PROMPT_LENGTH, RESPONSE_LENGTH = 512, 128, 8, 32, 32
 
 def make_files(directory: Path) -> None:
     """Write a tokenizer of one word a token, `model/` and `prompts.jsonl`."""
-    words = Tokenizer(models.WordLevel({**{str(i): i for i in range(WORDS - 2)}, "<end>": WORDS - 2, "<pad>": WORDS - 1}, "0"))
+    words = Tokenizer(
+        models.WordLevel({**{str(i): i for i in range(WORDS - 2)}, "<end>": WORDS - 2, "<pad>": WORDS - 1}, "0")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>").save_pretrained(directory / "words")
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>").save_pretrained(
+        directory / "words"
+    )
     init_model("qwen3", "1m", directory / "words", directory / "model", seed=0, context=512)
     draw = random.Random(1)
     with (directory / "prompts.jsonl").open("w") as file:
         for _ in range(PROMPTS):
             prompt = " ".join(str(draw.randrange(WORDS - 2)) for _ in range(PROMPT_LENGTH))
-            file.write(json.dumps({"prompt": prompt, "data_source": "even", "reward_model": {"ground_truth": ""}}) + "\n")
+            file.write(
+                json.dumps({"prompt": prompt, "data_source": "even", "reward_model": {"ground_truth": ""}}) + "\n"
+            )
 
 
 def make_trainer(files: Path, threads: int, overrides: list[str]) -> RLTrainer:
@@ -71,7 +76,9 @@ def make_trainer(files: Path, threads: int, overrides: list[str]) -> RLTrainer:
     return RLTrainer(load_config(RLConfig, [*own, *overrides]))
 
 
-async def steps(trainer: RLTrainer, warm_up: int, repeats: int, profile: cProfile.Profile | None) -> list[dict[str, float]]:
+async def steps(
+    trainer: RLTrainer, warm_up: int, repeats: int, profile: cProfile.Profile | None
+) -> list[dict[str, float]]:
     """Metrics of the timed steps."""
     seen = []
     for repeat in range(warm_up + repeats):
@@ -110,11 +117,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="profile the timed steps by function (slows them)")
     parser.add_argument("overrides", nargs="*", help="key=value for the trainer")
     arguments = parser.parse_args()
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, {arguments.threads} threads, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}",
-        flush=True,
-    )
+    disable_progress_bar()
+    print(machine(arguments.threads), flush=True)
     profile = cProfile.Profile() if arguments.profile else None
     with tempfile.TemporaryDirectory() as directory:
         make_files(Path(directory))

@@ -1,8 +1,11 @@
 """A whole GRPO step of Hone against TRL's `GRPOTrainer`, on one machine in one run: `python benchmarks/grpo_step.py`.
 
-Both generate, score and learn from 64 sequences (8 prompts of 64 tokens, n=8, 128 response tokens each; no sequence can
-end earlier, so the work is the same) with a Qwen3 of 5 million random parameters, without a KL term, one update a step,
-no gradient checkpointing, AdamW in float32; "bfloat16" means bfloat16 autocast over float32 parameters on both sides.
+Both generate, score and learn from 64 sequences (8 prompts of 64 tokens, n=8) with a Qwen3 of 5 million random
+parameters, without a KL term, one update a step, no gradient checkpointing, AdamW in float32; "bfloat16" means bfloat16
+autocast over float32 parameters on both sides. Two workloads:
+
+    uniform        every response has 128 tokens; no token ends a sequence
+    long-tailed    11 of the 512 equally likely tokens end a sequence, which gives a median of 32 tokens; 256 at most
 
     TRL            transformers `generate` and its own loss; it takes no separate old log-probs when there is one update
                    a batch. It runs with each micro-batch size asked for; the ratio is against the faster one.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import platform
@@ -35,13 +39,26 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
 
 from hone.config import RLConfig, load_config
 from hone.trainers.rl import RLTrainer
 
 HERE = Path(__file__).resolve().parent
 TRL_ENV = HERE.parent / ".venv-trl"
-WORDS, PROMPT_LENGTH, RESPONSE_LENGTH, N, SEQUENCES = 512, 64, 128, 8, 64
+WORDS, PROMPT_LENGTH, N, SEQUENCES = 512, 64, 8, 64
+
+
+class Workload(NamedTuple):
+    """How long responses are."""
+
+    name: str
+    longest: int
+    ends: tuple[int, ...]
+    """Tokens that end a response."""
+
+
+WORKLOADS = (Workload("uniform", 128, ()), Workload("long-tailed", 256, tuple(range(11))))
 
 
 class Seconds(NamedTuple):
@@ -100,24 +117,24 @@ def make_files(directory: Path) -> None:
 class Hone:
     """The real `RLTrainer`, stepped one at a time."""
 
-    def __init__(self, name: str, files: Path, dtype: str, threads: int, *overrides: str) -> None:
-        self.name = name
+    def __init__(self, name: str, files: Path, workload: Workload, dtype: str, threads: int, *overrides: str) -> None:
+        self.name, self.workload = name, workload
         self.phases: dict[str, list[float]] = {}
         config = load_config(
             RLConfig,
             [
                 f"data.train_files={files}/prompts.jsonl",
                 f"data.max_prompt_length={PROMPT_LENGTH}",
-                f"data.max_response_length={RESPONSE_LENGTH}",
+                f"data.max_response_length={workload.longest}",
                 f"data.train_batch_size={SEQUENCES // N}",
                 f"actor_rollout_ref.model.path={files}/model",
                 f"actor_rollout_ref.rollout.n={N}",
-                "actor_rollout_ref.rollout.ignore_eos=true",
+                f"actor_rollout_ref.rollout.ignore_eos={str(not workload.ends).lower()}",
                 f"actor_rollout_ref.actor.ppo_mini_batch_size={SEQUENCES // N}",
                 f"actor_rollout_ref.actor.dtype={dtype}",
                 "algorithm.adv_estimator=grpo",
                 f"reward.custom_reward_function.path={HERE}/even_reward.py",
-                f"trainer.default_local_dir={files}/run-{name.replace(' ', '').replace(',', '-')}-{dtype}",
+                f"trainer.default_local_dir={files}/run-{name.replace(' ', '').replace(',', '-')}-{workload.name}-{dtype}",
                 f"trainer.num_threads={threads}",
                 "trainer.device=cpu",
                 "trainer.total_training_steps=100000",
@@ -127,6 +144,8 @@ class Hone:
             ],
         )
         self.trainer = RLTrainer(config)
+        feed = self.trainer.rollouter
+        feed.sampling = dataclasses.replace(feed.sampling, stop_token_ids=workload.ends)
 
     async def step(self) -> Seconds:
         """One step, its phases noted."""
@@ -134,8 +153,10 @@ class Hone:
         wall, cpu = time.perf_counter(), time.process_time()
         metrics = await self.trainer.train_step()
         seconds = Seconds(time.perf_counter() - wall, time.process_time() - cpu)
-        if metrics["response_length/min"] != RESPONSE_LENGTH:
-            raise RuntimeError(f"a response of {metrics['response_length/min']:.0f} tokens, {RESPONSE_LENGTH} expected")
+        if not self.workload.ends and metrics["response_length/min"] != self.workload.longest:
+            raise RuntimeError(
+                f"a response has {metrics['response_length/min']:.0f} tokens, not {self.workload.longest}"
+            )
         for name, value in metrics.items():
             if name.startswith("timing_s/"):
                 self.phases.setdefault(name.removeprefix("timing_s/"), []).append(value)
@@ -149,7 +170,7 @@ class Hone:
 class Trl:
     """A process in TRL's environment that steps when told to."""
 
-    def __init__(self, files: Path, dtype: str, threads: int, micro_batch: int) -> None:
+    def __init__(self, files: Path, workload: Workload, dtype: str, threads: int, micro_batch: int) -> None:
         self.name = f"TRL, micro-batch {micro_batch}"
         settings = {
             "model": str(files / "model"),
@@ -160,7 +181,8 @@ class Trl:
             "sequences": SEQUENCES,
             "n": N,
             "micro_batch": micro_batch,
-            "response_length": RESPONSE_LENGTH,
+            "response_length": workload.longest,
+            "ends": list(workload.ends),
         }
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
         self._process = subprocess.Popen(
@@ -222,7 +244,8 @@ async def measure(contestants: list[Contestant], warm_up: int, repeats: int) -> 
             if repeat >= warm_up:
                 seconds[contestant.name].append(taken)
             print(
-                f"  {contestant.name:22} {taken.wall:7.3f} s, {taken.cpu:7.3f} s of processor{'' if repeat >= warm_up else '   (warm-up)'}", file=sys.stderr
+                f"  {contestant.name:22} {taken.wall:7.3f} s, {taken.cpu:7.3f} s of processor{'' if repeat >= warm_up else '   (warm-up)'}",
+                file=sys.stderr,
             )
     return seconds
 
@@ -238,16 +261,26 @@ def machine(threads: int) -> str:
     )
 
 
-async def compare(files: Path, dtype: str, arguments: argparse.Namespace) -> None:
+async def compare(files: Path, workload: Workload, dtype: str, arguments: argparse.Namespace) -> None:
     """Measure and print the rows of one dtype."""
     threads, warm_up = arguments.threads, 2
+    label = f"{workload.name:11} {dtype:8}"
     ours = [
-        Hone("Hone", files, dtype, threads, *arguments.overrides),
+        Hone("Hone", files, workload, dtype, threads, *arguments.overrides),
         Hone(
-            "Hone, bypass", files, dtype, threads, "algorithm.rollout_correction.bypass_mode=true", *arguments.overrides
+            "Hone, bypass",
+            files,
+            workload,
+            dtype,
+            threads,
+            "algorithm.rollout_correction.bypass_mode=true",
+            *arguments.overrides,
         ),
     ]
-    theirs = [Trl(files, dtype, threads, micro) for micro in arguments.trl_micro_batch or (SEQUENCES, SEQUENCES // 4)]
+    theirs = [
+        Trl(files, workload, dtype, threads, micro)
+        for micro in arguments.trl_micro_batch or (SEQUENCES, SEQUENCES // 4)
+    ]
     print(
         f"TRL {theirs[0].versions['trl']} (torch {theirs[0].versions['torch']}, transformers {theirs[0].versions['transformers']})"
     )
@@ -259,7 +292,7 @@ async def compare(files: Path, dtype: str, arguments: argparse.Namespace) -> Non
     medians = {name: Seconds(*map(statistics.median, zip(*taken, strict=True))) for name, taken in seconds.items()}
     best = min(medians[their.name].wall for their in theirs), min(medians[their.name].cpu for their in theirs)
     for name, (wall, cpu) in medians.items():
-        line = f"{dtype:9} {name:22} {wall:7.3f} s/step, {cpu:7.3f} s of processor"
+        line = f"{label} {name:22} {wall:7.3f} s/step, {cpu:7.3f} s of processor"
         if name.startswith("Hone"):
             line += f"   {best[0] / wall:.2f}x as fast as TRL, {best[1] / cpu:.2f}x by processor time"
         print(line)
@@ -278,17 +311,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each, after two to warm up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
+    parser.add_argument("--workload", choices=["uniform", "long-tailed"], action="append", help="default: both")
     parser.add_argument(
         "--trl-micro-batch", type=int, action="append", help="TRL's sequences a pass; default: 64 and 16"
     )
     parser.add_argument("overrides", nargs="*", help="key=value for Hone's side")
     arguments = parser.parse_args()
+    disable_progress_bar()
     ensure_trl()
     print(machine(arguments.threads), flush=True)
     with tempfile.TemporaryDirectory() as directory:
         make_files(Path(directory))
         for dtype in arguments.dtype or ("float32", "bfloat16"):
-            asyncio.run(compare(Path(directory), dtype, arguments))
+            for workload in WORKLOADS:
+                if workload.name in (arguments.workload or ("uniform", "long-tailed")):
+                    asyncio.run(compare(Path(directory), workload, dtype, arguments))
 
 
 if __name__ == "__main__":

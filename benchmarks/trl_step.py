@@ -53,6 +53,8 @@ def main() -> None:
     sequences, micro, length = settings["sequences"], settings["micro_batch"], settings["response_length"]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, attn_implementation="sdpa")
+    if settings["ends"]:
+        model.generation_config.eos_token_id = settings["ends"]
     prompts = [json.loads(line)["prompt"] for line in Path(settings["prompts"]).read_text().splitlines()]
     arguments = trl.GRPOConfig(
         output_dir=settings["out"],
