@@ -1,0 +1,25 @@
+"""One world for all end-to-end tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.launch import Ended, hone
+from support.world import World, make_world
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """See :class:`support.world.World`."""
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Ended]:
+    """Run a `hone` command to its end in a process of its own."""
+    counter = iter(range(1000))
+
+    def start(*arguments: object, timeout: float = 120) -> Ended:
+        return hone(*arguments, log=tmp_path / f"command{next(counter)}.log", cwd=tmp_path, timeout=timeout)
+
+    return start

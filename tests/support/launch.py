@@ -1,0 +1,100 @@
+"""Real processes that run the `hone` command: started from a process that has imported the heavy libraries once."""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PRELOAD = ["hone.trainers.rl", "hone.trainers.sft", "hone.trainers.evaluation", "support.launch"]
+
+
+@dataclass
+class Ended:
+    """How a command ended. ``code`` is negative when a signal killed it, as subprocess has it."""
+
+    code: int
+    output: str
+
+    @property
+    def message(self) -> str:
+        """The output with the whitespace of line breaks squeezed."""
+        return " ".join(self.output.split())
+
+
+class Command:
+    """A running `hone` command in a process group of its own."""
+
+    def __init__(self, arguments: Sequence[object], log: Path, cwd: Path | None = None) -> None:
+        self.log = log
+        words = [str(argument) for argument in arguments]
+        context = _context()
+        self.process = context.Process(target=_run, args=(words, str(log), str(cwd) if cwd else None))
+        self.process.start()
+
+    def wait(self, timeout: float = 120) -> Ended:
+        """Wait for its end."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            raise TimeoutError(f"the command did not end within {timeout} s:\n{self.log.read_text()}")
+        code = self.process.exitcode
+        assert code is not None
+        return Ended(code, self.log.read_text() if self.log.exists() else "")
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 60) -> bool:
+        """Wait for something that the command does; false when it ended before."""
+        end = time.monotonic() + timeout
+        while not condition():
+            if not self.process.is_alive():
+                return False
+            if time.monotonic() > end:
+                raise TimeoutError(f"waited {timeout} s in vain:\n{self.log.read_text()}")
+            time.sleep(0.002)
+        return True
+
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """Send a signal to it, or, as a terminal does, to it and all it started."""
+        assert self.process.pid is not None
+        (os.killpg if group else os.kill)(self.process.pid, number)
+
+
+def hone(*arguments: object, log: Path, cwd: Path | None = None, timeout: float = 120) -> Ended:
+    """Run a command to its end."""
+    return Command(arguments, log, cwd).wait(timeout)
+
+
+def kill(command: Command) -> int:
+    """SIGKILL, as the kernel does when memory is out; returns the exit code."""
+    command.signal(signal.SIGKILL)
+    return command.wait().code
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def _run(arguments: list[str], log: str, cwd: str | None) -> None:
+    from hone.cli.main import main
+
+    os.setpgid(0, 0)
+    if cwd:
+        os.chdir(cwd)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
+    sys.argv = ["hone", *arguments]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    with contextlib.suppress(BrokenPipeError):
+        main(arguments)
