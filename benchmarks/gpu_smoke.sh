@@ -52,12 +52,12 @@ hone data tokenizer --files "$OUT/data/train.parquet" --out "$OUT/tokenizer" --v
 hone init --arch qwen3 --size 1m --tokenizer "$OUT/tokenizer" --out "$OUT/model" --seed 1
 hone sft --config-path examples/quickstart --config-name sft "model.path=$OUT/model" \
   "data.train_files=$OUT/data/train.parquet" "data.val_files=$OUT/data/val.parquet" "trainer.device=$DEVICE" \
-  "trainer.total_training_steps=$SFT_STEPS" "trainer.default_local_dir=$OUT/sft"
+  optim.lr_warmup_steps=2 "trainer.total_training_steps=$SFT_STEPS" "trainer.default_local_dir=$OUT/sft"
 for dtype in float32 bfloat16; do
   hone train --config-path examples/quickstart --config-name grpo \
     "actor_rollout_ref.model.path=$OUT/sft/checkpoints/step_$SFT_STEPS/actor" "actor_rollout_ref.actor.dtype=$dtype" \
     "data.train_files=$OUT/data/train.parquet" "data.val_files=$OUT/data/val.parquet" "trainer.device=$DEVICE" \
-    "trainer.total_training_steps=$RL_STEPS" trainer.test_freq=-1 "trainer.default_local_dir=$OUT/$dtype"
+    actor_rollout_ref.actor.optim.lr_warmup_steps=1 "trainer.total_training_steps=$RL_STEPS" trainer.test_freq=-1 "trainer.default_local_dir=$OUT/$dtype"
 done
 
 "$PYTHON" - "$OUT" "$DEVICE" "$SFT_STEPS" "$RL_STEPS" <<'PYTHON_END'

@@ -83,7 +83,7 @@ class Contestant(Protocol):
 
 
 def make_files(directory: Path) -> None:
-    """Write `model/` (random weights; a tokenizer of one word a token, whose end the model cannot say) and `prompts.jsonl`."""
+    """Write `model/` (random weights; one word a token, and an end that the model cannot say) and `prompts.jsonl`."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=WORDS,
@@ -101,14 +101,14 @@ def make_files(directory: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig()
     model.save_pretrained(directory / "model")
-    words = Tokenizer(models.WordLevel({**{str(i): i for i in range(WORDS)}, "<end>": WORDS, "<pad>": WORDS + 1}, "0"))
+    words = Tokenizer(models.WordLevel({**{str(i): i for i in range(WORDS)}, "<end>": WORDS}, "0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token=str(WORDS - 1))
     tokenizer.save_pretrained(directory / "model")
     draw = random.Random(1)
     with (directory / "prompts.jsonl").open("w") as file:
         for _ in range(64):
-            prompt = " ".join(str(draw.randrange(WORDS)) for _ in range(PROMPT_LENGTH))
+            prompt = " ".join(str(draw.randrange(WORDS - 1)) for _ in range(PROMPT_LENGTH))
             file.write(
                 json.dumps({"prompt": prompt, "data_source": "even", "reward_model": {"ground_truth": ""}}) + "\n"
             )
