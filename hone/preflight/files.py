@@ -103,7 +103,12 @@ def chat_template(config: RLConfig | SFTConfig) -> Iterator[Finding]:
                 fix=f"{block}.custom_chat_template=PATH.jinja",
                 where=f"{block}.custom_chat_template",
             )
-    elif tokenizer and Path(tokenizer).is_dir() and _rows_hold_messages(config) and not _has_template(Path(tokenizer)):
+    elif (
+        tokenizer
+        and _holds_any(tokenizer, _TOKENIZER_FILES)
+        and not _has_template(Path(tokenizer))
+        and _rows_hold_messages(config)
+    ):
         yield error(
             f"the tokenizer in '{tokenizer}' has no chat template, and the training rows are chat messages",
             why="messages cannot be turned into tokens",
@@ -214,7 +219,7 @@ def _rows_hold_messages(config: RLConfig | SFTConfig) -> bool:
     except (HoneError, TypeError):
         return False
     prompt = row.values[config.data.prompt_key]
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+    return isinstance(prompt, list) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
 def _has_template(directory: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -122,7 +123,7 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
                 attn_implementation="eager",
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"cannot load the model in '{path}': {str(error).splitlines()[0]}",
             where="model.path",
@@ -181,7 +182,7 @@ def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.
     if config.lora_adapter_path:
         try:
             return PeftModel.from_pretrained(model, config.lora_adapter_path, is_trainable=True)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ModelError(
                 f"cannot load the adapter in '{config.lora_adapter_path}': {str(error).splitlines()[0]}",
                 where="model.lora_adapter_path",
