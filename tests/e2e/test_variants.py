@@ -1,0 +1,123 @@
+"""Settings that must work, or must change nothing: each in a short real run."""
+
+from pathlib import Path
+
+import pytest
+from support.world import World, curve, metrics, rl_command
+
+pytestmark = pytest.mark.slow
+
+SHORT = (
+    "data.train_batch_size=6",
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=0",
+    "trainer.val_before_train=false",
+)
+RATE = "actor_rollout_ref.actor.optim.lr=2e-3"
+LORA = "actor_rollout_ref.model.lora_rank=4"
+
+
+@pytest.fixture
+def train(world: World, run, tmp_path: Path):
+    """Train for three steps and return the run directory."""
+
+    def start(*overrides: str, preset: str = "grpo") -> Path:
+        directory = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        ended = run(*rl_command(world, directory, preset, *SHORT, RATE, *overrides))
+        assert ended.code == 0, ended.output
+        return directory
+
+    return start
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize("extra", [(), (LORA,)], ids=["full", "lora"])
+def test_ratio_is_one_on_the_first_update_of_every_step(train, engine, extra):
+    directory = train(
+        f"actor_rollout_ref.rollout.name={engine}",
+        "actor_rollout_ref.rollout.temperature=0.8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+        *extra,
+    )
+    ratios = curve(directory, "actor/first_ratio_max_abs_log")
+    assert len(ratios) == 3
+    assert max(ratios) < 1e-5
+    assert max(curve(directory, "training/rollout_log_probs_diff_max")) < 1e-4, "engine and trainer agree"
+    assert max(curve(directory, "actor/ratio/max")) > 1, "the second update of a step has moved"
+
+
+def test_bypass_takes_the_engines_log_probs(train):
+    directory = train("algorithm.rollout_correction.bypass_mode=true")
+    assert 0 < max(curve(directory, "actor/first_ratio_max_abs_log")) < 1e-4
+    assert max(curve(directory, "training/rollout_log_probs_diff_max")) == 0
+
+
+def test_bfloat16(train):
+    directory = train("actor_rollout_ref.actor.dtype=bfloat16")
+    assert max(curve(directory, "actor/first_ratio_max_abs_log")) <= 0.05
+    assert "invariant/D-ratio" not in metrics(directory)[-1]
+    assert max(curve(directory, "training/rollout_log_probs_diff_max")) > 1e-5, "bfloat16 it was"
+
+
+def test_gradient_checkpointing_changes_nothing(train):
+    off = metrics(train(preset="ppo"))
+    on = metrics(
+        train(
+            *(
+                "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+                "critic.model.enable_gradient_checkpointing=true",
+            ),
+            preset="ppo",
+        )
+    )
+    for a, b in zip(off, on, strict=True):
+        assert a.keys() == b.keys()
+        assert b == pytest.approx(a, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+)
+def test_every_aggregation_with_an_entropy_bonus(train, mode):
+    directory = train(
+        f"actor_rollout_ref.actor.loss_agg_mode={mode}",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=6",
+    )
+    last = metrics(directory)[-1]
+    parts = last["actor/pg_loss"] - 0.01 * last["actor/entropy_loss"] + 0.001 * last["actor/kl_loss"]
+    assert last["actor/loss"] == pytest.approx(parts, abs=1e-5 * max(1, abs(last["actor/entropy_loss"])))
+    assert last["actor/entropy_loss"] > 0
+    assert last["actor/grad_norm"] > 0
+    if mode == "token-mean":
+        assert last["actor/entropy_loss"] == pytest.approx(last["actor/entropy"], rel=1e-5)
+
+
+@pytest.mark.parametrize("extra", [(), (LORA,)], ids=["full", "lora"])
+def test_kl_in_the_loss_is_against_the_starting_weights(train, extra):
+    kl = curve(train("actor_rollout_ref.actor.ppo_mini_batch_size=6", *extra), "actor/kl_loss")
+    assert kl[0] == pytest.approx(0, abs=1e-9)
+    assert all(value > 1e-6 for value in kl[1:])
+    assert kl[2] > kl[1]
+
+
+@pytest.mark.parametrize("kind", ["fixed", "adaptive"])
+def test_kl_in_the_reward_is_against_the_starting_weights(train, kind):
+    sequences, horizon, target, first = 24, 100, 0.01, 0.05
+    adaptive = (f"algorithm.kl_ctrl.target_kl={target}", f"algorithm.kl_ctrl.horizon={horizon}")
+    directory = train(
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=6", f"algorithm.kl_ctrl.kl_coef={first}"),
+        *(f"algorithm.kl_ctrl.type={kind}", *(adaptive if kind == "adaptive" else ())),
+        preset="ppo",
+    )
+    kl, coefficient = curve(directory, "actor/reward_kl_penalty"), curve(directory, "actor/reward_kl_penalty_coeff")
+    assert kl[0] == pytest.approx(0, abs=1e-9)
+    assert max(abs(value) for value in kl[1:]) > 1e-6
+    expected = [first]
+    for seen in kl[:-1]:
+        error = min(max(seen / target - 1, -0.2), 0.2)  # Ziegler et al. 2019, section 2.2
+        expected.append(expected[-1] * (1 + error * sequences / horizon) if kind == "adaptive" else first)
+    assert coefficient == pytest.approx(expected, rel=1e-6)
+    scores, rewards = curve(directory), curve(directory, "critic/rewards/mean")
+    assert rewards[0] == pytest.approx(scores[0])
+    assert rewards[-1] != scores[-1]
