@@ -15,6 +15,7 @@ from hone.data.batch import Batch
 from hone.data.types import StopReason, Trajectory
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import trajectory_record
+from hone.rewards.manager import error_metrics
 from hone.rewards.score import Score
 from hone.training.engine import UpdateResult
 from hone.training.objectives import without_ratio
@@ -118,7 +119,8 @@ def _reward_metrics(metrics: MetricStore, scores: Sequence[Score], uids: Sequenc
             terms[name].append(value)
     for name, values in terms.items():
         metrics.add(f"reward/{name}/mean", sum(values) / len(values))
-    metrics.add("reward/error_rate", sum(score.error is not None for score in scores) / len(scores))
+    for name, share in error_metrics(scores).items():
+        metrics.add(name, share)
     groups: dict[str, set[float]] = defaultdict(set)
     for uid, reward in zip(uids, rewards.tolist(), strict=True):
         groups[uid].add(reward)

@@ -73,7 +73,9 @@ class RLTrainer:
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         self.kl_ctrl = kl_controller(**vars(config.algorithm.kl_ctrl))
         self.invariants = Invariants(
-            config.actor_rollout_ref.actor.dtype, decode=self.tokenizer.decode, dump=self._dump_batch
+            config.actor_rollout_ref.actor.dtype,
+            decode=lambda ids: str(self.tokenizer.decode(ids)),
+            dump=self._dump_batch,
         )
         self.metrics = MetricStore()
         self.step = resume.step if resume else 0

@@ -36,8 +36,7 @@ class Tokens:
 
 def test_every_sample_is_asked_n_times_and_tokens_pass_through_untouched():
     samples = [
-        Sample(uid=uid, prompt_ids=[number], messages=None, data_source="x")
-        for number, uid in enumerate(["a#b", "c"])
+        Sample(uid=uid, prompt_ids=[number], messages=None, data_source="x") for number, uid in enumerate(["a#b", "c"])
     ]
     engine, sampling = Scripted(), SamplingParams(max_tokens=5)
 
