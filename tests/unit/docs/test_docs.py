@@ -1,0 +1,254 @@
+"""The pages do what they say: their commands run, their Python runs, their links, keys and paths exist.
+
+A fenced block of a page is one of
+
+- ``bash``: its commands run, in order, in a directory of the page's own, against shortened settings (:func:`shortened`);
+- ``bash`` under ``<!-- not run by tests: reason -->``: left out, for the reason given;
+- ``python``: runs in the same directory, at its place among the commands; with a file name behind ``python`` (or
+  ``yaml``) it is that file, written before what follows;
+- ``text``: something to look at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+GENERATED = ("config.md", "metrics.md")
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md"))
+)
+WRITTEN = [page for page in PAGES if Path(page).name not in GENERATED]
+FENCE = re.compile(
+    r"(?:^<!-- not run by tests: (?P<reason>[^\n]+) -->\n)?^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.M | re.S
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    language: str
+    file: str
+    body: str
+    reason: str | None
+    line: int
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[Block]:
+    found = []
+    for match in FENCE.finditer(text(page)):
+        language, _, file = match["info"].partition(" ")
+        line = text(page).count("\n", 0, match.start()) + 1
+        found.append(Block(language, file.strip(), match["body"], match["reason"], line))
+    return found
+
+
+def prose(page: str) -> str:
+    """The page without its fenced blocks."""
+    return FENCE.sub("", text(page))
+
+
+def commands(body: str) -> Iterator[str]:
+    """The commands of a bash block, one a line; a backslash continues a line, and comments are left out."""
+    for line in re.sub(r"\\\n\s*", "", body).splitlines():
+        words = shlex.split(line, comments=True)
+        if words:
+            yield line
+
+
+def runs_something(page: str) -> bool:
+    return any(
+        block.reason is None and (block.language == "python" or block.language == "bash") for block in blocks(page)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- shortened runs
+
+TRAIN = {
+    "data.train_batch_size": "4",
+    "data.val_max_samples": "4",
+    "data.max_response_length": "8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "4",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "0",
+    "actor_rollout_ref.rollout.n": "2",
+    "trainer.total_training_steps": "2",
+    "trainer.num_threads": "1",
+    "trainer.device": "cpu",
+}
+SFT = {
+    "data.train_batch_size": "4",
+    "optim.lr_warmup_steps": "0",
+    "data.val_max_samples": "4",
+    "trainer.total_training_steps": "2",
+    "trainer.num_threads": "1",
+    "trainer.device": "cpu",
+}
+OPTIONS = {
+    ("data", "make"): {"--size": "24", "--val-size": "8"},
+    ("init",): {"--size": "200k"},
+    ("eval",): {"--max-samples": "4", "--max-response-length": "8"},
+    ("generate",): {"--max-tokens": "8"},
+}
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The words of a `hone` command with less to do: few rows, few tokens, two steps (a few more where steps are named)."""
+    if words[0] in ("train", "sft"):
+        settings = dict(TRAIN if words[0] == "train" else SFT)
+        given = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
+        if "trainer.total_training_steps" in given:
+            settings["trainer.total_training_steps"] = str(2 + int(given["trainer.total_training_steps"]) // 200)
+        kept = [word for word in words if word.partition("=")[0] not in settings]
+        return [*kept, *(f"{key}={value}" for key, value in settings.items())]
+    for command, options in OPTIONS.items():
+        if tuple(words[: len(command)]) == command:
+            kept = list(words)
+            for option, value in options.items():
+                if option in kept:
+                    del kept[kept.index(option) : kept.index(option) + 2]
+                kept += [option, value]
+            return kept
+    return words
+
+
+def run_command(line: str, folder: Path, number: int) -> None:
+    from support.launch import hone
+
+    words = shlex.split(line, comments=True)
+    if words[0] == "hone":
+        ended = hone(*shortened(words[1:]), log=folder / f".log{number}", cwd=folder, timeout=120)
+        assert ended.code == 0, f"{line}\nas: hone {shlex.join(shortened(words[1:]))}\n{ended.output}"
+        return
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", line],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in WRITTEN if runs_something(page)])
+def test_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    number = 0
+    for block in blocks(page):
+        if block.reason is not None:
+            continue
+        if block.file:
+            (tmp_path / block.file).write_text(block.body, encoding="utf-8")
+        elif block.language == "python":
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            result = subprocess.run(
+                [sys.executable, "-"], input=block.body, cwd=tmp_path, env=environment, capture_output=True, text=True,
+                timeout=120,
+            )  # fmt: skip
+            assert result.returncode == 0, f"{page}:{block.line}\n{result.stdout}{result.stderr}"
+        elif block.language == "bash":
+            for line in commands(block.body):
+                number += 1
+                run_command(line, tmp_path, number)
+    assert number or not any(block.language == "bash" and block.reason is None for block in blocks(page))
+
+
+def test_shortening_replaces_what_the_page_says() -> None:
+    words = ["train", "data.train_batch_size=64", "trainer.total_training_steps=400", "trainer.seed=1"]
+    short = shortened(words)
+    assert "data.train_batch_size=4" in short and "data.train_batch_size=64" not in short
+    assert "trainer.total_training_steps=4" in short and "trainer.seed=1" in short
+    assert shortened(["data", "make", "x", "--size", "9", "--out", "d"]) == [
+        *("data", "make", "x", "--out", "d", "--size", "24", "--val-size", "8")
+    ]
+    assert shortened(["runs", "list"]) == ["runs", "list"]
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_every_block_is_of_a_known_kind(page: str) -> None:
+    assert text(page).count("\n```") == 2 * len(blocks(page)), "a fence is not closed, or indented"
+    for block in blocks(page):
+        assert block.language in ("bash", "python", "yaml", "text"), f"{page}:{block.line}: ```{block.language}"
+        assert block.language != "yaml" or block.file, f"{page}:{block.line}: nothing reads this yaml"
+        if block.language == "python":
+            compile(block.body, f"{page}:{block.line}", "exec")
+    assert text(page).count("not run by tests") == sum(block.reason is not None for block in blocks(page))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), f"{page}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
+            assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings], (
+                target
+            )
+
+
+def code_words(page: str) -> Iterator[str]:
+    """What stands between backticks in the text, in pieces without spaces."""
+    for span in re.findall(r"`([^`\n]+)`", prose(page)):
+        yield from span.split()
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_keys_named_in_the_text_exist(page: str) -> None:
+    from hone.config import RLConfig, SFTConfig, documentation
+    from hone.config.keys import blocks as key_blocks
+
+    trees = (RLConfig, SFTConfig)
+    known = {key.path for tree in trees for key in documentation(tree)} | {
+        name for t in trees for name in key_blocks(t)
+    }
+    tops = {name.partition(".")[0] for name in known}
+    for word in code_words(page):
+        key = word.partition("=")[0].rstrip(",.;:")
+        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in tops and not key.endswith(".py"):
+            assert key in known, f"{page}: there is no key {key}"
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_files_of_the_project_named_in_the_text_exist(page: str) -> None:
+    for word in code_words(page):
+        name = word.rstrip(",.;:")
+        if re.fullmatch(r"(hone|tests|docs|examples|scripts|benchmarks)/[\w./-]+", name):
+            assert (ROOT / name).exists(), f"{page}: there is no {name}"
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_commands_named_in_the_text_exist(page: str) -> None:
+    from hone.cli.main import COMMANDS
+
+    for name in re.findall(r"`hone ([a-z]+)", prose(page)):
+        assert name in COMMANDS, f"{page}: hone {name}"
+
+
+def test_readme_says_where_everything_is() -> None:
+    linked = set(re.findall(r"\]\(([^)\s#]+)\)", text("README.md")))
+    assert {f"docs/{path.name}" for path in ROOT.glob("docs/*.md")} <= linked

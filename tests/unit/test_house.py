@@ -1,0 +1,109 @@
+"""What holds for the house as a whole: cheap imports, a fast command line, optional packages at their places."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hone
+
+PACKAGE = Path(hone.__file__).parent
+HEAVY = ("torch", "transformers", "tokenizers", "pyarrow", "hydra", "omegaconf", "numpy", "peft", "ray", "matplotlib")
+ADAPTERS = {
+    "ray": (),
+    "vllm": (),
+    "sglang": (),
+    "tensorboard": ("insight/trackers/tensorboard.py",),
+    "torch.utils.tensorboard": ("insight/trackers/tensorboard.py",),
+    "wandb": ("insight/trackers/wandb.py",),
+    "mlflow": ("insight/trackers/mlflow.py",),
+    "math_verify": ("rewards/scorers/math_answer.py",),
+    "reasoning_gym": ("rewards/scorers/gym.py", "data/tasks/reasoning_gym.py"),
+}
+"""Optional packages, and the modules that may import them."""
+
+
+def loaded_by(code: str) -> set[str]:
+    """Heavy packages in memory after running ``code`` in a fresh interpreter."""
+    program = f"{code}\nimport sys\nprint(' '.join(name for name in {HEAVY} if name in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return set(result.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("module", ["hone", "hone.errors", "hone.registry", "hone.config", "hone.cli.main"])
+def test_cheap_modules_load_nothing_heavy(module: str) -> None:
+    assert (
+        loaded_by(f"import {module}") <= {"omegaconf"}
+        if module == "hone.config"
+        else loaded_by(f"import {module}") == set()
+    )
+
+
+def test_a_reward_worker_starts_without_torch() -> None:
+    assert not loaded_by("import hone.rewards.worker, hone.rewards.scorers") & {"torch", "transformers", "pyarrow"}
+
+
+def test_algorithms_load_neither_transformers_nor_configuration() -> None:
+    loaded = loaded_by("import hone.algorithms")
+    assert "torch" in loaded and not loaded & {"transformers", "omegaconf", "hydra", "peft", "ray"}
+
+
+def test_help_is_fast() -> None:
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        result = subprocess.run(
+            [sys.executable, "-m", "hone.cli.main", "--help"], capture_output=True, text=True, timeout=60, check=True
+        )
+        seconds.append(time.perf_counter() - begun)
+        assert "hone" in result.stdout
+    assert min(seconds) < 1.5, seconds  # 0.5 s on a quiet machine; room for a busy one
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Every imported module of a file, and whether it is imported at module level.
+
+    Strings given to ``import_module`` and to the trackers' ``require`` count as imports inside a function.
+    """
+    inner = {
+        id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)
+    }
+    for node in ast.walk(tree):
+        outside = id(node) not in inner
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, outside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((f"{node.module}.{alias.name}", outside) for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in (
+            "import_module",
+            "require",
+        ):
+            yield from ((a.value, False) for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def test_optional_packages_are_imported_in_their_adapters_only_and_lazily() -> None:
+    seen = set()
+    for path in PACKAGE.rglob("*.py"):
+        for module, outside in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            for package, adapters in ADAPTERS.items():
+                if module == package or module.startswith(f"{package}."):
+                    where = path.relative_to(PACKAGE).as_posix()
+                    assert where in adapters, f"{where} imports {module}"
+                    assert not outside, f"{where} imports {module} when it is imported itself"
+                    seen.add(package)
+    assert {"wandb", "mlflow", "math_verify", "reasoning_gym"} <= seen, "the search finds nothing"
+
+
+def test_files_stay_small() -> None:
+    long = {
+        path.relative_to(PACKAGE).as_posix(): lines
+        for path in PACKAGE.rglob("*.py")
+        if (lines := path.read_text(encoding="utf-8").count("\n")) > 500
+    }
+    assert not long
