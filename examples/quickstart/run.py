@@ -1,5 +1,8 @@
 """The quickstart: a small model learns arithmetic from nothing, first by imitation (SFT), then by reinforcement (GRPO).
 
+Its teachers are careless: six in ten of the worked solutions count one off. Imitation copies that; reinforcement, which only
+hears right or wrong, gets rid of it.
+
 Every step is an ordinary `hone` command, shown before it runs. Options: --seed N, --out DIR, and key=value overrides for
 the GRPO run (for example `trainer.total_training_steps=40`).
 """
@@ -29,13 +32,13 @@ def main() -> int:
     if out.exists():
         shutil.rmtree(out)
 
-    say("1. Make word problems with worked solutions, a tokenizer, and a model with random weights")
-    hone("data", "make", "arithmetic", "max_number=20", "--out", out / "data", "--size", 20000, "--val-size", HELD_OUT, "--seed", seed)
+    say("1. Make word problems whose worked solutions are often wrong, a tokenizer, and a model with random weights")
+    hone("data", "make", "arithmetic", "max_number=10", "slips=60", "--out", out / "data", "--size", 20000, "--val-size", HELD_OUT, "--seed", seed)
     train, held_out = out / "data/train.parquet", out / "data/val.parquet"
     hone("data", "tokenizer", "--files", train, "--out", out / "tokenizer", "--vocab-size", 512)
     hone("init", "--arch", "qwen3", "--size", "1m", "--tokenizer", out / "tokenizer", "--out", out / "model", "--seed", seed)
 
-    say("2. SFT: imitate worked solutions until the model has the format, not yet the skill")
+    say("2. SFT: imitate the worked solutions; the model gets their format, and their mistakes")
     seconds_sft = hone(
         "sft", "--config-path", HERE, "--config-name", "sft", f"model.path={out}/model", f"data.train_files={train}",
         f"data.val_files={held_out}", f"trainer.seed={seed}", f"trainer.default_local_dir={out}/sft",

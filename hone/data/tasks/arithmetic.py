@@ -40,12 +40,16 @@ class ArithmeticOptions:
         operations: steps of every problem.
         operators: which of ``+``, ``-`` and ``*`` occur (factors run from 2 to 9, at most max_number).
         min_operations: fewest steps; 0 means as many as ``operations``.
+        slips: percent of the worked solutions that make a child's mistake in their last step: counting on from the
+            first number as if it were the second, one too few after ``+`` and ``*``, one too many after ``-``. The ground
+            truth stays right. Imitation then learns the mistake too, and a reward can mend it.
     """
 
     max_number: int = 20
     operations: int = 1
     operators: str = "+-"
     min_operations: int = 0
+    slips: int = 0
 
 
 class Arithmetic:
@@ -71,6 +75,7 @@ class Arithmetic:
             f"operators={options.operators} must be some of {''.join(VERBS)}",
             "operators=+-",
         )
+        check(0 <= options.slips <= 100, f"slips={options.slips} is not in 0..100 percent", "slips=60")
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
@@ -95,7 +100,11 @@ class Arithmetic:
             lines.append(f"{value}{operator}{number}={result}")
             value = result
         question = " ".join([*sentences, f"How many {thing} does {name} have?"])
-        return Problem(question, str(value), "\n".join([*lines, f"#### {value}"]), {"operations": steps})
+        slip = options.slips > 0 and generator.randrange(100) < options.slips
+        sum_line = lines[-1].partition("=")[0]
+        shown = value + (1 if "-" in sum_line else -1) * slip
+        lines[-1] = f"{sum_line}={shown}"
+        return Problem(question, str(value), "\n".join([*lines, f"#### {shown}"]), {"operations": steps, "slip": slip})
 
     def _operand(self, generator: random.Random, operator: str, value: int) -> int:
         low, high = {
