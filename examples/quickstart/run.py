@@ -33,10 +33,36 @@ def main() -> int:
         shutil.rmtree(out)
 
     say("1. Make word problems whose worked solutions are often wrong, a tokenizer, and a model with random weights")
-    hone("data", "make", "arithmetic", "max_number=10", "slips=60", "--out", out / "data", "--size", 20000, "--val-size", HELD_OUT, "--seed", seed)
+    hone(
+        "data",
+        "make",
+        "arithmetic",
+        "max_number=10",
+        "slips=60",
+        "--out",
+        out / "data",
+        "--size",
+        20000,
+        "--val-size",
+        HELD_OUT,
+        "--seed",
+        seed,
+    )
     train, held_out = out / "data/train.parquet", out / "data/val.parquet"
     hone("data", "tokenizer", "--files", train, "--out", out / "tokenizer", "--vocab-size", 512)
-    hone("init", "--arch", "qwen3", "--size", "1m", "--tokenizer", out / "tokenizer", "--out", out / "model", "--seed", seed)
+    hone(
+        "init",
+        "--arch",
+        "qwen3",
+        "--size",
+        "1m",
+        "--tokenizer",
+        out / "tokenizer",
+        "--out",
+        out / "model",
+        "--seed",
+        seed,
+    )
 
     say("2. SFT: imitate the worked solutions; the model gets their format, and their mistakes")
     seconds_sft = hone(
@@ -53,7 +79,10 @@ def main() -> int:
     )  # fmt: skip
 
     say("4. Before and after, on problems that neither stage has seen")
-    before, after = answers(sft_model, held_out, out / "before.jsonl"), answers(newest_actor(out / "grpo"), held_out, out / "after.jsonl")
+    before, after = (
+        answers(sft_model, held_out, out / "before.jsonl"),
+        answers(newest_actor(out / "grpo"), held_out, out / "after.jsonl"),
+    )
     rows = [json.loads(line) for line in (out / "grpo/metrics.jsonl").read_text().splitlines()]
     summary = {
         "sft_accuracy": accuracy(before),
@@ -94,7 +123,20 @@ def newest_actor(run: Path) -> Path:
 
 def answers(model: Path, data: Path, output: Path) -> list[dict]:
     """Every held-out problem answered greedily by ``model``."""
-    hone("eval", model, "--data", data, "--max-prompt-length", 96, "--max-response-length", 48, "--show", 0, "--output", output)
+    hone(
+        "eval",
+        model,
+        "--data",
+        data,
+        "--max-prompt-length",
+        96,
+        "--max-response-length",
+        48,
+        "--show",
+        0,
+        "--output",
+        output,
+    )
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
@@ -110,12 +152,28 @@ def draw(rows: list[dict], summary: dict, path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     trained = [row for row in rows if "critic/rewards/mean" in row]
-    axes.plot([r["step"] for r in trained], [r["critic/rewards/mean"] for r in trained], color="#4c78a8", label="training reward (sampled)")
+    axes.plot(
+        [r["step"] for r in trained],
+        [r["critic/rewards/mean"] for r in trained],
+        color="#4c78a8",
+        label="training reward (sampled)",
+    )
     name = "val-core/arithmetic/acc/mean@1"
     tested = [row for row in rows if name in row]
-    axes.plot([r["step"] for r in tested], [r[name] for r in tested], "o-", color="#e45756", label="held-out accuracy (greedy)")
+    axes.plot(
+        [r["step"] for r in tested],
+        [r[name] for r in tested],
+        "o-",
+        color="#e45756",
+        label="held-out accuracy (greedy)",
+    )
     axes.axhline(summary["sft_accuracy"], color="grey", linestyle=":", label="after SFT")
-    axes.set(xlabel="GRPO step", ylabel="share right", ylim=(0, 1.02), title="A 1M-parameter model learns arithmetic on a CPU")
+    axes.set(
+        xlabel="GRPO step",
+        ylabel="share right",
+        ylim=(0, 1.02),
+        title="A 1M-parameter model learns arithmetic on a CPU",
+    )
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=130)

@@ -37,6 +37,17 @@ def test_arithmetic_options_bound_the_numbers():
     assert {p.extra["operations"] for p in first("arithmetic", 100, ["operations=2"])} == {2}
 
 
+def test_slips_change_the_worked_solution_and_never_the_answer():
+    problems = list(first("arithmetic", 500, ["slips=60", "operations=2"]))
+    assert 0.5 < sum(problem.extra["slip"] for problem in problems) / 500 < 0.7
+    for problem in problems:
+        *_, step, answer = problem.solution.split("\n")
+        shown = int(answer.removeprefix("#### "))
+        off = (1 if "-" in step.partition("=")[0] else -1) * problem.extra["slip"]
+        assert step.endswith(f"={shown}")
+        assert shown == int(problem.ground_truth) + off
+
+
 def test_arithmetic_has_plenty_of_problems():
     questions = {problem.question for problem in first("arithmetic", 60_000)}
     assert len(questions) > 55_000
