@@ -23,14 +23,12 @@ def command(
     hone sft data.train_files=train.parquet model.path=MODEL optim.lr=1e-4
     """
     from hone.config import SFTConfig, load_config
-    from hone.preflight import check_sft
+    from hone.preflight import batch_plan, check_sft, training_rows
 
     config = load_config(SFTConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
     check_sft(config)
+    typer.echo(batch_plan(config, training_rows(config)))
     if dry_run:
-        from hone.preflight import batch_plan, training_rows
-
-        typer.echo(batch_plan(config, training_rows(config)))
         return
     from hone.trainers.sft import train
 

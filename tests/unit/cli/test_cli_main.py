@@ -162,7 +162,10 @@ def test_train_checks_then_trains(
         return 143
 
     monkeypatch.setattr(f"{module}.train", train)
-    assert run(capsys, name, "trainer.seed=7")[0] == 143
+    monkeypatch.setattr("hone.preflight.training_rows", lambda config: 640)
+    code, out, _ = run(capsys, name, "trainer.seed=7")
+    assert code == 143
+    assert "plan: 64 " in out
     assert calls == ["check 7", "train 7"]
 
 
