@@ -13,7 +13,7 @@ from hone.algorithms.kl import KL_KINDS, apply_kl_penalty, kl_penalty
 from hone.algorithms.kl_controller import AdaptiveKLController, FixedKLController, KLController, kl_controller
 from hone.algorithms.logits import chunked_log_probs, entropy_from_logits, token_log_probs
 from hone.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
-from hone.algorithms.policy_loss import PolicyLoss, TokenLoss, policy_losses
+from hone.algorithms.policy_losses.base import PolicyLoss, TokenLoss, policy_losses
 from hone.algorithms.value import value_loss
 
 __all__ = [

@@ -19,7 +19,6 @@ from hone.algorithms.masked import masked_mean, where_mask
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import Registry
 
-LOG_RATIO_LIMIT = 20.0
 COMMON_OPTIONS = frozenset({"clip_ratio_low", "clip_ratio_high", "clip_ratio_c"})
 """Options that a caller may always pass; a loss that does not take one never sees it."""
 
@@ -137,59 +136,3 @@ def register_policy_loss(*names: str, formula: str, paper: str) -> Callable[[Cal
         return policy_losses.register(*names)(PolicyLoss(names[0], per_token, options, formula, paper))
 
     return decorate
-
-
-# -------------------------------------------------------------------------------------------------------------- parts
-
-
-def token_ratio(old_log_probs: Tensor, log_probs: Tensor) -> Tensor:
-    """Policy / old policy at each token; the log-ratio is clamped to +-20 so that the exponential stays finite."""
-    return torch.exp((log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-
-
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic loss ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and where the clip is active (0 or 1)."""
-    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    return torch.maximum(free, clipped), (clipped > free).to(ratio.dtype)
-
-
-def dual_clip(loss: Tensor, advantages: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Limit the loss of tokens with a negative advantage to ``-A bound``, and where that limit is active (0 or 1)."""
-    ceiling = -advantages * bound
-    active = (advantages < 0) & (loss > ceiling)
-    return torch.where(active, ceiling, loss), active.to(loss.dtype)
-
-
-# ------------------------------------------------------------------------------------------------------------- losses
-
-
-@register_policy_loss(
-    "vanilla",
-    formula="max(-A r, -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)), at most -A clip_ratio_c where A < 0",
-    paper="Schulman et al. 2017, arXiv:1707.06347, eq. 7; dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5",
-)
-def vanilla(
-    old_log_probs: Tensor,
-    log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float = 3.0,
-) -> TokenLoss:
-    """PPO's clipped objective, with different lower and upper clips (DAPO's clip-higher) and the dual clip.
-
-    Raises:
-        ConfigError: ``clip_ratio_c`` is not above 1: the dual clip would cut into the ordinary one.
-    """
-    if clip_ratio_c <= 1:
-        raise ConfigError(
-            f"clip_ratio_c={clip_ratio_c} must be above 1",
-            why="with a negative advantage every ratio above it is cut off, the on-policy ratio 1 included",
-            fix="actor_rollout_ref.actor.clip_ratio_c=3.0",
-        )
-    ratio = token_ratio(old_log_probs, log_probs)
-    loss, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
-    loss, lower = dual_clip(loss, advantages, clip_ratio_c)
-    return TokenLoss(loss, ratio, {"pg_clipfrac": clipped, "pg_clipfrac_lower": lower})
