@@ -27,6 +27,14 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     return -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(-1)
 
 
+def sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
+    """Sum of the squared probabilities of ``softmax(logits)`` along the last dimension, in float32 or better.
+
+    The chance that two draws agree: 1 for a certain distribution, 1 / V for a uniform one.
+    """
+    return _wide(logits).softmax(-1).square().sum(-1)
+
+
 def chunked_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -57,15 +65,35 @@ def chunked_log_probs(
     Returns:
         log-probs ``[N]`` and entropies ``[N]`` (None unless asked for), float32, both differentiable.
     """
-    device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        compute = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(compute), weight.to(compute)
-        bias = None if bias is None else bias.to(compute)
+    hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
     log_probs, entropy = _ChunkedLogProbs.apply(
         hidden, weight, targets, bias, temperature, softcap, with_entropy, chunk_size
     )
     return log_probs, entropy if with_entropy else None
+
+
+@torch.no_grad()
+def chunked_sum_pi_squared(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int = 2048,
+) -> Tensor:
+    """``sum_pi_squared_from_logits`` of each row's distribution, ``[N]`` float32, ``chunk_size`` rows of logits at a time.
+
+    A constant (no gradient): the optimal token baseline uses it as a weight. Arguments as for :func:`chunked_log_probs`.
+    """
+    hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
+    sums = torch.empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, len(hidden), chunk_size):
+            part = slice(start, start + chunk_size)
+            logits = _logits(hidden[part], weight, bias, softcap).div_(temperature)
+            sums[part] = logits.sub_(logits.logsumexp(-1, keepdim=True)).mul_(2.0).exp_().sum(-1)
+    return sums
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -148,6 +176,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None,) * 4,
         )
+
+
+def _in_compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands of the projection in autocast's dtype, where it is on."""
+    device_type = hidden.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return hidden, weight, bias
+    compute = torch.get_autocast_dtype(device_type)
+    return hidden.to(compute), weight.to(compute), None if bias is None else bias.to(compute)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:

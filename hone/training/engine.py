@@ -99,9 +99,9 @@ class TrainEngine:
         self._busy = 0.0
 
     def infer_batch(
-        self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None
+        self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None, head: Head | None = None
     ) -> dict[str, Ragged]:
-        """Forward without gradient.
+        """Forward without gradient, through the engine's head or another one.
 
         Returns:
             Ragged columns on the CPU, aligned with ``response_ids``, one per output of the head.
@@ -113,7 +113,7 @@ class TrainEngine:
             for rows, micro in self._micro_batches(batch, max_tokens or self.max_tokens):
                 packed = pack(micro, self.device)
                 with self._computing(), autocast(self.device, self.dtype):
-                    outputs = self.head(self.model, packed, with_entropy=with_entropy)
+                    outputs = (head or self.head)(self.model, packed, with_entropy=with_entropy)
                 where = responses.with_values(torch.arange(len(responses.values))).select(rows).values
                 for name, values in outputs.items():
                     column = columns.setdefault(name, torch.zeros(len(responses.values)))

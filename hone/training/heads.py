@@ -7,7 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hone.algorithms.logits import chunked_log_probs, entropy_from_logits, token_log_probs
+from hone.algorithms.logits import (
+    chunked_log_probs,
+    chunked_sum_pi_squared,
+    entropy_from_logits,
+    sum_pi_squared_from_logits,
+    token_log_probs,
+)
 from hone.training.model import causal_lm, value_head
 from hone.training.packing import PackedSequences
 
@@ -23,10 +29,16 @@ class PolicyHead:
 
     The vocabulary projection runs in chunks and only where a response token is predicted; models that do something of
     their own to the logits go through their own forward pass.
+
+    Args:
+        temperature: logits are divided by it; 0 (greedy) counts as 1.
+        with_sum_pi_squared: also give ``sum_pi_squared``, the sum of the squared probabilities of each token's
+            distribution, a constant; it costs a second projection.
     """
 
-    def __init__(self, temperature: float = 1.0) -> None:
+    def __init__(self, temperature: float = 1.0, *, with_sum_pi_squared: bool = False) -> None:
         self.temperature = temperature if temperature > 0 else 1.0
+        self.with_sum_pi_squared = with_sum_pi_squared
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
         causal = causal_lm(model)
@@ -42,17 +54,21 @@ class PolicyHead:
             result = {"log_probs": token_log_probs(logits, packed.targets, self.temperature)}
             if with_entropy:
                 result["entropy"] = entropy_from_logits(logits.float() / self.temperature)
+            if self.with_sum_pi_squared:
+                result["sum_pi_squared"] = sum_pi_squared_from_logits(logits.detach().float() / self.temperature)
             return result
+        hidden = _hidden(causal, packed)
+        softcap = getattr(causal.config, "final_logit_softcapping", None)
+        shared = {"bias": output.bias, "temperature": self.temperature, "softcap": softcap}
         log_probs, entropy = chunked_log_probs(
-            _hidden(causal, packed),
-            output.weight,
-            packed.targets,
-            bias=output.bias,
-            temperature=self.temperature,
-            softcap=getattr(causal.config, "final_logit_softcapping", None),
-            with_entropy=with_entropy,
+            hidden, output.weight, packed.targets, with_entropy=with_entropy, **shared
         )
-        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        result = {"log_probs": log_probs}
+        if entropy is not None:
+            result["entropy"] = entropy
+        if self.with_sum_pi_squared:
+            result["sum_pi_squared"] = chunked_sum_pi_squared(hidden, output.weight, **shared)
+        return result
 
 
 class ValueHead:
