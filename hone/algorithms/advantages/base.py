@@ -1,0 +1,178 @@
+"""What every advantage estimator shares: how it is registered, called, described and refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.advantages.checks import checked_inputs
+from hone.errors import ConfigError, did_you_mean
+from hone.registry import Registry
+
+INPUTS: Mapping[str, tuple[str, str]] = {
+    "groups": ("group_ids", "the prompt group of every sequence; sample several responses a prompt (rollout.n >= 2)"),
+    "values": ("values", "the critic's values; train a critic (critic.enable=true)"),
+    "greedy_baseline": (
+        "reward_baselines",
+        "the score of each prompt's greedy response, [B]; the trainer plays it when algorithm.adv_estimator=remax",
+    ),
+    "old_log_probs": (
+        "old_log_probs",
+        "the log-probs of the sampled tokens before the update; the trainer computes them, or takes the engine's "
+        "with algorithm.rollout_correction.bypass_mode=true",
+    ),
+    "sum_pi_squared": (
+        "sum_pi_squared",
+        "the sum of squared probabilities at each token; actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+    ),
+    "rollout_is_weights": (
+        "rollout_is_weights",
+        "importance weights of sampling engine against trainer; algorithm.rollout_correction.rollout_is=token",
+    ),
+    "reward_components": (
+        "reward_components",
+        "one score a response for each component, name -> [B]; algorithm.gdpo_reward_keys=[correct,format]",
+    ),
+    "turns": ("turn_ids", "the turn that each token belongs to, [B, T]; use an agent loop that records turns"),
+    "turn_groups": (
+        "turn_group_ids",
+        "what names the state before each turn, one sequence a row; use an agent loop that records states",
+    ),
+}
+"""What an estimator may take: name -> (keyword argument, which key or part of the program supplies it)."""
+
+Result = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """A registered estimator: callable, and able to say what it needs before anything is generated.
+
+    Attributes:
+        name: first registered name.
+        compute: the function behind it.
+        needs: keys of :data:`INPUTS` without which it cannot work.
+        uses: keys of :data:`INPUTS` that it takes when they are there.
+        options: plain-number options it takes, named as the configuration keys under ``algorithm``.
+        formula: in one line.
+        paper: where it comes from.
+        group_of_one: what happens to a group with a single response; empty when there are no groups.
+        min_group: responses that every group must have.
+        scope: what the advantage of a token depends on: its own ``sequence``, its ``group``, or the whole ``batch``.
+            It says along which lines a batch may be cut before the call.
+    """
+
+    name: str
+    compute: Callable[..., Result]
+    needs: frozenset[str]
+    options: frozenset[str]
+    formula: str
+    paper: str
+    group_of_one: str = ""
+    uses: frozenset[str] = frozenset()
+    min_group: int = 1
+    scope: str = "batch"
+
+    @property
+    def doc(self) -> str:
+        """The docstring of the function behind it."""
+        return inspect.getdoc(self.compute) or ""
+
+    @torch.no_grad()
+    def __call__(self, token_level_rewards: Tensor, response_mask: Tensor, **arguments: Any) -> Result:
+        """Return ``(advantages, returns)``: constants, each ``[B, T]``, 0 where the mask is 0.
+
+        Their type is that of the rewards, and float32 for bfloat16, float16 and integer rewards. What stands where the
+        mask is 0 is never looked at.
+
+        Args:
+            token_level_rewards: ``[B, T]``; usually one number on the last sampled token of each row.
+            response_mask: ``[B, T]``, 1 on tokens that the policy sampled.
+            **arguments: options, and inputs; inputs that are not needed are ignored.
+
+                ``group_ids``: length B, the prompt group of each row.
+                ``values``: ``[B, T]``, the critic's.
+                ``reward_baselines``: ``[B]``, the score of the prompt's greedy response.
+                ``old_log_probs``, ``sum_pi_squared``, ``rollout_is_weights``: ``[B, T]``.
+                ``reward_components``: name -> ``[B]``.
+                ``turn_ids``: ``[B, T]``, the turn of each token: 0, 1, ...
+                ``turn_group_ids``: one sequence a row, whose item k names the state before turn k.
+
+        Raises:
+            ConfigError: a needed input is missing, has the wrong shape, or holds NaN or infinity; an option is unknown;
+                the mask selects nothing; a group is too small.
+        """
+        inputs = {argument: arguments.pop(argument, None) for argument, _ in INPUTS.values()}
+        self._check_names(inputs, arguments)
+        wanted = [INPUTS[name][0] for name in sorted(self.needs | self.uses)]
+        rewards, mask, ready = checked_inputs(
+            token_level_rewards,
+            response_mask,
+            {argument: inputs[argument] for argument in wanted},
+            min_group=self.min_group,
+            name=self.name,
+        )
+        return self.compute(rewards, mask, **ready, **arguments)
+
+    def _check_names(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        for need in sorted(self.needs):
+            argument, source = INPUTS[need]
+            if inputs[argument] is None:
+                raise ConfigError(
+                    f"advantage estimator '{self.name}' needs {argument}",
+                    why=self.formula,
+                    fix=f"supply {argument}: {source}",
+                    where="algorithm.adv_estimator",
+                )
+        for option in options:
+            if option not in self.options:
+                raise ConfigError(
+                    f"advantage estimator '{self.name}' has no option '{option}'",
+                    fix=did_you_mean(option, self.options) if self.options else "it takes no options",
+                    where="algorithm",
+                )
+
+
+advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
+
+
+def register_estimator(
+    *names: str,
+    needs: Sequence[str] = (),
+    uses: Sequence[str] = (),
+    formula: str,
+    paper: str,
+    group_of_one: str = "",
+    min_group: int = 1,
+    scope: str = "batch",
+) -> Callable[[Callable[..., Result]], AdvantageEstimator]:
+    """Return a decorator that registers ``fn(token_level_rewards, response_mask, *, <inputs>, <options>)``.
+
+    The function gets rewards that are finite, floating and 0 where the mask is 0, a boolean mask, and its other inputs
+    prepared in the same way. Keyword arguments that are no inputs are its options. See :class:`AdvantageEstimator` for
+    the meaning of the arguments.
+    """
+
+    def decorate(compute: Callable[..., Result]) -> AdvantageEstimator:
+        arguments = {INPUTS[name][0] for name in (*needs, *uses)}
+        keywords = {p.name for p in inspect.signature(compute).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        estimator = AdvantageEstimator(
+            names[0],
+            compute,
+            frozenset(needs),
+            frozenset(keywords - arguments),
+            formula,
+            paper,
+            group_of_one,
+            frozenset(uses),
+            min_group,
+            scope,
+        )
+        return advantage_estimators.register(*names)(estimator)
+
+    return decorate

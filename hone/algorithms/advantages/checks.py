@@ -1,0 +1,110 @@
+"""The inputs of an estimator, checked once and made safe: floating, finite, and 0 outside the mask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.masked import where_mask
+from hone.errors import ConfigError
+
+SHOWN = 8
+TOKEN_INPUTS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "turn_ids")
+
+
+def checked_inputs(
+    rewards: Tensor, mask: Tensor, inputs: Mapping[str, Any], *, min_group: int, name: str
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return rewards, boolean mask and the inputs as an estimator's function gets them.
+
+    Raises:
+        ConfigError: see :class:`~hone.algorithms.advantages.base.AdvantageEstimator`.
+    """
+    _same_shape("response_mask", mask, rewards)
+    selected = mask.bool()
+    if not selected.any():
+        raise ConfigError(
+            f"response_mask selects none of {rewards.shape[0]} x {rewards.shape[1]} tokens",
+            why="there is nothing to learn from",
+            fix="set response_mask to 1 on the tokens that the policy sampled",
+            where="response_mask",
+        )
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    clean = where_mask(rewards, selected).to(dtype)
+    _finite("token_level_rewards", clean)
+    ready: dict[str, Any] = {}
+    for argument, value in inputs.items():
+        if argument == "group_ids":
+            _check_groups(value, len(rewards), min_group, name)
+        elif argument in TOKEN_INPUTS and value is not None:
+            _same_shape(argument, value, rewards)
+            value = where_mask(value, selected)
+            value = value if argument == "turn_ids" else value.to(dtype)
+        elif argument == "reward_baselines":
+            value = _row_scores(argument, value, clean)
+        elif argument == "reward_components":
+            value = {key: _row_scores(f"reward_components['{key}']", scores, clean) for key, scores in value.items()}
+        ready[argument] = value
+    return clean, selected, ready
+
+
+def _same_shape(argument: str, tensor: Tensor, rewards: Tensor) -> None:
+    if rewards.dim() != 2 or tensor.shape != rewards.shape:
+        raise ConfigError(
+            f"{argument} has shape {list(tensor.shape)}, token_level_rewards {list(rewards.shape)}",
+            fix="both are [B, T]: one row a response, one column a token",
+            where=argument,
+        )
+
+
+def _row_scores(argument: str, scores: Any, rewards: Tensor) -> Tensor:
+    scores = torch.as_tensor(scores, device=rewards.device)
+    if scores.shape != rewards.shape[:1]:
+        raise ConfigError(
+            f"{argument} has shape {list(scores.shape)} for {len(rewards)} sequences",
+            fix="pass one number a row, [B]",
+            where=argument,
+        )
+    scores = scores.to(torch.promote_types(scores.dtype, rewards.dtype))
+    _finite(argument, scores)
+    return scores
+
+
+def _finite(argument: str, values: Tensor) -> None:
+    # the sum over a row is finite when all its parts are, save for an overflow, which the second look clears up
+    rows = values if values.dim() == 1 else values.sum(dim=-1)
+    if torch.isfinite(rows).all():
+        return
+    wrong = ~torch.isfinite(values if values.dim() == 1 else values.where(~torch.isfinite(rows)[:, None], 0.0))
+    bad = (wrong if wrong.dim() == 1 else wrong.any(dim=-1)).nonzero().flatten().tolist()
+    if bad:
+        shown = ", ".join(map(str, bad[:SHOWN])) + (", ..." if len(bad) > SHOWN else "")
+        raise ConfigError(
+            f"{argument} holds NaN or infinity in {len(bad)} of {len(values)} rows: {shown}",
+            why="one such number makes every advantage of its group, or of the whole batch, meaningless",
+            fix="let the reward function return finite numbers, or raise an error",
+            where=argument,
+        )
+
+
+def _check_groups(group_ids: Any, size: int, min_group: int, name: str) -> None:
+    if len(group_ids) != size:
+        raise ConfigError(
+            f"group_ids has {len(group_ids)} entries for {size} sequences",
+            fix="pass one group id a row",
+            where="group_ids",
+        )
+    if min_group > 1:
+        sizes = Counter(group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids)
+        small = [group for group, count in sizes.items() if count < min_group]
+        if small:
+            raise ConfigError(
+                f"{len(small)} of {len(sizes)} groups have fewer than {min_group} responses, the first is {small[0]!r}",
+                why=f"advantage estimator '{name}' compares the responses of a group with each other",
+                fix=f"actor_rollout_ref.rollout.n={max(min_group, 8)}",
+                where="actor_rollout_ref.rollout.n",
+            )
