@@ -13,14 +13,23 @@ from hone.algorithms.kl import KL_KINDS, apply_kl_penalty, kl_penalty
 from hone.algorithms.kl_controller import AdaptiveKLController, FixedKLController, KLController, kl_controller
 from hone.algorithms.logits import chunked_log_probs, entropy_from_logits, token_log_probs
 from hone.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from hone.algorithms.off_policy import (
+    ROLLOUT_CORRECTION_PRESETS,
+    Correction,
+    check_rollout_correction,
+    off_policy_metrics,
+    rollout_correction,
+)
 from hone.algorithms.policy_losses.base import PolicyLoss, TokenLoss, policy_losses
 from hone.algorithms.value import value_loss
 
 __all__ = [
     "AGGREGATION_MODES",
     "KL_KINDS",
+    "ROLLOUT_CORRECTION_PRESETS",
     "AdaptiveKLController",
     "AdvantageEstimator",
+    "Correction",
     "FixedKLController",
     "KLController",
     "PolicyLoss",
@@ -28,6 +37,7 @@ __all__ = [
     "advantage_estimators",
     "aggregate_loss",
     "apply_kl_penalty",
+    "check_rollout_correction",
     "chunked_log_probs",
     "entropy_from_logits",
     "kl_controller",
@@ -36,7 +46,9 @@ __all__ = [
     "masked_sum",
     "masked_var",
     "masked_whiten",
+    "off_policy_metrics",
     "policy_losses",
+    "rollout_correction",
     "token_log_probs",
     "value_loss",
 ]

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def wide(values: Tensor) -> Tensor:
+    """``values`` in float32 or better, so that sums and exponentials of bfloat16 keep their digits."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def where_mask(values: Tensor, mask: Tensor) -> Tensor:
     """``values`` where ``mask`` is 1 and 0 elsewhere; unlike a product it also silences NaN and infinity."""
     return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))

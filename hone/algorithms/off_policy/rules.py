@@ -1,0 +1,276 @@
+"""What ``algorithm.rollout_correction`` asks for, parsed and checked.
+
+A threshold is a number or ``lower_upper``, with a decimal point in both numbers: ``0.5_5.0``. Without the points a
+command line or a YAML file reads one number with a separator of thousands (``0.5_5`` is 0.55); a bound below 1, where
+that ends, is refused with the reason. The list ``[0.5, 5]`` means the same and has no such trap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hone.errors import ConfigError, did_you_mean
+
+KEY = "algorithm.rollout_correction"
+
+IMPORTANCE_LEVELS = ("token", "sequence", "geometric")
+REJECTION_OPTIONS = (
+    *(f"{reduction}_{k}" for reduction in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+LOSS_TYPES = ("ppo_clip", "reinforce")
+RENAMED = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+Threshold = float | str | Sequence[float | str]
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """Importance weights.
+
+    Attributes:
+        level: one of :data:`IMPORTANCE_LEVELS`.
+        low: weights below it become 0; None: truncation at ``high`` only.
+        high: with ``low`` weights above it become 0, without they become ``high``.
+        normalize: divide by the mean weight of the batch.
+    """
+
+    level: str
+    low: float | None
+    high: float
+    normalize: bool
+
+
+@dataclass(frozen=True)
+class RejectionRule:
+    """Keep what has ``low <= statistic <= high``.
+
+    Attributes:
+        option: one of :data:`REJECTION_OPTIONS`.
+        low: bound in units of the statistic (for k1 minus the logarithm of the ratio's upper bound).
+        high: bound in units of the statistic (for k1 minus the logarithm of the ratio's lower bound).
+    """
+
+    option: str
+    low: float
+    high: float
+
+    @property
+    def reduction(self) -> str:
+        """``token``, ``seq_sum``, ``seq_mean`` or ``seq_max``."""
+        return self.option.rpartition("_")[0]
+
+    @property
+    def statistic(self) -> str:
+        """``k1``, ``k2`` or ``k3``."""
+        return self.option.rpartition("_")[2]
+
+
+@dataclass(frozen=True)
+class CorrectionRules:
+    """Everything :func:`~hone.algorithms.off_policy.correction.rollout_correction` does to a batch."""
+
+    weight: WeightRule | None
+    rejections: tuple[RejectionRule, ...]
+    veto: float | None
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        rollout_is: str | None = None,
+        rollout_is_threshold: Threshold = 2.0,
+        rollout_is_batch_normalize: bool = False,
+        rollout_rs: str | Sequence[str] | None = None,
+        rollout_rs_threshold: Threshold | None = None,
+        rollout_token_veto_threshold: float | None = None,
+    ) -> CorrectionRules:
+        """Parse the options of :func:`~hone.algorithms.off_policy.correction.rollout_correction`.
+
+        Raises:
+            ConfigError: an unknown name, a threshold that cannot be read or excludes the on-policy ratio 1, the wrong
+                number of thresholds, a threshold or normalisation without the switch it belongs to.
+        """
+        return cls(
+            _weight_rule(rollout_is, rollout_is_threshold, rollout_is_batch_normalize),
+            _rejection_rules(rollout_rs, rollout_rs_threshold),
+            _veto(rollout_token_veto_threshold),
+        )
+
+
+def check_rollout_correction(*, bypass_mode: bool = False, loss_type: str = "ppo_clip", **options) -> CorrectionRules:
+    """Check a whole ``algorithm.rollout_correction`` block before anything runs, and return its rules.
+
+    Args:
+        bypass_mode: the engine's log-probs are the old log-probs.
+        loss_type: of the bypass mode: ``ppo_clip`` (the ratio is the importance weight) or ``reinforce``.
+        **options: of :meth:`CorrectionRules.parse`.
+
+    Raises:
+        ConfigError: as :meth:`CorrectionRules.parse`, and for combinations in which a switch would do nothing.
+    """
+    rules = CorrectionRules.parse(**options)
+    if loss_type not in LOSS_TYPES:
+        raise ConfigError(
+            f"unknown loss_type '{loss_type}'", where=f"{KEY}.loss_type", fix=did_you_mean(loss_type, LOSS_TYPES)
+        )
+    if loss_type != "ppo_clip" and not bypass_mode:
+        raise ConfigError(
+            f"loss_type={loss_type} has an effect in bypass mode only, and bypass_mode is false",
+            why="the run would train with the ordinary policy loss",
+            fix=f"{KEY}.bypass_mode=true, or {KEY}.loss_type=ppo_clip",
+            where=f"{KEY}.loss_type",
+        )
+    if bypass_mode and loss_type == "ppo_clip" and rules.weight:
+        raise ConfigError(
+            f"rollout_is={rules.weight.level} does nothing in bypass mode with loss_type=ppo_clip",
+            why="the PPO ratio is taken against the engine's log-probs; it is the importance weight already",
+            fix=f"{KEY}.rollout_is=null, or {KEY}.loss_type=reinforce",
+            where=f"{KEY}.rollout_is",
+        )
+    if bypass_mode and rules.weight and rules.weight.normalize:
+        raise ConfigError(
+            "rollout_is_batch_normalize=true cannot be used in bypass mode",
+            why="weights are made anew in every micro-batch; a mean over one would change with how the batch is cut",
+            fix=f"{KEY}.rollout_is_batch_normalize=false, or {KEY}.bypass_mode=false",
+            where=f"{KEY}.rollout_is_batch_normalize",
+        )
+    return rules
+
+
+def _weight_rule(level: str | None, threshold: Threshold, normalize: bool) -> WeightRule | None:
+    if level is None:
+        if normalize:
+            raise ConfigError(
+                "rollout_is_batch_normalize=true, but rollout_is is null: there are no weights to normalise",
+                fix=f"{KEY}.rollout_is=token, or {KEY}.rollout_is_batch_normalize=false",
+                where=f"{KEY}.rollout_is_batch_normalize",
+            )
+        return None
+    if level not in IMPORTANCE_LEVELS:
+        raise ConfigError(
+            f"unknown level of importance weights '{level}'",
+            where=f"{KEY}.rollout_is",
+            fix=did_you_mean(level, IMPORTANCE_LEVELS),
+        )
+    low, high = _bounds(threshold, "rollout_is_threshold")
+    return WeightRule(level, low, high, normalize)
+
+
+def _rejection_rules(options: str | Sequence[str] | None, threshold: Threshold | None) -> tuple[RejectionRule, ...]:
+    names = [str(name) for name in _entries(options)]
+    where = f"{KEY}.rollout_rs_threshold"
+    if not names:
+        if threshold is not None:
+            raise ConfigError(
+                f"rollout_rs_threshold={threshold}, but rollout_rs is null: nothing is rejected",
+                fix=f"{KEY}.rollout_rs=seq_mean_k3, or {where}=null",
+                where=where,
+            )
+        return ()
+    for name in names:
+        if name not in REJECTION_OPTIONS:
+            fix = f"{KEY}.rollout_rs={RENAMED[name]}" if name in RENAMED else did_you_mean(name, REJECTION_OPTIONS)
+            raise ConfigError(f"unknown rejection option '{name}'", where=f"{KEY}.rollout_rs", fix=fix)
+    thresholds = _entries(threshold)
+    if not thresholds:
+        example = ",".join("0.5_2.0" if name.endswith("k1") else "0.01" for name in names)
+        raise ConfigError(
+            f"rollout_rs={','.join(names)} needs a threshold: nothing says what to reject",
+            fix=f"'{where}=\"{example}\"'" if len(names) > 1 else f"{where}={example}",
+            where=where,
+        )
+    if len(thresholds) not in (1, len(names)):
+        raise ConfigError(
+            f"{len(thresholds)} thresholds for {len(names)} rejection options ({', '.join(names)})",
+            fix="give one threshold for all of them, or one each, in the same order",
+            where=where,
+        )
+    if len(thresholds) == 1:
+        thresholds *= len(names)
+    rules: dict[str, RejectionRule] = {}
+    for name, entry in zip(names, thresholds, strict=True):
+        rules.setdefault(name, _rejection_rule(name, entry))  # of a repeated option the first counts
+    return tuple(rules.values())
+
+
+def _rejection_rule(option: str, threshold: float | str) -> RejectionRule:
+    if option.endswith("_k1"):
+        low, high = _bounds(threshold, "rollout_rs_threshold")
+        low = 1.0 / high if low is None else low
+        return RejectionRule(option, -math.log(high), -math.log(low) if low > 0 else math.inf)
+    if isinstance(threshold, str) and "_" in threshold:
+        raise ConfigError(
+            f"{option} takes one upper bound, got '{threshold}'",
+            why="k2 and k3 are never negative and 0 on policy: there is no lower bound to give",
+            fix=f"{KEY}.rollout_rs_threshold={threshold.rpartition('_')[2]}",
+            where=f"{KEY}.rollout_rs_threshold",
+        )
+    return RejectionRule(option, -math.inf, _positive(threshold, "rollout_rs_threshold", "0.01"))
+
+
+def _veto(threshold: float | None) -> float | None:
+    if threshold is None:
+        return None
+    value = _positive(threshold, "rollout_token_veto_threshold", "1e-4")
+    if value >= 1:
+        raise ConfigError(
+            f"rollout_token_veto_threshold={threshold} must be below 1",
+            why="one token whose ratio is below it rejects its sequence; on policy every ratio is 1",
+            fix=f"{KEY}.rollout_token_veto_threshold=1e-4",
+            where=f"{KEY}.rollout_token_veto_threshold",
+        )
+    return value
+
+
+def _entries(value: Threshold | str | Sequence[str] | None) -> list[float | str]:
+    """Entries of a comma list, of a list, or the value itself."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+def _bounds(threshold: Threshold, key: str) -> tuple[float | None, float]:
+    """``(lower, upper)`` bound of a ratio; a lone number is the upper one."""
+    parts = threshold.split("_") if isinstance(threshold, str) else _entries(threshold)
+    where, example = f"{KEY}.{key}", "0.5_5.0" if key == "rollout_is_threshold" else "0.5_2.0"
+    if len(parts) not in (1, 2):
+        raise ConfigError(
+            f"{key}={threshold} is neither a number nor 'lower_upper'", where=where, fix=f"{where}={example}"
+        )
+    high = _positive(parts[-1], key, example)
+    low = None
+    if len(parts) == 2:
+        # 0 is no lower bound at all: what is masked is only what is too large
+        low = 0.0 if _number(parts[0]) == 0 else _positive(parts[0], key, example)
+    if high < 1 or (low is not None and low > 1):
+        raise ConfigError(
+            f"{key}={threshold} excludes the ratio 1 of a token that is on policy",
+            why="bounds must enclose 1; 'lower_upper' without decimal points is read as one number (0.5_5 as 0.55)",
+            fix=f"{where}={example}",
+            where=where,
+        )
+    return low, high
+
+
+def _positive(value: object, key: str, example: str) -> float:
+    number = _number(value)
+    if number is None or not 0 < number < math.inf:
+        raise ConfigError(
+            f"{key}: '{value}' is not a positive number", where=f"{KEY}.{key}", fix=f"{KEY}.{key}={example}"
+        )
+    return number
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None

@@ -1,0 +1,99 @@
+"""Importance weights: trained policy / sampling policy, of each token or of each sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.masked import masked_mean, masked_sum, masked_var, where_mask
+from hone.algorithms.off_policy.rules import WeightRule
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to +-20 before the exponential, which then stays within 2e-9 and 5e8."""
+
+
+def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
+    """Ratio of the probabilities that two policies give to a unit: a token or a sequence.
+
+    ==============  ========================================================  =======
+    ``token``       exp(log_ratio)                                            [B, T]
+    ``sequence``    exp(sum of log_ratio over the sequence)                   [B, 1]
+    ``geometric``   exp(mean of log_ratio over the sequence)                  [B, 1]
+    ==============  ========================================================  =======
+
+    Args:
+        log_ratio: ``[B, T]``, 0 outside the mask.
+        mask: ``[B, T]``.
+        level: one of the three.
+
+    Returns:
+        the ratio, and which units count (1 or 0), of the same shape.
+    """
+    if level == "token":
+        exponent, units = log_ratio, mask
+    else:
+        reduce = masked_sum if level == "sequence" else masked_mean
+        exponent, units = reduce(log_ratio, mask, -1)[:, None], (mask.sum(-1, keepdim=True) > 0)
+    return exponent.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), units
+
+
+def bounded(ratio: Tensor, rule: WeightRule) -> Tensor:
+    """Truncate above (TIS: Ionides 2008, "Truncated importance sampling", J. Comput. Graph. Stat. 17(2)), or set to 0
+    what is outside both bounds (MIS; IcePop, Ling Team 2025, arXiv:2510.18855)."""
+    if rule.low is None:
+        return ratio.clamp(max=rule.high)
+    return torch.where((ratio >= rule.low) & (ratio <= rule.high), ratio, torch.zeros_like(ratio))
+
+
+def normalized(weights: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide by the mean over the units that count; a mean of 0 leaves the weights as they are. Also the mean."""
+    mean = masked_mean(weights, units)
+    factor = torch.where(mean > 1e-8, mean, torch.ones_like(mean))
+    return weights / factor, factor
+
+
+def weight_metrics(ratio: Tensor, weights: Tensor, units: Tensor, mask: Tensor, rule: WeightRule) -> dict[str, Tensor]:
+    """Statistics of the weights, by unit (token or sequence) and by sequence.
+
+    ``max``, ``min`` and the fractions are those of the ratio, before it is bounded: afterwards they would only repeat
+    the threshold. Mean, standard deviation and effective sample size (Kish: mean(w)^2 / mean(w^2), the share of the
+    batch that an unweighted one of the same variance would need) are those of the weights in use.
+    """
+    low = 1.0 / rule.high if rule.low is None else rule.low
+    rows, row_units = masked_mean(where_mask(weights.expand_as(mask), mask), mask, -1), mask.sum(-1) > 0
+    row_ratio = masked_mean(where_mask(ratio.expand_as(mask), mask), mask, -1)
+    second = masked_mean(weights.square(), units)
+    metrics = {
+        **_spread("", ratio, weights, units),
+        "ratio_fraction_high": _share(ratio > rule.high, units),
+        "ratio_fraction_low": _share(ratio < low, units),
+        "eff_sample_size": masked_mean(weights, units).square() / second.clamp(min=torch.finfo(second.dtype).tiny),
+        **_spread("seq_", row_ratio, rows, row_units),
+        "seq_max_deviation": extreme((row_ratio - 1.0).abs(), row_units, "max"),
+        "seq_fraction_high": _share(row_ratio > rule.high, row_units),
+        "seq_fraction_low": _share(row_ratio < low, row_units),
+    }
+    if rule.low is not None:
+        metrics["oob_ratio"] = _share((ratio < low) | (ratio > rule.high), units)
+    return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
+
+
+def extreme(values: Tensor, mask: Tensor, which: str) -> Tensor:
+    """Largest (``max``) or smallest (``min``) selected value; 0 when nothing is selected."""
+    selected = values[mask.bool()]
+    if selected.numel() == 0:
+        return values.new_zeros(())
+    return selected.max() if which == "max" else selected.min()
+
+
+def _spread(prefix: str, ratio: Tensor, weights: Tensor, units: Tensor) -> dict[str, Tensor]:
+    return {
+        f"{prefix}mean": masked_mean(weights, units),
+        f"{prefix}std": masked_var(weights, units).sqrt(),
+        f"{prefix}max": extreme(ratio, units, "max"),
+        f"{prefix}min": extreme(ratio, units, "min"),
+    }
+
+
+def _share(condition: Tensor, units: Tensor) -> Tensor:
+    return masked_mean(condition.to(torch.float32), units)
