@@ -9,6 +9,7 @@
 
 from hone.algorithms.advantages import AdvantageEstimator, advantage_estimators
 from hone.algorithms.aggregate import AGGREGATION_MODES, aggregate_loss
+from hone.algorithms.implicit_reward import implicit_reward_loss, implicit_rewards
 from hone.algorithms.kl import KL_KINDS, apply_kl_penalty, kl_penalty
 from hone.algorithms.kl_controller import AdaptiveKLController, FixedKLController, KLController, kl_controller
 from hone.algorithms.logits import chunked_log_probs, entropy_from_logits, token_log_probs
@@ -21,6 +22,10 @@ from hone.algorithms.off_policy import (
     rollout_correction,
 )
 from hone.algorithms.policy_losses.base import PolicyLoss, TokenLoss, policy_losses
+from hone.algorithms.preference_losses.base import PreferenceLoss, preference_losses
+from hone.algorithms.preference_losses.pairs import best_worst_pairs
+from hone.algorithms.preference_losses.unpaired import kto_kl
+from hone.algorithms.reward_model import bradley_terry_loss
 from hone.algorithms.value import value_loss
 
 __all__ = [
@@ -33,21 +38,28 @@ __all__ = [
     "FixedKLController",
     "KLController",
     "PolicyLoss",
+    "PreferenceLoss",
     "TokenLoss",
     "advantage_estimators",
     "aggregate_loss",
     "apply_kl_penalty",
+    "best_worst_pairs",
+    "bradley_terry_loss",
     "check_rollout_correction",
     "chunked_log_probs",
     "entropy_from_logits",
+    "implicit_reward_loss",
+    "implicit_rewards",
     "kl_controller",
     "kl_penalty",
+    "kto_kl",
     "masked_mean",
     "masked_sum",
     "masked_var",
     "masked_whiten",
     "off_policy_metrics",
     "policy_losses",
+    "preference_losses",
     "rollout_correction",
     "token_log_probs",
     "value_loss",

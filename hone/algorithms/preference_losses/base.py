@@ -1,0 +1,282 @@
+"""Preference losses: learning from which of two responses is better, or from single responses called good or bad.
+
+A registered function sees whole responses only (sums of log-probs, one number a response) and returns one loss a pair
+(or a response) and the implicit rewards. Summing tokens under the mask, pairing rows, normalising and naming metrics
+happen here, once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.masked import masked_mean, masked_sum, where_mask
+from hone.algorithms.preference_losses.pairs import pair_rows
+from hone.errors import ConfigError, did_you_mean
+from hone.registry import Registry
+
+KEY = "loss"
+"""The configuration block that the options stand in."""
+
+NEEDS = {
+    "pairs": "a chosen and a rejected response to every prompt (columns chosen and rejected)",
+    "reference": "ref_log_probs of a frozen policy",
+    "kl": "kl, the estimated KL to the reference policy (see kto_kl)",
+}
+"""What a loss may need, and what that is."""
+
+COUNTED_BY = {
+    "rewards/chosen": "chosen",
+    "logps/chosen": "chosen",
+    "rewards/rejected": "rejected",
+    "logps/rejected": "rejected",
+}
+"""What the mean of a metric is over; those not named here: pairs, or responses where there are none."""
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Whole responses, one number each.
+
+    Attributes:
+        log_probs: ``[N]``, sum over the response's tokens, with gradient.
+        lengths: ``[N]``, tokens counted, at least 1.
+        ref_log_probs: ``[N]``, the same sum under the reference policy; 0 for a loss without one.
+    """
+
+    log_probs: Tensor
+    lengths: Tensor
+    ref_log_probs: Tensor
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """``log pi(y|x) - log pi_ref(y|x)``, ``[N]``."""
+        return self.log_probs - self.ref_log_probs
+
+    @property
+    def mean_log_prob(self) -> Tensor:
+        """Log-prob a token, ``[N]``."""
+        return self.log_probs / self.lengths
+
+    def averaged(self) -> Responses:
+        """The same with averages over tokens in place of sums."""
+        return Responses(
+            self.log_probs / self.lengths, torch.ones_like(self.lengths), self.ref_log_probs / self.lengths
+        )
+
+    def select(self, rows: Tensor) -> Responses:
+        """These rows."""
+        return Responses(self.log_probs[rows], self.lengths[rows], self.ref_log_probs[rows])
+
+
+@dataclass
+class PairLoss:
+    """What a loss says of P pairs.
+
+    Attributes:
+        loss: ``[P]``, with gradient.
+        chosen: implicit reward of the chosen responses, ``[P]``.
+        rejected: of the rejected ones, ``[P]``.
+        statistics: further numbers ``[P]`` by metric name; their means are reported.
+    """
+
+    loss: Tensor
+    chosen: Tensor
+    rejected: Tensor
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class LabelLoss:
+    """What a loss says of B single responses: ``loss`` with gradient, implicit ``rewards`` and the ``threshold`` above
+    which a reward calls a response good; each ``[B]``.
+    """
+
+    loss: Tensor
+    rewards: Tensor
+    threshold: Tensor
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A registered preference loss: callable, and able to say what it needs.
+
+    Attributes:
+        name: first registered name.
+        compute: ``f(chosen, rejected, **options) -> PairLoss`` or, for single responses, ``f(responses, labels, kl,
+            **options) -> LabelLoss``; responses come as :class:`Responses`.
+        needs: keys of :data:`NEEDS`.
+        options: plain-number options, named as the configuration keys under ``loss``.
+        formula: in one line.
+        paper: where it comes from.
+    """
+
+    name: str
+    compute: Callable[..., Any]
+    needs: frozenset[str]
+    options: frozenset[str]
+    formula: str
+    paper: str
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        response_mask: Tensor,
+        labels: Tensor,
+        *,
+        pair_ids: Sequence[Hashable] | Tensor | None = None,
+        ref_log_probs: Tensor | None = None,
+        kl: Tensor | float | None = None,
+        global_batch_size: int | Tensor | None = None,
+        dp_size: int = 1,
+        **options: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return ``(loss, metrics)``.
+
+        Args:
+            log_probs: of the response tokens under the policy that is trained, ``[B, T]``.
+            response_mask: ``[B, T]``, 1 on tokens that count; what stands outside it, NaN included, reaches neither loss
+                nor gradient.
+            labels: ``[B]``, true on chosen (desirable) responses.
+            pair_ids: length B, equal on the two rows of a pair; None pairs the i-th chosen with the i-th rejected row.
+            ref_log_probs: of the response tokens under the reference policy, ``[B, T]``; a constant.
+            kl: the estimated KL (see :func:`~hone.algorithms.preference_losses.unpaired.kto_kl`); a constant.
+            global_batch_size: pairs (or single responses) of the whole mini-batch over all ranks; the losses of its
+                micro-batches then add up to its loss. None means those here.
+            dp_size: data-parallel ranks whose gradients are averaged.
+            **options: of this loss.
+
+        Returns:
+            the scalar loss, a mean over pairs (or single responses), and metrics without gradient:
+            ``rewards/chosen``, ``rewards/rejected`` (implicit rewards), ``rewards/accuracies`` (pairs in the right order,
+            a tie counts half; for single responses: on the right side), ``logps/chosen``, ``logps/rejected`` (sums over
+            tokens), with pairs ``rewards/margins``. Each is a mean; :meth:`counts` says over how many.
+            Responses without tokens, and the pairs they stand in, count for nothing.
+
+        Raises:
+            ConfigError: something that the loss needs is missing, or an option is unknown or out of bounds.
+            DataError: the rows do not form pairs.
+            ValueError: ``dp_size > 1`` without ``global_batch_size``.
+        """
+        self._check(options, reference=ref_log_probs is not None, kl=kl is not None)
+        if dp_size > 1 and global_batch_size is None:
+            raise ValueError(f"with dp_size={dp_size} the loss needs global_batch_size over all ranks")
+        labels = labels.bool()
+        responses = _responses(log_probs, ref_log_probs if "reference" in self.needs else None, response_mask)
+        present = response_mask.bool().any(-1)
+        if "pairs" in self.needs:
+            loss, valid, metrics = self._of_pairs(responses, present, labels, pair_ids, options)
+        else:
+            loss, valid, metrics = self._of_labels(responses, present, labels, kl, options)
+        units = valid.sum() if global_batch_size is None else global_batch_size
+        units = units.clamp(min=1) if isinstance(units, Tensor) else max(units, 1)
+        return masked_sum(loss, valid) / units * dp_size, metrics
+
+    def counts(
+        self, response_mask: Tensor, labels: Tensor, pair_ids: Sequence[Hashable] | Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """How many ``units`` (pairs, or single responses), ``chosen`` and ``rejected`` responses the means are over; with
+        :data:`COUNTED_BY` the weights by which metrics of micro-batches are averaged.
+        """
+        labels, present = labels.bool(), response_mask.bool().any(-1)
+        if "pairs" in self.needs:
+            chosen, rejected = pair_rows(labels, pair_ids)
+            pairs = (present[chosen] & present[rejected]).sum()
+            return {"units": pairs, "chosen": pairs, "rejected": pairs}
+        return {"units": present.sum(), "chosen": (present & labels).sum(), "rejected": (present & ~labels).sum()}
+
+    def _of_pairs(
+        self, responses: Responses, present: Tensor, labels: Tensor, pair_ids: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        chosen, rejected = pair_rows(labels, pair_ids)
+        part: PairLoss = self.compute(responses.select(chosen), responses.select(rejected), **options)
+        valid = present[chosen] & present[rejected]
+        numbers = {
+            "rewards/chosen": part.chosen,
+            "rewards/rejected": part.rejected,
+            "rewards/margins": part.chosen - part.rejected,
+            "rewards/accuracies": _right(part.chosen - part.rejected),
+            "logps/chosen": responses.log_probs[chosen],
+            "logps/rejected": responses.log_probs[rejected],
+            **part.statistics,
+        }
+        return part.loss, valid, {name: masked_mean(value.detach(), valid) for name, value in numbers.items()}
+
+    def _of_labels(
+        self, responses: Responses, present: Tensor, labels: Tensor, kl: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        constant = torch.as_tensor(kl, dtype=responses.log_probs.dtype, device=labels.device).detach()
+        part: LabelLoss = self.compute(responses, labels, constant, **options)
+        rewards, log_probs = part.rewards.detach(), responses.log_probs.detach()
+        sides = {"chosen": present & labels, "rejected": present & ~labels}
+        metrics = {f"rewards/{side}": masked_mean(rewards, rows) for side, rows in sides.items()}
+        metrics |= {f"logps/{side}": masked_mean(log_probs, rows) for side, rows in sides.items()}
+        signed = torch.where(labels, 1.0, -1.0) * (rewards - part.threshold.detach())
+        metrics["rewards/accuracies"] = masked_mean(_right(signed), present)
+        return part.loss, present, metrics
+
+    def _check(self, options: dict[str, Any], *, reference: bool, kl: bool) -> None:
+        for need, given in (("reference", reference), ("kl", kl)):
+            if need in self.needs and not given:
+                raise ConfigError(
+                    f"preference loss '{self.name}' needs {NEEDS[need]}",
+                    why=self.formula,
+                    fix="hand it in, or choose a loss without it, such as orpo, simpo or cpo",
+                    where=f"{KEY}.name",
+                )
+        for option, value in options.items():
+            if option not in self.options:
+                raise ConfigError(
+                    f"preference loss '{self.name}' has no option '{option}'",
+                    fix=did_you_mean(option, self.options),
+                    where=KEY,
+                )
+            if option == "beta" and not value > 0:
+                raise ConfigError(f"beta={value} must be above 0", where=f"{KEY}.beta", fix=f"{KEY}.beta=0.1")
+            if option == "label_smoothing" and not 0 <= value < 0.5:
+                raise ConfigError(
+                    f"label_smoothing={value} must be at least 0 and below 0.5",
+                    why="it is the share of pairs whose order is wrong; at one half they would say nothing",
+                    where=f"{KEY}.label_smoothing",
+                    fix=f"{KEY}.label_smoothing=0.1",
+                )
+
+
+preference_losses: Registry[PreferenceLoss] = Registry("preference loss", key=f"{KEY}.name")
+
+
+def register_preference_loss(
+    *names: str, needs: Sequence[str], formula: str, paper: str
+) -> Callable[[Callable[..., Any]], PreferenceLoss]:
+    """Return a decorator that registers ``compute`` (see :class:`PreferenceLoss`) under ``names``; its keyword-only
+    parameters are the options.
+    """
+
+    def decorate(compute: Callable[..., Any]) -> PreferenceLoss:
+        parameters = inspect.signature(compute).parameters.values()
+        options = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        loss = PreferenceLoss(names[0], compute, frozenset(needs), options, formula, paper)
+        object.__setattr__(loss, "__doc__", compute.__doc__)
+        return preference_losses.register(*names)(loss)
+
+    return decorate
+
+
+def _responses(log_probs: Tensor, ref_log_probs: Tensor | None, mask: Tensor) -> Responses:
+    """Sums over tokens, in float32 at least: a sum of many bfloat16 numbers would lose the margin between two."""
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    sums = where_mask(log_probs, mask).to(dtype).sum(-1)
+    ref = (
+        torch.zeros_like(sums) if ref_log_probs is None else where_mask(ref_log_probs.detach(), mask).to(dtype).sum(-1)
+    )
+    return Responses(sums, mask.bool().sum(-1).clamp(min=1).to(dtype), ref)
+
+
+def _right(margin: Tensor) -> Tensor:
+    """1 where the margin is positive, one half at 0: a policy that equals its reference has not guessed wrong."""
+    return (margin > 0).to(margin.dtype) + 0.5 * (margin == 0).to(margin.dtype)

@@ -1,0 +1,344 @@
+"""Every registered preference loss, Bradley-Terry and the implicit reward: oracle, gradients, invariances."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import preferences as oracle
+from torch import Tensor
+
+from hone.algorithms import preference_losses
+from hone.algorithms.implicit_reward import implicit_reward_loss, implicit_rewards
+from hone.algorithms.preference_losses import COUNTED_BY, best_worst_pairs, kto_kl, pair_rows
+from hone.algorithms.reward_model import bradley_terry_loss
+from hone.errors import ConfigError, DataError
+
+NAMES = preference_losses.names()
+OPTIONS = {
+    "beta": [0.1, 0.7], "label_smoothing": [0.0, 0.2], "average_log_prob": [False, True], "simpo_gamma": [0.0, 1.3],
+    "cpo_alpha": [0.0, 0.5], "desirable_weight": [1.0, 1.3], "undesirable_weight": [1.0, 0.4],
+}  # fmt: skip
+KL = 0.4
+quick = settings(max_examples=40, deadline=None)
+
+
+@dataclass
+class Case:
+    """Responses ``[B, T]``, NaN wherever the mask is 0; the rows of a pair stand anywhere."""
+
+    log_probs: Tensor
+    ref: Tensor
+    mask: Tensor
+    labels: Tensor
+    pair_ids: list[str]
+
+    def select(self, rows: list[int]) -> Case:
+        tensors = {name: getattr(self, name)[rows] for name in ("log_probs", "ref", "mask", "labels")}
+        return Case(**tensors, pair_ids=[self.pair_ids[row] for row in rows])
+
+    def padded(self, columns: int) -> Case:
+        def pad(x: Tensor, fill: float) -> Tensor:
+            return torch.nn.functional.pad(x, (0, columns), value=fill)
+
+        return replace(
+            self, log_probs=pad(self.log_probs, math.nan), ref=pad(self.ref, math.nan), mask=pad(self.mask, 0)
+        )
+
+
+def build(seed: int, pairs: int, columns: int, *, gap: float, dtype: torch.dtype = torch.float64) -> Case:
+    draw = random.Random(seed)
+    rows = [(f"p{p}", label) for p in range(pairs) for label in (True, False)]
+    draw.shuffle(rows)
+    mask = []
+    for _ in rows:
+        length = draw.choice([0, 1, columns, draw.randint(1, columns), draw.randint(1, columns)])
+        mask.append([int(t < length and draw.random() > 0.2) for t in range(columns)])
+
+    def matrix(value) -> Tensor:
+        return torch.tensor([[value() if m else math.nan for m in row] for row in mask], dtype=dtype)
+
+    log_probs = matrix(lambda: -draw.choice([1e-7, draw.expovariate(1.0), draw.expovariate(0.1)]))
+    return Case(
+        log_probs,
+        log_probs + matrix(lambda: draw.choice([0.0, 1e-7, 1.0]) * draw.uniform(-gap, gap)),
+        torch.tensor(mask),
+        torch.tensor([label for _, label in rows]),
+        [pair for pair, _ in rows],
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    return build(
+        draw(st.integers(0, 2**32)),
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 7)),
+        gap=draw(st.sampled_from([0.01, 1.0, 30.0])),
+    )
+
+
+def options_of(name: str, data: st.DataObject) -> dict:
+    return {o: data.draw(st.sampled_from(OPTIONS[o]), label=o) for o in sorted(preference_losses.get(name).options)}
+
+
+def run(name: str, case: Case, **arguments) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    log_probs = case.log_probs.clone().requires_grad_()
+    loss, metrics = preference_losses.get(name)(
+        log_probs, case.mask, case.labels, pair_ids=case.pair_ids, ref_log_probs=case.ref, kl=KL, **arguments
+    )
+    loss.backward()
+    assert log_probs.grad is not None
+    return loss.detach(), log_probs.grad, metrics
+
+
+def paired(name: str) -> bool:
+    return "pairs" in preference_losses.get(name).needs
+
+
+def counts(name: str, case: Case) -> dict[str, Tensor]:
+    return preference_losses.get(name).counts(case.mask, case.labels, case.pair_ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@quick
+@given(case=cases(), data=st.data())
+def test_loss_and_metrics_equal_the_oracle(name: str, case: Case, data: st.DataObject) -> None:
+    options = options_of(name, data)
+    loss, gradient, metrics = run(name, case, **options)
+    lists = (case.log_probs.tolist(), case.ref.tolist(), case.mask.tolist(), case.labels.tolist())
+    if paired(name):
+        expected, numbers = oracle.pair_loss(name, *lists, case.pair_ids, **options)
+    else:
+        expected, numbers = oracle.kto(*lists, KL, **options)
+    assert float(loss) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    for key, value in numbers.items():
+        assert float(metrics[key]) == pytest.approx(value, rel=1e-9, abs=1e-9), key
+    assert torch.isfinite(gradient).all() and not gradient[case.mask == 0].any()
+    assert 0 <= float(metrics["rewards/accuracies"]) <= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@quick
+@given(case=cases(), data=st.data())
+def test_split_order_padding_and_ranks_change_nothing(name: str, case: Case, data: st.DataObject) -> None:
+    options = options_of(name, data)
+    whole, gradient, metrics = run(name, case, **options)
+    total = int(counts(name, case)["units"])
+
+    order = data.draw(st.permutations(range(len(case.labels))))
+    shuffled, shuffled_gradient, _ = run(name, case.select(order), **options)
+    torch.testing.assert_close(shuffled, whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(shuffled_gradient, gradient[order], rtol=1e-9, atol=1e-12)
+
+    first = data.draw(st.sets(st.sampled_from(sorted(set(case.pair_ids)))))
+    parts = [case.select([r for r, p in enumerate(case.pair_ids) if (p in first) == side]) for side in (True, False)]
+    split = [run(name, part, global_batch_size=total, **options) for part in parts]
+    torch.testing.assert_close(split[0][0] + split[1][0], whole, rtol=1e-9, atol=1e-9)
+    ranks = [run(name, part, global_batch_size=total, dp_size=2, **options)[0] for part in parts]
+    torch.testing.assert_close((ranks[0] + ranks[1]) / 2, whole, rtol=1e-9, atol=1e-9)
+    for key, value in metrics.items():
+        weights = [counts(name, part)[COUNTED_BY.get(key, "units")] for part in parts]
+        joined = sum(w * s[2][key] for w, s in zip(weights, split, strict=True)) / max(int(sum(weights)), 1)
+        torch.testing.assert_close(joined, value, rtol=1e-9, atol=1e-9)
+
+    more, more_gradient, _ = run(name, case.padded(3), **options)
+    torch.testing.assert_close(more, whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(more_gradient[:, : gradient.shape[1]], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_equals_finite_differences(name: str) -> None:
+    case = build(5, 4, 5, gap=1.0)
+    case.log_probs = torch.where(case.mask.bool(), case.log_probs - 0.1, 0.0)
+    loss = preference_losses.get(name)
+
+    def value(log_probs: Tensor) -> Tensor:
+        return loss(log_probs, case.mask, case.labels, pair_ids=case.pair_ids, ref_log_probs=case.ref, kl=KL)[0]
+
+    assert torch.autograd.gradcheck(value, case.log_probs.requires_grad_(), eps=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_lower_precision(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    case = build(3, 8, 20, gap=0.1, dtype=dtype)
+    double = replace(case, log_probs=case.log_probs.double(), ref=case.ref.double())
+    (low, _, _), (high, _, _) = run(name, case), run(name, double)
+    assert low.dtype == torch.float32
+    assert abs(float(low) - float(high)) <= tolerance * max(1.0, abs(float(high)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_along_the_gradient_prefers_the_chosen(name: str) -> None:
+    """Whatever the loss: going down raises what is chosen against what is rejected."""
+    log_probs, mask, labels = torch.full((2, 3), -1.0), torch.ones(2, 3), torch.tensor([True, False])
+    case = Case(log_probs, log_probs.clone(), mask, labels, ["a", "a"])
+    _, gradient, metrics = run(name, case)
+    assert float(gradient[0].sum()) < float(gradient[1].sum())
+    assert float(metrics["rewards/accuracies"]) == (0.5 if paired(name) else 0.5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mistakes_are_told(name: str) -> None:
+    loss, x, labels = preference_losses.get(name), torch.full((2, 2), -1.0), torch.tensor([True, False])
+    given_all = {"ref_log_probs": x, "kl": 0.0}
+    with pytest.raises(ConfigError, match="has no option 'betta'.*Did you mean beta"):
+        loss(x, x < 0, labels, **given_all, betta=0.1)
+    with pytest.raises(ConfigError, match="beta=0 must be above 0"):
+        loss(x, x < 0, labels, **given_all, beta=0)
+    if "label_smoothing" in loss.options:
+        with pytest.raises(ConfigError, match="label_smoothing=0.5"):
+            loss(x, x < 0, labels, **given_all, label_smoothing=0.5)
+    if "reference" in loss.needs:
+        with pytest.raises(ConfigError, match="needs ref_log_probs"):
+            loss(x, x < 0, labels, kl=0.0)
+    if "kl" in loss.needs:
+        with pytest.raises(ConfigError, match="needs kl"):
+            loss(x, x < 0, labels, ref_log_probs=x)
+    with pytest.raises(ValueError, match="global_batch_size"):
+        loss(x, x < 0, labels, **given_all, dp_size=2)
+    if "pairs" in loss.needs:
+        with pytest.raises(DataError, match="2 chosen and 0 rejected"):
+            loss(x, x < 0, torch.tensor([True, True]), **given_all)
+        for bad in (["a", "b"], ["a", "a", "a"]):
+            rows = torch.full((len(bad), 2), -1.0)
+            with pytest.raises(DataError, match="not whole pairs"):
+                loss(rows, rows < 0, torch.tensor([True, False, False][: len(bad)]), pair_ids=bad, ref_log_probs=rows)
+    empty, metrics = loss(x[:0], x[:0], labels[:0], pair_ids=[], ref_log_probs=x[:0], kl=0.0)
+    assert float(empty) == 0 and all(float(v) == 0 for v in metrics.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_metadata_is_complete(name: str) -> None:
+    loss = preference_losses.get(name)
+    assert loss.formula and "arXiv" in loss.paper and "beta" in loss.options
+    assert loss.__doc__ and len(loss.__doc__) > 80
+    assert all(option in loss.formula or option in str(loss.__doc__) for option in loss.options - {"beta"} - SMOOTHING)
+
+
+SMOOTHING = {"label_smoothing", "desirable_weight", "undesirable_weight"}
+
+
+def test_extreme_log_probs_stay_finite() -> None:
+    log_probs = torch.tensor([[0.0], [-1e4], [-1e4], [0.0]])
+    for name in NAMES:
+        case = Case(log_probs, -log_probs, torch.ones(4, 1), torch.tensor([True, False, True, False]), [*"aabb"])
+        loss, gradient, _ = run(name, case)
+        assert torch.isfinite(loss) and torch.isfinite(gradient).all(), name
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+
+def test_pair_rows_finds_the_sides_in_any_order() -> None:
+    chosen, rejected = pair_rows(torch.tensor([False, True, True, False]), ["x", "y", "x", "y"])
+    assert chosen.tolist() == [2, 1] and rejected.tolist() == [0, 3]
+    chosen, rejected = pair_rows(torch.tensor([0, 1, 1, 0]), torch.tensor([7, 3, 7, 3]))
+    assert chosen.tolist() == [2, 1] and rejected.tolist() == [0, 3]
+
+
+@quick
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from([0.0, 0.5, 1.0, -2.0])), max_size=12),
+    st.sampled_from([0.0, 1.0]),
+)
+def test_best_and_worst_of_each_group(rows: list[tuple[str, float]], margin: float) -> None:
+    groups, scores = [g for g, _ in rows], [s for _, s in rows]
+    best, worst = best_worst_pairs(torch.tensor(scores), groups, margin=margin)
+    expected = []
+    for group in dict.fromkeys(groups):
+        its = [s for g, s in rows if g == group]
+        if max(its) > min(its) and max(its) - min(its) >= margin:
+            expected.append((group, max(its), min(its)))
+    pairs = zip(best.tolist(), worst.tolist(), strict=True)
+    assert [(groups[b], scores[b], scores[w]) for b, w in pairs] == expected
+    assert [groups[w] for w in worst.tolist()] == [group for group, _, _ in expected]
+
+
+@quick
+@given(case=cases())
+def test_kto_kl_equals_the_oracle(case: Case) -> None:
+    got = kto_kl(case.log_probs, case.ref, case.mask)
+    expected = oracle.kto_kl(case.log_probs.tolist(), case.ref.tolist(), case.mask.tolist())
+    assert float(got) == pytest.approx(expected, rel=1e-9, abs=1e-12) and not got.requires_grad
+
+
+# -------------------------------------------------------------------------------------- Bradley-Terry, implicit reward
+
+
+@quick
+@given(st.lists(st.tuples(*[st.floats(-40, 40)] * 3), min_size=1, max_size=6), st.sampled_from([0.0, 0.01]), st.data())
+def test_bradley_terry(pairs: list[tuple[float, float, float]], centering: float, data: st.DataObject) -> None:
+    columns = torch.tensor(pairs, dtype=torch.float64).T
+
+    def value(rows: slice, **arguments) -> Tensor:
+        chosen, rejected, margin = columns[:, rows]
+        return bradley_terry_loss(chosen, rejected, margin=margin, centering_coeff=centering, **arguments)[0]
+
+    expected = oracle.bradley_terry(*columns.tolist(), centering)
+    assert float(value(slice(None))) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    cut = data.draw(st.integers(0, len(pairs)))
+    halves = [value(rows, global_batch_size=len(pairs)) for rows in (slice(cut), slice(cut, None))]
+    assert float(halves[0] + halves[1]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    ranks = [value(rows, global_batch_size=len(pairs), dp_size=2) for rows in (slice(cut), slice(cut, None))]
+    assert float(ranks[0] + ranks[1]) / 2 == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_bradley_terry_gradient_metrics_and_mistakes() -> None:
+    scores = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda s: bradley_terry_loss(s[0], s[1], centering_coeff=0.1)[0], scores)
+    _, metrics = bradley_terry_loss(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.0, 2.0, 3.0]))
+    assert {name: float(v) for name, v in metrics.items()} == pytest.approx(
+        {"rewards/chosen": 1.0, "rewards/rejected": 5 / 3, "rewards/margins": -2 / 3, "rewards/accuracies": 0.5}
+    )
+    with pytest.raises(ConfigError, match="centering_coeff=-1"):
+        bradley_terry_loss(scores[0], scores[1], centering_coeff=-1)
+    with pytest.raises(ValueError, match="global_batch_size"):
+        bradley_terry_loss(scores[0], scores[1], dp_size=2)
+    with pytest.raises(ValueError, match="5 chosen and 4 rejected"):
+        bradley_terry_loss(scores[0], scores[1, :4])
+
+
+@quick
+@given(case=cases(), beta=st.sampled_from([0.05, 1.0]))
+def test_implicit_reward(case: Case, beta: float) -> None:
+    def value(part: Case, **arguments) -> tuple[Tensor, Tensor]:
+        log_probs = part.log_probs.clone().requires_grad_()
+        rewards = implicit_rewards(log_probs, part.ref, part.mask, beta=beta)
+        loss, metrics = implicit_reward_loss(rewards, part.labels, part.mask, **arguments)
+        assert 0 <= float(metrics["implicit_reward/accuracy"]) <= 1
+        loss.backward()
+        assert log_probs.grad is not None and torch.isfinite(log_probs.grad).all()
+        return rewards.detach(), loss.detach()
+
+    rewards, loss = value(case)
+    inside = case.mask.bool()
+    torch.testing.assert_close(rewards[inside], beta * (case.log_probs - case.ref)[inside])
+    assert not rewards[~inside].any()
+    labels = [float(x) for x in case.labels.tolist()]
+    lists = (case.log_probs.tolist(), case.ref.tolist(), case.mask.tolist())
+    assert float(loss) == pytest.approx(oracle.implicit_reward(*lists, labels, beta), rel=1e-9, abs=1e-9)
+    total = int(inside.any(-1).sum())
+    halves = [value(case.select(rows), global_batch_size=total)[1] for rows in ([0], list(range(1, len(labels))))]
+    torch.testing.assert_close(halves[0] + halves[1], loss, rtol=1e-9, atol=1e-9)
+
+
+def test_implicit_reward_gradient_and_mistakes() -> None:
+    case = build(7, 3, 4, gap=1.0)
+    start = torch.where(case.mask.bool(), case.log_probs, 0.0).requires_grad_()
+
+    def value(log_probs: Tensor) -> Tensor:
+        rewards = implicit_rewards(log_probs, case.ref, case.mask, beta=0.5)
+        return implicit_reward_loss(rewards, case.labels, case.mask)[0]
+
+    assert torch.autograd.gradcheck(value, start)
+    with pytest.raises(ConfigError, match="beta=0"):
+        implicit_rewards(start, case.ref, case.mask, beta=0)
+    with pytest.raises(ValueError, match="global_batch_size"):
+        implicit_reward_loss(start, case.labels, case.mask, dp_size=2)
