@@ -9,8 +9,15 @@
 
 from hone.algorithms.advantages import AdvantageEstimator, advantage_estimators
 from hone.algorithms.aggregate import AGGREGATION_MODES, aggregate_loss
+from hone.algorithms.distillation import (
+    DISTILLATION_MODES,
+    distillation_advantages,
+    distillation_loss,
+    distillation_token_loss,
+)
+from hone.algorithms.divergence import DIVERGENCES, divergence, log_probs_at
 from hone.algorithms.implicit_reward import implicit_reward_loss, implicit_rewards
-from hone.algorithms.kl import KL_KINDS, apply_kl_penalty, kl_penalty
+from hone.algorithms.kl import KL_KINDS, apply_kl_penalty, full_kl, kl_penalty
 from hone.algorithms.kl_controller import AdaptiveKLController, FixedKLController, KLController, kl_controller
 from hone.algorithms.logits import chunked_log_probs, entropy_from_logits, token_log_probs
 from hone.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
@@ -21,16 +28,21 @@ from hone.algorithms.off_policy import (
     off_policy_metrics,
     rollout_correction,
 )
+from hone.algorithms.overlong import overlong_penalty
 from hone.algorithms.policy_losses.base import PolicyLoss, TokenLoss, policy_losses
 from hone.algorithms.preference_losses.base import PreferenceLoss, preference_losses
 from hone.algorithms.preference_losses.pairs import best_worst_pairs
 from hone.algorithms.preference_losses.unpaired import kto_kl
+from hone.algorithms.resampling import REWEIGHT_METHODS, resample, resampling_weights
 from hone.algorithms.reward_model import bradley_terry_loss
 from hone.algorithms.value import value_loss
 
 __all__ = [
     "AGGREGATION_MODES",
+    "DISTILLATION_MODES",
+    "DIVERGENCES",
     "KL_KINDS",
+    "REWEIGHT_METHODS",
     "ROLLOUT_CORRECTION_PRESETS",
     "AdaptiveKLController",
     "AdvantageEstimator",
@@ -47,19 +59,28 @@ __all__ = [
     "bradley_terry_loss",
     "check_rollout_correction",
     "chunked_log_probs",
+    "distillation_advantages",
+    "distillation_loss",
+    "distillation_token_loss",
+    "divergence",
     "entropy_from_logits",
+    "full_kl",
     "implicit_reward_loss",
     "implicit_rewards",
     "kl_controller",
     "kl_penalty",
     "kto_kl",
+    "log_probs_at",
     "masked_mean",
     "masked_sum",
     "masked_var",
     "masked_whiten",
     "off_policy_metrics",
+    "overlong_penalty",
     "policy_losses",
     "preference_losses",
+    "resample",
+    "resampling_weights",
     "rollout_correction",
     "token_log_probs",
     "value_loss",

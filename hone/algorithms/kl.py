@@ -1,11 +1,12 @@
-"""Per-token estimates of KL(policy || reference) from the log-probs of sampled tokens."""
+"""KL(policy || reference) at each token: estimates from the log-prob of the sampled token, and the exact value."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hone.algorithms.masked import masked_mean, where_mask
+from hone.algorithms.divergence import divergence
+from hone.algorithms.masked import masked_mean, where_mask, wide
 from hone.errors import ConfigError, did_you_mean
 
 LOG_RATIO_LIMIT = 20.0
@@ -34,7 +35,7 @@ _ESTIMATORS = {"k1": _k1, "kl": _k1, "abs": _abs, "k2": _k2, "mse": _k2, "k3": _
 KL_KINDS = tuple(name + suffix for name in _ESTIMATORS for suffix in ("", "+"))
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
     """Estimate the KL divergence at each token (Schulman 2020, http://joschu.net/blog/kl-approx.html).
 
     With ``d = log_probs - ref_log_probs``:
@@ -46,24 +47,59 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     ``k3``, ``low_var_kl``  exp(-d) - 1 + d: unbiased, low variance, never negative; capped at 10 (no gradient there).
     ===================  =============================================================================================
 
-    A ``+`` at the end of a name keeps the value and takes the gradient of ``k2`` (straight-through).
+    A ``+`` at the end of a name keeps the value and takes the gradient of ``k2`` (straight-through), which is that of
+    the true KL in expectation over the policy's own samples (Liu et al. 2025, "Rethinking KL Regularization in RLHF",
+    arXiv:2510.01555). The log-ratio is clamped to +-20 for k3.
 
     Args:
         log_probs: of the policy, any shape.
         ref_log_probs: of the reference, same shape; a constant.
-        kind: one of :data:`KL_KINDS`.
+        kind: one of :data:`KL_KINDS`. The exact KL needs whole distributions: :func:`full_kl`.
+        mask: where it is 0 the result is that of equal log-probs, without gradient; NaN may stand there.
+
+    Returns:
+        nats, of the same shape, float32 or better.
 
     Raises:
         ConfigError: unknown kind.
     """
     base = _ESTIMATORS.get(kind.removesuffix("+"))
+    if base is None and kind == "full":
+        raise ConfigError(
+            "the full KL cannot be computed from the log-probs of sampled tokens",
+            why="it sums over the vocabulary, at every token",
+            fix="k3 estimates it; hone.algorithms.full_kl(log_probs, ref_log_probs) computes it from distributions",
+        )
     if base is None:
         raise ConfigError(f"unknown KL estimator '{kind}'", fix=did_you_mean(kind, KL_KINDS))
+    if mask is not None:
+        log_probs, ref_log_probs = where_mask(log_probs, mask), where_mask(ref_log_probs, mask)
+    log_probs, ref_log_probs = wide(log_probs), wide(ref_log_probs).detach()
     value = base(log_probs, ref_log_probs)
     if not kind.endswith("+"):
         return value
     gradient = _k2(log_probs, ref_log_probs)
     return gradient - gradient.detach() + value.detach()
+
+
+def full_kl(log_probs: Tensor, ref_log_probs: Tensor, *, top_k: bool = False) -> Tensor:
+    """Exact KL(policy || reference) at each position: ``sum over tokens of p (log p - log p_ref)``.
+
+    Args:
+        log_probs: of the policy over the whole vocabulary ``[..., V]`` (logits will do: they are normalised here); or,
+            with ``top_k``, normalised log-probs of K tokens ``[..., K]``, for example its likeliest.
+        ref_log_probs: of the reference, for the same tokens; a constant.
+        top_k: all tokens that are not given count as one, with the mass left. The result is then the exact KL between
+            these coarser distributions: at most the whole one, and equal to it when the policies agree about the
+            shares within the rest.
+
+    Returns:
+        nats, ``[...]``, float32 or better, not negative up to rounding.
+    """
+    policy, reference = wide(log_probs), wide(ref_log_probs).detach()
+    if not top_k:
+        policy, reference = policy.log_softmax(-1), reference.log_softmax(-1)
+    return divergence(policy, reference, "reverse_kl", tail_bucket=top_k)
 
 
 def apply_kl_penalty(
@@ -88,6 +124,6 @@ def apply_kl_penalty(
         token rewards ``[B, T]`` (0 outside the mask), and the mean KL, which the controller is updated with: the mean
         over sequences (those with a selected token) of the mean over their tokens.
     """
-    penalty = where_mask(kl_penalty(old_log_probs, ref_log_probs, kind), response_mask)
+    penalty = where_mask(kl_penalty(old_log_probs, ref_log_probs, kind, response_mask), response_mask)
     rewards = where_mask(token_level_scores - kl_coef * penalty, response_mask)
     return rewards, masked_mean(masked_mean(penalty, response_mask, dim=-1), response_mask.sum(dim=-1) > 0)

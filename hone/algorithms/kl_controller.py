@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
-from hone.errors import ConfigError, did_you_mean
+from hone.errors import ConfigError, InvariantError, did_you_mean
 
 
 class KLController(Protocol):
@@ -45,7 +46,9 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """A coefficient that rises while the KL is above its target and falls while it is below.
 
-    ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon`` (Ziegler et al. 2019, arXiv:1909.08593, eq. 8).
+    ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon`` (Ziegler et al. 2019, arXiv:1909.08593, section
+    2.2). A step of more than ``horizon`` sequences counts as ``horizon``; otherwise one of five times the horizon would
+    make the coefficient 0, and a larger one negative, which rewards distance.
 
     Args:
         coef: first coefficient.
@@ -64,9 +67,20 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, kl: float, n_steps: int) -> None:
-        """Move the coefficient by the step's mean ``kl`` over ``n_steps`` sequences."""
+        """Move the coefficient by the step's mean ``kl`` over ``n_steps`` sequences.
+
+        Raises:
+            InvariantError: ``kl`` is NaN, which the coefficient would never get rid of.
+        """
+        if math.isnan(kl):
+            raise InvariantError(
+                "the mean KL of this step is NaN",
+                why="the KL coefficient, and with it every later reward, would be NaN as well",
+                fix="look for NaN among the log-probs of the policy and the reference",
+                where="algorithm.kl_ctrl",
+            )
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
+        self.value *= 1.0 + error * min(n_steps / self.horizon, 1.0)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on with the coefficient reached."""

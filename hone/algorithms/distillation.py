@@ -1,0 +1,192 @@
+"""On-policy distillation: the student learns from a teacher's opinion of the student's own samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.aggregate import aggregate_loss
+from hone.algorithms.divergence import DIVERGENCES, LOG_PROB_FLOOR, divergence
+from hone.algorithms.kl import KL_KINDS, kl_penalty
+from hone.algorithms.masked import masked_mean, where_mask, wide
+from hone.errors import ConfigError, did_you_mean
+
+TOP_K = "_topk"
+DISTILLATION_MODES = (*KL_KINDS, *DIVERGENCES, *(kind + TOP_K for kind in DIVERGENCES))
+KEY = "distillation.distillation_loss"
+
+
+def distillation_token_loss(
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    loss_mode: str,
+    *,
+    beta: float = 0.5,
+    tail_bucket: bool = True,
+    log_prob_min_clamp: float | None = None,
+    loss_max_clamp: float | None = None,
+) -> Tensor:
+    """Distance of the student from the teacher at each token, ``[B, T]``, with gradient in the student only.
+
+    ==============================================  ===========  ==================================================
+    ``loss_mode``                                   log-probs    what it is
+    ==============================================  ===========  ==================================================
+    k1, k2, k3, abs, their aliases and ``+`` forms  [B, T]       estimate of the reverse KL from the sampled token
+                                                                 (:func:`~hone.algorithms.kl.kl_penalty`)
+    ``forward_kl``, ``reverse_kl``, ``jsd``         [B, T, V]    exact (:func:`~hone.algorithms.divergence.divergence`)
+    ``forward_kl_topk``, ... ``jsd_topk``           [B, T, K]    exact for the teacher's K likeliest tokens and the
+                                                                 rest, taken together as one more token
+    ==============================================  ===========  ==================================================
+
+    Args:
+        student_log_probs: normalised; of the sampled token, of all tokens, or of the K tokens.
+        teacher_log_probs: of the same tokens; a constant.
+        loss_mode: one of :data:`DISTILLATION_MODES`.
+        beta: of jsd.
+        tail_bucket: false leaves the rest out and takes at least 0, as some peers do; for ``forward_kl_topk`` only. Its
+            minimum is then not the teacher but a student with all its mass on the K tokens.
+        log_prob_min_clamp: log-probs below it count as this (negative); no gradient reaches them.
+        loss_max_clamp: a token's loss stays within +- this (positive); no gradient beyond.
+
+    Raises:
+        ConfigError: unknown mode, a clamp of the wrong sign, ``tail_bucket=false`` for another mode.
+    """
+    if loss_mode not in DISTILLATION_MODES:
+        raise ConfigError(
+            f"unknown distillation loss '{loss_mode}'",
+            where=f"{KEY}.loss_mode",
+            fix=did_you_mean(loss_mode, DISTILLATION_MODES),
+        )
+    _check_clamps(log_prob_min_clamp, loss_max_clamp)
+    if not tail_bucket and loss_mode != "forward_kl_topk":
+        raise ConfigError(
+            f"tail_bucket=false works with forward_kl_topk only, not with {loss_mode}",
+            why="the sum of the others over some tokens falls below 0 as the student leaves these tokens",
+            fix=f"{KEY}.tail_bucket=true",
+            where=f"{KEY}.tail_bucket",
+        )
+    floor = LOG_PROB_FLOOR if log_prob_min_clamp is None else log_prob_min_clamp
+    teacher_log_probs = teacher_log_probs.detach()
+    kind = loss_mode.removesuffix(TOP_K)
+    if kind in DIVERGENCES:
+        bucket = tail_bucket and loss_mode.endswith(TOP_K)
+        loss = divergence(
+            student_log_probs, teacher_log_probs, kind, beta=beta, tail_bucket=bucket, log_prob_floor=floor
+        )
+        loss = loss if tail_bucket else loss.clamp(min=0)
+    else:
+        student, teacher = (wide(x).clamp(min=floor) for x in (student_log_probs, teacher_log_probs))
+        loss = kl_penalty(student, teacher, kind)
+    return loss if loss_max_clamp is None else loss.clamp(-loss_max_clamp, loss_max_clamp)
+
+
+def distillation_loss(
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    loss_mode: str = "reverse_kl_topk",
+    loss_agg_mode: str = "token-mean",
+    beta: float = 0.5,
+    tail_bucket: bool = True,
+    log_prob_min_clamp: float | None = None,
+    loss_max_clamp: float | None = None,
+    **counts: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Supervised distillation loss on the student's samples (Agarwal et al. 2024, arXiv:2306.13649, eq. 4).
+
+    Args:
+        student_log_probs: see :func:`distillation_token_loss`, also for the options.
+        teacher_log_probs: of the same shape.
+        response_mask: ``[B, T]``; values outside it, NaN included, reach neither loss nor gradient.
+        loss_agg_mode: see :func:`~hone.algorithms.aggregate.aggregate_loss`, also for ``counts``.
+
+    Returns:
+        the loss, and metrics ``distillation/...`` without gradient: mean, mean size, minimum and maximum of the token
+        losses, and for the top-k modes the probability that each model gives to the K tokens together.
+
+    Raises:
+        ConfigError: as :func:`distillation_token_loss`; and ``k1`` or ``kl``, whose expected gradient is 0.
+    """
+    if loss_mode in ("k1", "kl"):
+        raise ConfigError(
+            f"loss_mode={loss_mode} teaches nothing as a loss: its gradient is 0 on average",
+            why="d/dtheta E[log q - log p] over q's samples is a policy gradient, not the gradient of the sample",
+            fix=f"{KEY}.loss_mode={loss_mode}+, or {KEY}.use_policy_gradient=true",
+            where=f"{KEY}.loss_mode",
+        )
+    student, teacher = _inside(student_log_probs, teacher_log_probs, response_mask)
+    token_loss = distillation_token_loss(
+        student,
+        teacher,
+        loss_mode,
+        beta=beta,
+        tail_bucket=tail_bucket,
+        log_prob_min_clamp=log_prob_min_clamp,
+        loss_max_clamp=loss_max_clamp,
+    )
+    loss = aggregate_loss(token_loss, response_mask, loss_agg_mode, **counts)
+    with torch.no_grad():
+        selected = token_loss[response_mask.bool()]
+        selected = selected if selected.numel() else selected.new_zeros(1)
+        metrics = {
+            "distillation/loss": selected.mean(),
+            "distillation/abs_loss": selected.abs().mean(),
+            "distillation/loss_min": selected.min(),
+            "distillation/loss_max": selected.max(),
+        }
+        if loss_mode.endswith(TOP_K):
+            for name, log_probs in (("student", student), ("teacher", teacher)):
+                metrics[f"distillation/{name}_mass"] = masked_mean(wide(log_probs).exp().sum(-1), response_mask)
+    return loss, metrics
+
+
+def distillation_advantages(
+    student_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    loss_mode: str = "k1",
+    **options: Any,
+) -> Tensor:
+    """Distillation as a policy gradient: the advantage of a token is minus its distance from the teacher.
+
+    With ``k1``, ``log p - log q`` of the sampled token, this is the gradient of the reverse KL of that token (Lu 2025,
+    "On-Policy Distillation", https://thinkingmachines.ai/blog/on-policy-distillation). Feed it to a policy loss.
+
+    Args:
+        student_log_probs: of the policy that sampled; see :func:`distillation_token_loss`, also for ``options``.
+        teacher_log_probs: of the same shape.
+        response_mask: ``[B, T]``.
+        loss_mode: one of :data:`DISTILLATION_MODES`.
+
+    Returns:
+        ``[B, T]``, 0 outside the mask, without gradient.
+    """
+    student, teacher = _inside(student_log_probs.detach(), teacher_log_probs, response_mask)
+    return where_mask(-distillation_token_loss(student, teacher, loss_mode, **options), response_mask)
+
+
+def _inside(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    if student.shape != teacher.shape or student.shape[:2] != mask.shape:
+        shapes = [tuple(x.shape) for x in (student, teacher, mask)]
+        raise ValueError(f"shapes of student log-probs, teacher log-probs and response_mask do not fit: {shapes}")
+    wider = mask if student.dim() == mask.dim() else mask[..., None]
+    return where_mask(student, wider), where_mask(teacher, wider)
+
+
+def _check_clamps(log_prob_min_clamp: float | None, loss_max_clamp: float | None) -> None:
+    if log_prob_min_clamp is not None and log_prob_min_clamp >= 0:
+        raise ConfigError(
+            f"log_prob_min_clamp={log_prob_min_clamp} must be negative: it is a log-probability",
+            fix=f"{KEY}.log_prob_min_clamp=-10",
+            where=f"{KEY}.log_prob_min_clamp",
+        )
+    if loss_max_clamp is not None and loss_max_clamp <= 0:
+        raise ConfigError(
+            f"loss_max_clamp={loss_max_clamp} must be positive: token losses stay within +- it",
+            fix=f"{KEY}.loss_max_clamp=10",
+            where=f"{KEY}.loss_max_clamp",
+        )
