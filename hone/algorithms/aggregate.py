@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hone.algorithms.masked import masked_mean, masked_sum
+from hone.algorithms.masked import masked_mean, masked_sum, wide
 from hone.errors import ConfigError, did_you_mean
 
 AGGREGATION_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -33,7 +33,7 @@ def aggregate_loss(
     Micro-batches: hand in the mini-batch's ``batch_num_tokens`` and ``global_batch_size``; the results of the
     micro-batches then *add up* to the mini-batch's loss. Without them the counts of ``mask`` are used. Ranks: counts
     are global and ``dp_size`` undoes the averaging of gradients. Sequences with an empty mask are not counted; values
-    outside the mask, NaN included, reach neither the result nor its gradient.
+    outside the mask, NaN included, reach neither the result nor its gradient. Sums are taken in float32 or better.
 
     Args:
         loss: per-token loss ``[B, T]``.
@@ -49,6 +49,7 @@ def aggregate_loss(
         ConfigError: unknown mode, or seq-mean-token-sum-norm without ``loss_scale_factor``.
         ValueError: ``dp_size > 1`` without the global count that the mode divides by.
     """
+    loss = wide(loss)
     if mode == "token-sum":
         return masked_sum(loss, mask) * dp_size
     if mode == "token-mean":

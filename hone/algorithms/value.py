@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregate import aggregate_loss
-from hone.algorithms.masked import masked_mean, where_mask
+from hone.algorithms.masked import masked_mean, where_mask, wide
 
 
 def value_loss(
@@ -37,7 +37,7 @@ def value_loss(
     Returns:
         the scalar loss, and ``critic/vf_clipfrac`` and ``critic/vpred_mean``, means over the mask.
     """
-    new, target, old = (where_mask(x, response_mask) for x in (values, returns.detach(), old_values.detach()))
+    new, target, old = (wide(where_mask(x, response_mask)) for x in (values, returns.detach(), old_values.detach()))
     near = torch.maximum(torch.minimum(new, old + cliprange_value), old - cliprange_value)
     free, clipped = (new - target).square(), (near - target).square()
     loss = aggregate_loss(0.5 * torch.maximum(free, clipped), response_mask, loss_agg_mode, **counts)

@@ -1,16 +1,47 @@
-"""Policy losses: what a policy gradient step minimises."""
+"""Policy losses: what a policy gradient step minimises.
 
-from hone.algorithms.policy_losses import ppo
-from hone.algorithms.policy_losses.base import PolicyLoss, TokenLoss, policy_losses, register_policy_loss
-from hone.algorithms.policy_losses.parts import clipped_surrogate, dual_clip, token_ratio
+==============  ==========================================================================================
+``base``        what a loss is; masking, weights, aggregation and metric names, once; the mini-batch contract
+``parts``       ratios and clip rules
+``selection``   choosing tokens of a batch whatever its order
+``ppo``         vanilla, sapo
+``sequence``    gspo, geo_mean
+``reinforce``   gpg, cispo, topr, dro
+``divergence``  dppo_tv, dppo_kl, m2po
+``covariance``  clip_cov, kl_cov
+``bypass``      bypass_mode
+==============  ==========================================================================================
+"""
+
+from hone.algorithms.policy_losses import bypass, covariance, divergence, ppo, reinforce, sequence
+from hone.algorithms.policy_losses.base import PolicyLoss, Prepared, TokenLoss, policy_losses, register_policy_loss
+from hone.algorithms.policy_losses.parts import (
+    beyond_trust_region,
+    clamped_log_ratio,
+    clipped_surrogate,
+    dual_clip,
+    row_mean,
+    sequence_ratio,
+    token_ratio,
+)
 
 __all__ = [
     "PolicyLoss",
+    "Prepared",
     "TokenLoss",
+    "beyond_trust_region",
+    "bypass",
+    "clamped_log_ratio",
     "clipped_surrogate",
+    "covariance",
+    "divergence",
     "dual_clip",
     "policy_losses",
     "ppo",
     "register_policy_loss",
+    "reinforce",
+    "row_mean",
+    "sequence",
+    "sequence_ratio",
     "token_ratio",
 ]

@@ -1,7 +1,23 @@
-"""Policy losses: what a policy gradient step minimises.
+"""What a policy loss is: a per-token part that each method supplies, and the rest, done once for all of them.
 
-A loss is composed of a log-ratio, a clip rule, an optional importance weight and an aggregation. A registered function
-supplies only the per-token part and its statistics, as a :class:`TokenLoss`; :class:`PolicyLoss` does the rest, once.
+A method is composed of a ratio, a clip rule, a weight and an aggregation (:mod:`hone.algorithms.policy_losses.parts`). Its
+per-token part maps ``[B, T]`` tensors to a :class:`TokenLoss`; masking, importance weights, aggregation and the names of
+the metrics are :class:`PolicyLoss`'s.
+
+**Micro-batches.** A loss over a mini-batch is the sum of the losses of its micro-batches, on every rank, if the counts
+of the mini-batch are handed in (see :func:`~hone.algorithms.aggregate.aggregate_loss`). Most methods look at a token or a
+sequence at a time, so nothing else is needed. A few choose tokens by comparing them across the batch. The choice must be
+the mini-batch's, or the split would change the training; such a method therefore has a second, earlier part::
+
+    loss = policy_losses.get("kl_cov")
+    if loss.needs_preparation:                                     # once a mini-batch, all ranks' rows together
+        prepared = loss.prepare(old_log_probs, log_probs, advantages, response_mask, **options)
+    for rows in micro_batches:                                     # constants [B, T] by name, cut like any other column
+        share, metrics = loss(..., prepared={name: x[rows] for name, x in prepared.items()}, **options)
+
+``log_probs`` are there the mini-batch's under the policy as it is just before this update, without gradient. In the first
+update after the old log-probs were computed with the same weights, they *are* the old ones; in later updates they cost
+one forward pass. A caller that does not prepare gets the choice made within the batch it hands in.
 """
 
 from __future__ import annotations
@@ -9,18 +25,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hone.algorithms.aggregate import aggregate_loss
-from hone.algorithms.masked import masked_mean, where_mask
+from hone.algorithms.masked import where_mask, wide
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import Registry
 
 COMMON_OPTIONS = frozenset({"clip_ratio_low", "clip_ratio_high", "clip_ratio_c"})
 """Options that a caller may always pass; a loss that does not take one never sees it."""
+
+Prepared = dict[str, Tensor]
+"""Per-token constants ``[B, T]`` by name that a loss settled over the whole mini-batch."""
 
 
 @dataclass
@@ -30,7 +50,7 @@ class TokenLoss:
     Attributes:
         loss: ``[B, T]``, with gradient.
         ratio: policy / old policy as the loss uses it, ``[B, T]``.
-        statistics: further per-token numbers ``[B, T]`` by name; each is reported as its mean over the mask.
+        statistics: further per-token numbers or flags ``[B, T]`` by name; each is reported as its mean over the mask.
     """
 
     loss: Tensor
@@ -44,17 +64,70 @@ class PolicyLoss:
 
     Attributes:
         name: first registered name.
-        per_token: ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> TokenLoss``.
-        options: plain-number options it takes, named as the configuration keys under ``actor_rollout_ref.actor``.
+        per_token: ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> TokenLoss``. It sees zeros
+            outside the mask, a boolean mask, and float32 or better. With ``across_batch`` it also takes ``prepared=``.
         formula: of the per-token loss, in one line.
         paper: where it comes from.
+        across_batch: ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> Prepared``, what has to be
+            settled over the whole mini-batch; None when every token or sequence stands for itself.
     """
 
     name: str
     per_token: Callable[..., TokenLoss]
-    options: frozenset[str]
     formula: str
     paper: str
+    across_batch: Callable[..., Prepared] | None = None
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Options and their defaults, named as the configuration keys under ``actor_rollout_ref.actor``."""
+        functions = [self.per_token] + ([self.across_batch] if self.across_batch else [])
+        return {
+            p.name: p.default
+            for function in functions
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name != "prepared"
+        }
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Names of the options."""
+        return frozenset(self.defaults)
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether the result depends on the split into micro-batches unless :meth:`prepare` is called before it."""
+        return self.across_batch is not None
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        old_log_probs: Tensor,
+        log_probs: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        **options: Any,
+    ) -> Prepared:
+        """Settle what concerns the whole mini-batch; empty for losses that need nothing.
+
+        Args:
+            old_log_probs: as in :meth:`__call__`, of all rows of the mini-batch, over all ranks.
+            log_probs: of the policy just before this update; no gradient is taken.
+            advantages: ``[B, T]``.
+            response_mask: ``[B, T]``.
+            **options: of this loss, the same as in :meth:`__call__`.
+
+        Returns:
+            constants ``[B, T]`` by name; rows do not depend on the order of the rows, nor on padding.
+
+        Raises:
+            ConfigError: an option is unknown or out of range.
+        """
+        taken = self._taken(options)
+        if self.across_batch is None:
+            return {}
+        mask, *columns = _selected(response_mask, old_log_probs, log_probs, advantages)
+        return self.across_batch(*columns, mask, **_accepted(self.across_batch, taken))
 
     def __call__(
         self,
@@ -65,6 +138,7 @@ class PolicyLoss:
         *,
         loss_agg_mode: str = "token-mean",
         rollout_is_weights: Tensor | None = None,
+        prepared: Prepared | None = None,
         batch_num_tokens: int | Tensor | None = None,
         global_batch_size: int | Tensor | None = None,
         loss_scale_factor: float | None = None,
@@ -80,6 +154,8 @@ class PolicyLoss:
             response_mask: ``[B, T]``; what stands outside it, NaN included, reaches neither loss nor gradient.
             loss_agg_mode: see :func:`~hone.algorithms.aggregate.aggregate_loss`, also for the counts and ``dp_size``.
             rollout_is_weights: importance weights ``[B, T]`` that multiply the per-token loss; constants.
+            prepared: of :meth:`prepare` for the whole mini-batch, the rows of this batch; made of this batch alone when
+                left out.
             **options: of this loss; ``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c`` are always accepted.
 
         Returns:
@@ -87,52 +163,96 @@ class PolicyLoss:
             the largest ratio), so that token-weighted means over micro-batches give those of the mini-batch.
 
         Raises:
-            ConfigError: an option is unknown.
+            ConfigError: an option is unknown or out of range.
         """
-        for option in options:
-            if option not in self.options | COMMON_OPTIONS:
-                raise ConfigError(
-                    f"policy loss '{self.name}' has no option '{option}'",
-                    fix=did_you_mean(option, self.options | COMMON_OPTIONS),
-                    where="actor_rollout_ref.actor",
-                )
-        # zero outside the mask on the way in: a NaN there would come back through the gradient of exp
-        old, new, adv = (where_mask(x, response_mask) for x in (old_log_probs.detach(), log_probs, advantages.detach()))
-        taken = {name: value for name, value in options.items() if name in self.options}
-        part = self.per_token(old, new, adv, response_mask, **taken)
-        weighted = (
-            part.loss
-            if rollout_is_weights is None
-            else part.loss * where_mask(rollout_is_weights, response_mask).detach()
-        )
+        taken = self._taken(options)
+        mask, old, new, adv = _selected(response_mask, old_log_probs.detach(), log_probs, advantages.detach())
+        if self.across_batch is not None:
+            if prepared is None:
+                prepared = self.prepare(old, new.detach(), adv, mask, **taken)
+            taken["prepared"] = prepared
+        part = self.per_token(old, new, adv, mask, **_accepted(self.per_token, taken))
+        weighted = part.loss
+        if rollout_is_weights is not None:
+            weighted = weighted * where_mask(rollout_is_weights.detach(), mask).to(weighted.dtype)
         loss = aggregate_loss(
             weighted,
-            response_mask,
+            mask,
             loss_agg_mode,
             batch_num_tokens=batch_num_tokens,
             global_batch_size=global_batch_size,
             loss_scale_factor=loss_scale_factor,
             dp_size=dp_size,
         )
-        with torch.no_grad():
-            statistics = {"ppo_kl": old - new, "ratio/mean": part.ratio, **part.statistics}
-            metrics = {
-                f"actor/{name}": masked_mean(value.detach(), response_mask) for name, value in statistics.items()
-            }
-            largest = where_mask(part.ratio.detach(), response_mask)
-            metrics["actor/ratio/max"] = largest.max() if largest.numel() else largest.sum()
-        return loss, metrics
+        return loss, _metrics(part, old, new, mask)
+
+    def _taken(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Those of ``options`` that this loss reads."""
+        known = self.options
+        for option in options:
+            if option not in known | COMMON_OPTIONS:
+                raise ConfigError(
+                    f"policy loss '{self.name}' has no option '{option}'",
+                    fix=did_you_mean(option, known | COMMON_OPTIONS),
+                    where="actor_rollout_ref.actor",
+                )
+        return {name: value for name, value in options.items() if name in known}
 
 
-policy_losses: Registry[PolicyLoss] = Registry("policy loss", key="actor_rollout_ref.actor.policy_loss.loss_mode")
+def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    names = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    return {name: value for name, value in options.items() if name in names}
 
 
-def register_policy_loss(*names: str, formula: str, paper: str) -> Callable[[Callable[..., TokenLoss]], PolicyLoss]:
+def _selected(response_mask: Tensor, *columns: Tensor) -> list[Tensor]:
+    """The mask as booleans, and the columns in float32 or better with zeros outside it.
+
+    Zeros on the way in: a NaN there would come back through the gradient of exp.
+    """
+    mask = response_mask.bool()
+    return [mask, *(wide(where_mask(x, mask)) for x in columns)]
+
+
+@torch.no_grad()
+def _metrics(part: TokenLoss, old: Tensor, new: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    count = mask.sum().clamp(min=1)
+    ratio = where_mask(part.ratio.detach(), mask)
+    metrics = {
+        "actor/ppo_kl": (old - new).sum() / count,
+        "actor/ratio/mean": ratio.sum() / count,
+        "actor/ratio/max": ratio.max() if ratio.numel() else ratio.sum(),
+    }
+    for name, value in part.statistics.items():
+        metrics[f"actor/{name}"] = (where_mask(value.detach(), mask).sum() / count).to(ratio.dtype)
+    return metrics
+
+
+def _adopt(found: Any, path: str) -> PolicyLoss:
+    """A :class:`PolicyLoss` of what an import path named: one already, or its per-token part."""
+    if isinstance(found, PolicyLoss):
+        return found
+    if not callable(found):
+        raise TypeError("it must be a function of (old_log_probs, log_probs, advantages, response_mask, *, options)")
+    per_token = cast("Callable[..., TokenLoss]", found)
+    summary = (inspect.getdoc(per_token) or "").partition("\n")[0]
+    return PolicyLoss(path, per_token, summary, f"the user's own: {path}")
+
+
+policy_losses: Registry[PolicyLoss] = Registry(
+    "policy loss", key="actor_rollout_ref.actor.policy_loss.loss_mode", adopt=_adopt
+)
+
+
+def register_policy_loss(
+    *names: str,
+    formula: str,
+    paper: str,
+    across_batch: Callable[..., Prepared] | None = None,
+) -> Callable[[Callable[..., TokenLoss]], PolicyLoss]:
     """Return a decorator that registers the per-token part of a loss (see :class:`PolicyLoss`) under ``names``."""
 
     def decorate(per_token: Callable[..., TokenLoss]) -> PolicyLoss:
-        parameters = inspect.signature(per_token).parameters.values()
-        options = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        return policy_losses.register(*names)(PolicyLoss(names[0], per_token, options, formula, paper))
+        entry = PolicyLoss(names[0], per_token, formula, paper, across_batch)
+        return policy_losses.register(*names)(entry)
 
     return decorate

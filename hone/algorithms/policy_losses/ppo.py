@@ -1,12 +1,12 @@
-"""PPO's clipped objective."""
+"""Losses of a token's ratio to the old policy: PPO's clip, and the soft gate that replaces it."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hone.algorithms.policy_losses.base import TokenLoss, register_policy_loss
-from hone.algorithms.policy_losses.parts import clipped_surrogate, dual_clip, token_ratio
-from hone.errors import ConfigError
+from hone.algorithms.policy_losses.parts import by_sign, clipped_surrogate, dual_clip, require, token_ratio
 
 
 @register_policy_loss(
@@ -29,13 +29,47 @@ def vanilla(
     Raises:
         ConfigError: ``clip_ratio_c`` is not above 1: the dual clip would cut into the ordinary one.
     """
-    if clip_ratio_c <= 1:
-        raise ConfigError(
-            f"clip_ratio_c={clip_ratio_c} must be above 1",
-            why="with a negative advantage every ratio above it is cut off, the on-policy ratio 1 included",
-            fix="actor_rollout_ref.actor.clip_ratio_c=3.0",
-        )
+    require(
+        clip_ratio_c > 1,
+        f"clip_ratio_c={clip_ratio_c} must be above 1",
+        why="with a negative advantage every ratio above it is cut off, the on-policy ratio 1 included",
+        fix="actor_rollout_ref.actor.clip_ratio_c=3.0",
+    )
     ratio = token_ratio(old_log_probs, log_probs)
     loss, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     loss, lower = dual_clip(loss, advantages, clip_ratio_c)
     return TokenLoss(loss, ratio, {"pg_clipfrac": clipped, "pg_clipfrac_lower": lower})
+
+
+@register_policy_loss(
+    "sapo",
+    formula="-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg",
+    paper="Gao et al. 2025, arXiv:2511.20347",
+)
+def sapo(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> TokenLoss:
+    """A sigmoid gate in place of the clip: the gradient is PPO's at ratio 1 and fades smoothly on both sides.
+
+    A larger temperature fades faster; ``tau_neg`` above ``tau_pos`` damps negative advantages more. The paper averages
+    over the tokens of a sequence, then over sequences: ``loss_agg_mode=seq-mean-token-mean``.
+
+    Raises:
+        ConfigError: a temperature is not positive.
+    """
+    for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
+        require(
+            tau > 0,
+            f"{name}={tau} must be positive",
+            why="it is the steepness of the gate",
+            fix=f"actor_rollout_ref.actor.{name}=1.0",
+        )
+    ratio = token_ratio(old_log_probs, log_probs)
+    tau = by_sign(advantages, tau_pos, tau_neg)
+    return TokenLoss(-advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), ratio)

@@ -1,0 +1,135 @@
+"""Losses against entropy collapse: tokens whose log-prob and advantage vary together are held back.
+
+Such tokens, likely and good or unlikely and bad, are those that take entropy from the policy (Cui et al., theorem 1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.policy_losses.base import Prepared, TokenLoss, register_policy_loss
+from hone.algorithms.policy_losses.parts import clipped_surrogate, require, token_ratio
+from hone.algorithms.policy_losses.selection import covariance, draw, draw_largest, share_of
+
+PAPER = "Cui et al. 2025, arXiv:2505.22617"
+
+
+def _require_share(name: str, share: float) -> None:
+    require(
+        0 < share <= 1,
+        f"{name}={share} must be above 0 and at most 1",
+        why="it is a share of the tokens of a mini-batch",
+        fix=f"actor_rollout_ref.actor.policy_loss.{name}=0.0002",
+    )
+
+
+def covariance_clip(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+) -> Prepared:
+    """``chosen`` (0 or 1): a random share of the tokens whose covariance lies strictly between the bounds.
+
+    Tokens that PPO clips already are not chosen. At least one token is, if there is a candidate.
+
+    Raises:
+        ConfigError: the share is not in (0, 1], or the bounds are not in order.
+    """
+    _require_share("clip_cov_ratio", clip_cov_ratio)
+    require(
+        clip_cov_lb < clip_cov_ub,
+        f"clip_cov_lb={clip_cov_lb} is not below clip_cov_ub={clip_cov_ub}",
+        why="no token lies between them",
+        fix="actor_rollout_ref.actor.policy_loss.clip_cov_lb=1.0 actor_rollout_ref.actor.policy_loss.clip_cov_ub=5.0",
+    )
+    ratio = token_ratio(old_log_probs, log_probs)
+    _, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
+    moves = covariance(log_probs, advantages, response_mask)
+    candidates = (moves > clip_cov_lb) & (moves < clip_cov_ub) & ~clipped & response_mask
+    chosen = draw(candidates, share_of(response_mask, clip_cov_ratio), old_log_probs, log_probs, advantages)
+    return {"chosen": chosen.to(log_probs.dtype)}
+
+
+@register_policy_loss(
+    "clip_cov",
+    formula="max(-A r, -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)), 0 for a random clip_cov_ratio of the tokens with clip_cov_lb < (log pi - mean)(A - mean) < clip_cov_ub",
+    paper=f"{PAPER} (Clip-Cov)",
+    across_batch=covariance_clip,
+)
+def clip_cov(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    prepared: Prepared,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+) -> TokenLoss:
+    """PPO's clip, and no gradient for a few random tokens of high covariance."""
+    ratio = token_ratio(old_log_probs, log_probs)
+    loss, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
+    chosen = prepared["chosen"] > 0
+    return TokenLoss(torch.where(chosen, 0.0, loss), ratio, {"pg_clipfrac": clipped, "pg_cov_fraction": chosen})
+
+
+def largest_covariances(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    kl_cov_ratio: float = 2e-4,
+) -> Prepared:
+    """``chosen`` (0 or 1): the share of the tokens with the largest covariance, at least one.
+
+    Raises:
+        ConfigError: the share is not in (0, 1].
+    """
+    _require_share("kl_cov_ratio", kl_cov_ratio)
+    moves = covariance(log_probs, advantages, response_mask)
+    count = share_of(response_mask, kl_cov_ratio)
+    chosen = draw_largest(moves, response_mask, count, old_log_probs, log_probs, advantages)
+    return {"chosen": chosen.to(log_probs.dtype)}
+
+
+@register_policy_loss(
+    "kl_cov",
+    formula="-A r, plus ppo_kl_coef |log r| for the kl_cov_ratio of the tokens with the largest (log pi - mean)(A - mean)",
+    paper=f"{PAPER} (KL-Cov)",
+    across_batch=largest_covariances,
+)
+def kl_cov(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    prepared: Prepared,
+    ppo_kl_coef: float = 0.1,
+) -> TokenLoss:
+    """The unclipped surrogate, with a KL penalty on the few tokens of highest covariance.
+
+    The penalty is the absolute log-ratio, which is 0 with gradient 0 on the first update of a batch.
+
+    Raises:
+        ConfigError: the coefficient is negative.
+    """
+    require(
+        ppo_kl_coef >= 0,
+        f"ppo_kl_coef={ppo_kl_coef} must not be negative",
+        why="the penalty would drive the policy away from the old one",
+        fix="actor_rollout_ref.actor.policy_loss.ppo_kl_coef=0.1",
+    )
+    ratio = token_ratio(old_log_probs, log_probs)
+    chosen = prepared["chosen"]
+    loss = ppo_kl_coef * chosen * (log_probs - old_log_probs).abs() - advantages * ratio
+    return TokenLoss(loss, ratio, {"pg_cov_fraction": chosen})

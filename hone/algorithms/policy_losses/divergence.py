@@ -1,0 +1,135 @@
+"""Losses with a trust region measured as a divergence of the two policies, not as a ratio."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.policy_losses.base import Prepared, TokenLoss, register_policy_loss
+from hone.algorithms.policy_losses.parts import beyond_trust_region, by_sign, require, token_ratio
+
+SMALLEST_PROBABILITY = 1e-8
+"""The probability of "any other token" is at least this: log-probs are rounded, and a logarithm of 0 is not a number."""
+
+
+def divergence_masked(
+    old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, outside: Tensor, cap: float
+) -> TokenLoss:
+    """REINFORCE with importance weights truncated at ``cap``, without the tokens ``outside`` the trust region (bool)."""
+    ratio = token_ratio(old_log_probs, log_probs.detach())
+    weight = ratio.clamp(max=cap).masked_fill(outside, 0.0)
+    flags = {"pg_clipfrac": outside, "pg_clipfrac_lower": (ratio > cap) & ~outside}
+    return TokenLoss(-advantages * weight * log_probs, ratio, flags)
+
+
+@register_policy_loss(
+    "dppo_tv",
+    formula="-A min(r, clip_ratio_c) log pi, dropped where A > 0 and p - p_old > clip_ratio_high, or A < 0 and p_old - p > clip_ratio_low",
+    paper="Qi et al. 2026, arXiv:2602.04879 (binary total variation)",
+)
+def dppo_tv(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> TokenLoss:
+    """A trust region in total variation: how far the sampled token's *probability* moved.
+
+    A ratio punishes rare tokens for small moves and lets frequent ones move far; the difference of probabilities does
+    neither. ``clip_ratio_low`` and ``clip_ratio_high`` bound that difference here, and ``clip_ratio_c`` truncates the
+    importance weight.
+    """
+    moved = (log_probs.detach().clamp(max=0.0).exp() - old_log_probs.clamp(max=0.0).exp()) * advantages.sign()
+    outside = moved > by_sign(advantages, clip_ratio_high, clip_ratio_low)
+    return divergence_masked(old_log_probs, log_probs, advantages, outside, clip_ratio_c)
+
+
+@register_policy_loss(
+    "dppo_kl",
+    formula="-A min(r, clip_ratio_c) log pi, dropped where A > 0, p > p_old and KL > clip_ratio_high, or A < 0, p < p_old and KL > clip_ratio_low",
+    paper="Qi et al. 2026, arXiv:2602.04879 (binary KL)",
+)
+def dppo_kl(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> TokenLoss:
+    """A trust region in KL(old, new) of the two-way choice "this token, or any other".
+
+    ``clip_ratio_low`` and ``clip_ratio_high`` bound that KL (nats) here, and ``clip_ratio_c`` truncates the importance
+    weight.
+    """
+    new, old = log_probs.detach().clamp(max=0.0), old_log_probs.clamp(max=0.0)
+    other, old_other = ((-x.expm1()).clamp(min=SMALLEST_PROBABILITY) for x in (new, old))
+    kl = old.exp() * (old - new) + old_other * (old_other / other).log()
+    further = (new - old) * advantages.sign() > 0
+    outside = further & (kl > by_sign(advantages, clip_ratio_high, clip_ratio_low))
+    return divergence_masked(old_log_probs, log_probs, advantages, outside, clip_ratio_c)
+
+
+def second_moment_outliers(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    m2_threshold: float = 0.04,
+) -> Prepared:
+    """``dropped`` (0 or 1): tokens to leave out so that the second moment of the others is at most the threshold.
+
+    Among tokens beyond the trust region, those with the largest squared log-ratio go first (M2PO, algorithm 1); tokens
+    with the same squared log-ratio go together, so that no order of the rows matters.
+
+    Raises:
+        ConfigError: the threshold is not positive.
+    """
+    require(
+        m2_threshold > 0,
+        f"m2_threshold={m2_threshold} must be positive",
+        why="every token that has moved at all would be left out",
+        fix="actor_rollout_ref.actor.policy_loss.m2_threshold=0.04",
+    )
+    gap = log_probs - old_log_probs
+    squared = gap.square()
+    counted = beyond_trust_region(gap.exp(), advantages) & response_mask
+    ascending = squared[counted].sort().values
+    means = ascending.double().cumsum(0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
+    kept = int((means <= m2_threshold).sum())
+    if kept == len(ascending):
+        return {"dropped": torch.zeros_like(squared)}
+    return {"dropped": (counted & (squared >= ascending[kept])).to(squared.dtype)}
+
+
+@register_policy_loss(
+    "m2po",
+    formula="-A r, without the tokens whose (log r)^2 keeps the mean over those with A > 0, r > 1 or A < 0, r < 1 above m2_threshold",
+    paper="Zheng et al. 2025, arXiv:2510.01161, eq. 4 and 5, algorithm 1",
+    across_batch=second_moment_outliers,
+)
+def m2po(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    prepared: Prepared,
+) -> TokenLoss:
+    """A trust region for the batch as a whole: only extreme outliers are masked, so that stale data stays informative.
+
+    Masked tokens still count in the denominator of the aggregation, as in the paper. This is the paper's algorithm; the
+    code published with it turns the threshold into a PPO clip range instead.
+    """
+    ratio = token_ratio(old_log_probs, log_probs)
+    dropped = prepared["dropped"] > 0
+    loss = torch.where(dropped, 0.0, -advantages * ratio)
+    squared = (log_probs.detach() - old_log_probs).square()
+    return TokenLoss(loss, ratio, {"pg_clipfrac": dropped, "squared_log_ratio": squared})
