@@ -15,7 +15,7 @@ from hone.algorithms.distillation import (
     distillation_loss,
     distillation_token_loss,
 )
-from hone.algorithms.divergence import DIVERGENCES, divergence, log_probs_at
+from hone.algorithms.divergences import DIVERGENCES, divergence, log_probs_at
 from hone.algorithms.implicit_reward import implicit_reward_loss, implicit_rewards
 from hone.algorithms.kl import KL_KINDS, apply_kl_penalty, full_kl, kl_penalty
 from hone.algorithms.kl_controller import AdaptiveKLController, FixedKLController, KLController, kl_controller

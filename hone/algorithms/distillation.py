@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregate import aggregate_loss
-from hone.algorithms.divergence import DIVERGENCES, LOG_PROB_FLOOR, divergence
+from hone.algorithms.divergences import DIVERGENCES, LOG_PROB_FLOOR, divergence
 from hone.algorithms.kl import KL_KINDS, kl_penalty
 from hone.algorithms.masked import masked_mean, where_mask, wide
 from hone.errors import ConfigError, did_you_mean
@@ -35,7 +35,7 @@ def distillation_token_loss(
     ==============================================  ===========  ==================================================
     k1, k2, k3, abs, their aliases and ``+`` forms  [B, T]       estimate of the reverse KL from the sampled token
                                                                  (:func:`~hone.algorithms.kl.kl_penalty`)
-    ``forward_kl``, ``reverse_kl``, ``jsd``         [B, T, V]    exact (:func:`~hone.algorithms.divergence.divergence`)
+    ``forward_kl``, ``reverse_kl``, ``jsd``         [B, T, V]    exact (:func:`~hone.algorithms.divergences.divergence`)
     ``forward_kl_topk``, ... ``jsd_topk``           [B, T, K]    exact for the teacher's K likeliest tokens and the
                                                                  rest, taken together as one more token
     ==============================================  ===========  ==================================================

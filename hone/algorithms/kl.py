@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.algorithms.divergence import divergence
+from hone.algorithms.divergences import divergence
 from hone.algorithms.masked import masked_mean, where_mask, wide
 from hone.errors import ConfigError, did_you_mean
 
