@@ -35,6 +35,7 @@ COMMANDS = {
     "init": Entry("hone.cli.init", "Make a small model with random weights."),
     "data": Entry("hone.cli.data", "Make datasets and tokenizers."),
     "runs": Entry("hone.cli.runs", "List, show and compare runs."),
+    "algorithms": Entry("hone.cli.algorithms", "List the methods, show one, recommend one."),
     "config": Entry("hone.cli.config", "Show and explain configuration keys."),
 }
 

@@ -1,0 +1,33 @@
+"""How much memory the models of a run take, before activations and the key-value cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRAINED_BYTES = 16
+"""A parameter that is trained: 4 bytes of weight, 4 of gradient, 8 of AdamW state, all float32."""
+FROZEN_BYTES = 4
+"""A parameter that is only evaluated: its float32 weight."""
+ADAPTER_SHARE = 0.015
+"""Parameters of rank-32 adapters on all linear layers, as a share of the model; 1 to 2 percent for 0.5B to 70B."""
+HEADROOM = 0.8
+"""Share of the memory that models may take; the rest is for activations, the key-value cache and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of a run and its memory in GB (10^9 bytes)."""
+
+    role: str
+    how: str
+    gigabytes: float
+
+
+def model_memory(role: str, parameters: int, how: str) -> Model:
+    """Memory of a model of ``parameters`` that is ``trained``, ``frozen`` or trained by ``LoRA``."""
+    weight = {
+        "trained": TRAINED_BYTES,
+        "frozen": FROZEN_BYTES,
+        "LoRA": FROZEN_BYTES + ADAPTER_SHARE * TRAINED_BYTES,
+    }[how]
+    return Model(role, how, parameters * weight / 1e9)

@@ -1,0 +1,205 @@
+"""One record a method, read from the registries: formula, paper, needs, knobs, cost, presets."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hone import algorithms
+from hone.algorithms.advantages import INPUTS
+from hone.algorithms.preference_losses.base import NEEDS as preference_needs
+from hone.catalogue import building_blocks
+from hone.catalogue.presets import methods_of_preset, presets
+from hone.catalogue.records import KINDS, Block, Cost, Knob, Method, Need
+from hone.config import RLConfig, documentation
+from hone.config.check import yaml_value
+from hone.config.keys import KeyDoc
+from hone.errors import ConfigError, did_you_mean
+from hone.registry import Registry
+
+
+@functools.cache
+def methods() -> tuple[Method, ...]:
+    """Return every method, by kind and then by name."""
+    found = [*_estimators(), *_losses(), *_kl(), *_aggregation(), *_corrections(), *_preferences(), *_blocks()]
+    return tuple(found)
+
+
+def find(name: str, kind: str | None = None) -> list[Method]:
+    """Return the methods called ``name`` (or so by another name), one a kind.
+
+    Raises:
+        ConfigError: there is none; the message names the nearest.
+    """
+    known = [method for method in methods() if kind in (None, method.kind)]
+    found = [method for method in known if name == method.name or name in method.aliases]
+    if not found:
+        names = {alias for method in known for alias in (method.name, *method.aliases)}
+        what = KINDS[kind] if kind else "method"
+        raise ConfigError(f"there is no {what} '{name}'", fix=f"{did_you_mean(name, names)} `hone algorithms list`")
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- of each kind
+
+
+def _estimators() -> Iterator[Method]:
+    costs = building_blocks.NEED_COSTS
+    for names, entry in _entries(algorithms.advantage_estimators):
+        needs = sorted(entry.needs)
+        recomputes = not {"old_log_probs", "sum_pi_squared"} & set(needs)
+        extra = [costs[need] for need in needs if need in costs]
+        cost = Cost(
+            trained=("policy", *(name for part in extra for name in part.trained)),
+            frozen=tuple(name for part in extra for name in part.frozen),
+            forward=(
+                "old log-probs" + (" (none with bypass_mode)" if recomputes else ""),
+                *(name for part in extra for name in part.forward),
+            ),
+            generation="; ".join(part.generation for part in extra if part.generation) or "1 response or more a prompt",
+        )
+        remarks = {"A group of one": entry.group_of_one} if entry.group_of_one else {}
+        yield _method("estimator", names, entry, "algorithm.adv_estimator", "algorithm.", needs, cost, remarks)
+
+
+def _losses() -> Iterator[Method]:
+    key, block = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor."
+    for names, entry in _entries(algorithms.policy_losses):
+        forward = () if names[0] == "bypass_mode" else ("old log-probs (none with bypass_mode)",)
+        yield _method("loss", names, entry, key, block, sorted(getattr(entry, "needs", ())), Cost(forward=forward))
+
+
+def _preferences() -> Iterator[Method]:
+    for names, entry in _entries(algorithms.preference_losses):
+        frozen = "reference" in entry.needs
+        cost = Cost(
+            frozen=("reference (none with LoRA, or with precomputed log-probs)",) if frozen else (),
+            forward=("reference log-probs",) if frozen else (),
+        )
+        yield _method("preference", names, entry, building_blocks.PREFERENCE_KEY, "loss.", sorted(entry.needs), cost)
+
+
+def _kl() -> Iterator[Method]:
+    for name, block in building_blocks.KL_ESTIMATORS.items():
+        cost = Cost(frozen=("reference (none with LoRA)",), forward=("reference log-probs",))
+        yield _plain("kl", name, block, cost, block.keys)
+
+
+def _aggregation() -> Iterator[Method]:
+    for name, block in building_blocks.AGGREGATIONS.items():
+        knobs = ["actor_rollout_ref.actor.loss_scale_factor"] if name == "seq-mean-token-sum-norm" else []
+        yield _plain("aggregation", name, block, Cost(), knobs)
+
+
+def _corrections() -> Iterator[Method]:
+    for name, values in algorithms.ROLLOUT_CORRECTION_PRESETS.items():
+        yield _plain("correction", name, *building_blocks.correction(name, values))
+
+
+def _blocks() -> Iterator[Method]:
+    for name, block in building_blocks.BLOCKS.items():
+        yield _plain("block", name, block, block.cost, block.keys)
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _entries(registry: Registry[Any]) -> Iterator[tuple[list[str], Any]]:
+    """Each registered object once, with its names, its own first."""
+    names: dict[int, list[str]] = {}
+    for name in registry:
+        names.setdefault(id(registry.get(name)), []).append(name)
+    for group in names.values():
+        entry = registry.get(group[0])
+        yield sorted(group, key=lambda name: (name != entry.name, name)), entry
+
+
+def _method(
+    kind: str,
+    names: list[str],
+    entry: Any,
+    key: str,
+    block: str,
+    needs: list[str],
+    cost: Cost,
+    remarks: dict[str, str] | None = None,
+) -> Method:
+    return Method(
+        kind=kind,
+        name=names[0],
+        aliases=tuple(names[1:]),
+        formula=entry.formula,
+        paper=entry.paper,
+        description=description(function_of(entry)),
+        needs=tuple(_need(need) for need in needs),
+        knobs=tuple(_knob(option, entry, block) for option in sorted(entry.options)),
+        cost=cost,
+        select=f"{key}={names[0]}",
+        presets=_presets(kind, names),
+        remarks=remarks or {},
+        entry=entry,
+    )
+
+
+def _need(name: str) -> Need:
+    if name in INPUTS:
+        return Need(name, *INPUTS[name])
+    return Need(name, name, preference_needs.get(name, name))
+
+
+def _plain(kind: str, name: str, block: Block, cost: Cost, keys: list[str] | tuple[str, ...]) -> Method:
+    return Method(
+        kind=kind,
+        name=name,
+        aliases=block.aliases,
+        formula=block.formula,
+        paper=block.paper,
+        description=block.description,
+        needs=(),
+        knobs=tuple(_key_knob(_tree()[key]) for key in keys if key in _tree()),
+        cost=cost,
+        select=block.select,
+        presets=_presets(kind, [name, *block.aliases]),
+        remarks=block.remarks,
+        entry=block.function,
+    )
+
+
+def _presets(kind: str, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(preset for preset in presets() if methods_of_preset(preset).get(kind, set()) & set(names))
+
+
+def function_of(entry: Any) -> Callable[..., Any]:
+    """The function behind a registered object."""
+    for attribute in ("compute", "per_token", "per_pair", "function"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry
+
+
+def description(function: Callable[..., Any]) -> str:
+    """The docstring up to its sections, with Sphinx' marks made Markdown's."""
+    text = re.split(r"\n\s*(?:Args|Returns|Raises|Attributes|Yields):\n", inspect.getdoc(function) or "")[0].strip()
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
+    return text.replace("``", "`").replace("::\n", ":\n")
+
+
+@functools.cache
+def _tree() -> dict[str, KeyDoc]:
+    return {key.path: key for key in documentation(RLConfig)}
+
+
+def _knob(option: str, entry: Any, block: str) -> Knob:
+    keys = [key for key in _tree().values() if key.last == option and key.path.startswith(block)]
+    if keys:
+        return _key_knob(keys[0])
+    signature = inspect.signature(function_of(entry)).parameters
+    defaults = getattr(entry, "defaults", {name: parameter.default for name, parameter in signature.items()})
+    return Knob(option, yaml_value(defaults[option]), "", "an argument of the function; no configuration key")
+
+
+def _key_knob(key: KeyDoc) -> Knob:
+    return Knob(key.last, yaml_value(key.default), key.path, key.meaning)

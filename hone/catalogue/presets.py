@@ -1,0 +1,64 @@
+"""What each RL preset chooses, read from its files without composing a configuration."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import yaml
+
+from hone.config.layers import PRESETS, preset_names
+
+_CHOICES = {
+    "estimator": ("algorithm.adv_estimator", "grpo"),
+    "loss": ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"),
+    "aggregation": ("actor_rollout_ref.actor.loss_agg_mode", "token-mean"),
+}
+"""Kind -> (the key that chooses a method of it, its default)."""
+
+_SWITCHED = (
+    ("kl", "algorithm.use_kl_in_reward", "algorithm.kl_penalty", "kl"),
+    ("kl", "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_type", "low_var_kl"),
+)
+"""(kind, the switch, the key that chooses, its default)."""
+
+
+def presets() -> list[str]:
+    """Names of the RL presets."""
+    return preset_names("rl")
+
+
+@functools.cache
+def preset_values(name: str) -> dict[str, Any]:
+    """What a preset sets, bases included: dotted key to value."""
+    tree = yaml.safe_load((PRESETS / "rl" / f"{name}.yaml").read_text(encoding="utf-8")) or {}
+    bases = [base for base in tree.pop("defaults", []) if base != "_self_"]
+    values: dict[str, Any] = {}
+    for base in bases:
+        values |= preset_values(base)
+    return values | dict(_flat(tree, ""))
+
+
+@functools.cache
+def preset_title(name: str) -> str:
+    """The comment in the first line of a preset."""
+    return (PRESETS / "rl" / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def methods_of_preset(name: str) -> dict[str, set[str]]:
+    """Kind to the names that a preset chooses, defaults included."""
+    values = preset_values(name)
+    chosen = {kind: {str(values.get(key, default))} for kind, (key, default) in _CHOICES.items()}
+    for kind, switch, key, default in _SWITCHED:
+        if values.get(switch):
+            chosen.setdefault(kind, set()).add(str(values.get(key, default)).removesuffix("+"))
+    chosen["block"] = {
+        key.partition(".")[2].split(".")[0] for key, value in values.items() if key.endswith(".enable") and value
+    }
+    return chosen
+
+
+def _flat(tree: Any, prefix: str) -> list[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        return [(prefix, tree)]
+    return [pair for key, value in tree.items() for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))]

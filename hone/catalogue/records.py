@@ -1,0 +1,131 @@
+"""What the map says about a method."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = {
+    "estimator": "advantage estimator",
+    "loss": "policy loss",
+    "kl": "KL estimator",
+    "aggregation": "loss aggregation",
+    "correction": "rollout correction",
+    "preference": "preference loss",
+    "block": "building block",
+}
+"""Short name, as ``--kind`` takes it, to the words for it. A name may exist in two kinds (``gpg`` does)."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something a method cannot do without, and what supplies it."""
+
+    name: str
+    argument: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Knob:
+    """An option: ``key`` is empty where it is an argument of the function only."""
+
+    name: str
+    default: str
+    key: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step pays beside the policy itself and its update.
+
+    Attributes:
+        trained: models with gradients and optimizer state, the policy first.
+        frozen: models that are only evaluated.
+        forward: forward passes over the batch before the update.
+        generation: what is sampled for a prompt.
+    """
+
+    trained: tuple[str, ...] = ("policy",)
+    frozen: tuple[str, ...] = ()
+    forward: tuple[str, ...] = ()
+    generation: str = ""
+
+    def sentence(self) -> str:
+        """The cost in words."""
+        copies = (
+            f"{len(self.trained) + len(self.frozen)} model{'s' if len(self.trained) + len(self.frozen) > 1 else ''}"
+        )
+        models = " and ".join([f"{', '.join(self.trained)} (trained)", *(f"{name} (frozen)" for name in self.frozen)])
+        passes = f"{len(self.forward)} forward pass{'' if len(self.forward) == 1 else 'es'} before the update"
+        listed = f": {', '.join(self.forward)}" if self.forward else ""
+        sampled = f"; generation: {self.generation}" if self.generation else ""
+        return f"{copies}: {models}; {passes}{listed}{sampled}"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of one kind.
+
+    Attributes:
+        kind: a key of :data:`KINDS`.
+        name: the first registered name.
+        aliases: its other names.
+        formula: in a line.
+        paper: the source.
+        description: first part of the docstring.
+        needs: what it cannot do without.
+        knobs: its options.
+        cost: of a step.
+        select: how to choose it: ``key=value`` or a call.
+        presets: RL presets that choose it.
+        remarks: further facts, label to text (``group of one``).
+        entry: the registered object.
+    """
+
+    kind: str
+    name: str
+    aliases: tuple[str, ...]
+    formula: str
+    paper: str
+    description: str
+    needs: tuple[Need, ...]
+    knobs: tuple[Knob, ...]
+    cost: Cost
+    select: str
+    presets: tuple[str, ...] = ()
+    remarks: dict[str, str] = field(default_factory=dict)
+    entry: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def page(self) -> str:
+        """File of its page in ``docs/algorithms``; rollout corrections share one."""
+        return "rollout_correction.md" if self.kind == "correction" else f"{self.name}.md"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "entry"}
+        plain = {
+            "needs": [dataclasses.asdict(need) for need in self.needs],
+            "knobs": [dataclasses.asdict(knob) for knob in self.knobs],
+            "cost": {**dataclasses.asdict(self.cost), "sentence": self.cost.sentence()},
+        }
+        return {**fields, **plain, "page": f"docs/algorithms/{self.page}"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A method that stands in no registry: its facts, and the function that computes it."""
+
+    formula: str
+    paper: str
+    description: str
+    select: str
+    aliases: tuple[str, ...] = ()
+    cost: Cost = field(default_factory=Cost)
+    keys: tuple[str, ...] = ()
+    remarks: dict[str, str] = field(default_factory=dict)
+    function: Callable[..., Any] | None = None

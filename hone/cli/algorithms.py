@@ -1,0 +1,177 @@
+"""`hone algorithms`: the map of methods; list them, show one, recommend one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hone.catalogue import Method, Recommendation
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Kind = Annotated[
+    str | None,
+    typer.Option("--kind", help="estimator, loss, kl, aggregation, correction, preference or block"),
+]
+
+
+@app.callback()
+def group() -> None:
+    """List the methods, show one, or recommend one."""
+
+
+@app.command("list")
+def list_methods(kind: Kind = None, as_json: Json = False) -> None:
+    """List every method: its kind, its formula and what it costs."""
+    from hone.catalogue import KINDS, methods
+
+    _check_kind(kind)
+    found = [method for method in methods() if kind in (None, method.kind)]
+    if as_json:
+        _print_json([method.as_json() for method in found])
+        return
+    for name, words in KINDS.items():
+        rows = [method for method in found if method.kind == name]
+        if rows:
+            typer.echo(f"{words} (--kind {name})")
+            width = max(len(method.name) for method in rows)
+            for method in rows:
+                also = f" (also {', '.join(method.aliases)})" if method.aliases else ""
+                typer.echo(f"  {method.name:<{width}}  {method.formula}{also}")
+            typer.echo("")
+    typer.echo("`hone algorithms show NAME` tells all about one.")
+
+
+@app.command("show")
+def show(
+    name: Annotated[str, typer.Argument(help="name of a method, such as grpo")],
+    kind: Kind = None,
+    as_json: Json = False,
+) -> None:
+    """Show a method: formula, paper, needs, knobs, cost, presets, and its numbers on a small case."""
+    from hone.catalogue import find
+
+    _check_kind(kind)
+    found = find(name, kind)
+    if as_json:
+        _print_json([method.as_json() for method in found])
+        return
+    typer.echo("\n\n".join(_described(method) for method in found))
+
+
+@app.command("recommend")
+def recommend_method(
+    model_size: Annotated[str | None, typer.Option(help="parameters of the policy: 500m, 7b")] = None,
+    reward: Annotated[str | None, typer.Option(help="verifiable, model, dense, preference or labels")] = None,
+    memory: Annotated[float | None, typer.Option(help="memory of the device in GB")] = None,
+    turns: Annotated[int, typer.Option(help="assistant turns of an episode")] = 1,
+    response_length: Annotated[int, typer.Option(help="longest response in tokens")] = 1024,
+    single: Annotated[bool, typer.Option("--single", help="a prompt cannot be answered several times")] = False,
+    moe: Annotated[bool, typer.Option("--moe", help="the policy is a mixture of experts")] = False,
+    as_json: Json = False,
+) -> None:
+    """Recommend a method and explain the choice; asks for what is not given as an option."""
+    from hone.catalogue import Situation, recommend
+    from hone.catalogue.recommend import REWARDS
+    from hone.training.init_model import parse_size
+
+    if model_size is None:
+        model_size = _ask("Parameters of the model (500m, 7b)", "--model-size", str)
+    parameters = parse_size(model_size)
+    if reward is None:
+        for name, words in REWARDS.items():
+            typer.echo(f"  {name:<12}{words}", err=True)
+        reward = _ask("Kind of reward", "--reward", str)
+    if memory is None:
+        memory = _ask("Memory of the device in GB", "--memory", float)
+    situation = Situation(
+        parameters=parameters,
+        reward=reward,
+        memory_gb=memory,
+        turns=turns,
+        response_length=response_length,
+        grouped=not single,
+        moe=moe,
+    )
+    chosen = recommend(situation)
+    if as_json:
+        import dataclasses
+
+        _print_json(dataclasses.asdict(chosen))
+    else:
+        _print_recommendation(chosen)
+
+
+# -------------------------------------------------------------------------------------------------------------- output
+
+
+def _described(method: Method) -> str:
+    """All about a method, as lines of text."""
+    from hone.catalogue import KINDS
+    from hone.catalogue.examples import example
+
+    also = f", also {', '.join(method.aliases)}" if method.aliases else ""
+    lines = [f"{method.name}  ({KINDS[method.kind]}{also})", "", f"    {method.formula}", "", method.description, ""]
+    facts = {
+        "paper": method.paper,
+        "choose it": method.select,
+        "needs": "; ".join(f"{need.argument}: {need.source}" for need in method.needs) or "nothing more",
+        **{label.lower(): text for label, text in method.remarks.items()},
+        "costs": method.cost.sentence(),
+        "presets": ", ".join(method.presets) or "none",
+        "page": f"docs/algorithms/{method.page}",
+    }
+    width = max(map(len, facts))
+    lines += [f"{label:<{width}}  {text}" for label, text in facts.items()]
+    if method.knobs:
+        lines += ["", "knobs"]
+        lines += [f"  {knob.key or knob.name}={knob.default}  {knob.meaning}" for knob in method.knobs]
+    shown = example(method)
+    if shown:
+        lines += ["", shown[0], *_aligned(shown[1])]
+    return "\n".join(lines)
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _print_recommendation(chosen: Recommendation) -> None:
+    typer.echo(f"{chosen.method}{'' if chosen.fits else '  (does not fit)'}\n")
+    typer.echo("\n".join(f"- {reason}" for reason in chosen.reasons))
+    typer.echo(f"\n{chosen.command}")
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+# --------------------------------------------------------------------------------------------------------------- input
+
+
+def _check_kind(kind: str | None) -> None:
+    from hone.catalogue import KINDS
+    from hone.errors import ConfigError, did_you_mean
+
+    if kind is not None and kind not in KINDS:
+        raise ConfigError(f"unknown kind '{kind}'", where="--kind", fix=did_you_mean(kind, KINDS))
+
+
+def _ask(question: str, option: str, of: Callable[[str], Any]) -> Any:
+    """Ask on the terminal; without an answer to be had, say which option is missing."""
+    from hone.errors import ConfigError
+
+    try:
+        return typer.prompt(question, type=of, err=True)
+    except typer.Abort:
+        raise ConfigError(
+            f"{option} is not given, and nobody answers", where=option, fix="give it on the command line: --help"
+        ) from None
