@@ -223,7 +223,7 @@ def _metrics(part: TokenLoss, old: Tensor, new: Tensor, mask: Tensor) -> dict[st
         "actor/ratio/max": ratio.max() if ratio.numel() else ratio.sum(),
     }
     for name, value in part.statistics.items():
-        metrics[f"actor/{name}"] = (where_mask(value.detach(), mask).sum() / count).to(ratio.dtype)
+        metrics[f"actor/{name}"] = where_mask(value.detach(), mask).sum().to(ratio.dtype) / count
     return metrics
 
 

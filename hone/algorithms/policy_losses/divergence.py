@@ -100,7 +100,7 @@ def second_moment_outliers(
     )
     gap = log_probs - old_log_probs
     squared = gap.square()
-    counted = beyond_trust_region(gap.exp(), advantages) & response_mask
+    counted = beyond_trust_region(gap, advantages) & response_mask
     ascending = squared[counted].sort().values
     means = ascending.double().cumsum(0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
     kept = int((means <= m2_threshold).sum())

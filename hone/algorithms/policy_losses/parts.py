@@ -60,9 +60,9 @@ def dual_clip(loss: Tensor, advantages: Tensor, bound: float) -> tuple[Tensor, T
     return torch.where(active, ceiling, loss), active
 
 
-def beyond_trust_region(ratio: Tensor, advantages: Tensor) -> Tensor:
+def beyond_trust_region(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """Tokens that have already moved the way their advantage pushes them, where alone PPO's clip can act (bool)."""
-    return ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
+    return ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
 
 
 def by_sign(advantages: Tensor, positive: float, otherwise: float) -> Tensor:
