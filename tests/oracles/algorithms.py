@@ -38,42 +38,6 @@ def variance(values: list[float]) -> float:
     return statistics.variance(values) if len(values) > 1 else 0.0
 
 
-# --------------------------------------------------------------------------------------------------------- advantages
-
-
-def grpo(
-    rewards: Matrix, mask: Mask, *, group_ids: list, norm_adv_by_std_in_grpo: bool = True, epsilon: float = 1e-6
-) -> tuple[Matrix, Matrix]:
-    rows = compact(rewards, mask)
-    scores = [math.fsum(row) for row in rows]
-    advantages = []
-    for i, row in enumerate(rows):
-        group = [scores[j] for j in range(len(rows)) if group_ids[j] == group_ids[i] and rows[j]]
-        center, spread = (mean(group), statistics.stdev(group)) if len(group) > 1 else (0.0, 1.0)
-        advantage = scores[i] - center
-        if norm_adv_by_std_in_grpo:
-            advantage /= spread + epsilon
-        advantages.append([advantage] * len(row))
-    result = scatter(advantages, mask)
-    return result, result
-
-
-def gae(rewards: Matrix, mask: Mask, *, values: Matrix, gamma: float = 1.0, lam: float = 1.0) -> tuple[Matrix, Matrix]:
-    raw, returns = [], []
-    for r, v in zip(compact(rewards, mask), compact(values, mask), strict=True):
-        after = [*v[1:], 0.0]
-        delta = [r[t] + gamma * after[t] - v[t] for t in range(len(r))]
-        a = [math.fsum((gamma * lam) ** k * delta[t + k] for k in range(len(r) - t)) for t in range(len(r))]
-        raw.append(a)
-        returns.append([x + y for x, y in zip(a, v, strict=True)])
-    flat = [x for row in raw for x in row]
-    center, scale = mean(flat), math.sqrt(variance(flat) + 1e-8)
-    return scatter([[(x - center) / scale for x in row] for row in raw], mask), scatter(returns, mask)
-
-
-ESTIMATORS: dict[str, Callable] = {"grpo": grpo, "grpo_vectorized": grpo, "gae": gae}
-
-
 # -------------------------------------------------------------------------------------------------------- aggregation
 
 
@@ -94,53 +58,10 @@ def aggregate(loss: Matrix, mask: Mask, mode: str, loss_scale_factor: float = 1.
 # -------------------------------------------------------------------------------------------------------------- losses
 
 
-def vanilla(
-    old: float,
-    new: float,
-    advantage: float,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_ratio_c: float = 3.0,
-) -> tuple[float, dict[str, float]]:
-    ratio = math.exp(min(max(new - old, -20.0), 20.0))
-    free = -advantage * ratio
-    bounded = -advantage * min(max(ratio, 1 - clip_ratio_low), 1 + clip_ratio_high)
-    loss = max(free, bounded)
-    ceiling = -advantage * clip_ratio_c
-    lower = advantage < 0 and loss > ceiling
-    statistics = {
-        "actor/ppo_kl": old - new,
-        "actor/ratio/mean": ratio,
-        "actor/pg_clipfrac": float(bounded > free),
-        "actor/pg_clipfrac_lower": float(lower),
-    }
-    return min(loss, ceiling) if advantage < 0 else loss, statistics
-
-
-POLICY_LOSSES: dict[str, Callable] = {"vanilla": vanilla}
-
-
 def value(new: float, target: float, old: float, cliprange: float) -> tuple[float, dict[str, float]]:
     near = min(max(new, old - cliprange), old + cliprange)
     free, clipped = (new - target) ** 2, (near - target) ** 2
     return 0.5 * max(free, clipped), {"critic/vf_clipfrac": float(clipped > free), "critic/vpred_mean": new}
-
-
-# ------------------------------------------------------------------------------------------------------------------ KL
-
-
-def kl(new: float, ref: float, kind: str) -> float:
-    d = new - ref
-    gap = min(max(-d, -20.0), 20.0)
-    return {
-        "k1": d,
-        "kl": d,
-        "abs": abs(d),
-        "k2": d * d / 2,
-        "mse": d * d / 2,
-        "k3": min(math.expm1(gap) - gap, 10.0),
-        "low_var_kl": min(math.expm1(gap) - gap, 10.0),
-    }[kind]
 
 
 # -------------------------------------------------------------------------------------------------------------- logits

@@ -36,51 +36,55 @@ def checked_inputs(
     dtype = torch.promote_types(rewards.dtype, torch.float32)
     clean = where_mask(rewards, selected).to(dtype)
     _finite("token_level_rewards", clean)
-    ready: dict[str, Any] = {}
-    for argument, value in inputs.items():
-        if argument == "group_ids":
-            _check_groups(value, len(rewards), min_group, name)
-        elif argument in TOKEN_INPUTS and value is not None:
-            _same_shape(argument, value, rewards)
-            value = where_mask(value, selected)
-            value = value if argument == "turn_ids" else value.to(dtype)
-        elif argument == "reward_baselines":
-            value = _row_scores(argument, value, clean)
-        elif argument == "reward_components":
-            value = {key: _row_scores(f"reward_components['{key}']", scores, clean) for key, scores in value.items()}
-        ready[argument] = value
+    if inputs.get("group_ids") is not None:
+        _check_groups(inputs["group_ids"], len(rewards), min_group, name)
+    ready = {
+        argument: None if value is None else _prepared(argument, value, selected, dtype)
+        for argument, value in inputs.items()
+    }
     return clean, selected, ready
 
 
-def _same_shape(argument: str, tensor: Tensor, rewards: Tensor) -> None:
-    if rewards.dim() != 2 or tensor.shape != rewards.shape:
+def _prepared(argument: str, value: Any, mask: Tensor, dtype: torch.dtype) -> Any:
+    if argument in TOKEN_INPUTS:
+        _same_shape(argument, value, mask)
+        value = where_mask(value, mask)
+        return value if argument == "turn_ids" else value.to(dtype)
+    if argument == "reward_baselines":
+        return _row_scores(argument, value, mask, dtype)
+    if argument == "reward_components":
+        return {key: _row_scores(f"reward_components['{key}']", scores, mask, dtype) for key, scores in value.items()}
+    return value
+
+
+def _same_shape(argument: str, tensor: Tensor, other: Tensor) -> None:
+    if other.dim() != 2 or tensor.shape != other.shape:
         raise ConfigError(
-            f"{argument} has shape {list(tensor.shape)}, token_level_rewards {list(rewards.shape)}",
+            f"{argument} has shape {list(tensor.shape)}, token_level_rewards {list(other.shape)}",
             fix="both are [B, T]: one row a response, one column a token",
             where=argument,
         )
 
 
-def _row_scores(argument: str, scores: Any, rewards: Tensor) -> Tensor:
-    scores = torch.as_tensor(scores, device=rewards.device)
-    if scores.shape != rewards.shape[:1]:
+def _row_scores(argument: str, scores: Any, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    scores = torch.as_tensor(scores, device=mask.device)
+    if scores.shape != mask.shape[:1]:
         raise ConfigError(
-            f"{argument} has shape {list(scores.shape)} for {len(rewards)} sequences",
+            f"{argument} has shape {list(scores.shape)} for {len(mask)} sequences",
             fix="pass one number a row, [B]",
             where=argument,
         )
-    scores = scores.to(torch.promote_types(scores.dtype, rewards.dtype))
+    scores = where_mask(scores, mask.any(dim=-1)).to(torch.promote_types(scores.dtype, dtype))
     _finite(argument, scores)
     return scores
 
 
 def _finite(argument: str, values: Tensor) -> None:
-    # the sum over a row is finite when all its parts are, save for an overflow, which the second look clears up
-    rows = values if values.dim() == 1 else values.sum(dim=-1)
-    if torch.isfinite(rows).all():
+    # the sum over a row is finite when its parts are; an overflow is cleared up by the second, exact look
+    if torch.isfinite(values if values.dim() == 1 else values.sum(dim=-1)).all():
         return
-    wrong = ~torch.isfinite(values if values.dim() == 1 else values.where(~torch.isfinite(rows)[:, None], 0.0))
-    bad = (wrong if wrong.dim() == 1 else wrong.any(dim=-1)).nonzero().flatten().tolist()
+    finite = torch.isfinite(values) if values.dim() == 1 else torch.isfinite(values).all(dim=-1)
+    bad = (~finite).nonzero().flatten().tolist()
     if bad:
         shown = ", ".join(map(str, bad[:SHOWN])) + (", ..." if len(bad) > SHOWN else "")
         raise ConfigError(

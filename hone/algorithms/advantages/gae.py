@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.base import Result, register_estimator
-from hone.algorithms.masked import masked_whiten, where_mask
+from hone.algorithms.advantages.scan import Packing, suffix_sums
+from hone.algorithms.advantages.tokens import row_blocks, whiten_
 
 
 @register_estimator(
@@ -22,19 +23,12 @@ def gae(
 
     Advantages are whitened over all selected tokens given; returns are taken before whitening.
     """
-    mask, rewards = response_mask, token_level_rewards
-    # time runs along dim 0: each step of the two backward passes then reads one contiguous row
-    keep = mask.t().contiguous()
-    decay = torch.ones_like(keep, dtype=values.dtype).masked_fill_(keep, gamma * lam)
-    value_rows = values.t().contiguous()
-    next_values, following = torch.empty_like(value_rows), value_rows.new_zeros(len(rewards))
-    for t in range(len(value_rows) - 1, -1, -1):
-        next_values[t] = following
-        following = torch.where(keep[t], value_rows[t], following)
-    deltas = where_mask(rewards.t() + gamma * next_values - value_rows, keep)
-    running = deltas.new_zeros(len(rewards))
-    for t in range(len(deltas) - 1, -1, -1):
-        # a skipped token has delta 0 and decay 1: what comes after it passes through unchanged
-        running = deltas[t].addcmul_(decay[t], running)
-    raw = where_mask(deltas.t(), mask)
-    return masked_whiten(raw, mask), where_mask(raw + values, mask)
+    advantages = torch.empty_like(token_level_rewards)
+    for rows in row_blocks(len(advantages)):
+        packing = Packing(response_mask[rows])
+        now = packing.pack(values[rows])
+        delta = packing.pack(token_level_rewards[rows]) - now
+        delta[:, :-1] += gamma * now[:, 1:]
+        packing.unpack_into(advantages[rows], suffix_sums(delta, gamma * lam))
+    returns = advantages + values
+    return whiten_(advantages, response_mask), returns

@@ -17,7 +17,7 @@ class Groups:
     Attributes:
         index: ``[B]`` group number of each row.
         member: ``[B]`` true where the row takes part.
-        count: ``[B]`` members of the row's group.
+        count: ``[B]`` members of the row's group, float64.
         size: number of groups.
     """
 
@@ -34,13 +34,18 @@ class Groups:
     @classmethod
     def numbered(cls, index: Tensor, size: int, member: Tensor) -> Groups:
         """From group numbers below ``size``."""
-        count = torch.bincount(index[member], minlength=size)
+        count = torch.bincount(index[member], minlength=size).double()
         return cls(index, member, count[index], size)
 
     @property
     def alone(self) -> Tensor:
         """``[B]`` true where there is no other member to compare with."""
         return self.count <= 1
+
+    def agree(self, values: Tensor) -> Tensor:
+        """``[B]`` true where all members of the group have exactly the same value; a group of one agrees on 0 only."""
+        lowest = -self.best_two(-values)[0]
+        return torch.where(self.alone, values == 0, self.best_two(values)[0] == lowest)
 
     def total(self, values: Tensor) -> Tensor:
         """Sum over the group's members."""

@@ -1,0 +1,62 @@
+"""Estimators with a return at every token and no critic: REINFORCE++ and ReMax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hone.algorithms.advantages.base import Result, register_estimator
+from hone.algorithms.advantages.group_relative import centred
+from hone.algorithms.advantages.groups import Groups
+from hone.algorithms.advantages.scan import discounted_returns
+from hone.algorithms.advantages.tokens import sequence_scores, spread, whiten_
+
+
+@register_estimator(
+    "reinforce_plus_plus",
+    formula="A_t = G_t = sum_k gamma^k r_{t+k}, whitened over the batch; returns = G",
+    paper="Hu 2025 (REINFORCE++), arXiv:2501.03262, eq. 6 and 9",
+)
+def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Result:
+    """The discounted reward to come, against the mean of the whole batch; no critic and no groups.
+
+    The original recipe has its KL penalty in the reward (``algorithm.use_kl_in_reward=true``): this is the estimator
+    that gives each token its own part of it.
+    """
+    returns = discounted_returns(token_level_rewards, response_mask, gamma)
+    return whiten_(returns.clone(), response_mask), returns
+
+
+@register_estimator(
+    "reinforce_plus_plus_baseline",
+    needs=["groups"],
+    formula="A = s - mean of the group, whitened over the tokens of the batch",
+    paper="Hu 2025 (REINFORCE++), arXiv:2501.03262, REINFORCE++-baseline",
+    group_of_one="no baseline: the score itself enters the whitening",
+)
+def reinforce_plus_plus_baseline(
+    token_level_rewards: Tensor, response_mask: Tensor, *, group_ids: Sequence[Any] | Tensor
+) -> Result:
+    """Score of a response against its group, scaled by the spread of the whole batch; returns equal advantages.
+
+    Unlike GRPO it does not blow up groups of nearly equal scores: one scale serves all groups. The whitening counts
+    tokens, so a long response weighs more in mean and spread than a short one.
+    """
+    scores = centred(sequence_scores(token_level_rewards), Groups.of(group_ids, response_mask))
+    advantages = whiten_(spread(scores, response_mask, token_level_rewards.dtype), response_mask)
+    return advantages, advantages.clone()
+
+
+@register_estimator(
+    "remax",
+    needs=["greedy_baseline"],
+    formula="A_t = sum_{k >= t} r_k - score of the prompt's greedy response; returns = sum_{k >= t} r_k",
+    paper="Li et al. 2023 (ReMax), arXiv:2310.10505, eq. 5",
+    scope="sequence",
+)
+def remax(token_level_rewards: Tensor, response_mask: Tensor, *, reward_baselines: Tensor) -> Result:
+    """The reward to come, less what the greedy response to the same prompt gets. It costs one more generation a prompt."""
+    returns = discounted_returns(token_level_rewards, response_mask, 1.0)
+    return returns - spread(reward_baselines, response_mask, returns.dtype), returns

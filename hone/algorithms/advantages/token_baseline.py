@@ -1,0 +1,83 @@
+"""The optimal token baseline: at each token, the group's returns weighted by the gradient they have gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.advantages.base import Result, register_estimator
+from hone.algorithms.advantages.groups import Groups
+from hone.algorithms.advantages.scan import Packing, discounted_returns
+from hone.algorithms.advantages.tokens import row_blocks
+
+
+@register_estimator(
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+    needs=["groups", "old_log_probs", "sum_pi_squared"],
+    uses=["rollout_is_weights"],
+    formula="A_t = G_t - sum(G_t W_t) / (sum(W_t) + epsilon), sums over the group's t-th sampled tokens; G_t = reward to "
+    "come, W_t = sum_{j <= t} rho_j^2 (1 - 2 pi_j + sum of squared probabilities at j); returns = G",
+    paper="Li et al. 2026 (OTB), arXiv:2602.07078",
+    group_of_one="no baseline: the advantage is the reward to come",
+    scope="group",
+)
+def optimal_token_baseline(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    group_ids: Sequence[Any] | Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+) -> Result:
+    """Reward to come against a baseline of its own for each sampled token: the one of least gradient variance.
+
+    ``1 - 2 pi + sum pi^2`` is the squared gradient of a token's log-prob in its logits; ``rho`` are importance weights,
+    when there are any. Where a response is longer than all others of its group, its baseline would be its own return:
+    with ``handle_zero_tail`` that tail has baseline 0.
+
+    Time counts sampled tokens, in both names. In verl the plain name compares columns of the batch, so that tool
+    output shifts a response against the others of its group; only the name with ``tir_`` (tool-integrated reasoning)
+    does not.
+    """
+    groups = Groups.of(group_ids, response_mask)
+    returns = discounted_returns(token_level_rewards, response_mask, 1.0)
+    weighted = returns.new_zeros(groups.size, returns.shape[1], dtype=torch.float64)
+    weights = torch.zeros_like(weighted)
+    for rows in row_blocks(len(returns)):
+        packing, index = Packing(response_mask[rows]), groups.index[rows]
+        norms = _squared_gradients(old_log_probs[rows], sum_pi_squared[rows])
+        if rollout_is_weights is not None:
+            norms *= rollout_is_weights[rows].square()
+        gathered = packing.pack(norms).cumsum(dim=-1).mul_(packing.front)
+        length = gathered.shape[1]
+        weights[:, :length].index_add_(0, index, gathered)
+        weighted[:, :length].index_add_(0, index, gathered.mul_(packing.pack(returns[rows])))
+    baselines = weighted.div_(weights.add_(epsilon))
+    compared = _compared_tokens(groups, response_mask, handle_zero_tail)
+    advantages = torch.empty_like(returns)
+    for rows in row_blocks(len(returns)):
+        packing = Packing(response_mask[rows])
+        time = torch.arange(packing.front.shape[1], device=returns.device)
+        own = baselines[groups.index[rows], : len(time)].mul_(time < compared[rows, None])
+        packing.unpack_into(advantages[rows], own)
+    return torch.sub(returns, advantages, out=advantages), returns
+
+
+def _squared_gradients(old_log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
+    """``|| d log pi / d logits ||^2`` at each token; what rounding makes negative is 0."""
+    return (1.0 - 2.0 * old_log_probs.exp() + sum_pi_squared).clamp_(min=0)
+
+
+def _compared_tokens(groups: Groups, response_mask: Tensor, zero_tail: bool) -> Tensor:
+    """How many of a row's first tokens have a baseline, ``[B]``: none in a group of one."""
+    lengths = response_mask.sum(dim=-1)
+    longest, second, holds = groups.best_two(lengths)
+    others = torch.where(holds, second, longest)
+    return torch.where(groups.alone, 0, others if zero_tail else lengths)
