@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
 
 Matrix = list[list[float]]
 Mask = list[list[int]]
