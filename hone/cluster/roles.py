@@ -14,10 +14,11 @@ from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.seeding import derive_seed
+from hone.training.correction import correction_settings
 from hone.training.engine import TrainEngine, UpdateResult
 from hone.training.heads import PolicyHead, ValueHead
 from hone.training.model import adapter_off, load_policy, load_value_model, saved_model
-from hone.training.objectives import policy_objective, value_objective
+from hone.training.objectives import PolicyObjective, value_objective
 
 
 class PolicyWorker:
@@ -48,20 +49,35 @@ class PolicyWorker:
         )
         if resume is not None:
             self.engine.load(resume / "actor_optimizer.safetensors")
-        self._objective = policy_objective(actor, max_response_length=config.data.max_response_length)
+        self._correction = correction_settings(config.algorithm.rollout_correction)
+        self._objective = PolicyObjective(actor, self._correction, max_response_length=config.data.max_response_length)
 
-    def log_probs(self, batch: Batch, *, with_entropy: bool) -> dict[str, Ragged]:
-        """``log_probs`` (and ``entropy``) of the response tokens under the present weights."""
-        return self.engine.infer_batch(batch, with_entropy=with_entropy)
+    def log_probs(self, batch: Batch, *, with_entropy: bool, with_sum_pi_squared: bool = False) -> dict[str, Ragged]:
+        """``log_probs`` (``entropy``, ``sum_pi_squared``) of the response tokens under the present weights."""
+        head = None
+        if with_sum_pi_squared:
+            head = PolicyHead(self.config.actor_rollout_ref.rollout.temperature, with_sum_pi_squared=True)
+        return self.engine.infer_batch(batch, with_entropy=with_entropy, head=head)
 
     def update(self, batch: Batch, step: int) -> list[UpdateResult]:
         """All optimizer updates of one step: mini-batches of prompts, ppo_epochs times over."""
         actor = self.config.actor_rollout_ref.actor
         seed = derive_seed(self.config.trainer.seed, "mini-batches", step) if actor.shuffle else None
-        return [
-            self.engine.train_batch(mini, self._objective, step=step, with_entropy=actor.entropy_coeff > 0)
-            for mini in mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs, seed)
-        ]
+        results: list[UpdateResult] = []
+        for mini in mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs, seed):
+            if self._objective.needs_preparation:
+                mini = self._prepared(mini, first=not results)
+            with_entropy = actor.entropy_coeff > 0
+            results.append(self.engine.train_batch(mini, self._objective, step=step, with_entropy=with_entropy))
+        return results
+
+    def _prepared(self, mini: Batch, *, first: bool) -> Batch:
+        """Let the loss settle what concerns the whole mini-batch. On the first update the policy is the one whose log-probs
+        are the old ones, unless the engine reported those; later it takes a forward pass to know it.
+        """
+        if first and not self._correction["bypass_mode"]:
+            return self._objective.prepare(mini, mini.ragged("old_log_probs"))
+        return self._objective.prepare(mini, self.log_probs(mini, with_entropy=False)["log_probs"])
 
     def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write weights (a Hugging Face or PEFT directory with tokenizer) and optimizer state."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.config.algorithm import AlgorithmConfig
 from hone.config.fields import block, choice, named, number, numbers, texts
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -109,10 +110,27 @@ class OptimConfig:
 
 @dataclass
 class PolicyLossConfig:
-    """Which policy loss."""
+    """Which policy loss, and the options that only some losses have."""
 
     loss_mode: str = named("vanilla", "policy loss")
-    """Name of the policy loss in the registry (`vanilla` is PPO's clipped objective with dual clip)."""
+    """Policy loss: a name of the registry (`hone algorithms list`; `vanilla` is PPO's clipped objective with dual clip), or
+    one of your own by its import path, my_module:my_loss."""
+    clip_cov_ratio: float = number(0.0002, low=0, high=1)
+    """clip_cov: share of the tokens whose gradient is cut."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: only tokens whose covariance of advantage and log-prob is above this ..."""
+    clip_cov_ub: float = 5.0
+    """... and below this."""
+    kl_cov_ratio: float = number(0.0002, low=0, high=1)
+    """kl_cov: share of the tokens, those of the highest covariance, that get a KL penalty."""
+    ppo_kl_coef: float = number(0.1, low=0)
+    """kl_cov: weight of that penalty."""
+    dro_beta: float = number(0.05, above=0)
+    """dro: weight of the squared log-ratio."""
+    m2_threshold: float = number(0.04, above=0)
+    """m2po: largest mean squared log-ratio; the tokens that exceed it most are left out."""
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further options of the loss that have no key here, by name."""
 
 
 @dataclass
@@ -137,6 +155,10 @@ class ActorConfig:
     """Upper clip: ratios over 1 + clip_ratio_high give no gradient when the advantage is positive."""
     clip_ratio_c: float = number(3.0, above=1)
     """Dual clip: with a negative advantage the loss is at most -clip_ratio_c x advantage."""
+    tau_pos: float = number(1.0, above=0)
+    """sapo: temperature of the soft gate of tokens with a positive advantage."""
+    tau_neg: float = number(1.05, above=0)
+    """sapo: the same for a negative advantage; larger closes the gate sooner."""
     loss_agg_mode: str = choice("token-mean", *LOSS_AGG_MODES)
     """How per-token losses become one number, over the whole mini-batch whatever the micro-batches."""
     loss_scale_factor: float | None = number(None, above=0)
@@ -149,6 +171,9 @@ class ActorConfig:
     """Weight of that penalty."""
     kl_loss_type: str = named("low_var_kl", "KL estimator", instead="actor_rollout_ref.actor.kl_loss_coef")
     """Its estimator: k1/kl, abs, k2/mse, k3/low_var_kl."""
+    calculate_sum_pi_squared: bool | None = None
+    """Also compute the sum of squared probabilities of each token's distribution, with the old log-probs; null means when the
+    estimator needs it (optimal_token_baseline). It costs a second projection onto the vocabulary."""
     policy_loss: PolicyLossConfig = block(PolicyLossConfig)
     """The policy loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-6)
@@ -279,6 +304,21 @@ class CustomRewardConfig:
 
 
 @dataclass
+class OverlongBufferConfig:
+    """Soft overlong punishment (DAPO): the last tokens before the limit cost more and more."""
+
+    enable: bool = False
+    """Subtract the penalty from the reward of training responses; validation shows the reward without it."""
+    len: int = number(128, low=1)
+    """Tokens before data.max_response_length over which the penalty grows from 0 to penalty_factor."""
+    penalty_factor: float = number(1.0, low=0)
+    """The penalty of a response of full length."""
+    log: bool = False
+    """Also log the penalty and the share of responses that have one, as reward/overlong_reward/mean and
+    reward/overlong/mean."""
+
+
+@dataclass
 class RewardConfig:
     """How responses are scored."""
 
@@ -288,6 +328,8 @@ class RewardConfig:
     """Built-in scorer for every row; null means the one registered for the row's data_source."""
     scorer_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments of the built-in scorer, for example {method: flexible} for gsm8k."""
+    overlong_buffer: OverlongBufferConfig = block(OverlongBufferConfig)
+    """Punishment of responses that are nearly too long."""
     num_workers: int = number(2, low=1)
     """Worker processes that run a reward function of your own."""
     timeout: float = number(30.0, above=0)
@@ -297,53 +339,6 @@ class RewardConfig:
     log) or stop the run."""
     max_error_rate: float = number(0.5, low=0, high=1)
     """With on_error=count, stop the run when more than this share of a batch fails: nothing could be learned."""
-
-
-# ---------------------------------------------------------------------------------------------------------- algorithm
-
-
-@dataclass
-class KLCtrlConfig:
-    """Coefficient of the KL penalty in the reward."""
-
-    type: str = choice("fixed", "fixed", "adaptive")
-    """fixed, or adaptive: the coefficient follows target_kl (Ziegler et al. 2019)."""
-    kl_coef: float = number(0.001, low=0)
-    """The (first) coefficient."""
-    target_kl: float = number(0.1, above=0)
-    """KL a sequence-averaged token, that the adaptive controller aims at."""
-    horizon: int = number(10000, low=1)
-    """How slowly the adaptive coefficient moves, in sequences."""
-
-
-@dataclass
-class RolloutCorrectionConfig:
-    """The gap between the engine that samples and the model that trains."""
-
-    bypass_mode: bool = False
-    """Take the engine's log-probs as old log-probs instead of recomputing them: one forward pass less."""
-
-
-@dataclass
-class AlgorithmConfig:
-    """What is learned from rewards."""
-
-    adv_estimator: str = named("grpo", "advantage estimator")
-    """Advantage estimator in the registry: grpo (groups, no critic) or gae (PPO with a critic)."""
-    gamma: float = number(1.0, low=0, high=1)
-    """Discount a token (gae)."""
-    lam: float = number(1.0, low=0, high=1)
-    """GAE's lambda: 1 is unbiased, less trades bias for variance."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide group advantages by the group's standard deviation; false is Dr. GRPO."""
-    use_kl_in_reward: bool = False
-    """Subtract a KL penalty to the reference policy from the token rewards (PPO's way)."""
-    kl_penalty: str = named("kl", "KL estimator", instead="algorithm.kl_ctrl.kl_coef")
-    """Its estimator: k1/kl, abs, k2/mse, k3/low_var_kl. A name, not a number; the coefficient is kl_ctrl.kl_coef."""
-    kl_ctrl: KLCtrlConfig = block(KLCtrlConfig)
-    """Its coefficient."""
-    rollout_correction: RolloutCorrectionConfig = block(RolloutCorrectionConfig)
-    """Sampling engine against trainer."""
 
 
 # ------------------------------------------------------------------------------------------------------------ trainer

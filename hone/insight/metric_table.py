@@ -77,6 +77,87 @@ _TRAINING = (
         "a rise over the run: stale weights",
     ),
     MetricSpec("training/rollout_log_probs_diff_max", "nats", _MAX, "|log p(engine) - log p(trainer)|: largest."),
+    MetricSpec("training/filter_groups/tried_groups", "groups", _SUM, "Groups generated and scored for this step."),
+    MetricSpec(
+        "training/filter_groups/evicted_ratio",
+        "share of groups",
+        _LAST,
+        "Groups among them that were replaced because all their answers are equally good.",
+        "> 0.5 look: most generation is thrown away; choose problems of fitting difficulty",
+    ),
+    MetricSpec("training/filter_groups/evicted_samples", "responses", _SUM, "Responses in the groups replaced."),
+    MetricSpec(
+        "training/filter_groups/evicted_value",
+        "reward",
+        _LAST,
+        "Mean of the metric in the groups replaced: near its lowest value problems are too hard, near its highest solved.",
+    ),
+)
+
+_CORRECTION = (
+    MetricSpec(
+        "rollout_corr/kl",
+        "nats",
+        _MEAN,
+        "KL from the engine that sampled to the trainer, mean of log p(engine) - log p(trainer) of the sampled tokens.",
+        "a rise over the run: the engine drifts from the trainer",
+    ),
+    MetricSpec("rollout_corr/k3_kl", "nats", _MEAN, "The same KL by the k3 estimator: never negative, less noisy."),
+    MetricSpec(
+        "rollout_corr/chi2_token",
+        "variance",
+        _MEAN,
+        "Mean squared importance ratio of a token, minus 1: what exact token weights would add in variance.",
+    ),
+    MetricSpec("rollout_corr/chi2_seq", "variance", _MEAN, "The same for whole sequences."),
+    MetricSpec(
+        "rollout_corr/log_ratio_<quantile>", "nats", _LAST, "Quantile of log p(trainer) - log p(engine) of a token."
+    ),
+    MetricSpec("rollout_corr/log_ratio_abs_max", "nats", _MAX, "Largest size of that gap."),
+    MetricSpec("rollout_corr/training_log_ppl", "nats", _MEAN, "Log-perplexity of the responses under the trainer."),
+    MetricSpec("rollout_corr/training_ppl", "perplexity", _MEAN, "Their perplexity under the trainer."),
+    MetricSpec("rollout_corr/rollout_log_ppl", "nats", _MEAN, "Log-perplexity of the responses under the engine."),
+    MetricSpec("rollout_corr/rollout_ppl", "perplexity", _MEAN, "Their perplexity under the engine."),
+    MetricSpec(
+        "rollout_corr/log_ppl_diff", "nats", _MEAN, "Log-perplexity, trainer minus engine: mean over responses."
+    ),
+    MetricSpec("rollout_corr/log_ppl_abs_diff", "nats", _MEAN, "Size of that difference: mean over responses."),
+    MetricSpec("rollout_corr/log_ppl_diff_max", "nats", _MAX, "That difference: largest."),
+    MetricSpec("rollout_corr/log_ppl_diff_min", "nats", _MIN, "That difference: smallest."),
+    MetricSpec("rollout_corr/ppl_ratio", "ratio", _MEAN, "Perplexity under the trainer / under the engine."),
+    MetricSpec(
+        "rollout_corr/rollout_is_eff_sample_size",
+        "share of samples",
+        _MEAN,
+        "Kish's effective sample size of the importance weights: 1 when all are alike.",
+        "< 0.5: weights vary so much that half the batch is wasted; use token level or a lower threshold",
+    ),
+    MetricSpec(
+        "rollout_corr/rollout_rs_masked_fraction",
+        "share of tokens",
+        _MEAN,
+        "Tokens left out of the loss by rejection.",
+        "> 0.1 look, > 0.5 act: engine and trainer disagree, or the bounds are too tight",
+    ),
+    MetricSpec(
+        "rollout_corr/rollout_rs_seq_masked_fraction", "share of sequences", _MEAN, "Sequences that lost a token."
+    ),
+    MetricSpec("rollout_corr/rollout_is_veto_fraction", "share of sequences", _MEAN, "Sequences left out by the veto."),
+    MetricSpec("rollout_corr/<rule>_max", "ratio", _MAX, "Importance ratio or rejection statistic: largest."),
+    MetricSpec("rollout_corr/<rule>_min", "ratio", _MIN, "Importance ratio or rejection statistic: smallest."),
+    MetricSpec(
+        "rollout_corr/rollout_is_<statistic>",
+        "ratio",
+        _MEAN,
+        "Importance weights (seq_: averaged a sequence first): mean, std, share of ratios above and below the bounds, the "
+        "largest deviation from 1, share masked, the factor of the normalisation.",
+    ),
+    MetricSpec(
+        "rollout_corr/rollout_rs_<option>_<statistic>",
+        "statistic",
+        _MEAN,
+        "A rejection statistic (k1 log-ratio, k2, k3): mean, std, share above and below its bounds.",
+    ),
 )
 
 _ACTOR = (
@@ -132,6 +213,30 @@ _ACTOR = (
     MetricSpec("actor/reward_kl_penalty", "nats", _MEAN, "KL to the reference policy, as subtracted from the reward."),
     MetricSpec("actor/reward_kl_penalty_coeff", "weight", _LAST, "Weight of the KL in the reward."),
     MetricSpec(
+        "actor/sum_pi_squared",
+        "probability",
+        _MEAN,
+        "Sum of the squared probabilities of the next-token distribution, mean over response tokens; 1 is certainty.",
+    ),
+    MetricSpec(
+        "actor/pg_cov_fraction",
+        "share of tokens",
+        _MEAN,
+        "clip_cov, kl_cov: tokens chosen for their covariance of advantage and log-prob.",
+    ),
+    MetricSpec(
+        "actor/squared_log_ratio", "nats^2", _MEAN, "dro, m2po: squared log-ratio of the new to the old policy."
+    ),
+    MetricSpec("actor/topr_weight", "weight", _MEAN, "topr: weight of a token; below 1 in unlikely bad responses."),
+    MetricSpec("actor/rollout_is_weight", "weight", _MEAN, "bypass_mode: importance weight of policy against engine."),
+    MetricSpec(
+        "actor/rollout_rejected",
+        "share of tokens",
+        _MEAN,
+        "bypass_mode: tokens without gradient because policy and engine disagree on them.",
+        "> 0.1 look, > 0.5 act",
+    ),
+    MetricSpec(
         "actor/first_ratio_max_abs_log",
         "nats",
         _MAX,
@@ -143,6 +248,7 @@ _ACTOR = (
 _CRITIC = (
     *_spread("critic/score", "reward", "Sequence score before the KL penalty"),
     *_spread("critic/rewards", "reward", "Sequence reward after the KL penalty"),
+    *_spread("critic/greedy_baseline", "reward", "Score of the greedy response to the prompt (remax)"),
     *_spread("critic/advantages", "reward", "Advantage of response tokens"),
     *_spread("critic/returns", "reward", "Return of response tokens"),
     *_spread("critic/values", "reward", "Value predicted for response tokens"),
@@ -247,6 +353,7 @@ _SFT = (
 
 GROUPS: dict[str, tuple[MetricSpec, ...]] = {
     "Training": _TRAINING,
+    "Engine against trainer": _CORRECTION,
     "Policy": _ACTOR,
     "Rewards, advantages and critic": _CRITIC,
     "Samples": _SAMPLES,

@@ -25,6 +25,7 @@ __all__ = [
     "Reduction",
     "declare",
     "find_metric",
+    "is_declared",
     "is_timing",
 ]
 
@@ -75,6 +76,11 @@ def declare(spec: MetricSpec) -> None:
     else:
         _EXACT[spec.name] = spec
     find_metric.cache_clear()
+
+
+def is_declared(name: str) -> bool:
+    """Whether :func:`find_metric` knows ``name``."""
+    return name in _EXACT or any(pattern.fullmatch(name) for pattern, _ in _PATTERNS)
 
 
 def _compile(name: str) -> re.Pattern[str]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hone.data.types import Trajectory
+from hone.rewards.score import Score
 
 
 @dataclass
@@ -26,11 +27,13 @@ class Group:
         uid: the prompt's.
         version: weight version at admission.
         trajectories: ordered by index.
+        scores: of the trajectories, where they were scored before the batch was complete; else empty.
     """
 
     uid: str
     version: int
     trajectories: list[Trajectory]
+    scores: list[Score] = field(default_factory=list)
 
 
 class GroupBuffer:
@@ -80,7 +83,7 @@ class GroupBuffer:
             self._waiting.append(uid)
             self._admitted_at[uid] = self._version
 
-    def put(self, uid: str, trajectories: Sequence[Trajectory]) -> None:
+    def put(self, uid: str, trajectories: Sequence[Trajectory]) -> Group:
         """A group has finished.
 
         Raises:
@@ -93,6 +96,18 @@ class GroupBuffer:
             raise ValueError(f"group '{uid}' has finished before")
         ordered = sorted(trajectories, key=lambda trajectory: trajectory.index)
         self._finished[uid] = Group(uid, self._admitted_at[uid], ordered)
+        return self._finished[uid]
+
+    def evict(self, uid: str) -> None:
+        """Drop a finished group; its slot is free again.
+
+        Raises:
+            KeyError: no finished group of that uid waits here.
+        """
+        if uid not in self._finished:
+            raise KeyError(f"no finished group '{uid}' waits")
+        del self._finished[uid], self._admitted_at[uid]
+        self._waiting.remove(uid)
 
     def take(self) -> list[Group]:
         """The next batch; its slots stay taken until :meth:`release`.

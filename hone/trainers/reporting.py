@@ -35,8 +35,11 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
     if "values" in batch:
         values, returns = batch.ragged("values").values[mask], batch.ragged("returns").values[mask]
         metrics.add("critic/vf_explained_var", 1 - (returns - values).var() / (returns.var() + 1e-8))
-    if "entropy" in batch:
-        metrics.add("actor/entropy", batch.ragged("entropy").values[mask].mean())
+    for name in ("entropy", "sum_pi_squared"):
+        if name in batch:
+            metrics.add(f"actor/{name}", batch.ragged(name).values[mask].mean())
+    if "reward_baselines" in batch:
+        _spread(metrics, "critic/greedy_baseline", batch.tensor("reward_baselines"))
     _reward_metrics(metrics, batch.objects("score"), batch.objects("uid"), scores)
     _stop_metrics(metrics, batch.objects("trajectory"))
     _mismatch_metrics(metrics, batch, mask)

@@ -2,8 +2,9 @@
 
 A step is a list of stages; this is the whole algorithm (``*`` where the algorithm may not need it):
 
-    generate -> score -> old log-probs* -> reference log-probs* -> values* -> KL in reward* -> advantages
-             -> update critic* -> update actor -> publish weights -> validate* -> log -> checkpoint*
+    generate -> score -> greedy baseline* -> old log-probs* -> rollout correction* -> reference log-probs* -> values*
+             -> KL in reward* -> advantages -> update critic* -> update actor -> publish weights -> validate* -> log
+             -> checkpoint*
 
 Estimators, losses, rewards and engines come from registries: adding one never edits this file. Synchronous training is
 asynchronous training with a staleness bound of zero; the bound lives in :mod:`hone.trainers.group_buffer`.
@@ -29,7 +30,10 @@ from hone.data.trajectories import to_batch
 from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.rewards.manager import RewardManager
+from hone.trainers.baselines import greedy_baselines
+from hone.trainers.estimates import estimate, needed_columns, suppliers
 from hone.trainers.group_buffer import GroupBuffer
+from hone.trainers.group_filter import GroupFilter
 from hone.trainers.inputs import prompt_dataset, training_sampling
 from hone.trainers.reporting import (
     batch_metrics,
@@ -40,9 +44,12 @@ from hone.trainers.reporting import (
     update_metrics,
 )
 from hone.trainers.rollouter import Rollouter
+from hone.trainers.scoring import TrainingRewards
 from hone.trainers.session import RunSession, prepare_torch, session_steps
 from hone.trainers.stages import Stage, check_stages, run_stages
+from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Validator
+from hone.training.correction import correction_settings
 
 
 def train(config: RLConfig) -> int:
@@ -71,6 +78,9 @@ class RLTrainer:
         resume = self.session.resumed_from
         self.tokenizer = run_tokenizer(config)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+        self.bypass: bool = correction_settings(config.algorithm.rollout_correction)["bypass_mode"]
+        squares = config.actor_rollout_ref.actor.calculate_sum_pi_squared
+        self.with_sum_pi_squared = "sum_pi_squared" in self.estimator.needs if squares is None else squares
         self.kl_ctrl = kl_controller(**vars(config.algorithm.kl_ctrl))
         self.invariants = Invariants(
             config.actor_rollout_ref.actor.dtype,
@@ -86,6 +96,7 @@ class RLTrainer:
         )
         self.total_steps = session_steps(config.trainer, self.sampler.steps_per_epoch)
         self.rewards = RewardManager(config.reward)
+        self.scoring = TrainingRewards(self.rewards, config.reward.overlong_buffer, config.data.max_response_length)
         self.runtime = LocalRuntime(
             config, device, self.tokenizer, total_steps=self.total_steps, resume=resume.path if resume else None
         )
@@ -93,6 +104,10 @@ class RLTrainer:
         self.validator = Validator(config, self.runtime.engine, self.tokenizer, self.rewards)
         self.rewards.check(dataset.data_sources() + self.validator.data_sources())
         self.buffer = GroupBuffer(config.data.train_batch_size)
+        filtering = config.algorithm.filter_groups
+        self.group_filter = (
+            GroupFilter(filtering, self.scoring.score, config.data.train_batch_size) if filtering.enable else None
+        )
         self.rollouter = Rollouter(
             dataset,
             self.sampler,
@@ -102,6 +117,7 @@ class RLTrainer:
             training_sampling(config, self.tokenizer),
             n=config.actor_rollout_ref.rollout.n,
             seed=config.trainer.seed,
+            group_filter=self.group_filter,
         )
         check_stages(self.stages())
         if resume is not None:
@@ -112,22 +128,38 @@ class RLTrainer:
     def stages(self) -> list[Stage]:
         """One step, in order."""
         in_reward = self.config.algorithm.use_kl_in_reward
-        needs_values = ("values",) if "values" in self.estimator.needs else ()
         kl = ("ref_log_probs",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
+        squares = ("sum_pi_squared",) if self.with_sum_pi_squared else ()
         learn_policy = self.critic is None or not 0 < self.step <= self.config.trainer.critic_warmup
         return [
-            Stage("gen", self.generate, adds=("response_ids", "response_mask", "rollout_log_probs")),
-            Stage("reward", self.score, needs=("response_ids",), adds=("token_level_scores", "token_level_rewards")),
-            Stage("old_log_prob", self.old_log_probs, needs=("response_ids",), adds=("old_log_probs",)),
+            Stage(
+                "gen",
+                self.generate,
+                adds=("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs"),
+            ),
+            Stage(
+                "reward",
+                self.score,
+                needs=("response_ids",),
+                adds=("score", "token_level_scores", "token_level_rewards"),
+            ),
+            Stage(
+                "gen_max",
+                self.greedy_baseline,
+                adds=("reward_baselines",),
+                when="greedy_baseline" in self.estimator.needs,
+            ),
+            Stage("old_log_prob", self.old_log_probs, needs=("response_ids",), adds=("old_log_probs", *squares)),
+            Stage("rollout_corr", self.correct, needs=("old_log_probs",), when=not self.bypass),
             Stage("ref", self.reference_log_probs, adds=("ref_log_probs",), when=self.reference is not None),
             Stage("values", self.values, adds=("values",), when=self.critic is not None),
             Stage("kl_in_reward", self.kl_in_reward, needs=("old_log_probs", "ref_log_probs"), when=in_reward),
             Stage(
                 "adv",
                 self.advantages,
-                needs=("token_level_rewards", *needs_values),
+                needs=needed_columns(self.estimator),
                 adds=("advantages", "returns"),
-                supplied_by="critic.enable=true" if needs_values else "",
+                supplied_by=suppliers(self.estimator),
             ),
             Stage("update_critic", self.update_critic, needs=("values", "returns"), when=self.critic is not None),
             Stage("update_actor", self.update_actor, needs=("old_log_probs", "advantages", *kl), when=learn_policy),
@@ -140,13 +172,16 @@ class RLTrainer:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         self.metrics.add("training/staleness", max(self.buffer.staleness(group) for group in groups))
         batch = to_batch(trajectories)
+        if self.group_filter is not None:
+            self.group_filter.report(self.metrics)
+            batch = batch.with_columns(score=[score for group in groups for score in group.scores])
         self.invariants.check_groups(batch.objects("uid"), self.rollouter.n)
         self.invariants.check_mask(batch)
         return batch
 
     async def score(self, batch: Batch) -> Batch:
-        """Score every trajectory; the reward stands on its last token."""
-        scores = await self.rewards.score(batch.objects("trajectory"))
+        """Score every trajectory, unless dynamic sampling has; the reward stands on its last token."""
+        scores = batch.objects("score") if "score" in batch else await self.scoring.score(batch.objects("trajectory"))
         mask = batch.ragged("response_mask")
         totals = torch.tensor([score.total for score in scores], dtype=torch.float32)
         rewards = mask.with_values(torch.zeros(len(mask.values)))
@@ -155,15 +190,30 @@ class RLTrainer:
         self.invariants.check_finite("reward", totals, batch)
         return batch
 
+    async def greedy_baseline(self, batch: Batch) -> Batch:
+        """Score the greedy response to every prompt."""
+        baselines = await greedy_baselines(
+            [trajectory.sample for trajectory in batch.objects("trajectory")],
+            self.runtime.engine,
+            self.tokenizer,
+            self.rollouter.sampling,
+            self.scoring.score,
+        )
+        return batch.with_columns(reward_baselines=baselines)
+
     def old_log_probs(self, batch: Batch) -> Batch:
         """Log-probs of the policy that sampled: the trainer's, or (bypass) as the engine reported them."""
         rollout = batch.ragged("rollout_log_probs")
-        if self.config.algorithm.rollout_correction.bypass_mode:
+        if self.bypass:
             return batch.with_columns(old_log_probs=rollout)
-        columns = self.actor.log_probs(batch, with_entropy=True)
-        old = columns["log_probs"]
+        columns = self.actor.log_probs(batch, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared)
+        old = columns.pop("log_probs")
         self.invariants.check_canary(rollout, old, batch)
-        return batch.with_columns(old_log_probs=old, entropy=columns["entropy"])
+        return batch.with_columns(old_log_probs=old, **columns)
+
+    def correct(self, batch: Batch) -> Batch:
+        """Measure, and where asked correct, the gap between the engine that sampled and the trainer."""
+        return correct(batch, self.config.algorithm, self.metrics)
 
     def reference_log_probs(self, batch: Batch) -> Batch:
         """Log-probs of the reference policy."""
@@ -193,24 +243,14 @@ class RLTrainer:
 
     def advantages(self, batch: Batch) -> Batch:
         """Run the advantage estimator over the whole batch."""
-        mask = batch.ragged("response_mask")
-        settings = vars(self.config.algorithm)
-        advantages, returns = self.estimator(
-            batch.ragged("token_level_rewards").to_padded(),
-            mask.to_padded(),
-            group_ids=batch.objects("uid"),
-            values=batch.ragged("values").to_padded() if "values" in batch else None,
-            **{name: settings[name] for name in self.estimator.options if name in settings},
-        )
+        advantages, returns = estimate(self.estimator, batch, self.config.algorithm)
         self.invariants.check_finite("advantages", advantages, batch)
-        return batch.with_columns(
-            advantages=Ragged.from_padded(advantages, mask.lengths), returns=Ragged.from_padded(returns, mask.lengths)
-        )
+        return batch.with_columns(advantages=advantages, returns=returns)
 
     def update_critic(self, batch: Batch) -> Batch:
         """Fit the critic to the returns."""
         assert self.critic is not None
-        results = self.critic.update(batch, self.step - 1)
+        results = self.critic.update(self.update_view(batch), self.step - 1)
         update_metrics(self.metrics, results, "critic", self.critic.engine.learning_rate(self.step - 1))
         self.invariants.check_updates("critic", results, batch)
         return batch
@@ -218,11 +258,17 @@ class RLTrainer:
     def update_actor(self, batch: Batch) -> Batch:
         """Improve the policy."""
         self.invariants.check_ids(batch)
-        results = self.actor.update(batch, self.step - 1)
+        results = self.actor.update(self.update_view(batch), self.step - 1)
         update_metrics(self.metrics, results, "actor", self.actor.engine.learning_rate(self.step - 1))
-        self.invariants.check_first_ratio(results[0], self.metrics)
+        if any(results[0].statistics):  # a mini-batch may be rejected as a whole
+            self.invariants.check_first_ratio(results[0], self.metrics)
         self.invariants.check_updates("actor", results, batch)
         return batch
+
+    def update_view(self, batch: Batch) -> Batch:
+        """What the updates learn from: tokens not rejected, and with PF-PPO rows drawn anew."""
+        config = self.config
+        return update_view(batch, config.algorithm, n=self.rollouter.n, seed=config.trainer.seed, step=self.step)
 
     async def publish(self, batch: Batch) -> Batch:
         """Hand the new weights to the engine; the groups trained on give their slots back."""
@@ -291,6 +337,7 @@ class RLTrainer:
         state: dict[str, Any] = {
             "step": self.step,
             "sampler": self.sampler.state_dict(),
+            "rollouter": self.rollouter.state_dict(),
             "kl_ctrl": self.kl_ctrl.state_dict(),
             "invariants": self.invariants.state_dict(),
         }
@@ -309,6 +356,7 @@ class RLTrainer:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
+        self.rollouter.load_state_dict(state["rollouter"])
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.invariants.load_state_dict(state["invariants"])
         self.buffer.release(self.step)

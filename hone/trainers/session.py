@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from hone.config import to_yaml
-from hone.config.tree import RLConfig, RunConfig, SFTConfig
+from hone.config.tree import RunConfig
+from hone.config.trees import AnyConfig
 from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.insight.redaction import redact_tree
 from hone.insight.run_directory import RunDirectory
@@ -25,7 +26,14 @@ from hone.training.checkpoint import Checkpoint, CheckpointStore
 log = logging.getLogger("hone")
 
 ORIGIN_KEYS = (
-    *("actor_rollout_ref.model.", "model.", "critic.model.path", "critic.enable", "algorithm.adv_estimator"),
+    *(
+        "actor_rollout_ref.model.",
+        "model.",
+        "ref.model_path",
+        "critic.model.path",
+        "critic.enable",
+        "algorithm.adv_estimator",
+    ),
     *("data.train_files", "data.train_max_samples", "data.train_batch_size", "data.shuffle", "trainer.seed"),
 )
 """What a checkpoint's state was made from (beginnings of keys)."""
@@ -58,7 +66,7 @@ class RunSession:
         config: the resolved configuration.
     """
 
-    def __init__(self, config: RLConfig | SFTConfig) -> None:
+    def __init__(self, config: AnyConfig) -> None:
         self.config = config
         self.trainer: RunConfig = config.trainer
         self.directory = RunDirectory(Path(self.trainer.default_local_dir))
@@ -228,7 +236,7 @@ def session_steps(trainer: RunConfig, steps_per_epoch: int) -> int:
     return trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
 
 
-def redacted(config: RLConfig | SFTConfig) -> dict[str, Any]:
+def redacted(config: AnyConfig) -> dict[str, Any]:
     """The configuration as a tree of plain values, credentials hidden."""
     return redact_tree(yaml.safe_load(to_yaml(config)))
 

@@ -7,41 +7,80 @@ over micro-batches is the value over the mini-batch.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from hone.algorithms import aggregate_loss, kl_penalty, policy_losses, value_loss
+from hone.algorithms import PolicyLoss, aggregate_loss, kl_penalty, policy_losses, value_loss
 from hone.config.tree import ActorConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight.invariants import RATIO_MAX, RATIO_MEAN
+from hone.insight.metrics import MetricSpec, Reduction, declare, is_declared
+from hone.training.correction import loss_name
 from hone.training.engine import LossFn, Statistics, Totals
 
+PREPARED = "prepared/"
+"""Beginning of the names of columns that a policy loss settled over the whole mini-batch."""
 
-def policy_objective(actor: ActorConfig, *, max_response_length: int) -> LossFn:
+
+class PolicyObjective:
     """Policy loss - entropy_coeff x entropy + kl_loss_coef x KL(policy, reference).
 
-    Reads columns ``old_log_probs``, ``advantages``, ``response_mask`` and, with use_kl_loss, ``ref_log_probs``.
-    """
-    policy_loss = policy_losses.get(actor.policy_loss.loss_mode)
-    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    Reads columns ``old_log_probs``, ``advantages``, ``response_mask``, where there are ``rollout_is_weights``, with
+    use_kl_loss ``ref_log_probs``, and what :meth:`prepare` added.
 
-    def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
-        log_probs, mask, old = (
-            outputs["log_probs"].to_padded(),
-            _padded(batch, "response_mask", outputs),
-            _padded(batch, "old_log_probs", outputs),
+    Args:
+        actor: the block ``actor_rollout_ref.actor``.
+        correction: every key of ``algorithm.rollout_correction``; the loss takes those that it has options for.
+        max_response_length: divisor of seq-mean-token-sum-norm when the actor names none.
+
+    Raises:
+        ConfigError: no such policy loss, or it has no option of a name in ``loss_kwargs``.
+    """
+
+    def __init__(self, actor: ActorConfig, correction: dict[str, Any], *, max_response_length: int) -> None:
+        self.actor = actor
+        self.loss = policy_losses.get(loss_name(actor.policy_loss.loss_mode, correction))
+        self.options = loss_options(self.loss, actor, correction)
+        self.scale = actor.loss_scale_factor or max_response_length
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether the loss compares tokens across the mini-batch, so that :meth:`prepare` must come first."""
+        return self.loss.needs_preparation
+
+    def prepare(self, batch: Batch, log_probs: Ragged) -> Batch:
+        """Add to a whole mini-batch what the loss settles over all of it; ``log_probs`` are the policy's at this moment."""
+        mask = batch.ragged("response_mask")
+        prepared = self.loss.prepare(
+            batch.ragged("old_log_probs").to_padded(),
+            log_probs.to_padded(),
+            batch.ragged("advantages").to_padded(),
+            mask.to_padded(),
+            **self.options,
         )
-        aggregation = _aggregation(actor.loss_agg_mode, actor.loss_scale_factor or max_response_length, totals)
+        columns = {f"{PREPARED}{name}": Ragged.from_padded(x, mask.lengths) for name, x in prepared.items()}
+        return batch.with_columns(**columns)
+
+    def __call__(self, outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
+        """A micro-batch's share of the loss, and its statistics."""
+        actor, mask = self.actor, _padded(batch, "response_mask", outputs)
+        log_probs, old = outputs["log_probs"].to_padded(), _padded(batch, "old_log_probs", outputs)
+        aggregation = _aggregation(actor.loss_agg_mode, self.scale, totals)
+        prepared = {
+            n.removeprefix(PREPARED): _padded(batch, n, outputs) for n in batch.names() if n.startswith(PREPARED)
+        }
+        weights = _padded(batch, "rollout_is_weights", outputs) if "rollout_is_weights" in batch else None
         shares: dict[str, Tensor] = {}
-        shares["actor/pg_loss"], metrics = policy_loss(
+        shares["actor/pg_loss"], metrics = self.loss(
             old,
             log_probs,
             _padded(batch, "advantages", outputs),
             mask,
-            clip_ratio_low=low,
-            clip_ratio_high=high,
-            clip_ratio_c=actor.clip_ratio_c,
+            rollout_is_weights=weights,
+            prepared=prepared or None,
+            **self.options,
             **aggregation,
         )
         loss = shares["actor/pg_loss"]
@@ -55,9 +94,22 @@ def policy_objective(actor: ActorConfig, *, max_response_length: int) -> LossFn:
             metrics = {**metrics, "actor/kl_coef": actor.kl_loss_coef}
             loss = loss + actor.kl_loss_coef * shares["actor/kl_loss"]
         shares["actor/loss"] = loss
+        for name in () if self.loss.name in policy_losses else metrics:
+            if not is_declared(name):
+                declare(
+                    MetricSpec(name, "mean", Reduction.MEAN, f"A statistic of {self.loss.name}: mean over its tokens.")
+                )
         return loss, _statistics(shares, metrics, mask, totals) | _ratio(log_probs, old, mask)
 
-    return objective
+
+def loss_options(loss: PolicyLoss, actor: ActorConfig, correction: dict[str, Any]) -> dict[str, Any]:
+    """The options of a loss as configured: each is the key of its name under ``actor``, ``actor.policy_loss`` or
+    ``algorithm.rollout_correction``; what ``loss_kwargs`` names wins.
+    """
+    settings = correction | vars(actor) | vars(actor.policy_loss)
+    for side in ("clip_ratio_low", "clip_ratio_high"):
+        settings[side] = actor.clip_ratio if settings[side] is None else settings[side]
+    return {name: settings[name] for name in loss.options if name in settings} | actor.policy_loss.loss_kwargs
 
 
 def value_objective(*, cliprange_value: float, loss_agg_mode: str, loss_scale_factor: float) -> LossFn:

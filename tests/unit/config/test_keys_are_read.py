@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +15,33 @@ PACKAGE = Path(__file__).parents[3] / "hone"
 NOT_READERS = ("config", "preflight", "cli")
 """Rooms that look at keys to check or print them, not to act on them."""
 
-WHOLE_BLOCKS = {"algorithm.kl_ctrl": "vars(config.algorithm.kl_ctrl)"}
+WHOLE_BLOCKS = {
+    "algorithm.kl_ctrl": "vars(config.algorithm.kl_ctrl)",
+    "algorithm.rollout_correction": "vars(config).items()",
+}
 """Blocks whose keys are handed on together, with the expression that does so."""
 
-OPTIONS = {"algorithm": "estimator.options"}
-"""Blocks whose keys reach an advantage estimator by the name of its option."""
+OPTIONS = {
+    "algorithm": "estimator.options",
+    "actor_rollout_ref.actor": "loss.options",
+    "actor_rollout_ref.actor.policy_loss": "loss.options",
+}
+"""Blocks whose keys reach an advantage estimator or a policy loss by the name of its option."""
+
+
+def methods(block: str) -> list:
+    """What takes its options from a block."""
+    from hone.algorithms import advantage_estimators, policy_losses
+
+    registry = advantage_estimators if block == "algorithm" else policy_losses
+    return [registry.get(name) for name in registry]
+
+
+def default_of(method: Any, option: str) -> Any:
+    """The default of an option where the mathematics is."""
+    functions = [getattr(method, name, None) for name in ("compute", "per_token", "across_batch")]
+    parameters = [inspect.signature(function).parameters for function in functions if function]
+    return next(found[option].default for found in parameters if option in found)
 
 
 def sources() -> list[str]:
@@ -36,10 +60,23 @@ def attributes_read(texts: list[str]) -> set[str]:
 
 
 def read_as_option(path: str) -> bool:
-    from hone.algorithms import advantage_estimators
-
     block, _, last = path.rpartition(".")
-    return block in OPTIONS and any(last in advantage_estimators.get(name).options for name in advantage_estimators)
+    return block in OPTIONS and any(last in method.options for method in methods(block))
+
+
+def test_keys_have_the_defaults_of_the_options_they_set() -> None:
+    """So that a method called in a notebook is the method of a run."""
+    own = {"clip_ratio_low", "clip_ratio_high"}  # null: clip_ratio, whose default is theirs
+    compared = set()
+    for key in documentation(RLConfig):
+        block = key.path.rpartition(".")[0]
+        for method in methods(block) if block in OPTIONS else ():
+            if key.last in method.options and key.last not in own:
+                default = default_of(method, key.last)
+                assert key.default == default or (not key.default and not default), (method.name, key.path)
+                compared.add(key.last)
+    assert {"gamma", "lam", "tau_pos", "clip_cov_ratio", "dro_beta", "clip_ratio_c"} <= compared
+    assert {key.last: key.default for key in documentation(RLConfig)}["clip_ratio"] == 0.2
 
 
 @pytest.mark.parametrize("tree", [RLConfig, SFTConfig])

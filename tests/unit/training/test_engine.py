@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import random_batch, tiny_model
 
+from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.tree import ActorConfig, OptimConfig
 from hone.data.batch import Batch
 from hone.insight.invariants import RATIO_MAX
+from hone.training.correction import correction_settings
 from hone.training.engine import TrainEngine
 from hone.training.heads import PolicyHead, ValueHead
-from hone.training.objectives import imitation_objective, policy_objective, value_objective
+from hone.training.objectives import PolicyObjective, imitation_objective, value_objective
 
 CPU = torch.device("cpu")
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -64,13 +66,17 @@ def test_log_probs_equal_a_plain_forward_pass_of_each_sequence(model):
         torch.testing.assert_close(found["entropy"].row(row), entropy.detach(), atol=1e-5, rtol=0)
 
 
+def policy_objective(actor: ActorConfig) -> PolicyObjective:
+    return PolicyObjective(actor, correction_settings(RolloutCorrectionConfig()), max_response_length=16)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1000), budget=st.integers(8, 120), rows=st.none() | st.integers(1, 4))
 def test_policy_loss_and_gradient_do_not_depend_on_the_split_or_the_order(mode, seed, budget, rows):
     batch = random_batch(8, seed)
     objective = policy_objective(
-        ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1), max_response_length=16
+        ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
     )
     whole = engine_of(tiny_model(), max_tokens=10**6)
     batch = with_old(whole, batch)
@@ -109,7 +115,7 @@ def test_ratio_is_one_on_the_first_update_whatever_the_split(model):
     engine = engine_of(model, max_tokens=64)
     batch = batch.with_columns(old_log_probs=engine.infer_batch(batch)["log_probs"])
     engine.max_tokens = 40
-    result = engine.train_batch(batch, policy_objective(ActorConfig(), max_response_length=16), step=0)
+    result = engine.train_batch(batch, policy_objective(ActorConfig()), step=0)
     assert max(float(seen[RATIO_MAX][0]) for seen in result.statistics) < 1e-5
 
 
@@ -119,7 +125,7 @@ def test_masked_tokens_get_no_gradient(model):
     outside = batch.ragged("response_mask").values == 0
     assert outside.any()
     other = batch.with_columns(advantages=changed.with_values(torch.where(outside, 99.0, changed.values)))
-    objective = policy_objective(ActorConfig(), max_response_length=16)
+    objective = policy_objective(ActorConfig())
     _, first, _ = gradient(engine_of(tiny_model()), batch, objective)
     _, second, _ = gradient(engine_of(tiny_model()), other, objective)
     assert torch.equal(first, second)

@@ -1,0 +1,49 @@
+"""Rewards as training uses them: the scores of the reward function, and what is taken off for length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hone.algorithms import overlong_penalty
+from hone.config.tree import OverlongBufferConfig
+from hone.data.types import Trajectory
+from hone.rewards.manager import RewardManager
+from hone.rewards.score import Score
+
+
+class TrainingRewards:
+    """Scores trajectories and punishes responses that come near the length limit.
+
+    Args:
+        rewards: the reward function.
+        overlong: the block ``reward.overlong_buffer``.
+        max_response_length: the limit, in tokens.
+    """
+
+    def __init__(self, rewards: RewardManager, overlong: OverlongBufferConfig, max_response_length: int) -> None:
+        self.rewards, self.overlong, self.max_response_length = rewards, overlong, max_response_length
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Score each trajectory; scores come back in the same order.
+
+        Raises:
+            RewardError: as :meth:`~hone.rewards.manager.RewardManager.score`.
+        """
+        scores = await self.rewards.score(trajectories)
+        if not self.overlong.enable:
+            return scores
+        lengths = torch.tensor([len(trajectory.response_ids) for trajectory in trajectories])
+        penalties = self._penalties(lengths).tolist()
+        return [self._punished(score, penalty) for score, penalty in zip(scores, penalties, strict=True)]
+
+    def _penalties(self, lengths: Tensor) -> Tensor:
+        overlong = self.overlong
+        return overlong_penalty(lengths, self.max_response_length, overlong.len, overlong.penalty_factor)
+
+    def _punished(self, score: Score, penalty: float) -> Score:
+        logged = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if self.overlong.log else {}
+        return dataclasses.replace(score, total=score.total + penalty, terms=score.terms | logged)
