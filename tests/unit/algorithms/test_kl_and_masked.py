@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import algorithms as oracle
+from oracles import divergences
 from support.ragged_cases import Case, cases, rows_of
 
 from hone.algorithms import (
@@ -19,7 +20,7 @@ from hone.algorithms import (
     masked_var,
     masked_whiten,
 )
-from hone.errors import ConfigError
+from hone.errors import ConfigError, InvariantError
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -30,14 +31,14 @@ quick = settings(max_examples=60, deadline=None)
 def test_kl_value_and_gradient(kind: str, new: float, ref: float) -> None:
     lp, base = torch.tensor([new], dtype=torch.float64, requires_grad=True), kind.removesuffix("+")
     value = kl_penalty(lp, torch.tensor([ref], dtype=torch.float64), kind)
-    assert float(value.detach()) == pytest.approx(oracle.kl(new, ref, base), rel=1e-9, abs=1e-12)
+    assert float(value.detach()) == pytest.approx(divergences.estimate(new, ref, base), rel=1e-9, abs=1e-12)
     value.backward()
     d = new - ref
     if kind.endswith("+") or base in ("k2", "mse"):
         assert float(lp.grad) == pytest.approx(d)
     elif abs(d) > 1e-3 and abs(d + 20) > 1e-3:
         h = 1e-6
-        difference = (oracle.kl(new + h, ref, base) - oracle.kl(new - h, ref, base)) / (2 * h)
+        difference = (divergences.estimate(new + h, ref, base) - divergences.estimate(new - h, ref, base)) / (2 * h)
         assert float(lp.grad) == pytest.approx(difference, rel=1e-4, abs=1e-4)
 
 
@@ -60,7 +61,7 @@ def test_kl_in_reward(case: Case, coef: float, kind: str) -> None:
     for i, keep in enumerate(case.mask.tolist()):
         penalties = []
         for t, m in enumerate(keep):
-            penalty = oracle.kl(float(case.old[i, t]), float(case.new[i, t]), kind) if m else 0.0
+            penalty = divergences.estimate(float(case.old[i, t]), float(case.new[i, t]), kind) if m else 0.0
             expected = float(case.rewards[i, t]) - coef * penalty if m else 0.0
             assert float(rewards[i, t]) == pytest.approx(expected, abs=1e-9)
             penalties += [penalty] * m
@@ -80,6 +81,31 @@ def test_adaptive_controller_follows_its_target_and_survives_a_checkpoint() -> N
     again = kl_controller("adaptive", 0.1, target_kl=0.05, horizon=100)
     again.load_state_dict(controller.state_dict())
     assert again.value == controller.value
+
+
+def test_adaptive_controller_survives_a_long_step_and_refuses_nan() -> None:
+    controller = kl_controller("adaptive", 0.1, target_kl=0.05, horizon=100)
+    controller.update(0.0, n_steps=100_000)  # 0.2 x 1000 horizons would have made the coefficient negative
+    assert controller.value == pytest.approx(0.1 * 0.8)
+    with pytest.raises(InvariantError, match="NaN"):
+        controller.update(math.nan, n_steps=10)
+    assert controller.value == pytest.approx(0.1 * 0.8)
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_kl_keeps_nan_out_of_the_gradient(kind: str) -> None:
+    lp = torch.tensor([[-1.0, math.nan, -3.0], [math.nan] * 3], requires_grad=True)
+    ref = torch.tensor([[-2.0, -1.0, -2.5], [-math.inf] * 3])
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    kl_penalty(lp, ref, kind, mask).sum().backward()
+    assert lp.grad is not None and lp.grad.isfinite().all() and not lp.grad[mask == 0].any()
+    assert lp.grad[0, 0] != 0
+
+
+def test_kl_of_bfloat16_is_computed_in_float32() -> None:
+    lp, ref = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16), torch.tensor([-1.0078125, -2.5], dtype=torch.bfloat16)
+    for kind in KL_KINDS:
+        torch.testing.assert_close(kl_penalty(lp, ref, kind), kl_penalty(lp.float(), ref.float(), kind), rtol=0, atol=0)
 
 
 def test_fixed_controller_and_wrong_settings() -> None:
