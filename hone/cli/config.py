@@ -17,6 +17,8 @@ class Kind(StrEnum):
 
     train = "train"
     sft = "sft"
+    prefer = "prefer"
+    reward_model = "reward-model"
 
 
 Of = Annotated[Kind, typer.Option("--of", help="the command whose keys are meant")]
@@ -112,7 +114,7 @@ def explain(
 def presets() -> None:
     """List the presets and what each one sets."""
     from hone.config.layers import PRESETS, preset_names
-    from hone.config.load import PRESET_KINDS
+    from hone.config.trees import PRESET_KINDS
 
     for kind in Kind:
         folder = PRESET_KINDS[_tree(kind)]
@@ -124,9 +126,9 @@ def presets() -> None:
 
 
 def _tree(kind: Kind) -> Any:
-    from hone.config import RLConfig, SFTConfig
+    from hone.config import TREES
 
-    return {Kind.train: RLConfig, Kind.sft: SFTConfig}[kind]
+    return TREES[kind.value]
 
 
 def _text(value: object) -> str:

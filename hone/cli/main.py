@@ -29,6 +29,8 @@ from hone.errors import HoneError
 COMMANDS = {
     "train": Entry("hone.cli.train", "Train a model by reinforcement learning."),
     "sft": Entry("hone.cli.sft", "Fine-tune a model on conversations."),
+    "prefer": Entry("hone.cli.prefer", "Train a model on preferences (dpo, kto, orpo, ...)."),
+    "reward-model": Entry("hone.cli.reward_model", "Train a reward model on preference pairs."),
     "eval": Entry("hone.cli.evaluate", "Measure how well a model answers a dataset."),
     "generate": Entry("hone.cli.generate", "Let a model answer prompts."),
     "export": Entry("hone.cli.export", "Write a checkpoint's model as a Hugging Face directory."),

@@ -6,6 +6,20 @@
 
 from hone.config.keys import KeyDoc, documentation
 from hone.config.load import load_config, load_with_provenance, to_yaml
+from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.tree import RLConfig, SFTConfig
+from hone.config.trees import TREES, AnyConfig
 
-__all__ = ["KeyDoc", "RLConfig", "SFTConfig", "documentation", "load_config", "load_with_provenance", "to_yaml"]
+__all__ = [
+    "TREES",
+    "AnyConfig",
+    "KeyDoc",
+    "PreferenceConfig",
+    "RLConfig",
+    "RewardModelConfig",
+    "SFTConfig",
+    "documentation",
+    "load_config",
+    "load_with_provenance",
+    "to_yaml",
+]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hone.config.check import yaml_value
 from hone.config.keys import KeyDoc, blocks, documentation
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.trees import TREES
 
 _HEAD = """# Configuration
 
-<!-- Generated from hone/config/tree.py by scripts/make_docs. Do not edit. -->
+<!-- Generated from hone/config/ by scripts/make_docs. Do not edit. -->
 
-Every key of `hone train` and `hone sft`. A key is set on the command line (`key=value`), in a YAML file that states
+Every key of `hone train`, `hone sft`, `hone prefer` and `hone reward-model`. A key is set on the command line (`key=value`), in a YAML file that states
 only what differs (`--config-path DIR --config-name NAME`), or by a preset (`--preset NAME`). Precedence, weakest first:
 
     defaults on this page  <  preset  <  file  <  command line
@@ -31,7 +31,7 @@ R14 in error messages are stable names of checks.
 def config_page() -> str:
     """Return the page as Markdown."""
     parts = [_HEAD]
-    for command, tree in (("train", RLConfig), ("sft", SFTConfig)):
+    for command, tree in TREES.items():
         parts.append(f"## hone {command}\n")
         for block, doc in blocks(tree).items():
             keys = [key for key in documentation(tree) if key.path.rpartition(".")[0] == block]

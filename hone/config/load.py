@@ -10,13 +10,10 @@ from typing import Any, TypeVar
 from hone.config.check import Provenance, check_values
 from hone.config.layers import Sources, compose
 from hone.config.problems import raise_together
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.trees import PRESET_KINDS, AnyConfig
 from hone.errors import ConfigError
 
-Tree = TypeVar("Tree", RLConfig, SFTConfig)
-
-PRESET_KINDS: dict[type, str] = {RLConfig: "rl", SFTConfig: "sft"}
-"""The folder of presets of each tree."""
+Tree = TypeVar("Tree", bound=AnyConfig)
 
 
 def load_config(
@@ -30,7 +27,7 @@ def load_config(
     """Return the tree ``cls`` as plain dataclasses, validated, with all interpolations resolved.
 
     Args:
-        cls: :class:`RLConfig` or :class:`SFTConfig`.
+        cls: one of :data:`hone.config.trees.TREES`, such as :class:`RLConfig`.
         overrides: command-line overrides in Hydra's grammar; they win over all else.
         preset: a name in ``hone/config/presets/<kind>``; it wins over the defaults.
         config_path: folder of a YAML file that states what differs; it wins over the preset. Default: the current

@@ -5,39 +5,10 @@ Names follow the ecosystem. ``<x>`` in a name stands for any text, ``<n>`` for a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+from hone.insight.metric_spec import MetricSpec, Reduction
+from hone.insight.preference_metrics import PREFERENCE_METRICS
 
-
-class Reduction(Enum):
-    """How several values of one step become one number."""
-
-    SUM = "sum"
-    MEAN = "mean"
-    """Weighted by tokens or sequences, whichever the caller gives."""
-    MAX = "max"
-    MIN = "min"
-    LAST = "last"
-
-
-@dataclass(frozen=True)
-class MetricSpec:
-    """The declaration of one metric.
-
-    Attributes:
-        name: exact name, or a pattern with ``<placeholders>``.
-        unit: what one unit of the value is.
-        reduction: how values of one step are combined.
-        meaning: what it says, in a sentence.
-        alarm: when to look, and at what first; empty when no value is alarming by itself.
-    """
-
-    name: str
-    unit: str
-    reduction: Reduction
-    meaning: str
-    alarm: str = ""
-
+__all__ = ["GROUPS", "METRICS", "MetricSpec", "Reduction"]
 
 _SUM, _MEAN, _MAX, _MIN, _LAST = Reduction.SUM, Reduction.MEAN, Reduction.MAX, Reduction.MIN, Reduction.LAST
 
@@ -360,6 +331,7 @@ GROUPS: dict[str, tuple[MetricSpec, ...]] = {
     "Time and memory": _TIME,
     "Validation": _VALIDATION,
     "Supervised fine-tuning": _SFT,
+    "Preferences": PREFERENCE_METRICS,
 }
 """The table in sections, as documented."""
 

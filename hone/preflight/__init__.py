@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 
+from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.problems import raise_together
 from hone.config.tree import RLConfig, SFTConfig
-from hone.preflight import algorithm, batches, device, files, names
+from hone.config.trees import AnyConfig
+from hone.preflight import algorithm, batches, device, files, names, preference
 from hone.preflight.plan import batch_plan, training_rows
 from hone.preflight.rules import RULES, findings
 
@@ -19,12 +21,14 @@ __all__ = [
     "algorithm",
     "batch_plan",
     "batches",
+    "check_preference",
     "check_rl",
     "check_sft",
     "device",
     "files",
     "findings",
     "names",
+    "preference",
     "training_rows",
 ]
 
@@ -49,7 +53,16 @@ def check_sft(config: SFTConfig) -> None:
     _check(config)
 
 
-def _check(config: RLConfig | SFTConfig) -> None:
+def check_preference(config: PreferenceConfig | RewardModelConfig) -> None:
+    """Check a configuration of `hone prefer` or `hone reward-model` and the files it names.
+
+    Raises:
+        HoneError: something that the run cannot start with; with several, one error holds all their messages.
+    """
+    _check(config)
+
+
+def _check(config: AnyConfig) -> None:
     found = list(findings(config))
     for finding in found:
         if not finding.stops:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from hone.config.check import yaml_value
 from hone.config.keys import documentation, leaf_values
+from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.tree import RLConfig, SFTConfig
+from hone.config.trees import AnyConfig
 from hone.preflight.needs import estimator, needs_critic
 from hone.preflight.rules import Finding, error, rule, warning
 
@@ -164,8 +166,8 @@ def effectless_keys(config: RLConfig) -> Iterator[Finding]:
     yield from _without_effect(config, switches)
 
 
-@rule("R23", SFTConfig)
-def effectless_sft_keys(config: SFTConfig) -> Iterator[Finding]:
+@rule("R23", SFTConfig, PreferenceConfig, RewardModelConfig)
+def effectless_sft_keys(config: SFTConfig | PreferenceConfig | RewardModelConfig) -> Iterator[Finding]:
     """A key that differs from its default does something."""
     yield from _without_effect(config, _shared_switches(config, "model", "optim"))
 
@@ -190,7 +192,7 @@ def _reward_switches(config: RLConfig) -> list[Switch]:
     ]
 
 
-def _shared_switches(config: RLConfig | SFTConfig, model_block: str, optim_block: str) -> list[Switch]:
+def _shared_switches(config: AnyConfig, model_block: str, optim_block: str) -> list[Switch]:
     rl = isinstance(config, RLConfig)
     model = config.actor_rollout_ref.model if rl else config.model
     optim = config.actor_rollout_ref.actor.optim if rl else config.optim
@@ -223,7 +225,7 @@ def _shared_switches(config: RLConfig | SFTConfig, model_block: str, optim_block
     ]
 
 
-def _without_effect(config: RLConfig | SFTConfig, switches: list[Switch]) -> Iterator[Finding]:
+def _without_effect(config: AnyConfig, switches: list[Switch]) -> Iterator[Finding]:
     defaults = {key.path: key.default for key in documentation(type(config))}
     values = dict(leaf_values(config))
     for switch in switches:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.tree import RLConfig, SFTConfig
+from hone.config.trees import TREES, AnyConfig
 from hone.preflight.needs import needs_critic
 from hone.preflight.rules import Finding, error, rule, warning
 
@@ -120,8 +122,8 @@ def token_budgets(config: RLConfig) -> Iterator[Finding]:
             )
 
 
-@rule("R29", SFTConfig)
-def sft_token_budget(config: SFTConfig) -> Iterator[Finding]:
+@rule("R29", SFTConfig, PreferenceConfig, RewardModelConfig)
+def sft_token_budget(config: SFTConfig | PreferenceConfig | RewardModelConfig) -> Iterator[Finding]:
     """The token budget takes the longest conversation."""
     data = config.data
     if data.max_token_len_per_gpu < data.max_length:
@@ -133,8 +135,8 @@ def sft_token_budget(config: SFTConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R56", RLConfig, SFTConfig)
-def steps_and_saving(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+@rule("R56", *TREES.values())
+def steps_and_saving(config: AnyConfig) -> Iterator[Finding]:
     """Warm-up ends before the run does, and something is saved."""
     trainer = config.trainer
     optim = config.actor_rollout_ref.actor.optim if isinstance(config, RLConfig) else config.optim

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.tree import RLConfig
+from hone.config.trees import TREES, AnyConfig
 from hone.preflight.rules import Finding, error, rule
 
 
-@rule("R02", RLConfig, SFTConfig)
-def cuda_present(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+@rule("R02", *TREES.values())
+def cuda_present(config: AnyConfig) -> Iterator[Finding]:
     """The device asked for exists."""
     if config.trainer.device == "cuda" and not _cuda():
         yield error(
@@ -19,8 +20,8 @@ def cuda_present(config: RLConfig | SFTConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R07", RLConfig, SFTConfig)
-def dtype_supported(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+@rule("R07", *TREES.values())
+def dtype_supported(config: AnyConfig) -> Iterator[Finding]:
     """The GPU computes in the dtypes asked for; every CPU does, some of them slowly."""
     if config.trainer.device == "cpu" or not _cuda():
         return
@@ -35,9 +36,9 @@ def dtype_supported(config: RLConfig | SFTConfig) -> Iterator[Finding]:
         )
 
 
-def dtypes(config: RLConfig | SFTConfig) -> dict[str, str | None]:
+def dtypes(config: AnyConfig) -> dict[str, str | None]:
     """Return the compute dtypes of a run by key."""
-    if isinstance(config, SFTConfig):
+    if not isinstance(config, RLConfig):
         return {"dtype": config.dtype}
     roles = config.actor_rollout_ref
     return {

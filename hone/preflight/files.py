@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.tree import ModelConfig, RLConfig, SFTConfig
+from hone.config.trees import TREES, AnyConfig
 from hone.errors import HoneError
 from hone.preflight.needs import needs_critic
 from hone.preflight.rules import Finding, error, rule
@@ -23,23 +24,25 @@ def file_list(files: Any) -> list[str]:
     return [files] if isinstance(files, str) else list(files)
 
 
-def model_block(config: RLConfig | SFTConfig) -> tuple[str, ModelConfig]:
+def model_block(config: AnyConfig) -> tuple[str, ModelConfig]:
     """Return the block that names the trained model, with its path in the tree."""
     if isinstance(config, RLConfig):
         return "actor_rollout_ref.model", config.actor_rollout_ref.model
     return "model", config.model
 
 
-@rule("R42", RLConfig, SFTConfig)
-def datasets(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+@rule("R42", *TREES.values())
+def datasets(config: AnyConfig) -> Iterator[Finding]:
     """Training files are named, and the first row of every file can be read and has its columns."""
     from hone.data.files import read_rows
 
     data = config.data
     if isinstance(config, RLConfig):
         columns = (config.data.prompt_key, config.data.reward_fn_key)
-    else:
+    elif isinstance(config, SFTConfig):
         columns = (config.data.messages_key,)
+    else:
+        columns = ()  # either of two sets; see the rules of preferences
     if not file_list(data.train_files):
         yield error(
             "no training data is given",
@@ -53,8 +56,8 @@ def datasets(config: RLConfig | SFTConfig) -> Iterator[Finding]:
             yield Finding(found, stops=True)
 
 
-@rule("R08", RLConfig, SFTConfig)
-def model_directory(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+@rule("R08", *TREES.values())
+def model_directory(config: AnyConfig) -> Iterator[Finding]:
     """The model directory holds config, weights and tokenizer; the adapter directory holds an adapter."""
     block, model = model_block(config)
     if model.path is None:
@@ -90,8 +93,8 @@ def critic_directory(config: RLConfig) -> Iterator[Finding]:
         yield from _weights("critic.model.path", config.critic.model.path)
 
 
-@rule("R39", RLConfig, SFTConfig)
-def chat_template(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+@rule("R39", *TREES.values())
+def chat_template(config: AnyConfig) -> Iterator[Finding]:
     """Where rows hold messages there is a template that turns them into text."""
     block, model = model_block(config)
     tokenizer = model.tokenizer_path or model.path
@@ -117,8 +120,8 @@ def chat_template(config: RLConfig | SFTConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R30", RLConfig, SFTConfig)
-def model_length(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+@rule("R30", *TREES.values())
+def model_length(config: AnyConfig) -> Iterator[Finding]:
     """The model has a position for every token of the longest sequence."""
     block, model = model_block(config)
     file = Path(model.path or "") / "config.json"
@@ -141,8 +144,8 @@ def model_length(config: RLConfig | SFTConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R55", RLConfig, SFTConfig)
-def run_directory(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+@rule("R55", *TREES.values())
+def run_directory(config: AnyConfig) -> Iterator[Finding]:
     """The run directory can be written, and a checkpoint to resume from is there."""
     trainer = config.trainer
     directory = Path(trainer.default_local_dir).expanduser().absolute()
@@ -208,12 +211,14 @@ def _no_directory(key: str, path: str) -> Finding:
     )
 
 
-def _rows_hold_messages(config: RLConfig | SFTConfig) -> bool:
+def _rows_hold_messages(config: AnyConfig) -> bool:
     """Tell whether the first training row is a list of messages; an unreadable one is another rule's finding."""
     from hone.data.files import read_rows
 
     if isinstance(config, SFTConfig):
         return True
+    if not isinstance(config, RLConfig):
+        return False  # rows may hold text or token ids; the dataset says so when a template is missing
     try:
         (row,) = read_rows(config.data.train_files, required=(config.data.prompt_key,), max_rows=1)
     except (HoneError, TypeError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Collection, Iterator
 
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.tree import RLConfig
+from hone.config.trees import TREES, AnyConfig
 from hone.errors import did_you_mean
 from hone.preflight.rules import Finding, error, rule
 
@@ -38,8 +39,8 @@ def registered_names(config: RLConfig) -> Iterator[Finding]:
             yield error(f"unknown {kind} '{name}'", where=key, fix=did_you_mean(name, known))
 
 
-@rule("R56", RLConfig, SFTConfig)
-def trackers(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+@rule("R56", *TREES.values())
+def trackers(config: AnyConfig) -> Iterator[Finding]:
     """Every tracker exists, and its package is installed."""
     from hone.insight.trackers import TRACKERS
 

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hone.config.tree import RLConfig, RunConfig, SFTConfig
+from hone.config.trees import AnyConfig
 from hone.preflight.files import file_list
 
 
-def batch_plan(config: RLConfig | SFTConfig, rows: int) -> str:
+def batch_plan(config: AnyConfig, rows: int) -> str:
     """Return the plan of a run over ``rows`` training rows (those left after too long ones are dropped)."""
-    return _rl_plan(config, rows) if isinstance(config, RLConfig) else _sft_plan(config, rows)
+    if isinstance(config, RLConfig):
+        return _rl_plan(config, rows)
+    return _update_plan(config, rows, "conversation" if isinstance(config, SFTConfig) else "preference")
 
 
-def training_rows(config: RLConfig | SFTConfig) -> int:
+def training_rows(config: AnyConfig) -> int:
     """Count the training rows in the files, before any is dropped for its length."""
     from hone.data.files import read_rows
 
     data = config.data
-    column = config.data.prompt_key if isinstance(config, RLConfig) else config.data.messages_key
-    return len(read_rows(file_list(data.train_files), required=(column,), max_rows=data.train_max_samples))
+    columns, optional = (), ()
+    if isinstance(config, RLConfig):
+        columns = (config.data.prompt_key,)
+    elif isinstance(config, SFTConfig):
+        columns = (config.data.messages_key,)
+    else:
+        optional = (config.data.chosen_key, config.data.completion_key)
+    rows = read_rows(file_list(data.train_files), required=columns, optional=optional, max_rows=data.train_max_samples)
+    return len(rows)
 
 
 def _rl_plan(config: RLConfig, rows: int) -> str:
@@ -37,11 +49,11 @@ def _rl_plan(config: RLConfig, rows: int) -> str:
     )
 
 
-def _sft_plan(config: SFTConfig, rows: int) -> str:
+def _update_plan(config: Any, rows: int, noun: str) -> str:
     data = config.data
     return "; ".join(
         [
-            f"plan: {_count(data.train_batch_size, 'conversation')} an optimizer update",
+            f"plan: {_count(data.train_batch_size, noun)} an optimizer update",
             f"micro-batches of up to {data.max_token_len_per_gpu} tokens",
             _steps(config.trainer, rows, data.train_batch_size, "update"),
         ]

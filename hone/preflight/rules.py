@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.trees import AnyConfig
 from hone.errors import ConfigError, HoneError
 
 
@@ -61,7 +61,7 @@ def warning(what: str, *, why: str = "", fix: str = "", where: str = "") -> Find
     return Finding(ConfigError(what, why=why, fix=fix, where=where), stops=False)
 
 
-def findings(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+def findings(config: AnyConfig) -> Iterator[Finding]:
     """Run every rule for this tree; each finding bears the code of its rule."""
     for entry in RULES:
         if type(config) in entry.trees:

@@ -197,7 +197,8 @@ class TrainEngine:
 
     def _micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch]]:
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-        for rows in plan_micro_batches(prompts, responses.lengths, max_tokens, self.max_sequences):
+        together = batch.tensor("unit") if "unit" in batch else None  # the sides of a preference stay together
+        for rows in plan_micro_batches(prompts, responses.lengths, max_tokens, self.max_sequences, together):
             yield rows, batch.reorder(rows)
 
     def _apply(self, step: int, statistics: list[Statistics]) -> UpdateResult:

@@ -57,7 +57,7 @@ class PolicyHead:
             if self.with_sum_pi_squared:
                 result["sum_pi_squared"] = sum_pi_squared_from_logits(logits.detach().float() / self.temperature)
             return result
-        hidden = _hidden(causal, packed)
+        hidden = hidden_states(causal, packed)
         softcap = getattr(causal.config, "final_logit_softcapping", None)
         shared = {"bias": output.bias, "temperature": self.temperature, "softcap": softcap}
         log_probs, entropy = chunked_log_probs(
@@ -75,10 +75,10 @@ class ValueHead:
     """``values``: the value of the state in which each response token was chosen."""
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
-        return {"values": value_head(model)(_hidden(causal_lm(model), packed)).squeeze(-1).float()}
+        return {"values": value_head(model)(hidden_states(causal_lm(model), packed)).squeeze(-1).float()}
 
 
-def _hidden(model: nn.Module, packed: PackedSequences) -> Tensor:
+def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
     """Last hidden states ``[R, H]`` where response tokens are predicted."""
     backbone = model.get_decoder()  # type: ignore[operator]
     hidden = backbone(

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -58,6 +59,31 @@ def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
             nn.init.zeros_(head.bias)
     model.to(device)  # type: ignore[arg-type]
     _prepare(model, checkpointing=config.enable_gradient_checkpointing)
+    return model
+
+
+def load_reward_model(config: ModelConfig, *, device: torch.device, trainable: bool = True) -> nn.Module:
+    """Load a scalar reward model: a backbone with one output, read after the last token of a response.
+
+    A causal model gets a new output, zero at the start, and becomes a sequence-classification model; a
+    sequence-classification or token-classification model with one label is taken as it is.
+    """
+    saved = _saved_config(config)
+    kinds = " ".join(saved.architectures or [])
+    if "Classification" in kinds and saved.num_labels != 1:
+        raise ModelError(
+            f"'{config.path}' is a classifier with {saved.num_labels} labels, a reward model has one output",
+            where="model.path",
+            fix="use a causal model or a classifier with num_labels=1",
+        )
+    factory = AutoModelForTokenClassification if "TokenClassification" in kinds else AutoModelForSequenceClassification
+    model = _load(factory, config, num_labels=1)
+    if "Classification" not in kinds:
+        nn.init.zeros_(value_head(model).weight)
+    model.to(device)  # type: ignore[arg-type]
+    if not trainable:
+        model.requires_grad_(False).eval()
+    _prepare(model, checkpointing=trainable and config.enable_gradient_checkpointing)
     return model
 
 

@@ -11,6 +11,7 @@ Which sequences share a micro-batch changes memory and speed, never a result.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -78,34 +79,61 @@ def share_prompts(prompts: Ragged) -> Tensor:
 
 
 def plan_micro_batches(
-    prompts: Ragged, responses: Tensor, max_tokens: int, max_sequences: int | None = None
+    prompts: Ragged,
+    responses: Tensor,
+    max_tokens: int,
+    max_sequences: int | None = None,
+    together: Tensor | None = None,
 ) -> list[list[int]]:
     """Cut rows into micro-batches of at most ``max_tokens`` tokens (and ``max_sequences`` rows).
 
     Rows of one prompt stay neighbours and their prompt counts once a micro-batch; groups of similar length go together, so
-    that attention works on tight rectangles. A row longer than the budget gets a micro-batch of its own: preflight has
+    that attention works on tight rectangles. What is longer than the budget gets a micro-batch of its own: preflight has
     told the user.
 
     Args:
         prompts: of each row.
         responses: ``[B]`` tokens of each response.
+        together: ``[B]``, neighbours with equal numbers share a micro-batch (the two sides of a preference); None lets
+            every row go its own way.
 
     Returns:
         Row indices of each micro-batch; every row stands in exactly one.
     """
     prompt_of, prompt_lengths = share_prompts(prompts), prompts.lengths
-    longest = torch.zeros(int(prompt_of[-1]) + 1, dtype=torch.int64)
-    longest = longest.scatter_reduce(0, prompt_of, prompt_lengths + responses, reduce="amax")
-    order = torch.sort(longest[prompt_of], descending=True, stable=True).indices.tolist()
-    groups, sizes, lengths = prompt_of.tolist(), responses.tolist(), prompt_lengths.tolist()
+    unit_of = torch.arange(len(prompts)) if together is None else _runs(together)
+    longest = _largest(_largest(prompt_lengths + responses, prompt_of), unit_of)
+    order = torch.sort(longest, descending=True, stable=True).indices.tolist()
+    groups, sizes, lengths, units = prompt_of.tolist(), responses.tolist(), prompt_lengths.tolist(), unit_of.tolist()
+
+    def cost(rows: list[int], previous: int | None) -> int:
+        """Tokens that ``rows`` add behind row ``previous``, whose prompt they may share."""
+        total = 0
+        for row in rows:
+            total += sizes[row] + (0 if previous is not None and groups[previous] == groups[row] else lengths[row])
+            previous = row
+        return total
+
     plan: list[list[int]] = []
     used = 0
-    for row in order:
-        joins = plan and groups[plan[-1][-1]] == groups[row]
-        cost = sizes[row] + (0 if joins else lengths[row])
-        if not plan or used + cost > max_tokens or (max_sequences is not None and len(plan[-1]) >= max_sequences):
+    for _, members in itertools.groupby(order, key=units.__getitem__):
+        rows = list(members)
+        added = cost(rows, plan[-1][-1]) if plan else 0
+        crowded = plan and max_sequences is not None and len(plan[-1]) + len(rows) > max_sequences
+        if not plan or used + added > max_tokens or crowded:
             plan.append([])
-            used, cost = 0, sizes[row] + lengths[row]
-        plan[-1].append(row)
-        used += cost
+            used, added = 0, cost(rows, None)
+        plan[-1] += rows
+        used += added
     return plan
+
+
+def _runs(values: Tensor) -> Tensor:
+    """``[B]``: neighbours with equal values get the same number, from 0 on."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), (values.diff() != 0).long().cumsum(0)])
+
+
+def _largest(values: Tensor, group_of: Tensor) -> Tensor:
+    """``[B]``: of each row the largest value in its group."""
+    found = torch.zeros(int(group_of[-1]) + 1, dtype=torch.int64)
+    return found.scatter_reduce(0, group_of, values, reduce="amax")[group_of]

@@ -188,7 +188,7 @@ def test_a_step_along_the_gradient_prefers_the_chosen(name: str) -> None:
 def test_mistakes_are_told(name: str) -> None:
     loss, x, labels = preference_losses.get(name), torch.full((2, 2), -1.0), torch.tensor([True, False])
     given_all = {"ref_log_probs": x, "kl": 0.0}
-    with pytest.raises(ConfigError, match="has no option 'betta'.*Did you mean beta"):
+    with pytest.raises(ConfigError, match="(?s)has no option 'betta'.*Did you mean beta"):
         loss(x, x < 0, labels, **given_all, betta=0.1)
     with pytest.raises(ConfigError, match="beta=0 must be above 0"):
         loss(x, x < 0, labels, **given_all, beta=0)

@@ -1,0 +1,134 @@
+"""The trees of `hone prefer` and `hone reward-model`: learning from preferences, built from the blocks of the main tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.config.fields import block, choice, named, number, texts
+from hone.config.tree import ModelConfig, OptimConfig, RunConfig
+
+
+@dataclass
+class PreferenceDataConfig:
+    """Preferences: pairs of responses to one prompt, or single responses with a label."""
+
+    train_files: Any = texts(None, "path")
+    """Training files (parquet, json or jsonl): a path or a list. Required. A row holds chosen and rejected (messages,
+    strings or token ids; with a prompt, or as whole conversations whose common beginning is the prompt), or a prompt,
+    a completion and a label."""
+    val_files: Any = texts(None, "path")
+    """Held-out files; null means no validation."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: chat messages, a string, or token ids."""
+    chosen_key: str = "chosen"
+    """Column of the better response."""
+    rejected_key: str = "rejected"
+    """Column of the worse response."""
+    completion_key: str = "completion"
+    """Column of the response, in rows with a label."""
+    label_key: str = "label"
+    """Column of the label: true for a desirable response."""
+    tools_key: str = "tools"
+    """Column of the tools that the chat template is given, a list or its JSON text; rows may lack it."""
+    max_length: int = number(1024, low=1)
+    """Longest prompt and response together, in tokens."""
+    truncation: str = choice("error", "error", "drop", "truncate")
+    """What to do with a longer one: stop, drop the row (both sides of a pair), or cut the response's end."""
+    train_batch_size: int = number(64, low=1)
+    """Rows (pairs, or labelled responses) an optimizer update."""
+    max_token_len_per_gpu: int = number(16384, low=1)
+    """Token budget of a packed micro-batch; a pair stays together and shares its prompt. Changes memory and speed, never
+    the result."""
+    train_max_samples: int = number(-1, low=-1)
+    """Use at most this many training rows; -1 means all."""
+    val_max_samples: int = number(-1, low=-1)
+    """Use at most this many validation rows; -1 means all."""
+    shuffle: bool = True
+    """Visit the rows in a new random order every epoch."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments of the chat template."""
+
+
+@dataclass
+class PreferenceRefConfig:
+    """The frozen policy that the implicit reward is measured against; made only for losses that need one."""
+
+    mode: str = choice("auto", "auto", "copy", "adapter_off", "precompute")
+    """copy holds a second model; adapter_off computes with the LoRA adapter switched off (no memory); precompute runs the
+    reference over all data before training and keeps only log-probs. auto: adapter_off with LoRA, else copy."""
+    model_path: str | None = None
+    """Model directory of the reference; null means the weights that training starts from (with LoRA: the base model)."""
+    log_prob_max_token_len_per_gpu: int | None = number(None, low=1)
+    """Token budget of a micro-batch of the reference; null means data.max_token_len_per_gpu."""
+
+
+@dataclass
+class PreferenceLossConfig:
+    """Which preference loss. A key that the chosen loss does not take is an error."""
+
+    name: str = named("dpo", "preference loss", instead="loss.beta")
+    """Name in the registry: dpo, ipo, hinge, robust, sppo (with a reference), orpo, simpo, cpo (without), kto (labels)."""
+    beta: float | None = number(None, above=0)
+    """Strength of the loss's own constraint; null means the loss's default (0.1 for dpo, ipo, kto, cpo and orpo, where it
+    weighs the odds ratio, 2.0 for simpo, 0.001 for sppo)."""
+    label_smoothing: float | None = number(None, low=0, high=0.5)
+    """Share of pairs believed to be the wrong way round (dpo, robust, simpo, cpo); null means the loss's default."""
+    average_log_prob: bool | None = None
+    """Log-probs a token instead of sums (ipo); null means the loss's default, sums."""
+    simpo_gamma: float | None = number(None, low=0)
+    """By how much the chosen response has to win (simpo); null means 1.0."""
+    cpo_alpha: float | None = number(None, low=0)
+    """Weight of the likelihood of the chosen response (cpo); null means 1.0."""
+    desirable_weight: float | None = number(None, low=0)
+    """Weight of desirable responses (kto); null means 1.0."""
+    undesirable_weight: float | None = number(None, low=0)
+    """Weight of undesirable responses (kto); null means 1.0."""
+
+
+@dataclass
+class PreferenceConfig:
+    """`hone prefer`: preference optimisation of a policy."""
+
+    data: PreferenceDataConfig = block(PreferenceDataConfig)
+    """Preferences."""
+    model: ModelConfig = block(ModelConfig)
+    """The policy's model."""
+    ref: PreferenceRefConfig = block(PreferenceRefConfig)
+    """The reference policy."""
+    loss: PreferenceLossConfig = block(PreferenceLossConfig)
+    """The loss."""
+    optim: OptimConfig = block(OptimConfig, lr=1e-6)
+    """Its optimizer; the schedule advances once an update."""
+    dtype: str = choice("float32", "float32", "bfloat16")
+    """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
+    trainer: RunConfig = block(RunConfig, experiment_name="prefer")
+    """Life cycle."""
+
+
+@dataclass
+class RewardModelLossConfig:
+    """The Bradley-Terry loss."""
+
+    centering_coeff: float = number(0.01, low=0)
+    """Weight of (score of chosen + score of rejected)^2, which keeps scores near 0; 0 leaves it out."""
+    margin_key: str | None = None
+    """Column of a number by which the chosen response should win; null means none."""
+
+
+@dataclass
+class RewardModelConfig:
+    """`hone reward-model`: a scalar reward model from preference pairs."""
+
+    data: PreferenceDataConfig = block(PreferenceDataConfig)
+    """Preference pairs."""
+    model: ModelConfig = block(ModelConfig)
+    """The model to start from: a causal one, or a sequence-classification one with one label."""
+    loss: RewardModelLossConfig = block(RewardModelLossConfig)
+    """The loss."""
+    optim: OptimConfig = block(OptimConfig, lr=1e-5)
+    """Its optimizer; the schedule advances once an update."""
+    dtype: str = choice("float32", "float32", "bfloat16")
+    """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
+    trainer: RunConfig = block(RunConfig, experiment_name="reward_model")
+    """Life cycle."""

@@ -1,0 +1,255 @@
+"""Datasets of preferences: pairs of responses to one prompt, or single responses with a label, already tokenized."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hone.config.preference import PreferenceDataConfig
+from hone.data.batch import Batch
+from hone.data.files import Row, read_rows
+from hone.data.messages import plain
+from hone.data.overlong import check_policy, overlong_rows
+from hone.data.ragged import Ragged
+from hone.data.responses import Response, Side, render_sides, side_with_label, sides_of_pair
+from hone.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Preference:
+    """One row: a chosen and a rejected response to one prompt, or a single labelled one.
+
+    Attributes:
+        responses: each with its label, true for chosen or desirable; a chosen one stands before its rejected one.
+        margin: by how much the chosen one should win, 0 when the data do not say.
+        uid: of the row.
+    """
+
+    responses: list[tuple[bool, Response]]
+    margin: float
+    uid: str
+
+
+@dataclass(frozen=True)
+class PreferenceColumns:
+    """Names of the columns; see the configuration block ``data`` of `hone prefer`."""
+
+    prompt: str = "prompt"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    completion: str = "completion"
+    label: str = "label"
+    tools: str = "tools"
+    margin: str | None = None
+
+
+def preference_columns(data: PreferenceDataConfig, margin: str | None = None) -> PreferenceColumns:
+    """The columns that a configuration names."""
+    return PreferenceColumns(
+        prompt=data.prompt_key,
+        chosen=data.chosen_key,
+        rejected=data.rejected_key,
+        completion=data.completion_key,
+        label=data.label_key,
+        tools=data.tools_key,
+        margin=margin,
+    )
+
+
+class PreferenceDataset:
+    """Preferences of parquet or JSON files.
+
+    A row has either ``chosen`` and ``rejected`` or ``completion`` and ``label``. Responses are chat messages (of which
+    assistant turns count), strings or token ids; see :mod:`hone.data.responses` for what goes with which prompt.
+
+    Args:
+        files: parquet, json or jsonl files.
+        tokenizer: needs a chat template only where rows hold messages.
+        columns: names of the columns.
+        max_length: longest prompt and response together, in tokens.
+        truncation: what to do with a longer one: ``error``, ``drop`` (the whole row), or ``truncate`` (cut the response's
+            end; a row of which a side has no token left counts as dropped).
+        max_samples: use the first rows only; -1 uses all.
+        chat_template_kwargs: extra arguments of the chat template.
+
+    Attributes:
+        paired: whether rows are pairs.
+        dropped: rows left out for their length.
+        equal: pairs left out because both sides are the same.
+
+    Raises:
+        DataError: a file, column or row is wrong, or a row is too long under the policy ``error``.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | Path] | str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: PreferenceColumns | None = None,
+        *,
+        max_length: int,
+        truncation: str,
+        max_samples: int = -1,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        check_policy(truncation)
+        columns = columns or PreferenceColumns()
+        rows = read_rows(files, required=(), optional=[c for c in vars(columns).values() if c], max_rows=max_samples)
+        if not rows:
+            raise DataError(f"no row is left of max_samples={max_samples}", fix="set it to -1 for all rows")
+        self.paired = holds_pairs(rows[0], columns)
+        sides = [_sides(row, columns, self.paired) for row in rows]
+        rendered = iter(render_sides([s for row in sides for s in row], tokenizer, chat_template_kwargs))
+        found = [
+            Preference([(side.label, next(rendered)) for side in its], _margin(row, columns), row.uid)
+            for row, its in zip(rows, sides, strict=True)
+        ]
+        kept = _within(found, max_length, truncation)
+        different = [row for row in kept if not self.paired or _differ(row)]
+        self.dropped, self.equal = len(found) - len(kept), len(kept) - len(different)
+        self._rows = different
+        if self.dropped or self.equal:
+            log.warning(
+                "of %d rows %d are left out for their length, %d because both sides are the same",
+                len(found),
+                self.dropped,
+                self.equal,
+            )
+        if not different:
+            raise DataError(
+                f"none of {len(found)} rows is left: {self.dropped} are too long, {self.equal} have two equal sides",
+                fix=f"data.max_length={2 * max_length}" if self.dropped else "make chosen and rejected differ",
+            )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Preference:
+        return self._rows[index]
+
+    def labels(self) -> tuple[int, int]:
+        """How many desirable and undesirable responses there are."""
+        good = sum(label for row in self._rows for label, _ in row.responses)
+        return good, sum(len(row.responses) for row in self._rows) - good
+
+
+def preference_batch(rows: Sequence[Preference]) -> Batch:
+    """A batch of one row a response, the sides of a pair beside each other.
+
+    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask`` and, where precomputed, ``ref_log_probs``; tensors ``[B]``: ``label`` (bool), ``unit`` (equal
+    on the sides of a pair), ``margin``.
+    """
+    flat = [(unit, row, label, response) for unit, row in enumerate(rows) for label, response in row.responses]
+    batch = Batch(
+        {
+            "prompt_ids": Ragged.from_rows([r.prompt_ids for *_, r in flat], torch.int64),
+            "response_ids": Ragged.from_rows([r.response_ids for *_, r in flat], torch.int64),
+            "response_mask": Ragged.from_rows([r.response_mask for *_, r in flat], torch.int64),
+            "label": torch.tensor([label for _, _, label, _ in flat], dtype=torch.bool),
+            "unit": torch.tensor([unit for unit, *_ in flat], dtype=torch.int64),
+            "margin": torch.tensor([row.margin for _, row, _, _ in flat], dtype=torch.float32),
+        }
+    )
+    known = [response.ref_log_probs for *_, response in flat if response.ref_log_probs is not None]
+    if len(known) == len(flat):
+        batch = batch.with_columns(ref_log_probs=Ragged.from_rows(known, torch.float32))
+    return batch
+
+
+def holds_pairs(row: Row, columns: PreferenceColumns) -> bool:
+    """Whether a row is a pair; false when it is a labelled response.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if {columns.chosen, columns.rejected} <= row.values.keys():
+        return True
+    if {columns.completion, columns.label} <= row.values.keys():
+        return False
+    raise DataError(
+        f"neither '{columns.chosen}' and '{columns.rejected}' nor '{columns.completion}' and '{columns.label}' are columns "
+        f"(of those it could use the file has: {', '.join(row.values) or 'none'})",
+        where=row.where,
+        why="preferences are pairs of responses, or responses with a label",
+        fix="name the columns with data.chosen_key and data.rejected_key, or data.completion_key and data.label_key; "
+        "`hone data pairs RUN --out DIR` makes pairs from a run",
+        code="R42",
+    )
+
+
+def _sides(row: Row, columns: PreferenceColumns, paired: bool) -> list[Side]:
+    if holds_pairs(row, columns) != paired:
+        raise DataError(
+            f"this row {'has a label' if paired else 'is a pair'}, the first one {'is a pair' if paired else 'has a label'}",
+            where=row.where,
+            fix="keep pairs and labelled responses in files of their own",
+        )
+    values = {name: plain(value) for name, value in row.values.items()}
+    prompt, tools = values.get(columns.prompt), _tools(values.get(columns.tools), row.where)
+    if paired:
+        return sides_of_pair(prompt, values[columns.chosen], values[columns.rejected], tools, row.where)
+    label = values[columns.label]
+    if label not in (True, False, 0, 1):
+        raise DataError(
+            f"column '{columns.label}' is {label!r}, not true or false",
+            where=row.where,
+            fix="write true for a desirable response and false for an undesirable one",
+        )
+    return [side_with_label(prompt, values[columns.completion], bool(label), tools, row.where)]
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"the tools are not JSON: {error}", where=where, fix="write a JSON list of tools"
+            ) from error
+    if value in (None, "", []):
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError("the tools are not a list of objects", where=where, fix="write a JSON list of tools")
+    return value
+
+
+def _margin(row: Row, columns: PreferenceColumns) -> float:
+    if columns.margin is None:
+        return 0.0
+    value = row.values.get(columns.margin)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise DataError(
+            f"column '{columns.margin}' is {value!r}, not a number",
+            where=row.where,
+            fix="write by how much the chosen response is better, or loss.margin_key=null",
+        )
+    return float(value)
+
+
+def _within(rows: list[Preference], max_length: int, truncation: str) -> list[Preference]:
+    """Rows that fit, cut where they do not and may be."""
+    lengths = [max(len(r.prompt_ids) + len(r.response_ids) for _, r in row.responses) for row in rows]
+    long = overlong_rows(lengths, max_length, truncation, what="rows", key="data.max_length")
+    kept = []
+    for number, row in enumerate(rows):
+        if number in long:
+            if truncation == "drop":
+                continue
+            row.responses = [(label, response.cut(max_length)) for label, response in row.responses]
+        if all(any(response.response_mask) for _, response in row.responses):
+            kept.append(row)
+    return kept
+
+
+def _differ(row: Preference) -> bool:
+    (_, chosen), (_, rejected) = row.responses
+    return chosen.response_ids != rejected.response_ids

@@ -1,0 +1,38 @@
+"""The metrics of `hone prefer` and `hone reward-model`; part of the table in :mod:`hone.insight.metric_table`."""
+
+from __future__ import annotations
+
+from hone.insight.metric_spec import MetricSpec, Reduction
+
+_NUMBERS = (
+    (
+        "rewards/chosen",
+        "reward",
+        "Reward of chosen responses: implicit (prefer) or the model's score (reward-model).",
+        "",
+    ),
+    ("rewards/rejected", "reward", "Reward of rejected responses.", ""),
+    ("rewards/margins", "reward", "Reward of the chosen response minus that of the rejected one.", ""),
+    (
+        "rewards/accuracies",
+        "share of pairs",
+        "Pairs whose chosen response has the higher reward, ties half; with labels alone: responses on the right side.",
+        "0.5 after many steps: nothing is learned; raise the learning rate or lower beta",
+    ),
+    (
+        "logps/chosen",
+        "nats",
+        "Log-prob of a whole chosen response.",
+        "falling together with logps/rejected: probability goes to neither; lower the learning rate or raise beta",
+    ),
+    ("logps/rejected", "nats", "Log-prob of a whole rejected response.", ""),
+    ("preference/nll", "nats", "Negative log-likelihood a token of chosen responses, as in the loss (orpo, cpo).", ""),
+    ("preference/log_odds", "nats", "Log odds of chosen minus rejected responses (orpo).", ""),
+    ("preference/kl", "nats", "Estimated KL to the reference that rewards are judged against (kto).", ""),
+)
+
+PREFERENCE_METRICS = tuple(
+    MetricSpec(f"{prefix}{name}", unit, Reduction.MEAN, f"{where}{meaning}", alarm)
+    for prefix, where in (("", ""), ("val/", "Held-out: "))
+    for name, unit, meaning, alarm in _NUMBERS
+)

@@ -1,0 +1,122 @@
+"""Rules about learning from preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hone.config.preference import PreferenceConfig, RewardModelConfig
+from hone.errors import HoneError, did_you_mean
+from hone.preflight.files import file_list
+from hone.preflight.rules import Finding, error, rule, warning
+
+
+@rule("R42", PreferenceConfig, RewardModelConfig)
+def preference_columns_there(config: PreferenceConfig | RewardModelConfig) -> Iterator[Finding]:
+    """The first row of every file holds a pair, or a labelled response where the loss takes those."""
+    from hone.algorithms import preference_losses
+    from hone.data.files import read_rows
+    from hone.data.preferences import holds_pairs, preference_columns
+
+    margin = config.loss.margin_key if isinstance(config, RewardModelConfig) else None
+    columns = preference_columns(config.data, margin)
+    name = config.loss.name if isinstance(config, PreferenceConfig) else None
+    for file in [*file_list(config.data.train_files), *file_list(config.data.val_files)]:
+        try:
+            (row,) = read_rows(
+                file,
+                required=(margin,) if margin else (),
+                optional=list(filter(None, vars(columns).values())),
+                max_rows=1,
+            )
+            paired = holds_pairs(row, columns)
+        except HoneError as found:
+            yield Finding(found, stops=True)
+            continue
+        if not paired and (
+            name is None or (name in preference_losses and "pairs" in preference_losses.get(name).needs)
+        ):
+            what = "a reward model" if name is None else f"loss.name={name}"
+            yield error(
+                f"'{file}' holds labelled single responses, and {what} learns from pairs",
+                why="a comparison needs a chosen and a rejected response to one prompt",
+                fix=("" if name is None else "loss.name=kto, or ") + "data with columns chosen and rejected",
+                where="data.train_files",
+            )
+
+
+@rule("R11", PreferenceConfig)
+def preference_loss_options(config: PreferenceConfig) -> Iterator[Finding]:
+    """The loss is registered, and takes every key that is set."""
+    from hone.algorithms import preference_losses
+
+    if config.loss.name not in preference_losses:
+        yield error(
+            f"unknown preference loss '{config.loss.name}'",
+            where="loss.name",
+            fix=did_you_mean(config.loss.name, preference_losses),
+        )
+        return
+    loss = preference_losses.get(config.loss.name)
+    for option, value in vars(config.loss).items():
+        if option != "name" and value is not None and option not in loss.options:
+            takers = [name for name in preference_losses if option in preference_losses.get(name).options]
+            yield error(
+                f"{option}={value} is set, and loss.name={config.loss.name} does not take it",
+                why="it would do nothing",
+                fix=f"loss.{option}=null, or loss.name={' or '.join(takers)}",
+                where=f"loss.{option}",
+            )
+
+
+@rule("R24", PreferenceConfig)
+def reference_fits(config: PreferenceConfig) -> Iterator[Finding]:
+    """The reference can be had in the way asked for, and is used."""
+    from hone.algorithms import preference_losses
+
+    if config.loss.name not in preference_losses:
+        return
+    needs, ref = preference_losses.get(config.loss.name).needs, config.ref
+    if "reference" not in needs:
+        if ref.mode != "auto" or ref.model_path is not None:
+            yield warning(
+                f"a reference is set up, and loss.name={config.loss.name} does not use one",
+                why="nothing is loaded for it",
+                fix="ref.mode=auto ref.model_path=null, or loss.name=dpo",
+                where="ref.mode",
+            )
+        return
+    lora = config.model.lora_rank > 0 or config.model.lora_adapter_path is not None
+    if ref.mode == "adapter_off" and (not lora or ref.model_path is not None):
+        yield error(
+            "ref.mode=adapter_off needs a LoRA adapter to switch off"
+            if not lora
+            else f"ref.mode=adapter_off takes the base model, and ref.model_path={ref.model_path} names another",
+            fix="model.lora_rank=32, or ref.mode=copy" if not lora else "ref.mode=copy, or ref.model_path=null",
+            where="ref.mode",
+        )
+    if ref.mode == "precompute" and "kl" in needs:
+        yield error(
+            f"ref.mode=precompute, and loss.name={config.loss.name} asks the reference about responses behind other prompts",
+            why="which ones depends on the batch, so they cannot be precomputed",
+            fix="ref.mode=copy, or ref.mode=adapter_off with LoRA",
+            where="ref.mode",
+        )
+    if "kl" in needs and config.data.train_batch_size < 2:
+        yield error(
+            f"loss.name={config.loss.name} with data.train_batch_size=1",
+            why="it estimates a KL from responses behind the prompts of other rows of the batch",
+            fix="data.train_batch_size=64",
+            where="data.train_batch_size",
+        )
+
+
+@rule("R25", RewardModelConfig)
+def reward_model_is_trained_in_full(config: RewardModelConfig) -> Iterator[Finding]:
+    """LoRA is for causal models."""
+    if config.model.lora_rank > 0 or config.model.lora_adapter_path is not None:
+        yield error(
+            "a reward model is trained in full, and LoRA is set",
+            why="its new output layer would stay outside the adapter",
+            fix="model.lora_rank=0 model.lora_adapter_path=null",
+            where="model.lora_rank",
+        )

@@ -1,0 +1,111 @@
+"""Preference optimisation of a policy: the objective of an update, the reference policy, and the same numbers on held-out
+data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms import PreferenceLoss, kto_kl, preference_losses
+from hone.algorithms.preference_losses import COUNTED_BY
+from hone.config.preference import PreferenceConfig
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.training.engine import LossFn, Statistics, Totals, TrainEngine
+from hone.training.heads import PolicyHead
+from hone.training.model import adapter_off, load_policy
+
+
+def preference_objective(loss: PreferenceLoss, options: dict[str, Any]) -> LossFn:
+    """A preference loss over responses. Reads columns ``response_mask``, ``label``, ``unit``, where the loss needs a
+    reference ``ref_log_probs``, and the batch's ``kl`` where it needs one.
+    """
+
+    def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
+        units = totals.sequences // 2 if "pairs" in loss.needs else totals.sequences
+        share, metrics, counts = measure(loss, outputs["log_probs"], batch, options, units)
+        here = counts["units"]
+        found: Statistics = {"train/loss": (share.detach() * (units / here), here)}
+        return share, found | {name: (value, counts[COUNTED_BY.get(name, "units")]) for name, value in metrics.items()}
+
+    return objective
+
+
+def measure(
+    loss: PreferenceLoss, log_probs: Ragged, batch: Batch, options: dict[str, Any], units: int | None = None
+) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
+    """Loss, metrics and what the metrics are means over, of the responses in ``batch``.
+
+    Where rows are pairs but the loss looks at single responses (kto), accuracy and margin are those of the pairs, so that
+    numbers of different losses can be compared.
+    """
+    device = log_probs.values.device
+    mask, labels = batch.ragged("response_mask").to_padded().to(device), batch.tensor("label").to(device)
+    reference = batch.ragged("ref_log_probs").to_padded().to(device) if "ref_log_probs" in batch else None
+    unit, padded = batch.tensor("unit"), log_probs.to_padded()
+    value, metrics = loss(
+        padded,
+        mask,
+        labels,
+        pair_ids=unit,
+        ref_log_probs=reference,
+        kl=batch.meta.get("kl"),
+        global_batch_size=units,
+        **options,
+    )
+    counts = {name: float(count) for name, count in loss.counts(mask, labels, unit).items()}
+    if "pairs" not in loss.needs and len(unit) > 1 and bool((unit.bincount()[unit] == 2).all()):
+        beta = {name: number for name, number in options.items() if name == "beta"}
+        _, paired = preference_losses.get("dpo")(
+            padded.detach(), mask, labels, pair_ids=unit, ref_log_probs=reference, **beta
+        )
+        metrics |= {name: paired[name] for name in ("rewards/accuracies", "rewards/margins")}
+    if "kl" in batch.meta:
+        metrics["preference/kl"] = torch.tensor(batch.meta["kl"])
+    return value, metrics, counts
+
+
+class Reference:
+    """The frozen policy: the trained model with its adapter off, or a second model.
+
+    Args:
+        config: of the run.
+        policy: the engine that trains.
+    """
+
+    def __init__(self, config: PreferenceConfig, policy: TrainEngine) -> None:
+        mode, model = config.ref.mode, config.model
+        lora = model.lora_rank > 0 or model.lora_adapter_path is not None
+        self.shared = mode == "adapter_off" or (mode == "auto" and lora and config.ref.model_path is None)
+        self.engine = policy
+        if not self.shared:
+            path = config.ref.model_path or model.path
+            frozen = dataclasses.replace(model, path=path, lora_rank=0, lora_adapter_path=None)
+            self.engine = TrainEngine(
+                load_policy(frozen, device=policy.device, seed=config.trainer.seed, trainable=False),
+                PolicyHead(),
+                device=policy.device,
+                dtype=policy.dtype,
+                max_tokens=policy.max_tokens,
+            )
+        self._budget = config.ref.log_prob_max_token_len_per_gpu
+
+    def log_probs(self, batch: Batch) -> Ragged:
+        """Of the response tokens, on the CPU."""
+        with adapter_off(self.engine.model) if self.shared else contextlib.nullcontext():
+            return self.engine.infer_batch(batch, max_tokens=self._budget)["log_probs"]
+
+
+def kl_estimate(policy: TrainEngine, reference: Reference, batch: Batch) -> float:
+    """KTO's estimate of the KL of the present policy: every response is scored behind the prompt of another row."""
+    sides = int(batch.tensor("unit").bincount().max())
+    rows = torch.arange(len(batch)).roll(sides)
+    columns = {name: batch.ragged(name).select(rows) for name in ("response_ids", "response_mask")}
+    mismatched = Batch({"prompt_ids": batch.ragged("prompt_ids"), **columns})
+    ours, theirs = policy.infer_batch(mismatched)["log_probs"], reference.log_probs(mismatched)
+    return float(kto_kl(ours.to_padded(), theirs.to_padded(), columns["response_mask"].to_padded()))
