@@ -5,6 +5,7 @@
 ``weights``        importance weights of tokens or sequences, truncated (TIS) or masked (MIS, IcePop)
 ``rejection``      tokens and sequences that are left out, and the token veto
 ``diagnostics``    how far the two policies are apart
+``summary``        means, spreads and quantiles of what a mask selected
 ``correction``     all of it, in one call
 ``presets``        combinations with a name
 =================  =====================================================================================

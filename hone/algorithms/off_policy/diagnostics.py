@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from hone.algorithms.masked import masked_mean, masked_sum, where_mask, wide
-from hone.algorithms.off_policy.weights import LOG_RATIO_LIMIT, extreme
+from hone.algorithms.off_policy import summary
+from hone.algorithms.off_policy.weights import LOG_RATIO_LIMIT
 
 QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99}
 
@@ -39,36 +38,31 @@ def off_policy_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, respons
         response_mask: ``[B, T]``; values outside it may be NaN.
     """
     old, rollout = (wide(where_mask(x, response_mask)) for x in (old_log_probs, rollout_log_probs))
-    gap = old - rollout
-    limited = gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    sequence = masked_sum(gap, response_mask, -1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     rows = response_mask.sum(-1) > 0
-    training_ppl, rollout_ppl = (-masked_mean(x, response_mask, -1) for x in (old, rollout))
-    difference = training_ppl - rollout_ppl
+    training, sampling = (-masked_mean(x, response_mask, -1)[rows] for x in (old, rollout))
+    sequences = _limited(masked_sum(old - rollout, response_mask, -1)[rows])
+    difference = training - sampling
+    gap = (old - rollout)[response_mask.bool()]
+    limited = _limited(gap)
     metrics = {
-        "kl": masked_mean(-gap, response_mask),
-        "k3_kl": masked_mean(limited.expm1() - limited, response_mask),
-        "chi2_token": masked_mean((2 * limited).expm1(), response_mask),
-        "chi2_seq": masked_mean((2 * sequence).expm1(), rows),
-        "log_ratio_abs_max": extreme(gap.abs(), response_mask, "max"),
-        **_quantiles(gap[response_mask.bool()]),
-        "training_log_ppl": masked_mean(training_ppl, rows),
-        "training_ppl": masked_mean(training_ppl.exp(), rows),
-        "rollout_log_ppl": masked_mean(rollout_ppl, rows),
-        "rollout_ppl": masked_mean(rollout_ppl.exp(), rows),
-        "log_ppl_diff": masked_mean(difference, rows),
-        "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
-        "log_ppl_diff_max": extreme(difference, rows, "max"),
-        "log_ppl_diff_min": extreme(difference, rows, "min"),
-        "ppl_ratio": masked_mean(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), rows),
+        "kl": -summary.mean(gap),
+        "k3_kl": summary.mean(limited.expm1() - limited),
+        "chi2_token": summary.mean((2 * limited).expm1()),
+        "chi2_seq": summary.mean((2 * sequences).expm1()),
+        "log_ratio_abs_max": summary.largest(gap.abs()),
+        **{f"log_ratio_{name}": summary.quantile(gap, q) for name, q in QUANTILES.items()},
+        "training_log_ppl": summary.mean(training),
+        "training_ppl": summary.mean(training.exp()),
+        "rollout_log_ppl": summary.mean(sampling),
+        "rollout_ppl": summary.mean(sampling.exp()),
+        "log_ppl_diff": summary.mean(difference),
+        "log_ppl_abs_diff": summary.mean(difference.abs()),
+        "log_ppl_diff_max": summary.largest(difference),
+        "log_ppl_diff_min": summary.smallest(difference),
+        "ppl_ratio": summary.mean(_limited(difference).exp()),
     }
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def _quantiles(values: Tensor) -> dict[str, Tensor]:
-    """Nearest-rank quantiles; by selection, because ``torch.quantile`` refuses more than 16 million values."""
-    count = values.numel()
-    return {
-        f"log_ratio_{name}": values.kthvalue(max(1, math.ceil(q * count))).values if count else values.new_zeros(())
-        for name, q in QUANTILES.items()
-    }
+def _limited(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

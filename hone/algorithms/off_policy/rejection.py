@@ -6,9 +6,10 @@ import math
 
 from torch import Tensor
 
-from hone.algorithms.masked import masked_mean, masked_sum, masked_var, where_mask
+from hone.algorithms.masked import masked_mean, masked_sum, where_mask
+from hone.algorithms.off_policy import summary
 from hone.algorithms.off_policy.rules import RejectionRule
-from hone.algorithms.off_policy.weights import LOG_RATIO_LIMIT, extreme
+from hone.algorithms.off_policy.weights import LOG_RATIO_LIMIT
 
 
 def rejection_statistic(log_ratio: Tensor, mask: Tensor, rule: RejectionRule) -> tuple[Tensor, Tensor]:
@@ -53,19 +54,9 @@ def reject(log_ratio: Tensor, mask: Tensor, rules: tuple[RejectionRule, ...]) ->
         value, units = rejection_statistic(log_ratio, mask, rule)
         passes = (value >= rule.low) & (value <= rule.high)  # NaN does not
         kept = kept & passes
-        prefix = f"rollout_corr/rollout_rs_{rule.option}"
-        metrics |= {
-            f"{prefix}_mean": masked_mean(value, units),
-            f"{prefix}_std": masked_var(value, units).sqrt(),
-            f"{prefix}_max": extreme(value, units, "max"),
-            f"{prefix}_min": extreme(value, units, "min"),
-            f"{prefix}_fraction_high": masked_mean((value > rule.high).float(), units),
-            **_shares(prefix, mask, mask.bool() & passes),
-        }
-        if rule.low > -math.inf:
-            metrics[f"{prefix}_fraction_low"] = masked_mean((value < rule.low).float(), units)
+        metrics |= _rule_metrics(rule, value[units], mask, mask.bool() & passes)
     if rules:
-        metrics |= _shares("rollout_corr/rollout_rs", mask, kept)
+        metrics |= {f"rollout_corr/rollout_rs_{name}": value for name, value in summary.lost(mask, kept).items()}
     return kept, metrics
 
 
@@ -79,16 +70,17 @@ def veto(log_ratio: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor, dic
     catastrophic = mask.bool() & ~(log_ratio >= math.log(threshold))
     dropped = catastrophic.any(-1)
     metrics = {
-        "rollout_corr/rollout_is_catastrophic_token_fraction": masked_mean(catastrophic.float(), mask),
-        "rollout_corr/rollout_is_veto_fraction": masked_mean(dropped.float(), mask.sum(-1) > 0),
+        "rollout_corr/rollout_is_catastrophic_token_fraction": catastrophic.sum() / mask.sum().clamp(min=1),
+        "rollout_corr/rollout_is_veto_fraction": dropped.sum() / (mask.sum(-1) > 0).sum().clamp(min=1),
     }
     return mask.bool() & ~dropped[:, None], metrics
 
 
-def _shares(prefix: str, before: Tensor, after: Tensor) -> dict[str, Tensor]:
-    """Share of the tokens that were lost, and share of the sequences that lost at least one."""
-    lost = before.bool() & ~after
-    return {
-        f"{prefix}_masked_fraction": masked_mean(lost.float(), before),
-        f"{prefix}_seq_masked_fraction": masked_mean(lost.any(-1).float(), before.sum(-1) > 0),
+def _rule_metrics(rule: RejectionRule, values: Tensor, before: Tensor, after: Tensor) -> dict[str, Tensor]:
+    metrics = summary.spread(values) | {
+        "fraction_high": summary.mean(values > rule.high),
+        **summary.lost(before, after),
     }
+    if rule.low > -math.inf:
+        metrics["fraction_low"] = summary.mean(values < rule.low)
+    return {f"rollout_corr/rollout_rs_{rule.option}_{name}": value for name, value in metrics.items()}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.algorithms.masked import masked_mean, masked_sum, masked_var, where_mask
+from hone.algorithms.masked import masked_mean, masked_sum
+from hone.algorithms.off_policy import summary
 from hone.algorithms.off_policy.rules import WeightRule
 
 LOG_RATIO_LIMIT = 20.0
@@ -60,40 +61,19 @@ def weight_metrics(ratio: Tensor, weights: Tensor, units: Tensor, mask: Tensor, 
     batch that an unweighted one of the same variance would need) are those of the weights in use.
     """
     low = 1.0 / rule.high if rule.low is None else rule.low
-    rows, row_units = masked_mean(where_mask(weights.expand_as(mask), mask), mask, -1), mask.sum(-1) > 0
-    row_ratio = masked_mean(where_mask(ratio.expand_as(mask), mask), mask, -1)
-    second = masked_mean(weights.square(), units)
-    metrics = {
-        **_spread("", ratio, weights, units),
-        "ratio_fraction_high": _share(ratio > rule.high, units),
-        "ratio_fraction_low": _share(ratio < low, units),
-        "eff_sample_size": masked_mean(weights, units).square() / second.clamp(min=torch.finfo(second.dtype).tiny),
-        **_spread("seq_", row_ratio, rows, row_units),
-        "seq_max_deviation": extreme((row_ratio - 1.0).abs(), row_units, "max"),
-        "seq_fraction_high": _share(row_ratio > rule.high, row_units),
-        "seq_fraction_low": _share(row_ratio < low, row_units),
+    rows = mask.sum(-1) > 0
+    row_ratio, row_weights = (masked_mean(x.expand_as(mask), mask, -1)[rows] for x in (ratio, weights))
+    ratio, weights = ratio[units.bool()], weights[units.bool()]
+    second = summary.mean(weights.square())
+    metrics = summary.spread(ratio, weights) | {
+        "ratio_fraction_high": summary.mean(ratio > rule.high),
+        "ratio_fraction_low": summary.mean(ratio < low),
+        "eff_sample_size": summary.mean(weights).square() / second.clamp(min=torch.finfo(second.dtype).tiny),
+        **{f"seq_{name}": value for name, value in summary.spread(row_ratio, row_weights).items()},
+        "seq_max_deviation": summary.largest((row_ratio - 1.0).abs()),
+        "seq_fraction_high": summary.mean(row_ratio > rule.high),
+        "seq_fraction_low": summary.mean(row_ratio < low),
     }
     if rule.low is not None:
-        metrics["oob_ratio"] = _share((ratio < low) | (ratio > rule.high), units)
+        metrics["oob_ratio"] = summary.mean((ratio < low) | (ratio > rule.high))
     return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
-
-
-def extreme(values: Tensor, mask: Tensor, which: str) -> Tensor:
-    """Largest (``max``) or smallest (``min``) selected value; 0 when nothing is selected."""
-    selected = values[mask.bool()]
-    if selected.numel() == 0:
-        return values.new_zeros(())
-    return selected.max() if which == "max" else selected.min()
-
-
-def _spread(prefix: str, ratio: Tensor, weights: Tensor, units: Tensor) -> dict[str, Tensor]:
-    return {
-        f"{prefix}mean": masked_mean(weights, units),
-        f"{prefix}std": masked_var(weights, units).sqrt(),
-        f"{prefix}max": extreme(ratio, units, "max"),
-        f"{prefix}min": extreme(ratio, units, "min"),
-    }
-
-
-def _share(condition: Tensor, units: Tensor) -> Tensor:
-    return masked_mean(condition.to(torch.float32), units)
