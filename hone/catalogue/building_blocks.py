@@ -131,16 +131,17 @@ def correction(name: str, values: Mapping[str, Any]) -> tuple[Block, Cost, tuple
     """The record of a named preset of rollout correction: ``values`` maps its configuration keys to values."""
     unset = algorithms.ROLLOUT_CORRECTION_PRESETS["disabled"]
     changed = {key: value for key, value in values.items() if value != unset[key]}
-    settings = " ".join(f"{_CORRECTION}.{key}={_plain(value)}" for key, value in changed.items())
+    settings = ", ".join(f"{key}={_plain(value)}" for key, value in changed.items())
     block = Block(
         formula=_correction_formula(values),
         paper="Espeholt et al. 2018 (truncated importance sampling), arXiv:1802.01561; Yao et al. 2025, "
         "https://fengyao.notion.site/off-policy-rl; Liu et al. 2025, https://richardli.xyz/rl-collapse",
         description="A named set of switches for the gap between the engine that samples and the model that trains.",
-        select=settings or f"nothing: it is the default of {_CORRECTION}",
+        select=f"{_CORRECTION}.preset={name}",
+        remarks={"Sets": settings or "nothing"},
     )
     forward = () if values["bypass_mode"] else ("old log-probs",)
-    return block, Cost(forward=forward), tuple(f"{_CORRECTION}.{key}" for key in values)
+    return block, Cost(forward=forward), tuple(f"{_CORRECTION}.{key}" for key in changed)
 
 
 def _correction_formula(values: Mapping[str, Any]) -> str:
@@ -163,4 +164,112 @@ def _plain(value: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------------ building blocks
 
-BLOCKS: dict[str, Block] = {}
+_REFERENCE = Cost(frozen=("reference (none with LoRA)",), forward=("reference log-probs",))
+
+BLOCKS: dict[str, Block] = {
+    "value_loss": Block(
+        "0.5 max((v - R)^2, (clip(v, v_old - cliprange_value, v_old + cliprange_value) - R)^2)",
+        "Schulman et al. 2017, arXiv:1707.06347, section 5, with the clip of the code published with it",
+        "The critic's loss: half the squared error against the returns, pessimistic about large moves.",
+        select="critic.enable=true",
+        cost=Cost(trained=("policy", "critic"), forward=("values",)),
+        keys=("critic.cliprange_value", "critic.loss_agg_mode", "critic.ppo_epochs", "trainer.critic_warmup"),
+        function=algorithms.value_loss,
+    ),
+    "kl_controller": Block(
+        "fixed: kl_coef; adaptive: kl_coef *= 1 + clip(KL / target_kl - 1, -0.2, 0.2) sequences / horizon",
+        "Ziegler et al. 2019, arXiv:1909.08593, section 2.2",
+        "The coefficient of the KL penalty in the reward: a constant, or steered so that the KL meets a target.",
+        select="algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive",
+        cost=_REFERENCE,
+        keys=tuple(f"algorithm.kl_ctrl.{key}" for key in ("type", "kl_coef", "target_kl", "horizon")),
+        function=algorithms.kl_controller,
+    ),
+    "full_kl": Block(
+        "sum over the vocabulary of p (log p - log p_ref); with top-k, over k tokens and the rest as one",
+        "Kullback and Leibler 1951",
+        "The KL divergence of whole next-token distributions instead of an estimate from the sampled token. A function for "
+        "analysis and for losses of one's own; RL steps estimate.",
+        select="hone.algorithms.full_kl(log_probs, ref_log_probs)",
+        cost=_REFERENCE,
+        function=algorithms.full_kl,
+    ),
+    "entropy_bonus": Block(
+        "loss = policy loss - entropy_coeff H(pi), H aggregated like the policy loss",
+        "Williams and Peng 1991; Mnih et al. 2016, arXiv:1602.01783, section 4",
+        "A reward for being undecided: the mean entropy of the next-token distributions is added to the objective.",
+        select="actor_rollout_ref.actor.entropy_coeff=0.001",
+        keys=("actor_rollout_ref.actor.entropy_coeff",),
+        function=algorithms.entropy_from_logits,
+    ),
+    "filter_groups": Block(
+        "replace every group whose scores are all equal by a new prompt, until the batch is full",
+        "Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.2",
+        "Dynamic sampling: groups whose answers are all equally good have advantage 0 and teach nothing, so new prompts are "
+        "answered in their place, up to a bound.",
+        select="algorithm.filter_groups.enable=true",
+        cost=Cost(generation="more prompts a step than are trained on"),
+        keys=tuple(f"algorithm.filter_groups.{key}" for key in ("enable", "metric", "max_num_gen_batches")),
+    ),
+    "overlong_buffer": Block(
+        "score -= penalty_factor clip((length - (max_response_length - len)) / len, 0, 1)",
+        "Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13",
+        "A soft punishment of responses that come near the length limit, in place of the cliff of a cut answer.",
+        select="reward.overlong_buffer.enable=true",
+        keys=tuple(f"reward.overlong_buffer.{key}" for key in ("enable", "len", "penalty_factor", "log")),
+        function=algorithms.overlong_penalty,
+    ),
+    "pf_ppo": Block(
+        "draw the batch anew, with replacement, with weights |score|^weight_pow (pow), best and worst (max_min), ...",
+        "Zhang et al. 2024, Policy Filtration for RLHF, arXiv:2409.06957, section 4",
+        "Resampling by score: the update sees more of the samples whose reward can be trusted.",
+        select="algorithm.use_pf_ppo=true",
+        keys=("algorithm.use_pf_ppo", "algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow"),
+        function=algorithms.resample,
+    ),
+    "rollout_correction": Block(
+        "r = policy / engine; weight = min(r, threshold), or 0 outside bounds; reject tokens or sequences by k1, k2, k3 of r",
+        "Espeholt et al. 2018, arXiv:1802.01561; Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; "
+        "Liu et al. 2025, https://richardli.xyz/rl-collapse",
+        "What is done about the gap between the engine that samples and the model that trains.",
+        select=f"{_CORRECTION}.preset=decoupled_token_is",
+        keys=tuple(f"{_CORRECTION}.{key}" for key in ("preset", *algorithms.ROLLOUT_CORRECTION_PRESETS["disabled"])),
+        remarks={"Named presets": ", ".join(algorithms.ROLLOUT_CORRECTION_PRESETS)},
+        function=algorithms.rollout_correction,
+    ),
+    "distillation": Block(
+        "D(teacher, student) at each token of the student's samples; D = forward KL, reverse KL, JSD, or k1, k2, k3",
+        "Agarwal et al. 2024, arXiv:2306.13649, eq. 4; as a policy gradient: Lu 2025, "
+        "https://thinkingmachines.ai/blog/on-policy-distillation",
+        "On-policy distillation: the student samples, and a teacher says at every token how it would have gone on.",
+        select="hone.algorithms.distillation_loss(student_log_probs, teacher_log_probs, response_mask, loss_mode=...)",
+        cost=Cost(frozen=("teacher",), forward=("teacher log-probs",)),
+        function=algorithms.distillation_loss,
+    ),
+    "bradley_terry": Block(
+        "-log sigmoid(s_chosen - s_rejected - margin) + centering_coeff (s_chosen + s_rejected)^2",
+        "Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1",
+        "The loss of a reward model: the score of the chosen response should be above that of the rejected one.",
+        select="hone.algorithms.bradley_terry_loss(chosen_scores, rejected_scores)",
+        cost=Cost(trained=("reward model",)),
+        function=algorithms.bradley_terry_loss,
+    ),
+    "implicit_reward": Block(
+        "r_t = beta (log p - log p_ref); trained by cross-entropy of sigmoid(sum_t r_t) with the outcome",
+        "Cui et al. 2025 (PRIME), arXiv:2502.01456, eq. 3 and 5",
+        "PRIME: a language model trained on right or wrong outcomes, read as a reward for every token.",
+        select="hone.algorithms.implicit_rewards(log_probs, ref_log_probs, response_mask)",
+        cost=Cost(
+            trained=("policy", "implicit reward model"), frozen=("its reference",), forward=("implicit rewards",)
+        ),
+        function=algorithms.implicit_rewards,
+    ),
+    "online_pairs": Block(
+        "of each group the best and the worst response, when they differ by more than the margin",
+        "Guo et al. 2024 (online AI feedback), arXiv:2402.04792",
+        "Preference pairs from the policy's own samples: what `hone data pairs` mines, and what online DPO learns from.",
+        select="hone.algorithms.best_worst_pairs(scores, group_ids)",
+        cost=Cost(frozen=("reference (none with LoRA)",), generation="2 responses or more a prompt"),
+        function=algorithms.best_worst_pairs,
+    ),
+}

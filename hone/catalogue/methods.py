@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -12,11 +13,12 @@ from hone import algorithms
 from hone.algorithms.advantages import INPUTS
 from hone.algorithms.preference_losses.base import NEEDS as preference_needs
 from hone.catalogue import building_blocks
-from hone.catalogue.presets import methods_of_preset, presets
+from hone.catalogue.presets import loss_of_preset, methods_of_preset, presets
 from hone.catalogue.records import KINDS, Block, Cost, Knob, Method, Need
 from hone.config import RLConfig, documentation
 from hone.config.check import yaml_value
 from hone.config.keys import KeyDoc
+from hone.config.preference import PreferenceConfig
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import Registry
 
@@ -135,7 +137,7 @@ def _method(
         paper=entry.paper,
         description=description(function_of(entry)),
         needs=tuple(_need(need) for need in needs),
-        knobs=tuple(_knob(option, entry, block) for option in sorted(entry.options)),
+        knobs=tuple(_knob(kind, option, entry, block) for option in sorted(entry.options)),
         cost=cost,
         select=f"{key}={names[0]}",
         presets=_presets(kind, names),
@@ -159,7 +161,7 @@ def _plain(kind: str, name: str, block: Block, cost: Cost, keys: list[str] | tup
         paper=block.paper,
         description=block.description,
         needs=(),
-        knobs=tuple(_key_knob(_tree()[key]) for key in keys if key in _tree()),
+        knobs=tuple(_key_knob(_tree(kind)[key]) for key in keys),
         cost=cost,
         select=block.select,
         presets=_presets(kind, [name, *block.aliases]),
@@ -169,6 +171,8 @@ def _plain(kind: str, name: str, block: Block, cost: Cost, keys: list[str] | tup
 
 
 def _presets(kind: str, names: Sequence[str]) -> tuple[str, ...]:
+    if kind == "preference":
+        return tuple(preset for preset in presets("prefer") if loss_of_preset(preset) in names)
     return tuple(preset for preset in presets() if methods_of_preset(preset).get(kind, set()) & set(names))
 
 
@@ -188,17 +192,21 @@ def description(function: Callable[..., Any]) -> str:
 
 
 @functools.cache
-def _tree() -> dict[str, KeyDoc]:
-    return {key.path: key for key in documentation(RLConfig)}
+def _tree(kind: str) -> dict[str, KeyDoc]:
+    """The keys of the command that the methods of a kind belong to."""
+    return {key.path: key for key in documentation(PreferenceConfig if kind == "preference" else RLConfig)}
 
 
-def _knob(option: str, entry: Any, block: str) -> Knob:
-    keys = [key for key in _tree().values() if key.last == option and key.path.startswith(block)]
-    if keys:
-        return _key_knob(keys[0])
+def _knob(kind: str, option: str, entry: Any, block: str) -> Knob:
     signature = inspect.signature(function_of(entry)).parameters
-    defaults = getattr(entry, "defaults", {name: parameter.default for name, parameter in signature.items()})
-    return Knob(option, yaml_value(defaults[option]), "", "an argument of the function; no configuration key")
+    own = getattr(entry, "defaults", {name: parameter.default for name, parameter in signature.items()})[option]
+    for key in _tree(kind).values():
+        if key.last == option and key.path.startswith(block):
+            knob = _key_knob(key)
+            asked = key.default is None and own is not inspect.Parameter.empty and own is not None
+            return dataclasses.replace(knob, default=f"null ({yaml_value(own)})") if asked else knob
+    mapping = {"estimator": "algorithm.adv_kwargs", "loss": f"{block}policy_loss.loss_kwargs"}[kind]
+    return Knob(option, yaml_value(own), f"{mapping}.{option}", "without a key of its own")
 
 
 def _key_knob(key: KeyDoc) -> Knob:

@@ -79,7 +79,7 @@ def _facts(method: Method) -> str:
     ]
     if method.knobs:
         heading = [["Knob", "Default", "Meaning"]]
-        knobs = [[f"`{knob.key or knob.name}`", f"`{knob.default}`", knob.meaning] for knob in method.knobs]
+        knobs = [[f"`{knob.key}`", f"`{knob.default}`", knob.meaning] for knob in method.knobs]
         parts.append(table(heading + knobs))
     shown = example(method)
     if shown:
@@ -112,9 +112,11 @@ def _article(words: str) -> str:
 
 
 def _corrections(found: Sequence[Method]) -> str:
-    rows = [["Preset", "Does", "Settings"]]
-    rows += [[f"`{method.name}`", method.formula, f"`{method.select}`"] for method in found]
-    return f"{found[0].paper}.\n\n{table(rows)}"
+    """The function's facts, then every named preset."""
+    (function,) = (method for method in found if method.kind == "block")
+    rows = [["Preset", "Does", "Sets"]]
+    rows += [[f"`{m.name}`", m.formula, f"`{m.remarks['Sets']}`"] for m in found if m is not function]
+    return f"{_facts(function)}\n\n{table(rows)}"
 
 
 def _index() -> str:
@@ -131,8 +133,11 @@ def _index() -> str:
             rows = [["Method", "Formula", "Costs"]]
             rows += [[_link(method), f"`{method.formula}`", _short_cost(method)] for method in found]
             parts += [title, table(rows)]
-    rows = [["Preset of `hone train`", "Is"], *([f"`{name}`", preset_title(name)] for name in presets())]
-    return "\n\n".join([*parts, "### Presets", table(rows)])
+    parts.append("### Presets")
+    for command, folder in (("train", "rl"), ("prefer", "prefer")):
+        rows = [[f"`hone {command} --preset`", "Is"]]
+        parts.append(table(rows + [[f"`{name}`", preset_title(name, folder)] for name in presets(folder)]))
+    return "\n\n".join(parts)
 
 
 def _plural(words: str) -> str:

@@ -1,8 +1,9 @@
-"""What each RL preset chooses, read from its files without composing a configuration."""
+"""What each preset chooses, read from its files without composing a configuration."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -23,26 +24,35 @@ _SWITCHED = (
 """(kind, the switch, the key that chooses, its default)."""
 
 
-def presets() -> list[str]:
-    """Names of the RL presets."""
-    return preset_names("rl")
+def presets(command: str = "rl") -> list[str]:
+    """Names of the presets of a command: ``rl`` for ``hone train``, ``prefer``."""
+    return preset_names(command)
 
 
 @functools.cache
-def preset_values(name: str) -> dict[str, Any]:
+def preset_values(name: str, command: str = "rl") -> dict[str, Any]:
     """What a preset sets, bases included: dotted key to value."""
-    tree = yaml.safe_load((PRESETS / "rl" / f"{name}.yaml").read_text(encoding="utf-8")) or {}
+    tree = yaml.safe_load(_file(name, command).read_text(encoding="utf-8")) or {}
     bases = [base for base in tree.pop("defaults", []) if base != "_self_"]
     values: dict[str, Any] = {}
     for base in bases:
-        values |= preset_values(base)
+        values |= preset_values(base, command)
     return values | dict(_flat(tree, ""))
 
 
 @functools.cache
-def preset_title(name: str) -> str:
+def preset_title(name: str, command: str = "rl") -> str:
     """The comment in the first line of a preset."""
-    return (PRESETS / "rl" / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return _file(name, command).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def loss_of_preset(name: str) -> str:
+    """The loss that a preset of ``hone prefer`` chooses."""
+    return str(preset_values(name, "prefer").get("loss.name", "dpo"))
+
+
+def _file(name: str, command: str) -> Path:
+    return PRESETS / command / f"{name}.yaml"
 
 
 def methods_of_preset(name: str) -> dict[str, set[str]]:
@@ -52,6 +62,7 @@ def methods_of_preset(name: str) -> dict[str, set[str]]:
     for kind, switch, key, default in _SWITCHED:
         if values.get(switch):
             chosen.setdefault(kind, set()).add(str(values.get(key, default)).removesuffix("+"))
+    chosen["correction"] = {str(values.get("algorithm.rollout_correction.preset"))}
     chosen["block"] = {
         key.partition(".")[2].split(".")[0] for key, value in values.items() if key.endswith(".enable") and value
     }

@@ -25,6 +25,8 @@ _LORA = (
     "actor_rollout_ref.model.lora_alpha=64",
     "actor_rollout_ref.actor.optim.lr=2e-5",
 )
+_PREFER_LORA = ("model.lora_rank=32", "model.lora_alpha=64", "optim.lr=5e-6")
+_PRECOMPUTE = "ref.mode=precompute"
 
 
 @dataclass(frozen=True)
@@ -213,24 +215,25 @@ def _from_reward_model(situation: Situation) -> list[Candidate]:
 
 
 def _from_preferences(situation: Situation) -> list[Candidate]:
+    adapter = "With LoRA the reference is the model with its adapter off."
     if situation.reward == "labels":
-        why = "Answers are marked good or bad one by one: KTO learns from such labels, pairs are not needed."
-        return [
-            Candidate("kto", "kto", why, command="prefer"),
-            Candidate(
-                "kto", "kto", f"{why} With LoRA the reference is the model with its adapter off.", True, "prefer"
-            ),
-        ]
-    why = "Pairs of a better and a worse answer are at hand: DPO learns from them directly, without sampling and without a reward model."
+        name, why = (
+            "kto",
+            "Answers are marked good or bad one by one: KTO learns from such labels, pairs are not needed.",
+        )
+        lora = Candidate("kto with LoRA", "kto", f"{why} {adapter}", True, "prefer", _PREFER_LORA)
+    else:
+        name = "dpo"
+        why = (
+            "Pairs of a better and a worse answer are at hand: DPO learns from them directly, without sampling and without a "
+            "reward model."
+        )
+        lora = Candidate("dpo with LoRA", "dpo_lora", f"{why} {adapter}", True, "prefer")
+    precomputed = f"{why} The reference runs over the data once, before training, and only its log-probs are kept."
     return [
-        Candidate("dpo", "dpo", why, command="prefer"),
-        Candidate(
-            "simpo",
-            "simpo",
-            "Pairs are at hand: SimPO compares mean log-probs and needs no reference copy.",
-            command="prefer",
-        ),
-        Candidate("dpo", "dpo", f"{why} With LoRA the reference is the model with its adapter off.", True, "prefer"),
+        Candidate(name, name, why, command="prefer"),
+        Candidate(name, name, precomputed, command="prefer", overrides=(_PRECOMPUTE,)),
+        lora,
     ]
 
 
@@ -248,7 +251,8 @@ def _models(candidate: Candidate, situation: Situation) -> list[Model]:
     size = situation.parameters
     models = [model_memory("policy", size, "LoRA" if candidate.lora else "trained")]
     if candidate.command == "prefer":
-        return models + ([model_memory("reference", size, "frozen")] if _refers(candidate) else [])
+        held = not candidate.lora and _PRECOMPUTE not in candidate.overrides
+        return models + ([model_memory("reference", size, "frozen")] if held else [])
     values = preset_values(candidate.preset)
     if "values" in advantage_estimators.get(values.get("algorithm.adv_estimator", "grpo")).needs:
         models.append(model_memory("critic", size, "trained"))
@@ -258,10 +262,6 @@ def _models(candidate: Candidate, situation: Situation) -> list[Model]:
     if situation.reward == "model":
         models.append(model_memory("reward model of the same size", size, "frozen"))
     return models
-
-
-def _refers(candidate: Candidate) -> bool:
-    return not candidate.lora and candidate.name in ("dpo", "kto")
 
 
 def _memory_sentence(models: Sequence[Model], needed: float, usable: float, situation: Situation) -> str:

@@ -30,7 +30,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Knob:
-    """An option: ``key`` is empty where it is an argument of the function only."""
+    """An option of the function, and the configuration key that sets it."""
 
     name: str
     default: str
@@ -81,7 +81,7 @@ class Method:
         knobs: its options.
         cost: of a step.
         select: how to choose it: ``key=value`` or a call.
-        presets: RL presets that choose it.
+        presets: presets of `hone train` (of `hone prefer` for preference losses) that choose it.
         remarks: further facts, label to text (``group of one``).
         entry: the registered object.
     """

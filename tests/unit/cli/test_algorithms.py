@@ -154,9 +154,9 @@ def test_every_recommendation_can_be_started() -> None:
 def _tree(command: str) -> type:
     if command == "train":
         return RLConfig
-    from hone.config import PreferConfig
+    from hone.config.preference import PreferenceConfig
 
-    return PreferConfig
+    return PreferenceConfig
 
 
 def test_what_is_said_to_fit_fits_and_the_numbers_add_up() -> None:
