@@ -33,6 +33,7 @@ from torch import Tensor
 
 from hone.algorithms.aggregate import aggregate_loss
 from hone.algorithms.masked import where_mask, wide
+from hone.algorithms.policy_losses.parts import require
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import Registry
 
@@ -99,7 +100,6 @@ class PolicyLoss:
         """Whether the result depends on the split into micro-batches unless :meth:`prepare` is called before it."""
         return self.across_batch is not None
 
-    @torch.no_grad()
     def prepare(
         self,
         old_log_probs: Tensor,
@@ -124,10 +124,8 @@ class PolicyLoss:
             ConfigError: an option is unknown or out of range.
         """
         taken = self._taken(options)
-        if self.across_batch is None:
-            return {}
-        mask, *columns = _selected(response_mask, old_log_probs, log_probs, advantages)
-        return self.across_batch(*columns, mask, **_accepted(self.across_batch, taken))
+        mask, old, new, adv = _selected(response_mask, old_log_probs, log_probs.detach(), advantages)
+        return self._settled(old, new, adv, mask, taken)
 
     def __call__(
         self,
@@ -164,12 +162,13 @@ class PolicyLoss:
 
         Raises:
             ConfigError: an option is unknown or out of range.
+            ValueError: the shapes differ.
         """
         taken = self._taken(options)
         mask, old, new, adv = _selected(response_mask, old_log_probs.detach(), log_probs, advantages.detach())
         if self.across_batch is not None:
             if prepared is None:
-                prepared = self.prepare(old, new.detach(), adv, mask, **taken)
+                prepared = self._settled(old, new.detach(), adv, mask, taken)
             taken["prepared"] = prepared
         part = self.per_token(old, new, adv, mask, **_accepted(self.per_token, taken))
         weighted = part.loss
@@ -186,6 +185,12 @@ class PolicyLoss:
         )
         return loss, _metrics(part, old, new, mask)
 
+    @torch.no_grad()
+    def _settled(self, old: Tensor, new: Tensor, adv: Tensor, mask: Tensor, options: dict[str, Any]) -> Prepared:
+        if self.across_batch is None:
+            return {}
+        return self.across_batch(old, new, adv, mask, **_accepted(self.across_batch, options))
+
     def _taken(self, options: dict[str, Any]) -> dict[str, Any]:
         """Those of ``options`` that this loss reads."""
         known = self.options
@@ -196,7 +201,25 @@ class PolicyLoss:
                     fix=did_you_mean(option, known | COMMON_OPTIONS),
                     where="actor_rollout_ref.actor",
                 )
-        return {name: value for name, value in options.items() if name in known}
+        taken = {name: value for name, value in options.items() if name in known}
+        _check_clips(**{name: value for name, value in taken.items() if name in COMMON_OPTIONS})
+        return taken
+
+
+def _check_clips(clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0) -> None:
+    for side, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
+        require(
+            value >= 0,
+            f"{side}={value} must not be negative",
+            why="the on-policy ratio 1 would lie outside the clip range",
+            fix=f"actor_rollout_ref.actor.{side}=0.2",
+        )
+    require(
+        clip_ratio_c > 1,
+        f"clip_ratio_c={clip_ratio_c} must be above 1",
+        why="every ratio above it is cut off, the on-policy ratio 1 included",
+        fix="actor_rollout_ref.actor.clip_ratio_c=3.0",
+    )
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -209,6 +232,9 @@ def _selected(response_mask: Tensor, *columns: Tensor) -> list[Tensor]:
 
     Zeros on the way in: a NaN there would come back through the gradient of exp.
     """
+    for column in columns:
+        if column.shape != response_mask.shape:
+            raise ValueError(f"shape {tuple(column.shape)} does not fit response_mask's {tuple(response_mask.shape)}")
     mask = response_mask.bool()
     return [mask, *(wide(where_mask(x, mask)) for x in columns)]
 

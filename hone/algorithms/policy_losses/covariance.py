@@ -50,10 +50,12 @@ def covariance_clip(
         why="no token lies between them",
         fix="actor_rollout_ref.actor.policy_loss.clip_cov_lb=1.0 actor_rollout_ref.actor.policy_loss.clip_cov_ub=5.0",
     )
-    ratio = token_ratio(old_log_probs, log_probs)
-    _, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     moves = covariance(log_probs, advantages, response_mask)
-    candidates = (moves > clip_cov_lb) & (moves < clip_cov_ub) & ~clipped & response_mask
+    candidates = (moves > clip_cov_lb) & (moves < clip_cov_ub) & response_mask
+    at = candidates.nonzero(as_tuple=True)
+    ratio = token_ratio(old_log_probs[at], log_probs[at])
+    _, clipped = clipped_surrogate(ratio, advantages[at], clip_ratio_low, clip_ratio_high)
+    candidates[at] = ~clipped
     chosen = draw(candidates, share_of(response_mask, clip_cov_ratio), old_log_probs, log_probs, advantages)
     return {"chosen": chosen.to(log_probs.dtype)}
 

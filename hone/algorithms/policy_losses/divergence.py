@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hone.algorithms.masked import where_mask
 from hone.algorithms.policy_losses.base import Prepared, TokenLoss, register_policy_loss
 from hone.algorithms.policy_losses.parts import beyond_trust_region, by_sign, require, token_ratio
 
@@ -101,9 +102,12 @@ def second_moment_outliers(
     gap = log_probs - old_log_probs
     squared = gap.square()
     counted = beyond_trust_region(gap, advantages) & response_mask
-    ascending = squared[counted].sort().values
-    means = ascending.double().cumsum(0) / torch.arange(1, len(ascending) + 1, device=ascending.device)
-    kept = int((means <= m2_threshold).sum())
+    # in ascending order the running mean only grows, and up to the threshold it cannot have passed it: sort the rest
+    small = counted & (squared <= m2_threshold)
+    ascending = squared[counted & ~small].sort().values
+    totals = where_mask(squared, small).sum(dtype=torch.float64) + ascending.cumsum(0, dtype=torch.float64)
+    counts = small.sum() + torch.arange(1, len(ascending) + 1, device=ascending.device)
+    kept = int((totals <= m2_threshold * counts).sum())
     if kept == len(ascending):
         return {"dropped": torch.zeros_like(squared)}
     return {"dropped": (counted & (squared >= ascending[kept])).to(squared.dtype)}

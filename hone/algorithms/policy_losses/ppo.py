@@ -26,15 +26,8 @@ def vanilla(
 ) -> TokenLoss:
     """PPO's clipped objective, with different lower and upper clips (DAPO's clip-higher) and the dual clip.
 
-    Raises:
-        ConfigError: ``clip_ratio_c`` is not above 1: the dual clip would cut into the ordinary one.
+    The dual clip bounds what a token with a negative advantage can weigh: PPO's own clip leaves that side open.
     """
-    require(
-        clip_ratio_c > 1,
-        f"clip_ratio_c={clip_ratio_c} must be above 1",
-        why="with a negative advantage every ratio above it is cut off, the on-policy ratio 1 included",
-        fix="actor_rollout_ref.actor.clip_ratio_c=3.0",
-    )
     ratio = token_ratio(old_log_probs, log_probs)
     loss, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     loss, lower = dual_clip(loss, advantages, clip_ratio_c)

@@ -20,7 +20,8 @@ def exact_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Each token's contribution ``(log pi - mean)(A - mean)`` to their covariance over the batch, float64 ``[B, T]``."""
-    return (log_probs.double() - exact_mean(log_probs, mask)) * (advantages.double() - exact_mean(advantages, mask))
+    centred, push = (x.to(torch.float64, copy=True).sub_(exact_mean(x, mask)) for x in (log_probs, advantages))
+    return centred.mul_(push)
 
 
 def draw(candidates: Tensor, count: int, *columns: Tensor) -> Tensor:
