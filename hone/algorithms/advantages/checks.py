@@ -48,8 +48,7 @@ def checked_inputs(
 def _prepared(argument: str, value: Any, mask: Tensor, dtype: torch.dtype) -> Any:
     if argument in TOKEN_INPUTS:
         _same_shape(argument, value, mask)
-        value = where_mask(value, mask)
-        return value if argument == "turn_ids" else value.to(dtype)
+        return value if argument == "turn_ids" else where_mask(value, mask).to(dtype)
     if argument == "reward_baselines":
         return _row_scores(argument, value, mask, dtype)
     if argument == "reward_components":

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.base import Result, register_estimator
-from hone.algorithms.advantages.scan import Packing, suffix_sums
-from hone.algorithms.advantages.tokens import row_blocks, whiten_
+from hone.algorithms.advantages.scan import packings, suffix_sums
+from hone.algorithms.advantages.tokens import whiten_
 
 
 @register_estimator(
@@ -24,8 +24,7 @@ def gae(
     Advantages are whitened over all selected tokens given; returns are taken before whitening.
     """
     advantages = torch.empty_like(token_level_rewards)
-    for rows in row_blocks(len(advantages)):
-        packing = Packing(response_mask[rows])
+    for rows, packing in packings(response_mask):
         now = packing.pack(values[rows])
         delta = packing.pack(token_level_rewards[rows]) - now
         delta[:, :-1] += gamma * now[:, 1:]

@@ -54,7 +54,7 @@ def gigpo(
     groups, turns = Groups.of(group_ids, response_mask), Turns.of(turn_ids, response_mask)
     how = {"by_std": norm_adv_by_std_in_grpo, "epsilon": epsilon}
     whole = normalised(sequence_scores(token_level_rewards), groups, **how)
-    returns = turn_returns(turns.sum(token_level_rewards.double()), turns.present, gamma).flatten()
+    returns = turn_returns(turns.sum(token_level_rewards), turns.present, gamma).flatten()
     states = _states(groups, turns, turn_group_ids)
     steps = torch.where(states.alone, 0.0, normalised(returns, states, **how)).view_as(turns.present)
     dtype = token_level_rewards.dtype

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.algorithms.advantages.base import Result, register_estimator
 from hone.algorithms.advantages.groups import Groups
-from hone.algorithms.advantages.tokens import sequence_scores, spread_twice
+from hone.algorithms.advantages.tokens import sequence_scores, spread_twice, token_counts
 from hone.errors import ConfigError, did_you_mean
 
 Ids = Sequence[Any] | Tensor
@@ -127,7 +127,7 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, *, group_ids: Ids) -
     It is the baseline of least variance when the gradient of a response grows with its number of sampled tokens.
     """
     groups = Groups.of(group_ids, response_mask)
-    scores, lengths = sequence_scores(token_level_rewards), response_mask.sum(dim=-1).double()
+    scores, lengths = sequence_scores(token_level_rewards), token_counts(response_mask).double()
     baseline = groups.total(lengths * scores) / groups.total(lengths).clamp(min=1)
     advantages = scores - torch.where(groups.alone, 0.0, baseline)
     return spread_twice(advantages, response_mask, token_level_rewards.dtype)

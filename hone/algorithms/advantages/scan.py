@@ -30,27 +30,38 @@ class Packing:
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
         self.lengths = mask.sum(dim=-1)
+        longest = int(self.lengths.max()) if len(mask) else 0
         # rows without a gap are packed already: nothing is selected after something that is not
         self.in_front = not bool((mask[:, 1:] > mask[:, :-1]).any())
-        longest = int(self.lengths.max()) if len(mask) else 0
-        positions = torch.arange(longest, device=mask.device)
-        self.front = mask[:, :longest] if self.in_front else positions < self.lengths[:, None]
+        if self.in_front:
+            self.front = mask[:, :longest]
+            return
+        columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+        self.front = columns[:, :longest] < self.lengths[:, None]
+        self._target = mask.cumsum(dim=-1).sub_(1).clamp_(min=0)
+        # one column more takes what is not selected, and is cut off
+        target = self._target.masked_fill(~mask, longest)
+        self._source = columns.new_zeros(len(mask), longest + 1).scatter_(1, target, columns)[:, :longest]
 
     def pack(self, values: Tensor) -> Tensor:
         """``[R, T]`` to ``[R, L]`` float64, 0 after the last token of a row."""
-        if self.in_front:
-            return torch.where(self.front, values[:, : self.front.shape[1]].double(), 0.0)
-        packed = torch.zeros(self.front.shape, dtype=torch.float64, device=values.device)
-        return packed.masked_scatter_(self.front, values[self.mask].double())
+        packed = values[:, : self.front.shape[1]] if self.in_front else values.gather(1, self._source)
+        return torch.where(self.front, packed.double(), 0.0)
 
     def unpack_into(self, target: Tensor, packed: Tensor) -> None:
         """Write ``[R, L]`` to where its tokens stand in ``target [R, T]``, and 0 elsewhere."""
         if self.in_front:
             width = packed.shape[1]
             target[:, width:] = 0
-            target[:, :width] = packed * self.front
+            target[:, :width] = packed
+            target[:, :width].mul_(self.front)
         else:
-            target.zero_().masked_scatter_(self.mask, packed[self.front].to(target.dtype))
+            target.copy_(packed.to(target.dtype).gather(1, self._target)).mul_(self.mask)
+
+
+def packings(mask: Tensor) -> list[tuple[slice, Packing]]:
+    """Blocks of rows of ``[B, T]`` and their packings."""
+    return [(rows, Packing(mask[rows])) for rows in row_blocks(len(mask))]
 
 
 def suffix_sums(values: Tensor, decay: float) -> Tensor:
@@ -68,8 +79,7 @@ def suffix_sums(values: Tensor, decay: float) -> Tensor:
 def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
     """``G_t = r_t + gamma * G_{next selected token}``, ``[B, T]``; 0 outside the mask."""
     returns = torch.empty_like(token_level_rewards)
-    for rows in row_blocks(len(returns)):
-        packing = Packing(response_mask[rows])
+    for rows, packing in packings(response_mask):
         packing.unpack_into(returns[rows], suffix_sums(packing.pack(token_level_rewards[rows]), gamma))
     return returns
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hone.algorithms.advantages.base import Result, register_estimator
 from hone.algorithms.advantages.groups import Groups
-from hone.algorithms.advantages.scan import Packing, discounted_returns
-from hone.algorithms.advantages.tokens import row_blocks
+from hone.algorithms.advantages.scan import packings, suffix_sums
+from hone.algorithms.advantages.tokens import token_counts
 
 
 @register_estimator(
@@ -47,23 +47,24 @@ def optimal_token_baseline(
     does not.
     """
     groups = Groups.of(group_ids, response_mask)
-    returns = discounted_returns(token_level_rewards, response_mask, 1.0)
+    returns = torch.empty_like(token_level_rewards)
     weighted = returns.new_zeros(groups.size, returns.shape[1], dtype=torch.float64)
     weights = torch.zeros_like(weighted)
-    for rows in row_blocks(len(returns)):
-        packing, index = Packing(response_mask[rows]), groups.index[rows]
+    blocks = packings(response_mask)
+    for rows, packing in blocks:
+        to_come = suffix_sums(packing.pack(token_level_rewards[rows]), 1.0)
+        packing.unpack_into(returns[rows], to_come)
         norms = _squared_gradients(old_log_probs[rows], sum_pi_squared[rows])
         if rollout_is_weights is not None:
             norms *= rollout_is_weights[rows].square()
         gathered = packing.pack(norms).cumsum(dim=-1).mul_(packing.front)
         length = gathered.shape[1]
-        weights[:, :length].index_add_(0, index, gathered)
-        weighted[:, :length].index_add_(0, index, gathered.mul_(packing.pack(returns[rows])))
+        weights[:, :length].index_add_(0, groups.index[rows], gathered)
+        weighted[:, :length].index_add_(0, groups.index[rows], gathered.mul_(to_come))
     baselines = weighted.div_(weights.add_(epsilon))
     compared = _compared_tokens(groups, response_mask, handle_zero_tail)
     advantages = torch.empty_like(returns)
-    for rows in row_blocks(len(returns)):
-        packing = Packing(response_mask[rows])
+    for rows, packing in blocks:
         time = torch.arange(packing.front.shape[1], device=returns.device)
         own = baselines[groups.index[rows], : len(time)].mul_(time < compared[rows, None])
         packing.unpack_into(advantages[rows], own)
@@ -77,7 +78,7 @@ def _squared_gradients(old_log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
 
 def _compared_tokens(groups: Groups, response_mask: Tensor, zero_tail: bool) -> Tensor:
     """How many of a row's first tokens have a baseline, ``[B]``: none in a group of one."""
-    lengths = response_mask.sum(dim=-1)
+    lengths = token_counts(response_mask)
     longest, second, holds = groups.best_two(lengths)
     others = torch.where(holds, second, longest)
     return torch.where(groups.alone, 0, others if zero_tail else lengths)

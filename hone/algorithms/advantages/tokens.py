@@ -25,6 +25,11 @@ def sequence_scores(token_level_rewards: Tensor) -> Tensor:
     return torch.cat(blocks)
 
 
+def token_counts(response_mask: Tensor) -> Tensor:
+    """Selected tokens of each row, ``[B]`` int64 (in blocks: the sum of a boolean tensor makes an int64 copy of it)."""
+    return torch.cat([response_mask[rows].sum(dim=-1) for rows in row_blocks(len(response_mask))])
+
+
 def spread(values: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Give every selected token the number of its row, ``[B]`` to ``[B, T]``; 0 outside the mask."""
     return response_mask * values.to(dtype)[:, None]
@@ -41,7 +46,7 @@ def whiten_(values: Tensor, response_mask: Tensor, epsilon: float = 1e-8) -> Ten
 
     The variance divides by n - 1. A single selected value, and values without spread, become 0.
     """
-    count = response_mask.sum().double().clamp(min=1)
+    count = token_counts(response_mask).sum().double().clamp(min=1)
     mean = values.sum(dim=-1).double().sum() / count
     values.sub_(mean.to(values.dtype)).mul_(response_mask)
     squares = torch.linalg.vector_norm(values, dim=-1).double().square().sum()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.scan import discounted_returns
+from hone.algorithms.advantages.tokens import row_blocks
 from hone.algorithms.masked import where_mask
 from hone.errors import ConfigError, did_you_mean
 
@@ -42,7 +43,8 @@ class Turns:
         """
         mask = response_mask.bool()
         ids = where_mask(turn_ids, mask).long()
-        if (ids < 0).any():
+        lowest, highest = (int(x) for x in ids.aminmax()) if ids.numel() else (0, 0)
+        if lowest < 0:
             row = int((ids < 0).any(dim=-1).nonzero()[0])
             raise ConfigError(
                 f"turn_ids has a negative number on a sampled token of row {row}",
@@ -50,14 +52,16 @@ class Turns:
                 fix="number the turns 0, 1, ... or set response_mask to 0 there",
                 where="turn_ids",
             )
-        number = int(ids.max()) + 1 if ids.numel() else 1
-        counts = torch.zeros(len(ids), number, dtype=torch.int64, device=ids.device).scatter_add_(1, ids, mask.long())
-        return cls(ids, mask, counts > 0)
+        seen = torch.zeros(len(ids), highest + 1, dtype=torch.uint8, device=ids.device)
+        seen.scatter_reduce_(1, ids, mask.view(torch.uint8), "amax")
+        return cls(ids, mask, seen > 0)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of ``[B, T]`` over the sampled tokens of each turn, ``[B, K]``."""
-        selected = where_mask(values, self.mask)
-        return selected.new_zeros(self.present.shape).scatter_add_(1, self.ids, selected)
+        """Sum of ``[B, T]`` over the sampled tokens of each turn, ``[B, K]`` float64."""
+        sums = torch.zeros(self.present.shape, dtype=torch.float64, device=values.device)
+        for rows in row_blocks(len(sums)):
+            sums[rows].scatter_add_(1, self.ids[rows], where_mask(values[rows], self.mask[rows]).double())
+        return sums
 
     def spread(self, values: Tensor) -> Tensor:
         """Give every sampled token the number of its turn, ``[B, K]`` to ``[B, T]``; 0 outside the mask."""
@@ -72,7 +76,7 @@ class Turns:
 
 
 def turn_rewards(token_level_rewards: Tensor, response_mask: Tensor, turn_ids: Tensor) -> Tensor:
-    """The reward of each turn, ``[B, K]``: the sum over its sampled tokens."""
+    """The reward of each turn, ``[B, K]`` float64: the sum over its sampled tokens."""
     return Turns.of(turn_ids, response_mask).sum(token_level_rewards)
 
 
