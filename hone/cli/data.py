@@ -1,4 +1,4 @@
-"""`hone data`: make datasets and tokenizers."""
+"""`hone data`: make datasets, tokenizers and preference pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 @app.callback()
 def group() -> None:
-    """Make datasets and tokenizers."""
+    """Make datasets, tokenizers and preference pairs."""
 
 
 @app.command("make")
@@ -43,3 +43,26 @@ def tokenizer(
 
     trained = train_tokenizer(files, out, vocab_size=vocab_size, template=template)
     typer.echo(f"{out}: {len(trained)} tokens, end of sequence {trained.eos_token}, chat template {template}")
+
+
+@app.command("pairs")
+def pairs(
+    run: Annotated[Path, typer.Argument(help="run directory of `hone train` with rollouts")],
+    out: Annotated[Path, typer.Option("--out", help="folder for train.parquet and val.parquet")],
+    margin: Annotated[float, typer.Option(help="least difference of scores in a pair")] = 0.0,
+    val_share: Annotated[float, typer.Option(help="share of the prompts held out for validation")] = 0.1,
+    per_prompt: Annotated[int, typer.Option(help="most pairs of one prompt")] = 4,
+    form: Annotated[
+        str | None,
+        typer.Option("--as", help="messages, or tokens (exactly those sampled); by default messages where prompts are"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="seed of the division")] = 1,
+) -> None:
+    """Make preference pairs of a run's rollouts: good and bad answers to one prompt. For `hone prefer`."""
+    from hone.data.mine_pairs import mine_pairs, write_pairs
+
+    mined = mine_pairs(run, margin=margin, val_share=val_share, per_prompt=per_prompt, form=form, seed=seed)
+    left_out = "".join(f", {count} left out ({reason})" for reason, count in mined.left_out.items())
+    typer.echo(f"{run}: {mined.samples} answers to {mined.prompts} prompts{left_out}")
+    for path, rows in zip(write_pairs(mined, out), (mined.train, mined.val), strict=False):
+        typer.echo(f"{path}: {len(rows)} pairs of {len({row['uid'] for row in rows})} prompts")

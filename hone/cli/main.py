@@ -35,7 +35,7 @@ COMMANDS = {
     "generate": Entry("hone.cli.generate", "Let a model answer prompts."),
     "export": Entry("hone.cli.export", "Write a checkpoint's model as a Hugging Face directory."),
     "init": Entry("hone.cli.init", "Make a small model with random weights."),
-    "data": Entry("hone.cli.data", "Make datasets and tokenizers."),
+    "data": Entry("hone.cli.data", "Make datasets, tokenizers and preference pairs."),
     "runs": Entry("hone.cli.runs", "List, show and compare runs."),
     "algorithms": Entry("hone.cli.algorithms", "List the methods, show one, recommend one."),
     "config": Entry("hone.cli.config", "Show and explain configuration keys."),

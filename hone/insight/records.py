@@ -32,6 +32,7 @@ def trajectory_record(
         "index": trajectory.index,
         "data_source": trajectory.sample.data_source,
         "prompt": prompt_text,
+        "messages": trajectory.sample.messages,
         "text": trajectory.text,
         "ground_truth": trajectory.sample.ground_truth,
         "score": score,
