@@ -12,7 +12,7 @@ from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.problems import raise_together
 from hone.config.tree import RLConfig, SFTConfig
 from hone.config.trees import AnyConfig
-from hone.preflight import algorithm, batches, device, files, names, preference
+from hone.preflight import algorithm, batches, device, effectless, files, methods, names, preference
 from hone.preflight.plan import batch_plan, training_rows
 from hone.preflight.rules import RULES, findings
 
@@ -25,8 +25,10 @@ __all__ = [
     "check_rl",
     "check_sft",
     "device",
+    "effectless",
     "files",
     "findings",
+    "methods",
     "names",
     "preference",
     "training_rows",

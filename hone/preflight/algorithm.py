@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from hone.config.check import yaml_value
-from hone.config.keys import documentation, leaf_values
-from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.tree import RLConfig, SFTConfig
-from hone.config.trees import AnyConfig
-from hone.preflight.needs import estimator, needs_critic
+from hone.config.keys import documentation
+from hone.config.tree import RLConfig
+from hone.preflight.needs import estimator
 from hone.preflight.rules import Finding, error, rule, warning
 
 
@@ -98,147 +95,6 @@ def sampling(config: RLConfig) -> Iterator[Finding]:
             fix=" ".join(f"{where}.{name}={_default(f'{where}.{name}')}" for name in names),
             where=where,
         )
-
-
-# ------------------------------------------------------------------------------------------- set, and without effect
-
-
-class Switch(NamedTuple):
-    """Keys that act only when something else is on; ``on`` is how to switch it on."""
-
-    keys: tuple[str, ...]
-    is_on: bool
-    reason: str
-    on: str
-    stops: bool = False
-
-
-@rule("R23", RLConfig)
-def effectless_keys(config: RLConfig) -> Iterator[Finding]:
-    """A key that differs from its default does something."""
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    chosen = estimator(config)
-    options = chosen.options if chosen else frozenset({"gamma", "lam", "norm_adv_by_std_in_grpo"})
-    name = algorithm.adv_estimator
-    switches = [
-        Switch(
-            ("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.kl_loss_type"),
-            actor.use_kl_loss,
-            "actor_rollout_ref.actor.use_kl_loss=false",
-            "actor_rollout_ref.actor.use_kl_loss=true",
-            stops=True,
-        ),
-        Switch(
-            ("algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.type"),
-            algorithm.use_kl_in_reward,
-            "algorithm.use_kl_in_reward=false",
-            "algorithm.use_kl_in_reward=true",
-            stops=True,
-        ),
-        Switch(
-            ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
-            algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive",
-            "the KL coefficient is not adaptive",
-            "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive",
-        ),
-        *(
-            Switch((f"algorithm.{option}",), option in options, f"adv_estimator={name} has no such option", "")
-            for option in ("gamma", "lam", "norm_adv_by_std_in_grpo")
-        ),
-        Switch(
-            ("actor_rollout_ref.actor.loss_scale_factor",),
-            actor.loss_agg_mode == "seq-mean-token-sum-norm",
-            f"loss_agg_mode={actor.loss_agg_mode} has no divisor",
-            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
-        ),
-        Switch(
-            tuple(
-                key.path for key in documentation(RLConfig) if key.path.startswith("critic.") and key.last != "enable"
-            ),
-            needs_critic(config),
-            f"no critic is trained (adv_estimator={name})",
-            "critic.enable=true",
-        ),
-        Switch(("trainer.critic_warmup",), needs_critic(config), "no critic is trained", "algorithm.adv_estimator=gae"),
-        *_reward_switches(config),
-        *_shared_switches(config, "actor_rollout_ref.model", "actor_rollout_ref.actor.optim"),
-    ]
-    yield from _without_effect(config, switches)
-
-
-@rule("R23", SFTConfig, PreferenceConfig, RewardModelConfig)
-def effectless_sft_keys(config: SFTConfig | PreferenceConfig | RewardModelConfig) -> Iterator[Finding]:
-    """A key that differs from its default does something."""
-    yield from _without_effect(config, _shared_switches(config, "model", "optim"))
-
-
-def _reward_switches(config: RLConfig) -> list[Switch]:
-    custom = config.reward.custom_reward_function.path is not None
-    block = "reward.custom_reward_function"
-    return [
-        Switch(
-            (f"{block}.name", f"{block}.reward_kwargs"),
-            custom,
-            f"{block}.path=null",
-            f"{block}.path=FILE.py",
-            stops=True,
-        ),
-        Switch(
-            ("reward.scorer_kwargs",),
-            not custom,
-            "a reward function of your own scores, not the built-in scorer",
-            f"{block}.path=null",
-        ),
-    ]
-
-
-def _shared_switches(config: AnyConfig, model_block: str, optim_block: str) -> list[Switch]:
-    rl = isinstance(config, RLConfig)
-    model = config.actor_rollout_ref.model if rl else config.model
-    optim = config.actor_rollout_ref.actor.optim if rl else config.optim
-    return [
-        Switch(
-            (f"{model_block}.lora_alpha", f"{model_block}.target_modules"),
-            model.lora_rank > 0 and model.lora_adapter_path is None,
-            "no new LoRA adapter is made",
-            f"{model_block}.lora_rank=32",
-        ),
-        Switch(
-            (f"{optim_block}.min_lr_ratio",),
-            optim.lr_scheduler_type == "cosine",
-            f"{optim_block}.lr_scheduler_type={optim.lr_scheduler_type}",
-            f"{optim_block}.lr_scheduler_type=cosine",
-        ),
-        Switch(
-            (f"{optim_block}.lr_warmup_steps_ratio",),
-            optim.lr_warmup_steps < 0,
-            f"{optim_block}.lr_warmup_steps={optim.lr_warmup_steps} decides",
-            f"{optim_block}.lr_warmup_steps=-1",
-        ),
-        Switch(
-            ("trainer.resume_from_path",),
-            config.trainer.resume_mode == "resume_path",
-            f"trainer.resume_mode={config.trainer.resume_mode}",
-            "trainer.resume_mode=resume_path",
-            stops=True,
-        ),
-    ]
-
-
-def _without_effect(config: AnyConfig, switches: list[Switch]) -> Iterator[Finding]:
-    defaults = {key.path: key.default for key in documentation(type(config))}
-    values = dict(leaf_values(config))
-    for switch in switches:
-        for key in () if switch.is_on else switch.keys:
-            if values[key] != defaults[key]:
-                found = error if switch.stops else warning
-                back = f"{key}={yaml_value(defaults[key])}"
-                yield found(
-                    f"{key.rpartition('.')[2]}={yaml_value(values[key])} has no effect: {switch.reason}",
-                    why="the run would not do what its configuration says",
-                    fix=f"{switch.on}, or {back} (the default)" if switch.on else f"{back} (the default)",
-                    where=key,
-                )
 
 
 def _default(path: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.tree import RLConfig, SFTConfig
 from hone.config.trees import TREES, AnyConfig
-from hone.preflight.needs import needs_critic
+from hone.preflight.needs import correction, needs_critic
 from hone.preflight.rules import Finding, error, rule, warning
 
 _MANY_UPDATES = 16  # DAPO's number of updates a batch
@@ -75,7 +75,8 @@ def clip_without_effect(config: RLConfig) -> Iterator[Finding]:
     actor = config.actor_rollout_ref.actor
     one_update = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
     chosen = actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
-    if one_update and chosen and not config.algorithm.rollout_correction.bypass_mode:
+    settings = correction(config)
+    if one_update and chosen and not (settings and settings["bypass_mode"]):
         yield warning(
             "the clip range is set, but each batch gives a single update",
             why="at the first update the ratio is 1 and nothing is clipped",

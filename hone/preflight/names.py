@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
-from hone.errors import did_you_mean
+from hone.errors import ConfigError, did_you_mean
 from hone.preflight.rules import Finding, error, rule
 
 _TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -35,8 +35,26 @@ def registered_names(config: RLConfig) -> Iterator[Finding]:
         ("reward.scorer", "scorer", config.reward.scorer, SCORERS.names()),
     ]
     for key, kind, name, known in chosen:
-        if name is not None and name not in known:
+        if name is not None and name not in known and not _is_import_path(name):
             yield error(f"unknown {kind} '{name}'", where=key, fix=did_you_mean(name, known))
+
+
+@rule("R11", RLConfig)
+def import_paths(config: RLConfig) -> Iterator[Finding]:
+    """An estimator or loss of the user's own can be imported."""
+    from hone.algorithms import advantage_estimators, policy_losses
+
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    for registry, name in ((advantage_estimators, config.algorithm.adv_estimator), (policy_losses, loss_mode)):
+        if _is_import_path(name):
+            try:
+                registry.get(name)
+            except ConfigError as found:
+                yield Finding(found, stops=True)
+
+
+def _is_import_path(name: str) -> bool:
+    return ":" in name
 
 
 @rule("R56", *TREES.values())

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hone.config.tree import RLConfig
+from hone.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hone.algorithms import AdvantageEstimator
+    from hone.algorithms import AdvantageEstimator, PolicyLoss
 
 
 def estimator(config: RLConfig) -> AdvantageEstimator | None:
     """Return the advantage estimator, None when there is none of that name (rule R11 says so)."""
     from hone.algorithms import advantage_estimators
 
-    name = config.algorithm.adv_estimator
-    return advantage_estimators.get(name) if name in advantage_estimators else None
+    try:
+        return advantage_estimators.get(config.algorithm.adv_estimator)
+    except ConfigError:
+        return None
+
+
+def policy_loss(config: RLConfig) -> PolicyLoss | None:
+    """Return the policy loss in use, None when there is none of that name (rule R11 says so)."""
+    from hone.algorithms import policy_losses
+    from hone.training.correction import loss_name
+
+    settings, mode = correction(config), config.actor_rollout_ref.actor.policy_loss.loss_mode
+    try:
+        return policy_losses.get(loss_name(mode, settings) if settings else mode)
+    except ConfigError:
+        return None
+
+
+def correction(config: RLConfig) -> dict[str, Any] | None:
+    """Return every key of the rollout correction, None when its preset is unknown (rule R26 says so)."""
+    from hone.training.correction import correction_settings
+
+    try:
+        return correction_settings(config.algorithm.rollout_correction)
+    except ConfigError:
+        return None
 
 
 def needs_critic(config: RLConfig) -> bool:

@@ -138,7 +138,29 @@ class AdvantageEstimator:
                 )
 
 
-advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
+def _adopt(found: Any, path: str) -> AdvantageEstimator:
+    """An estimator of what an import path named: one already, or a function like those of :func:`register_estimator`.
+
+    What such a function needs is read from its keyword-only arguments: inputs without a default are needed, inputs with
+    one are used when they are there, and all others are options.
+    """
+    if isinstance(found, AdvantageEstimator):
+        return found
+    if not inspect.isfunction(found):
+        raise TypeError("it must be a function of (token_level_rewards, response_mask, *, inputs, options)")
+    keywords = {p.name: p for p in inspect.signature(found).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    inputs = {name: keywords[argument] for name, (argument, _) in INPUTS.items() if argument in keywords}
+    needs = frozenset(name for name, parameter in inputs.items() if parameter.default is parameter.empty)
+    options = frozenset(keywords) - {INPUTS[name][0] for name in inputs}
+    summary = (inspect.getdoc(found) or "").partition("\n")[0]
+    return AdvantageEstimator(
+        path, found, needs, options, summary, f"the user's own: {path}", uses=frozenset(inputs) - needs
+    )
+
+
+advantage_estimators: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator", key="algorithm.adv_estimator", adopt=_adopt
+)
 
 
 def register_estimator(
