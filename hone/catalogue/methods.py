@@ -33,9 +33,13 @@ def methods() -> tuple[Method, ...]:
 def find(name: str, kind: str | None = None) -> list[Method]:
     """Return the methods called ``name`` (or so by another name), one a kind.
 
+    An import path, ``my_file:my_function``, is a method of the user's own, an estimator unless ``kind`` says otherwise.
+
     Raises:
         ConfigError: there is none; the message names the nearest.
     """
+    if ":" in name:
+        return [_own(name, kind or "estimator")]
     known = [method for method in methods() if kind in (None, method.kind)]
     found = [method for method in known if name == method.name or name in method.aliases]
     if not found:
@@ -45,33 +49,47 @@ def find(name: str, kind: str | None = None) -> list[Method]:
     return found
 
 
+def _own(path: str, kind: str) -> Method:
+    if kind == "estimator":
+        return _estimator([path], algorithms.advantage_estimators.get(path))
+    if kind == "loss":
+        return _loss([path], algorithms.policy_losses.get(path))
+    raise ConfigError(
+        f"{KINDS[kind]}s of one's own are not taken by import path", fix="--kind estimator or --kind loss"
+    )
+
+
 # -------------------------------------------------------------------------------------------------------- of each kind
 
 
 def _estimators() -> Iterator[Method]:
-    costs = building_blocks.NEED_COSTS
-    for names, entry in _entries(algorithms.advantage_estimators):
-        needs = sorted(entry.needs)
-        recomputes = not {"old_log_probs", "sum_pi_squared"} & set(needs)
-        extra = [costs[need] for need in needs if need in costs]
-        cost = Cost(
-            trained=("policy", *(name for part in extra for name in part.trained)),
-            frozen=tuple(name for part in extra for name in part.frozen),
-            forward=(
-                "old log-probs" + (" (none with bypass_mode)" if recomputes else ""),
-                *(name for part in extra for name in part.forward),
-            ),
-            generation="; ".join(part.generation for part in extra if part.generation) or "1 response or more a prompt",
-        )
-        remarks = {"A group of one": entry.group_of_one} if entry.group_of_one else {}
-        yield _method("estimator", names, entry, "algorithm.adv_estimator", "algorithm.", needs, cost, remarks)
+    return (_estimator(names, entry) for names, entry in _entries(algorithms.advantage_estimators))
+
+
+def _estimator(names: list[str], entry: Any) -> Method:
+    needs = sorted(entry.needs)
+    extra = [building_blocks.NEED_COSTS[need] for need in needs if need in building_blocks.NEED_COSTS]
+    recomputes = "sum_pi_squared" in needs
+    cost = Cost(
+        trained=("policy", *(name for part in extra for name in part.trained)),
+        forward=(
+            "old log-probs" + ("" if recomputes else " (none with bypass_mode)"),
+            *(name for part in extra for name in part.forward),
+        ),
+        generation="; ".join(part.generation for part in extra if part.generation) or "1 response or more a prompt",
+    )
+    remarks = {"A group of one": entry.group_of_one} if entry.group_of_one else {}
+    return _method("estimator", names, entry, "algorithm.adv_estimator", "algorithm.", needs, cost, remarks)
 
 
 def _losses() -> Iterator[Method]:
+    return (_loss(names, entry) for names, entry in _entries(algorithms.policy_losses))
+
+
+def _loss(names: list[str], entry: Any) -> Method:
     key, block = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor."
-    for names, entry in _entries(algorithms.policy_losses):
-        forward = () if names[0] == "bypass_mode" else ("old log-probs (none with bypass_mode)",)
-        yield _method("loss", names, entry, key, block, sorted(getattr(entry, "needs", ())), Cost(forward=forward))
+    forward = () if names[0] == "bypass_mode" else ("old log-probs (none with bypass_mode)",)
+    return _method("loss", names, entry, key, block, [], Cost(forward=forward))
 
 
 def _preferences() -> Iterator[Method]:

@@ -102,7 +102,9 @@ class Method:
 
     @property
     def page(self) -> str:
-        """File of its page in ``docs/algorithms``; rollout corrections share one."""
+        """File of its page in ``docs/algorithms``; rollout corrections share one, a user's own method has none."""
+        if ":" in self.name:
+            return ""
         return "rollout_correction.md" if self.kind == "correction" else f"{self.name}.md"
 
     def as_json(self) -> dict[str, Any]:
@@ -113,7 +115,7 @@ class Method:
             "knobs": [dataclasses.asdict(knob) for knob in self.knobs],
             "cost": {**dataclasses.asdict(self.cost), "sentence": self.cost.sentence()},
         }
-        return {**fields, **plain, "page": f"docs/algorithms/{self.page}"}
+        return {**fields, **plain, "page": f"docs/algorithms/{self.page}" if self.page else ""}
 
 
 @dataclass(frozen=True)

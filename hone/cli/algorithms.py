@@ -124,13 +124,13 @@ def _described(method: Method) -> str:
         **{label.lower(): text for label, text in method.remarks.items()},
         "costs": method.cost.sentence(),
         "presets": ", ".join(method.presets) or "none",
-        "page": f"docs/algorithms/{method.page}",
+        **({"page": f"docs/algorithms/{method.page}"} if method.page else {}),
     }
     width = max(map(len, facts))
     lines += [f"{label:<{width}}  {text}" for label, text in facts.items()]
     if method.knobs:
         lines += ["", "knobs"]
-        lines += [f"  {knob.key or knob.name}={knob.default}  {knob.meaning}" for knob in method.knobs]
+        lines += [f"  {knob.key}={knob.default}  {knob.meaning}" for knob in method.knobs]
     shown = example(method)
     if shown:
         lines += ["", shown[0], *_aligned(shown[1])]

@@ -192,7 +192,7 @@ def test_the_situation_decides_the_family() -> None:
 
 def test_recommend_asks_for_what_is_missing() -> None:
     out = invoke("recommend", "--memory", "80", answers="7b\nverifiable\n")
-    assert out.startswith("grpo_lora") and "hone train --preset grpo_lora" in out
+    assert "grpo_lora\n\n- A rule checks" in out and "hone train --preset grpo_lora" in out
     given = json.loads(invoke("recommend", "--model-size", "7b", "--reward", "verifiable", "--memory", "80", "--json"))
     assert given["method"] == "grpo_lora" and given["fits"] and given["command"] in out
 
