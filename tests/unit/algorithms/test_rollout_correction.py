@@ -26,21 +26,23 @@ quick = settings(max_examples=60, deadline=None)
 K1_BOUNDS = [(None, 2.0), (0.5, 2.0), (0.999, 1.001), (0.0, 1.5), (0.2, 1.1)]
 
 
-@st.composite
-def options(draw: st.DrawFn) -> oracle.Options:
-    rejections = draw(st.lists(st.sampled_from(REJECTION_OPTIONS), unique=True, max_size=3))
-    return oracle.Options(
-        level=draw(st.sampled_from([None, *IMPORTANCE_LEVELS])),
-        low=draw(st.sampled_from([None, 0.0, 0.5, 0.99])),
-        high=draw(st.sampled_from([1.01, 2.0, 5.0])),
-        normalize=draw(st.booleans()),
-        rejections=[
-            (name, *(draw(st.sampled_from(K1_BOUNDS)) if name.endswith("k1") else (None, draw(st.sampled_from(
-                [1e-5, 0.01, 0.5, 100.0])))))
-            for name in rejections
-        ],
-        veto=draw(st.sampled_from([None, 1e-4, 0.5])),
-    )  # fmt: skip
+K_BOUNDS = [(None, 1e-5), (None, 0.01), (None, 0.5), (None, 100.0)]
+
+
+def rejection(option: str) -> st.SearchStrategy[tuple]:
+    bounds = st.sampled_from(K1_BOUNDS if option.endswith("k1") else K_BOUNDS)
+    return bounds.map(lambda low_high: (option, *low_high))
+
+
+everything = st.builds(
+    oracle.Options,
+    level=st.sampled_from([None, *IMPORTANCE_LEVELS]),
+    low=st.sampled_from([None, 0.0, 0.5, 0.99]),
+    high=st.sampled_from([1.01, 2.0, 5.0]),
+    normalize=st.booleans(),
+    rejections=st.lists(st.sampled_from(REJECTION_OPTIONS).flatmap(rejection), unique_by=lambda r: r[0], max_size=3),
+    veto=st.sampled_from([None, 1e-4, 0.5]),
+)
 
 
 def written(o: oracle.Options) -> dict:
@@ -72,9 +74,7 @@ def assert_metrics_equal(metrics: dict[str, Tensor], expected: dict[str, float])
 # ------------------------------------------------------------------------------------------------- oracle, invariances
 
 
-@settings(max_examples=150, deadline=None)
-@given(case=cases(), chosen=options())
-def test_correction_equals_the_oracle(case: Case, chosen: oracle.Options) -> None:
+def assert_equals_the_oracle(case: Case, chosen: oracle.Options) -> None:
     result = of_case(case, **written(chosen))
     weights, mask, metrics = oracle.correction(rows_of(case.new), rows_of(case.old), case.mask.tolist(), chosen)
     assert result.response_mask.tolist() == mask and result.response_mask.dtype == case.mask.dtype
@@ -82,6 +82,34 @@ def test_correction_equals_the_oracle(case: Case, chosen: oracle.Options) -> Non
     if result.weights is not None and weights is not None:
         torch.testing.assert_close(result.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-9, atol=1e-12)
     assert_metrics_equal(result.metrics, metrics)
+
+
+@quick
+@given(case=cases(), chosen=everything)
+def test_any_combination_equals_the_oracle(case: Case, chosen: oracle.Options) -> None:
+    assert_equals_the_oracle(case, chosen)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("low", [None, 0.0, 0.5])
+@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
+@settings(max_examples=25, deadline=None)
+@given(case=cases(), high=st.sampled_from([1.01, 2.0]))
+def test_weights_equal_the_oracle(level: str, low: float | None, normalize: bool, case: Case, high: float) -> None:
+    assert_equals_the_oracle(case, oracle.Options(level, low, high, normalize))
+
+
+@pytest.mark.parametrize("option", REJECTION_OPTIONS)
+@settings(max_examples=25, deadline=None)
+@given(case=cases(), data=st.data())
+def test_rejection_equals_the_oracle(option: str, case: Case, data: st.DataObject) -> None:
+    assert_equals_the_oracle(case, oracle.Options(rejections=[data.draw(rejection(option))]))
+
+
+@quick
+@given(case=cases(), threshold=st.sampled_from([1e-4, 0.5]))
+def test_veto_equals_the_oracle(case: Case, threshold: float) -> None:
+    assert_equals_the_oracle(case, oracle.Options(veto=threshold))
 
 
 @pytest.mark.parametrize("preset", ROLLOUT_CORRECTION_PRESETS)
@@ -197,6 +225,23 @@ def test_k1_bounds_hold_for_the_ratio_itself() -> None:
             rows, torch.zeros_like(rows), torch.ones_like(rows), rollout_rs=option, rollout_rs_threshold="0.5_5.0"
         )
         assert result.response_mask.flatten().tolist() == [1.0, 0.0], option
+
+
+def test_weights_are_truncated_or_masked() -> None:
+    ratio = torch.tensor([[0.25, 1.0, 4.0]])
+    weights = {
+        threshold: rollout_correction(
+            ratio.log(), torch.zeros(1, 3), torch.ones(1, 3), rollout_is="token", rollout_is_threshold=threshold
+        ).weights
+        for threshold in ("2.0", "0.5_2.0", "0.0_2.0", "0.5_5.0")
+    }
+    rows = {key: [round(x, 6) for x in value.flatten().tolist()] for key, value in weights.items() if value is not None}
+    assert rows == {
+        "2.0": [0.25, 1.0, 2.0],
+        "0.5_2.0": [0.0, 1.0, 0.0],
+        "0.0_2.0": [0.25, 1.0, 0.0],
+        "0.5_5.0": [0.0, 1.0, 4.0],
+    }
 
 
 def test_one_impossible_token_vetoes_its_sequence() -> None:
