@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hone.algorithms import advantage_estimators
+from hone.cluster.reward_model import RewardModelWorker
 from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
 from hone.config.tree import RLConfig
 from hone.data.tokenizer import load_tokenizer
@@ -22,6 +23,7 @@ class LocalRuntime:
         actor: the trained policy.
         reference: the frozen policy, or None when no KL term needs it.
         critic: the value model, or None when the estimator needs no values.
+        reward_model: a trained model that scores, or None when only functions do.
         engine: generates from the actor's parameters.
 
     Args:
@@ -47,6 +49,9 @@ class LocalRuntime:
         self.critic = None
         if needs_critic(config):
             self.critic = CriticWorker(config, device=device, total_steps=total_steps, resume=resume)
+        self.reward_model = None
+        if config.reward.reward_model.enable:
+            self.reward_model = RewardModelWorker(config, tokenizer, device=device)
         rollout = shared.rollout
         self.engine: Engine = ENGINES.get(rollout.name)(
             model=self.actor.model,

@@ -319,11 +319,31 @@ class OverlongBufferConfig:
 
 
 @dataclass
+class RewardModelUseConfig:
+    """A trained scalar reward model, for example one of `hone reward-model`."""
+
+    enable: bool = False
+    """Score responses with a reward model."""
+    path: str | None = None
+    """Its directory: a sequence- or token-classification model with one label, and its tokenizer. With the policy's
+    vocabulary it reads the tokens as sampled, else prompt and answer are rendered with its own chat template."""
+    combine: str = choice("replace", "replace", "add")
+    """replace: its score is the reward, and what a scorer for the data_source says is logged as reward/rule/mean; add: the
+    two are added."""
+    coef: float = number(1.0, above=0)
+    """Factor of its score."""
+    max_token_len_per_gpu: int | None = number(None, low=1)
+    """Token budget of a micro-batch; null means the actor's."""
+
+
+@dataclass
 class RewardConfig:
     """How responses are scored."""
 
     custom_reward_function: CustomRewardConfig = block(CustomRewardConfig)
     """A reward function of your own."""
+    reward_model: RewardModelUseConfig = block(RewardModelUseConfig)
+    """A trained reward model."""
     scorer: str | None = named(None, "scorer")
     """Built-in scorer for every row; null means the one registered for the row's data_source."""
     scorer_kwargs: dict[str, Any] = field(default_factory=dict)

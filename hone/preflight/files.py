@@ -67,7 +67,7 @@ def model_directory(config: AnyConfig) -> Iterator[Finding]:
             where=f"{block}.path",
         )
         return
-    yield from _weights(f"{block}.path", model.path)
+    yield from weights(f"{block}.path", model.path)
     tokenizer = model.tokenizer_path or model.path
     if Path(tokenizer).is_dir() and not _holds_any(tokenizer, _TOKENIZER_FILES):
         yield error(
@@ -90,7 +90,7 @@ def model_directory(config: AnyConfig) -> Iterator[Finding]:
 def critic_directory(config: RLConfig) -> Iterator[Finding]:
     """The critic's own model directory holds config and weights."""
     if needs_critic(config) and config.critic.model.path is not None:
-        yield from _weights("critic.model.path", config.critic.model.path)
+        yield from weights("critic.model.path", config.critic.model.path)
 
 
 @rule("R39", *TREES.values())
@@ -127,7 +127,7 @@ def model_length(config: AnyConfig) -> Iterator[Finding]:
     file = Path(model.path or "") / "config.json"
     if model.path is None or not file.is_file():
         return
-    settings = {**_json(file), **model.override_config}
+    settings = {**read_json(file), **model.override_config}
     settings = {**settings.get("text_config", {}), **settings}
     positions = settings.get("max_position_embeddings") or settings.get("n_positions")
     if isinstance(config, RLConfig):
@@ -169,7 +169,7 @@ def run_directory(config: AnyConfig) -> Iterator[Finding]:
         yield _no_directory("trainer.resume_from_path", trainer.resume_from_path)
 
 
-def _weights(key: str, path: str) -> Iterator[Finding]:
+def weights(key: str, path: str) -> Iterator[Finding]:
     """Yield what a model directory lacks of config.json and weights; nothing is loaded."""
     directory = Path(path)
     if not directory.is_dir():
@@ -185,10 +185,10 @@ def _weights(key: str, path: str) -> Iterator[Finding]:
             where=key,
         )
         return
-    if not _json(directory / "config.json"):
+    if not read_json(directory / "config.json"):
         yield error(f"'{directory / 'config.json'}' is not valid JSON", fix="restore the file", where=key)
     index = directory / "model.safetensors.index.json"
-    needed = sorted(set(_json(index).get("weight_map", {}).values())) if index.is_file() else []
+    needed = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else []
     missing = [name for name in needed if not (directory / name).is_file()]
     if missing:
         yield error(
@@ -230,14 +230,14 @@ def _rows_hold_messages(config: AnyConfig) -> bool:
 def _has_template(directory: Path) -> bool:
     if (directory / "chat_template.jinja").is_file() or (directory / "chat_template.json").is_file():
         return True
-    return bool(_json(directory / "tokenizer_config.json").get("chat_template"))
+    return bool(read_json(directory / "tokenizer_config.json").get("chat_template"))
 
 
 def _holds_any(directory: str, names: tuple[str, ...]) -> bool:
     return any((Path(directory) / name).is_file() for name in names)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object, empty when the file is missing or holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from hone.config.check import yaml_value
 from hone.config.preference import PreferenceConfig, RewardModelConfig
+from hone.config.tree import RewardModelUseConfig, RLConfig
 from hone.errors import HoneError, did_you_mean
-from hone.preflight.files import file_list
+from hone.preflight.files import file_list, read_json, weights
 from hone.preflight.rules import Finding, error, rule, warning
 
 
@@ -120,3 +123,56 @@ def reward_model_is_trained_in_full(config: RewardModelConfig) -> Iterator[Findi
             fix="model.lora_rank=0 model.lora_adapter_path=null",
             where="model.lora_rank",
         )
+
+
+@rule("R08", RLConfig)
+def reward_model_directory(config: RLConfig) -> Iterator[Finding]:
+    """The reward model that scores is named, lies there, and has a position for every token."""
+    settings = config.reward.reward_model
+    if not settings.enable:
+        return
+    key = "reward.reward_model.path"
+    if settings.path is None:
+        yield error(
+            "reward.reward_model.enable=true, and no model is named",
+            fix=f"{key}=DIR, for example RUN/checkpoints/step_N/actor of `hone reward-model`",
+            where=key,
+        )
+        return
+    yield from weights(key, settings.path)
+    saved = read_json(Path(settings.path) / "config.json")
+    kinds = " ".join(saved.get("architectures") or [])
+    if saved and "Classification" not in kinds:
+        yield error(
+            f"'{settings.path}' holds a {kinds or 'model of unknown kind'}, not a scalar reward model",
+            why="its score would come from an output layer that was never trained",
+            fix=f"hone reward-model model.path={settings.path} data.train_files=PAIRS.parquet, and its result here",
+            where=key,
+        )
+    needed, positions = (
+        config.data.max_prompt_length + config.data.max_response_length,
+        saved.get("max_position_embeddings"),
+    )
+    if isinstance(positions, int) and positions < needed:
+        yield error(
+            f"data.max_prompt_length + data.max_response_length = {needed} tokens, the reward model was made for {positions}",
+            why="beyond its positions a model's score means nothing",
+            fix=f"shorter sequences, at most {positions} tokens in all, or another reward model",
+            where=key,
+        )
+
+
+@rule("R23", RLConfig)
+def reward_model_switched_off(config: RLConfig) -> Iterator[Finding]:
+    """Settings of a reward model act on one."""
+    settings, defaults = vars(config.reward.reward_model), vars(RewardModelUseConfig())
+    if settings["enable"]:
+        return
+    for name, value in settings.items():
+        if value != defaults[name]:
+            yield error(
+                f"{name}={value} is set, and reward.reward_model.enable=false",
+                why="no reward model would score, and the run would not do what its configuration says",
+                fix=f"reward.reward_model.enable=true, or reward.reward_model.{name}={yaml_value(defaults[name])}",
+                where=f"reward.reward_model.{name}",
+            )

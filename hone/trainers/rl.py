@@ -35,6 +35,7 @@ from hone.trainers.estimates import estimate, needed_columns, suppliers
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
 from hone.trainers.inputs import prompt_dataset, training_sampling
+from hone.trainers.judged_rewards import JudgedRewards
 from hone.trainers.reporting import (
     batch_metrics,
     memory_metrics,
@@ -95,11 +96,12 @@ class RLTrainer:
             len(dataset), config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.trainer.seed
         )
         self.total_steps = session_steps(config.trainer, self.sampler.steps_per_epoch)
-        self.rewards = RewardManager(config.reward)
-        self.scoring = TrainingRewards(self.rewards, config.reward.overlong_buffer, config.data.max_response_length)
         self.runtime = LocalRuntime(
             config, device, self.tokenizer, total_steps=self.total_steps, resume=resume.path if resume else None
         )
+        judge = self.runtime.reward_model
+        self.rewards = RewardManager(config.reward) if judge is None else JudgedRewards(config.reward, judge)
+        self.scoring = TrainingRewards(self.rewards, config.reward.overlong_buffer, config.data.max_response_length)
         self.actor, self.reference, self.critic = self.runtime.actor, self.runtime.reference, self.runtime.critic
         self.validator = Validator(config, self.runtime.engine, self.tokenizer, self.rewards)
         self.rewards.check(dataset.data_sources() + self.validator.data_sources())

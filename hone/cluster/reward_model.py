@@ -1,0 +1,83 @@
+"""The reward model of a run: a frozen scalar model that scores trajectories."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hone.config.tree import ModelConfig, RLConfig
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.data.responses import Side, render_sides
+from hone.data.tokenizer import load_tokenizer
+from hone.data.types import Trajectory
+from hone.errors import ConfigError
+from hone.training.engine import TrainEngine
+from hone.training.model import load_reward_model
+from hone.training.reward_model import ScoreHead, response_scores
+
+log = logging.getLogger(__name__)
+
+
+class RewardModelWorker:
+    """Scores trajectories with ``reward.reward_model.path``.
+
+    Args:
+        config: of the run.
+        tokenizer: the policy's. A reward model with the same vocabulary reads the very tokens sampled; any other gets
+            prompt and answer as messages, in its own chat template.
+        device: where it lives.
+
+    Raises:
+        ConfigError: no path is given.
+        ModelError: the directory holds no scalar model.
+    """
+
+    def __init__(self, config: RLConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device) -> None:
+        settings, actor = config.reward.reward_model, config.actor_rollout_ref.actor
+        if settings.path is None:
+            raise ConfigError(
+                "reward.reward_model.enable=true, and no model is named",
+                fix="reward.reward_model.path=<run of hone reward-model>/checkpoints/step_<N>/actor",
+                where="reward.reward_model.path",
+            )
+        trusted = config.actor_rollout_ref.model.trust_remote_code
+        self.policy_tokenizer, self.tokenizer = tokenizer, load_tokenizer(settings.path, trust_remote_code=trusted)
+        self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
+        if not self.same_tokens:
+            log.info("the reward model has a vocabulary of its own: answers are rendered with its chat template")
+        self.engine = TrainEngine(
+            load_reward_model(
+                ModelConfig(path=settings.path, trust_remote_code=trusted), device=device, trainable=False
+            ),
+            ScoreHead(),
+            device=device,
+            dtype=actor.dtype,
+            max_tokens=settings.max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+        )
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """The model's score of each trajectory, in order."""
+        if self.same_tokens:
+            prompts = [trajectory.prompt_ids for trajectory in trajectories]
+            responses = [trajectory.response_ids for trajectory in trajectories]
+        else:
+            rendered = render_sides([self._side(trajectory) for trajectory in trajectories], self.tokenizer)
+            prompts, responses = [r.prompt_ids for r in rendered], [r.response_ids for r in rendered]
+        batch = Batch(
+            {
+                "prompt_ids": Ragged.from_rows(prompts, torch.int64),
+                "response_ids": Ragged.from_rows(responses, torch.int64),
+            }
+        )
+        return response_scores(self.engine, batch).tolist()
+
+    def _side(self, trajectory: Trajectory) -> Side:
+        messages, where = trajectory.sample.messages, f"row {trajectory.uid}"
+        if messages is None:
+            text = str(self.policy_tokenizer.decode(trajectory.prompt_ids))
+            return Side(text, trajectory.text, True, None, where)
+        return Side(messages, [{"role": "assistant", "content": trajectory.text}], True, None, where)

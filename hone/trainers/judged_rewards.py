@@ -1,0 +1,72 @@
+"""Rewards of a reward model, alone or together with those of the reward function."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+from hone.cluster.reward_model import RewardModelWorker
+from hone.config.tree import RewardConfig
+from hone.data.types import Trajectory
+from hone.errors import RewardError
+from hone.rewards.manager import RewardManager
+from hone.rewards.score import Score
+from hone.rewards.scorers import scorer_for
+
+log = logging.getLogger(__name__)
+
+
+class JudgedRewards(RewardManager):
+    """A reward manager whose rewards a model gives, or helps to give (``reward.reward_model.combine``).
+
+    Terms of a score: ``rm``, the model's score as it is; ``rule``, what the reward function or the built-in scorer says,
+    where there is one; and the terms of that.
+
+    Args:
+        config: the block ``reward``.
+        judge: the reward model.
+    """
+
+    def __init__(self, config: RewardConfig, judge: RewardModelWorker) -> None:
+        super().__init__(config)
+        self.judge, self.settings = judge, config.reward_model
+        self.with_rules = True
+
+    def check(self, data_sources: Mapping[str, int]) -> None:
+        """Make sure that every kind of problem can be scored; with ``combine=replace`` the model alone can do it.
+
+        Raises:
+            RewardError: with ``combine=add`` a data source has no scorer, or a scorer's package is missing.
+        """
+        named = self.config.custom_reward_function.path is not None or self.config.scorer is not None
+        unknown = [source for source in data_sources if not named and scorer_for(source) is None]
+        if self.settings.combine == "replace" and unknown:
+            self.with_rules = False
+            log.info("no scorer knows data_source %s: the reward model alone scores", ", ".join(sorted(unknown)))
+        else:
+            super().check(data_sources)
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Score each trajectory; scores come back in the same order.
+
+        Raises:
+            RewardError: as of the manager, or the model's score is not finite.
+        """
+        found = self.judge.score(trajectories)
+        for value, trajectory in zip(found, trajectories, strict=True):
+            if not math.isfinite(value):
+                raise RewardError(
+                    f"the reward model gives {value} to row {trajectory.uid}",
+                    why="a reward that is no number cannot be learned from",
+                    fix="train it again with a lower optim.lr, or actor_rollout_ref.actor.dtype=float32",
+                    where="reward.reward_model.path",
+                )
+        if not self.with_rules:
+            return [Score(self.settings.coef * value, {"rm": value}) for value in found]
+        rules = await super().score(trajectories)
+        return [self._combined(value, rule) for value, rule in zip(found, rules, strict=True)]
+
+    def _combined(self, value: float, rule: Score) -> Score:
+        total = self.settings.coef * value + (rule.total if self.settings.combine == "add" else 0.0)
+        return Score(total, rule.terms | {"rule": rule.total, "rm": value}, rule.extra, rule.error)
