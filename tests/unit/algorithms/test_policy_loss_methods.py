@@ -122,6 +122,9 @@ def test_ties_are_drawn_by_value_and_twins_together() -> None:
     for count in range(1, 6):
         chosen = draw_largest(score, torch.ones(1, 6).bool(), count, column)
         assert int(chosen.sum()) in (count, count + 1) and chosen[0, 2] == chosen[0, 3]
+    graded = torch.tensor([[3.0, 2.0, 1.0, 1.0, 1.0, 0.0]])
+    chosen = draw_largest(graded, torch.ones(1, 6).bool(), 3, torch.arange(6.0)[None])
+    assert int(chosen.sum()) == 3 and chosen[0, :2].all() and not chosen[0, 5]  # one of the three that are level
     assert not draw_largest(score, torch.zeros(1, 6).bool(), 3, column).any()
     assert not draw(torch.ones(1, 6).bool(), 0, column).any()
 
