@@ -15,7 +15,6 @@ from hone.errors import ConfigError, did_you_mean
 
 TOP_K = "_topk"
 DISTILLATION_MODES = (*KL_KINDS, *DIVERGENCES, *(kind + TOP_K for kind in DIVERGENCES))
-KEY = "distillation.distillation_loss"
 
 
 def distillation_token_loss(
@@ -56,7 +55,7 @@ def distillation_token_loss(
     if loss_mode not in DISTILLATION_MODES:
         raise ConfigError(
             f"unknown distillation loss '{loss_mode}'",
-            where=f"{KEY}.loss_mode",
+            where="loss_mode",
             fix=did_you_mean(loss_mode, DISTILLATION_MODES),
         )
     _check_clamps(log_prob_min_clamp, loss_max_clamp)
@@ -64,8 +63,8 @@ def distillation_token_loss(
         raise ConfigError(
             f"tail_bucket=false works with forward_kl_topk only, not with {loss_mode}",
             why="the sum of the others over some tokens falls below 0 as the student leaves these tokens",
-            fix=f"{KEY}.tail_bucket=true",
-            where=f"{KEY}.tail_bucket",
+            fix="tail_bucket=true",
+            where="tail_bucket",
         )
     floor = LOG_PROB_FLOOR if log_prob_min_clamp is None else log_prob_min_clamp
     teacher_log_probs = teacher_log_probs.detach()
@@ -114,8 +113,8 @@ def distillation_loss(
         raise ConfigError(
             f"loss_mode={loss_mode} teaches nothing as a loss: its gradient is 0 on average",
             why="d/dtheta E[log q - log p] over q's samples is a policy gradient, not the gradient of the sample",
-            fix=f"{KEY}.loss_mode={loss_mode}+, or {KEY}.use_policy_gradient=true",
-            where=f"{KEY}.loss_mode",
+            fix=f"loss_mode={loss_mode}+, or a policy loss with distillation_advantages(..., loss_mode={loss_mode})",
+            where="loss_mode",
         )
     student, teacher = _inside(student_log_probs, teacher_log_probs, response_mask)
     token_loss = distillation_token_loss(
@@ -181,12 +180,12 @@ def _check_clamps(log_prob_min_clamp: float | None, loss_max_clamp: float | None
     if log_prob_min_clamp is not None and log_prob_min_clamp >= 0:
         raise ConfigError(
             f"log_prob_min_clamp={log_prob_min_clamp} must be negative: it is a log-probability",
-            fix=f"{KEY}.log_prob_min_clamp=-10",
-            where=f"{KEY}.log_prob_min_clamp",
+            fix="log_prob_min_clamp=-10",
+            where="log_prob_min_clamp",
         )
     if loss_max_clamp is not None and loss_max_clamp <= 0:
         raise ConfigError(
             f"loss_max_clamp={loss_max_clamp} must be positive: token losses stay within +- it",
-            fix=f"{KEY}.loss_max_clamp=10",
-            where=f"{KEY}.loss_max_clamp",
+            fix="loss_max_clamp=10",
+            where="loss_max_clamp",
         )

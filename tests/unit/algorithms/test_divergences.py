@@ -325,7 +325,7 @@ def test_advantages_are_zero_outside_the_mask() -> None:
     ("settings", "message"),
     [
         ({"loss_mode": "k1"}, "loss_mode=k1\\+"),
-        ({"loss_mode": "kl"}, "use_policy_gradient=true"),
+        ({"loss_mode": "kl"}, "distillation_advantages"),
         ({"loss_mode": "forward_topk"}, "forward_kl_topk"),
         ({"loss_mode": "k3", "log_prob_min_clamp": 10.0}, "log_prob_min_clamp=-10"),
         ({"loss_mode": "k3", "loss_max_clamp": 0.0}, "loss_max_clamp=10"),
