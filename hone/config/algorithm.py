@@ -58,7 +58,8 @@ class FilterGroupsConfig:
     """Replace such groups until the batch is full of useful ones. The prompts tried count towards the epoch, and scoring
     then happens while generating (it is part of timing_s/gen)."""
     metric: str | None = None
-    """What has to differ within a group: null is the reward, else a term that the reward function returns (acc)."""
+    """What has to differ within a group: null is the reward (before the overlong punishment), else a term that the reward
+    function returns, such as acc."""
     max_num_gen_batches: int = number(10, low=1)
     """Most prompts tried a step, in batches of data.train_batch_size; a step that needs more stops the run and says why."""
 
@@ -87,7 +88,8 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation; false is Dr. GRPO."""
     gdpo_reward_keys: list[str] = field(default_factory=list)
-    """Terms of the reward that gdpo normalises one by one (as the reward function names them), for example [acc,format]."""
+    """Terms of the reward that gdpo normalises one by one, as the reward function names them: [acc,format] for example; score
+    is the reward itself."""
     gdpo_reward_weights: list[float] | None = None
     """Their weights; null weighs all alike."""
     step_advantage_w: float = number(1.0, low=0)

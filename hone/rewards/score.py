@@ -15,9 +15,16 @@ class Score:
         terms: named numeric parts of it, each logged as ``reward/<name>/mean`` (for example ``acc``, ``format``).
         extra: anything else the scorer returned (for example ``pred``, used by maj@n), kept with the sample.
         error: why scoring failed, or None. A failed score has total 0, is counted in ``reward/error_rate`` and shown.
+        unshaped: the reward before the trainer punished its length, None when it did not.
     """
 
     total: float
     terms: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    unshaped: float | None = None
+
+    @property
+    def quality(self) -> float:
+        """The reward that the reward function gave."""
+        return self.total if self.unshaped is None else self.unshaped

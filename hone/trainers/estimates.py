@@ -65,25 +65,26 @@ def estimator_options(estimator: AdvantageEstimator, algorithm: AlgorithmConfig)
 
 
 def reward_components(scores: Sequence[Score], keys: Sequence[str]) -> dict[str, Tensor]:
-    """The terms ``keys`` of the scores, each ``[B]``; a response that could not be scored has 0.
+    """The terms ``keys`` of the scores, each ``[B]``; ``score`` is the reward itself. A response without a score has 0.
 
     Raises:
         ConfigError: no key is named, or a score lacks one.
     """
-    terms = sorted({name for score in scores for name in score.terms})
-    where, fix = "algorithm.gdpo_reward_keys", f"algorithm.gdpo_reward_keys=[{','.join(terms) or 'acc,format'}]"
+    names = sorted({"score"}.union(*(score.terms for score in scores)))
+    where, fix = "algorithm.gdpo_reward_keys", f"algorithm.gdpo_reward_keys=[{','.join(names)}]"
     if not keys:
         raise ConfigError("no reward component is named", why="each is normalised by itself", fix=fix, where=where)
+    terms_of = [{"score": score.quality} | score.terms for score in scores]
     for key in keys:
-        lacking = sum(score.error is None and key not in score.terms for score in scores)
+        lacking = sum(score.error is None and key not in terms for score, terms in zip(scores, terms_of, strict=True))
         if lacking:
             raise ConfigError(
-                f"{lacking} of {len(scores)} scores have no term '{key}'; the reward function returns {terms}",
+                f"{lacking} of {len(scores)} scores have no term '{key}'; there are {names}",
                 why="each component is normalised by itself, so every response needs a value of it",
                 fix=fix,
                 where=where,
             )
-    return {key: torch.tensor([score.terms.get(key, 0.0) for score in scores]) for key in keys}
+    return {key: torch.tensor([terms.get(key, 0.0) for terms in terms_of]) for key in keys}
 
 
 def turn_ids(mask: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class GroupFilter:
         return self.config.metric or "reward"
 
     def _value(self, score: Score) -> float:
-        return score.total if self.config.metric is None else score.terms.get(self.config.metric, 0.0)
+        return score.quality if self.config.metric is None else score.terms.get(self.config.metric, 0.0)
 
     def _check_metric(self, scores: Sequence[Score]) -> None:
         sound = [score for score in scores if score.error is None]

@@ -46,4 +46,4 @@ class TrainingRewards:
 
     def _punished(self, score: Score, penalty: float) -> Score:
         logged = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if self.overlong.log else {}
-        return dataclasses.replace(score, total=score.total + penalty, terms=score.terms | logged)
+        return dataclasses.replace(score, total=score.total + penalty, unshaped=score.total, terms=score.terms | logged)
