@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hone.algorithms import advantage_estimators
+from hone.algorithms import advantage_estimators, preference_losses
 from hone.cluster.reward_model import RewardModelWorker
 from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
 from hone.config.tree import RLConfig
@@ -75,8 +75,11 @@ def run_tokenizer(config: RLConfig) -> PreTrainedTokenizerBase:
 
 
 def needs_reference(config: RLConfig) -> bool:
-    """Whether a KL term is on."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    """Whether a KL term is on, or a preference loss compares with the reference."""
+    actor = config.actor_rollout_ref.actor
+    pairs = actor.preference_loss.loss_mode
+    by_pairs = pairs is not None and "reference" in preference_losses.get(pairs).needs
+    return config.algorithm.use_kl_in_reward or actor.use_kl_loss or by_pairs
 
 
 def needs_critic(config: RLConfig) -> bool:

@@ -19,6 +19,7 @@ from hone.training.engine import TrainEngine, UpdateResult
 from hone.training.heads import PolicyHead, ValueHead
 from hone.training.model import adapter_off, load_policy, load_value_model, saved_model
 from hone.training.objectives import PolicyObjective, value_objective
+from hone.training.preferences import online_objective
 
 
 class PolicyWorker:
@@ -50,6 +51,9 @@ class PolicyWorker:
         if resume is not None:
             self.engine.load(resume / "actor_optimizer.safetensors")
         self._correction = correction_settings(config.algorithm.rollout_correction)
+        self._by_pairs = None
+        if actor.preference_loss.loss_mode is not None:
+            self._by_pairs = online_objective(actor.preference_loss)
         self._objective = PolicyObjective(actor, self._correction, max_response_length=config.data.max_response_length)
 
     def log_probs(self, batch: Batch, *, with_entropy: bool, with_sum_pi_squared: bool = False) -> dict[str, Ragged]:
@@ -61,14 +65,14 @@ class PolicyWorker:
 
     def update(self, batch: Batch, step: int) -> list[UpdateResult]:
         """All optimizer updates of one step: mini-batches of prompts, ppo_epochs times over."""
-        actor = self.config.actor_rollout_ref.actor
+        actor, objective = self.config.actor_rollout_ref.actor, self._by_pairs or self._objective
         seed = derive_seed(self.config.trainer.seed, "mini-batches", step) if actor.shuffle else None
         results: list[UpdateResult] = []
         for mini in mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs, seed):
-            if self._objective.needs_preparation:
+            if self._by_pairs is None and self._objective.needs_preparation:
                 mini = self._prepared(mini, first=not results)
             with_entropy = actor.entropy_coeff > 0
-            results.append(self.engine.train_batch(mini, self._objective, step=step, with_entropy=with_entropy))
+            results.append(self.engine.train_batch(mini, objective, step=step, with_entropy=with_entropy))
         return results
 
     def _prepared(self, mini: Batch, *, first: bool) -> Batch:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.algorithm import AlgorithmConfig
+from hone.config.feedback import OnlinePreferenceConfig, RewardModelUseConfig
 from hone.config.fields import block, choice, named, number, numbers, texts
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -176,6 +177,8 @@ class ActorConfig:
     estimator needs it (optimal_token_baseline). It costs a second projection onto the vocabulary."""
     policy_loss: PolicyLossConfig = block(PolicyLossConfig)
     """The policy loss."""
+    preference_loss: OnlinePreferenceConfig = block(OnlinePreferenceConfig)
+    """Pairs of one's own answers in place of the policy loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-6)
     """Optimizer of the policy."""
     dtype: str = choice("float32", "float32", "bfloat16")
@@ -316,24 +319,6 @@ class OverlongBufferConfig:
     log: bool = False
     """Also log the penalty and the share of responses that have one, as reward/overlong_reward/mean and
     reward/overlong/mean."""
-
-
-@dataclass
-class RewardModelUseConfig:
-    """A trained scalar reward model, for example one of `hone reward-model`."""
-
-    enable: bool = False
-    """Score responses with a reward model."""
-    path: str | None = None
-    """Its directory: a sequence- or token-classification model with one label, and its tokenizer. With the policy's
-    vocabulary it reads the tokens as sampled, else prompt and answer are rendered with its own chat template."""
-    combine: str = choice("replace", "replace", "add")
-    """replace: its score is the reward, and what a scorer for the data_source says is logged as reward/rule/mean; add: the
-    two are added."""
-    coef: float = number(1.0, above=0)
-    """Factor of its score."""
-    max_token_len_per_gpu: int | None = number(None, low=1)
-    """Token budget of a micro-batch; null means the actor's."""
 
 
 @dataclass

@@ -31,7 +31,15 @@ _NUMBERS = (
     ("preference/kl", "nats", "Estimated KL to the reference that rewards are judged against (kto).", ""),
 )
 
-PREFERENCE_METRICS = tuple(
+_ONLINE = MetricSpec(
+    "actor/preference_pairs",
+    "pairs",
+    Reduction.SUM,
+    "Online preference optimisation: prompts whose best and worst answer made a pair.",
+    "0: nothing was learned in this step; more answers a prompt, or problems of fitting difficulty",
+)
+
+PREFERENCE_METRICS = (_ONLINE,) + tuple(
     MetricSpec(f"{prefix}{name}", unit, Reduction.MEAN, f"{where}{meaning}", alarm)
     for prefix, where in (("", ""), ("val/", "Held-out: "))
     for name, unit, meaning, alarm in _NUMBERS

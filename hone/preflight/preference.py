@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hone.config.check import yaml_value
+from hone.config.feedback import RewardModelUseConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.tree import RewardModelUseConfig, RLConfig
+from hone.config.tree import RLConfig
 from hone.errors import HoneError, did_you_mean
 from hone.preflight.files import file_list, read_json, weights
 from hone.preflight.rules import Finding, error, rule, warning
@@ -123,6 +124,62 @@ def reward_model_is_trained_in_full(config: RewardModelConfig) -> Iterator[Findi
             fix="model.lora_rank=0 model.lora_adapter_path=null",
             where="model.lora_rank",
         )
+
+
+@rule("R11", RLConfig)
+def online_preference_loss(config: RLConfig) -> Iterator[Finding]:
+    """The preference loss of an RL run is registered and learns from pairs, and nothing else claims the update."""
+    from hone.algorithms import preference_losses
+
+    actor, block = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.preference_loss"
+    name = actor.preference_loss.loss_mode
+    if name is None:
+        for option, value in (("beta", actor.preference_loss.beta), ("margin", actor.preference_loss.margin or None)):
+            if value is not None:
+                yield error(
+                    f"{option}={value} is set, and {block}.loss_mode=null",
+                    why="the run learns from advantages; no pair is made",
+                    fix=f"{block}.loss_mode=dpo, or leave {block}.{option} out",
+                    where=f"{block}.{option}",
+                )
+        return
+    if name not in preference_losses:
+        yield error(
+            f"unknown preference loss '{name}'", where=f"{block}.loss_mode", fix=did_you_mean(name, preference_losses)
+        )
+        return
+    if "pairs" not in preference_losses.get(name).needs:
+        yield error(
+            f"{block}.loss_mode={name} learns from labels, and a run makes pairs of answers",
+            fix=f"{block}.loss_mode=dpo",
+            where=f"{block}.loss_mode",
+        )
+    if config.actor_rollout_ref.rollout.n < 2:
+        yield error(
+            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: one answer is no pair",
+            fix="actor_rollout_ref.rollout.n=8",
+            where="actor_rollout_ref.rollout.n",
+        )
+    correction = config.algorithm.rollout_correction
+    claims = {
+        "actor_rollout_ref.actor.entropy_coeff=0": actor.entropy_coeff > 0,
+        "actor_rollout_ref.actor.use_kl_loss=false": actor.use_kl_loss,
+        "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla": actor.policy_loss.loss_mode != "vanilla",
+        "algorithm.use_pf_ppo=false": config.algorithm.use_pf_ppo,
+        "algorithm.rollout_correction.preset=null": correction.preset is not None,
+        "algorithm.rollout_correction.rollout_is=null": correction.rollout_is is not None,
+        "algorithm.rollout_correction.rollout_rs=null": correction.rollout_rs is not None,
+        "algorithm.rollout_correction.rollout_token_veto_threshold=null": correction.rollout_token_veto_threshold
+        is not None,
+    }
+    for fix, claimed in claims.items():
+        if claimed:
+            yield error(
+                f"{fix.partition('=')[0]} is set, and {block}.loss_mode={name} takes the place of the policy loss",
+                why="it would do nothing, or break pairs apart",
+                fix=f"{fix}, or {block}.loss_mode=null",
+                where=fix.partition("=")[0],
+            )
 
 
 @rule("R08", RLConfig)

@@ -51,6 +51,7 @@ from hone.trainers.stages import Stage, check_stages, run_stages
 from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Validator
 from hone.training.correction import correction_settings
+from hone.training.preferences import own_pairs
 
 
 def train(config: RLConfig) -> int:
@@ -260,9 +261,13 @@ class RLTrainer:
     def update_actor(self, batch: Batch) -> Batch:
         """Improve the policy."""
         self.invariants.check_ids(batch)
-        results = self.actor.update(self.update_view(batch), self.step - 1)
+        view, preference = self.update_view(batch), self.config.actor_rollout_ref.actor.preference_loss
+        if preference.loss_mode is not None:
+            view = own_pairs(view, preference.margin)
+            self.metrics.add("actor/preference_pairs", len(view) // 2)
+        results = self.actor.update(view, self.step - 1)
         update_metrics(self.metrics, results, "actor", self.actor.engine.learning_rate(self.step - 1))
-        if any(results[0].statistics):  # a mini-batch may be rejected as a whole
+        if results and any(results[0].statistics):  # a mini-batch may be rejected as a whole, or give no pair
             self.invariants.check_first_ratio(results[0], self.metrics)
         self.invariants.check_updates("actor", results, batch)
         return batch

@@ -11,29 +11,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms import PreferenceLoss, kto_kl, preference_losses
+from hone.algorithms import PreferenceLoss, best_worst_pairs, kto_kl, preference_losses
 from hone.algorithms.preference_losses import COUNTED_BY
+from hone.config.feedback import OnlinePreferenceConfig
 from hone.config.preference import PreferenceConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.insight.invariants import RATIO_MAX, RATIO_MEAN
 from hone.training.engine import LossFn, Statistics, Totals, TrainEngine
 from hone.training.heads import PolicyHead
 from hone.training.model import adapter_off, load_policy
 
 
-def preference_objective(loss: PreferenceLoss, options: dict[str, Any]) -> LossFn:
-    """A preference loss over responses. Reads columns ``response_mask``, ``label``, ``unit``, where the loss needs a
-    reference ``ref_log_probs``, and the batch's ``kl`` where it needs one.
+def preference_objective(loss: PreferenceLoss, options: dict[str, Any], name: str = "train/loss") -> LossFn:
+    """A preference loss over responses, reported under ``name``. Reads columns ``response_mask``, ``label``, ``unit``, where
+    the loss needs a reference ``ref_log_probs``, and the batch's ``kl`` where it needs one.
     """
 
     def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
         units = totals.sequences // 2 if "pairs" in loss.needs else totals.sequences
         share, metrics, counts = measure(loss, outputs["log_probs"], batch, options, units)
         here = counts["units"]
-        found: Statistics = {"train/loss": (share.detach() * (units / here), here)}
-        return share, found | {name: (value, counts[COUNTED_BY.get(name, "units")]) for name, value in metrics.items()}
+        found: Statistics = {name: (share.detach() * (units / here), here)}
+        return share, found | {key: (value, counts[COUNTED_BY.get(key, "units")]) for key, value in metrics.items()}
 
     return objective
+
+
+def online_objective(config: OnlinePreferenceConfig) -> LossFn:
+    """The preference loss of an RL run over pairs of the policy's own answers; also reports how far the policy has moved
+    from the one that sampled (column ``old_log_probs``).
+
+    Raises:
+        ConfigError: no such loss.
+    """
+    options = {} if config.beta is None else {"beta": config.beta}
+    learn = preference_objective(preference_losses.get(str(config.loss_mode)), options, "actor/pg_loss")
+
+    def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
+        share, statistics = learn(outputs, batch, totals)
+        log_probs = outputs["log_probs"].values.detach()
+        mask = batch.ragged("response_mask").values.to(log_probs)
+        gap = (log_probs - batch.ragged("old_log_probs").values.to(log_probs)).abs() * mask
+        tokens = float(mask.sum())
+        return share, statistics | {RATIO_MAX: (gap.max(), tokens), RATIO_MEAN: (gap.sum() / tokens, tokens)}
+
+    return objective
+
+
+def own_pairs(batch: Batch, margin: float) -> Batch:
+    """Of each prompt group (column ``uid``) the best and the worst answer by ``reward``, beside each other, with columns
+    ``label`` and ``unit``; groups without a difference of ``margin`` are left out.
+    """
+    best, worst = best_worst_pairs(batch.tensor("reward"), batch.objects("uid"), margin=margin)
+    pairs = torch.arange(len(best))
+    return batch.reorder(torch.stack([best, worst], 1).flatten()).with_columns(
+        label=torch.tensor([True, False]).repeat(len(best)), unit=pairs.repeat_interleave(2)
+    )
 
 
 def measure(
