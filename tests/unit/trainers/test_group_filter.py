@@ -1,0 +1,200 @@
+"""Dynamic sampling: the batch is the first useful groups in the order of the data, it resumes exactly, and it gives up honestly."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.config.algorithm import FilterGroupsConfig
+from hone.data.sampler import EpochSampler
+from hone.data.types import Sample, StopReason, Trajectory
+from hone.errors import ConfigError
+from hone.generation.protocol import Completion, SamplingParams
+from hone.insight.metrics import MetricStore
+from hone.rewards.score import Score
+from hone.trainers.group_buffer import GroupBuffer
+from hone.trainers.group_filter import GroupFilter
+from hone.trainers.rollouter import Rollouter
+
+N = 3
+
+
+class Shuffled:
+    """An engine that answers with the seed and finishes requests in an order of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.asked = random.Random(seed), []
+
+    async def generate(self, requests):
+        self.asked += [request.request_id for request in requests]
+        for request in self.random.sample(requests, len(requests)):
+            token = request.seed % 1000
+            yield Completion(request.request_id, [token], [0.0], [0.0], StopReason.STOP, (0, 0), 0.0)
+
+
+class Words:
+    def decode(self, ids, **_: Any) -> str:
+        return str(ids[0])
+
+
+def useful(row: int) -> bool:
+    return row % 3 != 1
+
+
+async def score(trajectories) -> list[Score]:
+    """Rows with remainder 1 are answered equally well by all, the others not."""
+    rows = [int(t.uid.partition("~")[0]) for t in trajectories]
+    return [
+        Score(float(t.index == 0) if useful(row) else 0.5, terms={"acc": float(t.index == 1 and row % 3 == 2)})
+        for row, t in zip(rows, trajectories, strict=True)
+    ]
+
+
+def rollouter(
+    size: int,
+    batch: int,
+    *,
+    engine_seed: int = 0,
+    limit: int = 50,
+    metric: str | None = None,
+    scorer=score,
+    shuffle=True,
+) -> Rollouter:
+    dataset: Any = [Sample(uid=str(row), prompt_ids=[row], messages=None, data_source="x") for row in range(size)]
+    sampler = EpochSampler(size, batch, shuffle=shuffle, seed=3)
+    filtering = GroupFilter(FilterGroupsConfig(True, metric, limit), scorer, batch)
+    engine: Any = Shuffled(engine_seed)
+    words: Any = Words()
+    return Rollouter(
+        dataset, sampler, engine, words, GroupBuffer(batch), SamplingParams(), n=N, seed=5, group_filter=filtering
+    )
+
+
+def step(rollouter: Rollouter, number: int) -> list:
+    groups = asyncio.run(rollouter.next_batch(number))
+    rollouter.buffer.release(number)
+    return [
+        (group.uid, [t.response_ids for t in group.trajectories], [s.total for s in group.scores]) for group in groups
+    ]
+
+
+@given(
+    size=st.integers(4, 30),
+    batch=st.integers(1, 4),
+    steps=st.integers(1, 4),
+    orders=st.tuples(st.integers(), st.integers()),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_batch_is_the_first_useful_groups_whatever_finishes_first(size, batch, steps, orders):
+    one, other = (rollouter(size, batch, engine_seed=order) for order in orders)
+    plain = EpochSampler(size, batch, shuffle=True, seed=3)
+    rows: list[int] = []
+    for number in range(1, steps + 1):
+        groups = step(one, number)
+        assert groups == step(other, number)
+        expected = []
+        while len(expected) < batch:
+            rows += plain.next_batch() if not rows else []
+            row = rows.pop(0)
+            expected += [row] if useful(row) else []
+        assert [int(uid.partition("~")[0]) for uid, _, _ in groups] == expected
+        assert all(len(answers) == N and len(set(totals)) > 1 for _, answers, totals in groups)
+
+
+@given(size=st.integers(4, 12), batch=st.integers(1, 4), cut=st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_a_resumed_run_goes_on_with_the_same_groups(size, batch, cut):
+    whole, first, second = (rollouter(size, batch) for _ in range(3))
+    expected = [step(whole, number) for number in range(1, 5)]
+    seen = [step(first, number) for number in range(1, cut + 1)]
+    second.sampler.load_state_dict(first.sampler.state_dict())
+    second.load_state_dict(first.state_dict())
+    assert seen + [step(second, number) for number in range(cut + 1, 5)] == expected
+
+
+def test_a_prompt_that_comes_again_within_a_step_is_a_group_with_draws_of_its_own():
+    async def only_row_0(trajectories):
+        return [Score(float(t.index == 0 and t.uid.startswith("0"))) for t in trajectories]
+
+    one = rollouter(2, 2, scorer=only_row_0, shuffle=False)
+    (first, answers, _), (second, others, _) = step(one, 1)
+    assert (first, second) == ("0", "0~2") and answers != others
+    assert [uid for uid, _, _ in step(one, 2)] == ["0", "0~2"], "names begin anew with every step"
+
+
+def test_the_metric_decides_and_not_the_reward():
+    assert {int(uid.partition("~")[0]) % 3 for uid, _, _ in step(rollouter(9, 3, metric="acc"), 1)} == {2}
+
+
+def test_length_punishment_makes_no_group_useful():
+    async def punished(trajectories):
+        return [Score(1.0 - t.index, unshaped=1.0) for t in trajectories]
+
+    with pytest.raises(ConfigError, match="2 all 1"):
+        step(rollouter(4, 2, scorer=punished, limit=1), 1)
+
+
+def test_it_gives_up_with_the_numbers():
+    with pytest.raises(ConfigError) as caught:
+        step(rollouter(30, 10, limit=1, shuffle=False), 1)
+    message = str(caught.value)
+    for words in ("10 groups were tried", "in 7 of the 10 needed", "3 all 0.5", "max_num_gen_batches=2", "rollout.n"):
+        assert words in message
+    assert caught.value.code == "E-filter-groups"
+
+
+def test_the_bound_is_never_exceeded():
+    async def hopeless(trajectories):
+        return [Score(0.0) for _ in trajectories]
+
+    one = rollouter(5, 2, scorer=hopeless, limit=3)
+    with pytest.raises(ConfigError, match="6 groups were tried.*in 0 of the 2"):
+        step(one, 1)
+    assert len(one.engine.asked) == 3 * 2 * N  # type: ignore[attr-defined]
+
+
+def test_an_unknown_metric_names_those_there_are():
+    with pytest.raises(ConfigError, match=r"no term 'accuracy'; it returns \['acc'\]") as caught:
+        step(rollouter(9, 3, metric="accuracy"), 1)
+    assert caught.value.fix == "algorithm.filter_groups.metric=acc"
+
+
+def test_what_cannot_be_scored_is_equally_bad():
+    async def half(trajectories):
+        return [Score(0.0, error="raised") if t.index else Score(1.0, terms={"acc": 1.0}) for t in trajectories]
+
+    assert len(step(rollouter(4, 2, metric="acc", scorer=half), 1)) == 2
+
+
+def test_metrics_of_a_step():
+    one, metrics = rollouter(9, 3, shuffle=False), MetricStore()
+    step(one, 1)
+    assert one.group_filter is not None
+    one.group_filter.report(metrics)
+    tried = one.group_filter.tried
+    evicted = tried - 3
+    assert evicted > 0
+    assert metrics.reduce() == {
+        "training/filter_groups/tried_groups": tried,
+        "training/filter_groups/evicted_ratio": evicted / tried,
+        "training/filter_groups/evicted_samples": evicted * N,
+        "training/filter_groups/evicted_value": 0.5,
+    }
+
+
+def test_evicting_what_is_not_there():
+    buffer = GroupBuffer(1)
+    with pytest.raises(KeyError):
+        buffer.evict("a")
+    buffer.admit(["a"])
+    with pytest.raises(KeyError):
+        buffer.evict("a")
+    buffer.put("a", [Trajectory("a", 0, [1], [2], [1], [0.0], [0.0], "", StopReason.STOP, Sample("a", [1], None, "x"))])
+    buffer.evict("a")
+    assert buffer.free_slots == 1 and not buffer.ready
+    buffer.admit(["a"])
