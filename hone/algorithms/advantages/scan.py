@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from hone.algorithms.advantages.tokens import row_blocks
 
-BLOCK = 64
+BLOCK = 32
 
 
 class Packing:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-ROWS = 256
+ROWS = 64
 """Rows that are worked on at a time where float64 copies are made: they then stay in the processor's cache."""
 
 
