@@ -232,7 +232,7 @@ def _from_preferences(situation: Situation) -> list[Candidate]:
     precomputed = f"{why} The reference runs over the data once, before training, and only its log-probs are kept."
     return [
         Candidate(name, name, why, command="prefer"),
-        Candidate(name, name, precomputed, command="prefer", overrides=(_PRECOMPUTE,)),
+        Candidate(f"{name} with precomputed reference", name, precomputed, command="prefer", overrides=(_PRECOMPUTE,)),
         lora,
     ]
 
@@ -274,7 +274,7 @@ def _memory_sentence(models: Sequence[Model], needed: float, usable: float, situ
 
 
 def _passed_sentence(candidate: Candidate, needed: float, usable: float) -> str:
-    return f"{candidate.name} would be the first choice but needs {needed:.3g} GB, more than {usable:.3g} GB."
+    return f"{candidate.name} would come before it but needs {needed:.3g} GB, more than {usable:.3g} GB."
 
 
 # ---------------------------------------------------------------------------------------------------------- the advice

@@ -173,7 +173,7 @@ def test_memory_decides_between_a_reference_copy_none_and_adapters() -> None:
     small = recommend(Situation(int(1e9), "verifiable", 2))
     assert not small.fits and "up to 377M parameters" in " ".join(small.reasons)
     passed = " ".join(recommend(Situation(int(1e9), "verifiable", 22)).reasons)
-    assert "grpo would be the first choice but needs 20 GB, more than 17.6 GB" in passed
+    assert "grpo would come before it but needs 20 GB, more than 17.6 GB" in passed
 
 
 def test_the_situation_decides_the_family() -> None:
