@@ -1,0 +1,120 @@
+"""Mining pairs from rollouts."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.data.mine_pairs import mine_pairs, write_pairs
+from hone.errors import DataError
+
+
+def record(uid, text, score, **more):
+    ids = [ord(c) for c in text]
+    return {
+        "uid": uid, "data_source": "exact", "messages": [{"role": "user", "content": uid}], "text": text, "score": score,
+        "error": None, "stop_reason": "stop", "prompt_ids": [ord(c) for c in uid], "response_ids": ids,
+        "response_mask": [1] * len(ids), **more,
+    }  # fmt: skip
+
+
+def run_of(folder: Path, *steps) -> Path:
+    (folder / "rollouts").mkdir(parents=True)
+    for number, records in enumerate(steps, 1):
+        (folder / "rollouts" / f"step_{number}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder
+
+
+def found(pairs):
+    return sorted((p["uid"], p["chosen"][0]["content"], p["rejected"][0]["content"], p["margin"]) for p in pairs)
+
+
+def test_best_with_worst_then_the_next(tmp_path):
+    answers = [record("a", t, s) for t, s in [("w", 0.0), ("b", 1.0), ("m", 0.5), ("n", 0.4), ("k", 0.45)]]
+    run = run_of(tmp_path / "run", answers[:2], answers[2:])
+    assert found(mine_pairs(run, val_share=0).train) == [("a", "b", "w", 1.0), ("a", "m", "n", pytest.approx(0.1))]
+    assert found(mine_pairs(run, val_share=0, per_prompt=1).train) == [("a", "b", "w", 1.0)]
+    assert found(mine_pairs(run, val_share=0, margin=0.5).train) == [("a", "b", "w", 1.0)]
+    with pytest.raises(
+        DataError, match="no prompt has two answers whose scores differ by 2 or more.*5 answers to 1 prompts"
+    ):
+        mine_pairs(run, val_share=0, margin=2)
+
+
+def test_what_cannot_stand_in_a_pair(tmp_path):
+    run = run_of(
+        tmp_path / "run",
+        [
+            record("a", "good", 1.0), record("a", "bad", 0.0), record("a", "bad", 0.0),
+            record("a", "long", -1.0, stop_reason="length"), record("a", "broken", -2.0, error="timeout"),
+            record("a", "tool", 3.0, response_mask=[1, 0, 0, 1]),
+        ],
+    )  # fmt: skip
+    mined = mine_pairs(run, val_share=0)
+    assert found(mined.train) == [("a", "good", "bad", 1.0)]
+    assert dict(mined.left_out) == {"cut off": 1, "not scored": 1, "holds text that the model did not write": 1}
+    (pair, *rest) = mine_pairs(run, val_share=0, form="tokens").train
+    assert bytes(pair["rejected"]).decode() == "long" and bytes(pair["prompt"]).decode() == "a" and not rest
+
+
+def test_tokens_where_prompts_are_no_messages(tmp_path):
+    run = run_of(tmp_path / "run", [record("a", "x", 1.0, messages=None), record("a", "y", 0.0, messages=None)])
+    assert mine_pairs(run, val_share=0).train[0]["chosen"] == [ord("x")]
+    with pytest.raises(DataError, match="its prompt is not messages"):
+        mine_pairs(run, val_share=0, form="messages")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 20), st.floats(0.01, 0.99), st.integers(0, 9))
+def test_prompts_not_pairs_are_divided(tmp_path_factory, prompts, share, seed):
+    rows = [
+        record(f"p{n}", text, score) for n in range(prompts) for text, score in (("x", 1.0), ("y", 0.0), ("z", 0.5))
+    ]
+    # the same question under two names must not stand on both sides
+    rows += [{**record("twin", t, s), "prompt_ids": [ord(c) for c in "p0"]} for t, s in (("x", 1.0), ("y", 0.0))]
+    run = run_of(tmp_path_factory.mktemp("mined") / "run", rows)
+    mined, again = (mine_pairs(run, val_share=share, seed=seed) for _ in range(2))
+    assert (mined.train, mined.val) == (again.train, again.val)
+    sides = [{p["uid"] for p in pairs} for pairs in (mined.train, mined.val)]
+    assert mined.val and not sides[0] & sides[1] and len(sides[0] | sides[1]) == prompts + 1
+    assert ("p0" in sides[0]) == ("twin" in sides[0])
+    assert len({u for u in sides[1] if u != "twin"} | ({"p0"} & sides[1])) == max(1, round(share * prompts))
+
+
+def test_files(tmp_path):
+    rows = [record(u, t, s) for u in "abcd" for t, s in (("x", 1.0), ("y", 0.0))]
+    run = run_of(tmp_path / "run", rows)
+    paths = write_pairs(mine_pairs(run, val_share=0.25), tmp_path / "out")
+    tables = [pq.read_table(path).to_pylist() for path in paths]
+    assert [path.name for path in paths] == ["train.parquet", "val.parquet"] and [len(t) for t in tables] == [3, 1]
+    assert tables[0][0]["chosen"] == [{"role": "assistant", "content": "x"}] and tables[0][0]["score_chosen"] == 1.0
+    assert write_pairs(mine_pairs(run, val_share=0), tmp_path / "out") == paths[:1]
+    assert not paths[1].exists(), "held-out pairs of an earlier division would be training pairs now"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write"):
+        write_pairs(mine_pairs(run), tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"val_share": 1.0}, "--val-share 1.0"), ({"margin": -1}, "--margin -1"), ({"per_prompt": 0}, "--per-prompt 0"),
+        ({"form": "mesages"}, "Did you mean messages"), ({"val_share": 0.5}, "only one prompt gives pairs"),
+    ],
+)  # fmt: skip
+def test_mistakes(tmp_path, options, message):
+    run = run_of(tmp_path / "run", [record("a", "x", 1.0), record("a", "y", 0.0)])
+    with pytest.raises(DataError, match=message):
+        mine_pairs(run, **options)
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    with pytest.raises(DataError, match="has no rollouts"):
+        mine_pairs(tmp_path)
+    run = run_of(tmp_path / "run", [record("a", "x", 1.0)])
+    (run / "rollouts" / "step_1.jsonl").write_text("{}\n{")
+    with pytest.raises(DataError, match="step_1.jsonl, line 2"):
+        mine_pairs(run)

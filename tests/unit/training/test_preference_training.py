@@ -1,0 +1,300 @@
+"""Preference training: pairs stay together, no split changes a gradient, every way to the reference gives the same numbers,
+and a reward model's score is that of transformers.
+"""
+
+import copy
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models import VOCABULARY, tiny_model
+from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
+
+from hone.algorithms import preference_losses
+from hone.config.feedback import OnlinePreferenceConfig
+from hone.config.preference import PreferenceConfig
+from hone.config.tree import ModelConfig, OptimConfig
+from hone.data.batch import Batch
+from hone.data.preferences import Preference, preference_batch
+from hone.data.ragged import Ragged
+from hone.data.responses import Response
+from hone.errors import ModelError
+from hone.generation.attention import use_hone_attention
+from hone.insight.invariants import RATIO_MAX
+from hone.training.engine import TrainEngine
+from hone.training.heads import PolicyHead
+from hone.training.model import load_reward_model
+from hone.training.packing import plan_micro_batches
+from hone.training.preferences import Reference, kl_estimate, measure, online_objective, own_pairs, preference_objective
+from hone.training.reward_model import ScoreHead, bradley_terry_objective, response_scores
+
+CPU = torch.device("cpu")
+NAMES = ["dpo", "ipo", "hinge", "robust", "sppo", "orpo", "simpo", "cpo", "kto"]
+
+
+def preferences(pairs: int, seed: int, longest: int = 9) -> Batch:
+    """Random pairs with holes in their masks; every other pair's sides begin after different prompts."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def ids(low: int = 1) -> list[int]:
+        length = int(torch.randint(low, longest, (1,), generator=draw))
+        return torch.randint(0, VOCABULARY, (length,), generator=draw).tolist()
+
+    def response(prompt: list[int]) -> Response:
+        tokens = ids()
+        mask = (torch.rand(len(tokens), generator=draw) < 0.8).long().tolist()
+        return Response(prompt, tokens, [1, *mask[1:]])
+
+    rows = []
+    for number in range(pairs):
+        prompt = ids()
+        other = prompt if number % 2 else ids()
+        rows.append(Preference([(True, response(prompt)), (False, response(other))], 0.1 * number, str(number)))
+    return preference_batch(rows)
+
+
+def engine_of(model=None, head=None, **settings) -> TrainEngine:
+    return TrainEngine(model or tiny_model(), head or PolicyHead(), optim=OptimConfig(lr=1e-2), device=CPU, **settings)
+
+
+def with_reference(batch: Batch, needs) -> Batch:
+    if "reference" in needs:
+        batch = batch.with_columns(ref_log_probs=engine_of(tiny_model(seed=1)).infer_batch(batch)["log_probs"])
+    if "kl" in needs:
+        batch.meta["kl"] = 0.3
+    return batch
+
+
+def gradient(engine: TrainEngine, batch: Batch, objective) -> tuple[torch.Tensor, dict[str, float]]:
+    """Flattened gradient and weighted means of the statistics of one mini-batch, without the update."""
+    kept = {}
+
+    def keep(step, statistics):
+        kept["grad"] = torch.cat([p.grad.flatten() for p in engine.model.parameters() if p.grad is not None])
+        for name in {name for seen in statistics for name in seen}:
+            pairs = [seen[name] for seen in statistics if name in seen]
+            kept[name] = sum(float(v) * w for v, w in pairs) / max(sum(w for _, w in pairs), 1e-9)
+
+    engine._apply = keep  # type: ignore[method-assign]
+    engine.train_batch(batch, objective, step=0)
+    return kept.pop("grad"), kept
+
+
+@given(st.integers(1, 8), st.integers(0, 99), st.integers(1, 60), st.none() | st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_the_sides_of_a_pair_share_a_micro_batch(pairs, seed, budget, rows):
+    batch = preferences(pairs, seed)
+    lengths = batch.ragged("response_ids").lengths
+    plan = plan_micro_batches(batch.ragged("prompt_ids"), lengths, budget, rows, batch.tensor("unit"))
+    assert sorted(row for micro in plan for row in micro) == list(range(2 * pairs))
+    for micro in plan:
+        units = batch.tensor("unit")[micro].tolist()
+        assert units[0::2] == units[1::2], "chosen and rejected stand beside each other"
+        assert len(micro) == 2 or rows is None or len(micro) <= rows
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 1000), budget=st.integers(8, 120))
+def test_no_split_changes_gradient_or_metrics(name, seed, budget):
+    loss = preference_losses.get(name)
+    batch = with_reference(preferences(5, seed), loss.needs)
+    objective = preference_objective(loss, {})
+    whole, numbers = gradient(engine_of(max_tokens=10**6), batch, objective)
+    split, others = gradient(engine_of(max_tokens=budget), batch, objective)
+    torch.testing.assert_close(split, whole, atol=2e-6 * max(1.0, float(whole.norm())), rtol=0)
+    for key, value in numbers.items():
+        assert others[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+    value, metrics, _ = measure(loss, engine_of().infer_batch(batch)["log_probs"], batch, {})
+    assert numbers["train/loss"] == pytest.approx(float(value), rel=1e-4)
+    assert {k: pytest.approx(float(v), rel=1e-4, abs=1e-5) for k, v in metrics.items()} == {
+        k: v for k, v in numbers.items() if k != "train/loss"
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_update_raises_the_margin(name):
+    loss = preference_losses.get(name)
+    batch = with_reference(preferences(6, seed=3), loss.needs)
+    engine = engine_of()
+    engine.optim_config.lr = 1e-3
+
+    def margin() -> float:
+        return float(measure(loss, engine.infer_batch(batch)["log_probs"], batch, {})[1]["rewards/margins"])
+
+    before = margin()
+    for step in range(8):
+        engine.train_batch(batch, preference_objective(loss, {}), step=step)
+    assert margin() > before
+
+
+def test_kto_of_pairs_reports_their_accuracy():
+    loss, batch = preference_losses.get("kto"), preferences(4, seed=5)
+    batch = with_reference(batch, loss.needs)
+    log_probs = engine_of().infer_batch(batch)["log_probs"]
+    _, metrics, _ = measure(loss, log_probs, batch, {"beta": 0.2})
+    _, paired, _ = measure(preference_losses.get("dpo"), log_probs, batch, {"beta": 0.2})
+    for name in ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"):
+        torch.testing.assert_close(metrics[name], paired[name])
+    alone = batch.reorder([0, 2, 5]).with_columns(unit=torch.arange(3))
+    assert "rewards/margins" not in measure(loss, log_probs.select([0, 2, 5]), alone, {})[1]
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+def policy(config: PreferenceConfig) -> TrainEngine:
+    from hone.training.model import load_policy
+
+    return TrainEngine(
+        load_policy(config.model, device=CPU, seed=1), PolicyHead(), optim=OptimConfig(lr=1e-2), device=CPU
+    )
+
+
+def settings_of(directory, mode: str, lora: int = 0) -> PreferenceConfig:
+    config = PreferenceConfig()
+    config.model.path, config.model.lora_rank, config.ref.mode = str(directory), lora, mode
+    return config
+
+
+def test_every_way_to_the_reference_gives_the_same_and_stays(directory):
+    batch, loss = preferences(5, seed=7), preference_losses.get("dpo")
+    expected = policy(settings_of(directory, "copy")).infer_batch(batch)["log_probs"].values
+    for mode, lora in (("copy", 0), ("copy", 4), ("adapter_off", 4), ("auto", 4), ("auto", 0)):
+        config = settings_of(directory, mode, lora)
+        engine = policy(config)
+        reference = Reference(config, engine)
+        assert reference.shared == (lora > 0 and mode != "copy")
+        known = batch.with_columns(ref_log_probs=reference.log_probs(batch))
+        torch.testing.assert_close(known.ragged("ref_log_probs").values, expected, atol=1e-6, rtol=0)
+        for step in range(2):
+            engine.train_batch(known, preference_objective(loss, {}), step=step)
+        assert not torch.allclose(engine.infer_batch(batch)["log_probs"].values, expected, atol=1e-3)
+        torch.testing.assert_close(reference.log_probs(batch).values, expected, atol=1e-6, rtol=0)
+
+
+def test_another_reference_and_its_budget(directory, tmp_path):
+    tiny_model(seed=9).save_pretrained(tmp_path / "other")
+    config = settings_of(directory, "auto", lora=4)
+    config.ref.model_path, config.ref.log_prob_max_token_len_per_gpu = str(tmp_path / "other"), 20
+    reference = Reference(config, policy(config))
+    batch = preferences(4, seed=8)
+    other = engine_of(tiny_model(seed=9)).infer_batch(batch)["log_probs"].values
+    torch.testing.assert_close(reference.log_probs(batch).values, other, atol=1e-6, rtol=0)
+
+
+def test_the_kl_estimate_scores_responses_behind_other_prompts(directory):
+    config = settings_of(directory, "copy")
+    config.ref.model_path = str(directory)
+    engine = policy(config)
+    reference = Reference(config, engine)
+    batch = preferences(3, seed=2)
+    assert kl_estimate(engine, reference, batch) == 0.0
+    objective = preference_objective(preference_losses.get("orpo"), {})
+    for step in range(3):
+        engine.train_batch(batch, objective, step=step)
+    prompts, responses = batch.ragged("prompt_ids").to_lists(), batch.ragged("response_ids").to_lists()
+    masks = batch.ragged("response_mask").to_lists()
+    total = 0.0
+    for row in range(6):
+        other = (row - 2) % 6
+        alone = Batch(
+            {"prompt_ids": Ragged.from_rows([prompts[row]]), "response_ids": Ragged.from_rows([responses[other]])}
+        )
+        gap = engine.infer_batch(alone)["log_probs"].values - reference.log_probs(alone).values
+        total += float((gap * torch.tensor(masks[other])).sum())
+    assert kl_estimate(engine, reference, batch) == pytest.approx(max(0.0, total / 6), abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ online pairs
+
+
+def test_own_pairs_and_their_objective():
+    rows = [("a", 0.1), ("a", 0.9), ("b", 0.5), ("a", 0.5), ("b", 0.5), ("c", 0.0), ("c", 0.2)]
+    base = preferences(4, seed=1).reorder(range(7))
+    batch = Batch({name: base[name] for name in ("prompt_ids", "response_ids", "response_mask")})
+    batch = batch.with_columns(uid=[u for u, _ in rows], reward=torch.tensor([r for _, r in rows]))
+    pairs = own_pairs(batch, 0.0)
+    assert pairs.objects("uid") == ["a", "a", "c", "c"] and pairs.tensor("unit").tolist() == [0, 0, 1, 1]
+    assert pairs.tensor("reward").tolist() == pytest.approx([0.9, 0.1, 0.2, 0.0])
+    assert pairs.tensor("label").tolist() == [True, False, True, False]
+    assert len(own_pairs(batch, 0.5)) == 2 and len(own_pairs(batch, 1.0)) == 0
+
+    engine = engine_of(max_tokens=30)
+    log_probs = engine.infer_batch(pairs)["log_probs"]
+    pairs = pairs.with_columns(old_log_probs=log_probs, ref_log_probs=log_probs)
+    _, numbers = gradient(engine, pairs, online_objective(OnlinePreferenceConfig(loss_mode="dpo", beta=0.3)))
+    assert numbers["actor/pg_loss"] == pytest.approx(0.6931, abs=1e-4) and numbers["rewards/accuracies"] == 0.5
+    assert numbers[RATIO_MAX] < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------ reward model
+
+
+def scalar_model(seed: int = 0) -> torch.nn.Module:
+    config = copy.deepcopy(tiny_model().config)
+    config.num_labels = 1
+    torch.manual_seed(seed)
+    model = Qwen3ForSequenceClassification(config)
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    return model
+
+
+def test_scores_are_those_of_transformers():
+    batch, model = preferences(5, seed=4), scalar_model()
+    plain = copy.deepcopy(model).eval()
+    plain.set_attn_implementation("eager")
+    use_hone_attention(model)
+    scores = response_scores(engine_of(model, ScoreHead(), max_tokens=40), batch)
+    for row in range(len(batch)):
+        ids = torch.cat([batch.ragged("prompt_ids").row(row), batch.ragged("response_ids").row(row)])
+        with torch.no_grad():
+            assert float(scores[row]) == pytest.approx(float(plain(input_ids=ids[None]).logits), abs=1e-5)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 1000), budget=st.integers(8, 120))
+def test_bradley_terry_does_not_depend_on_the_split(seed, budget):
+    batch, model = preferences(5, seed), scalar_model()
+    use_hone_attention(model)
+    objective = bradley_terry_objective(0.05)
+    whole, numbers = gradient(engine_of(copy.deepcopy(model), ScoreHead(), max_tokens=10**6), batch, objective)
+    split, others = gradient(engine_of(copy.deepcopy(model), ScoreHead(), max_tokens=budget), batch, objective)
+    torch.testing.assert_close(split, whole, atol=2e-6 * max(1.0, float(whole.norm())), rtol=0)
+    assert others == {key: pytest.approx(value, rel=1e-4, abs=1e-5) for key, value in numbers.items()}
+
+
+def test_loading_a_reward_model(directory, tmp_path):
+    fresh = load_reward_model(ModelConfig(path=str(directory)), device=CPU)
+    assert not fresh.score.weight.any() and fresh.score.weight.requires_grad
+    batch = preferences(3, seed=6)
+    engine = engine_of(fresh, ScoreHead())
+    assert not response_scores(engine, batch).any()
+    for step in range(3):
+        engine.train_batch(batch, bradley_terry_objective(0.0), step=step)
+    engine.save(tmp_path / "rm", tmp_path / "optimizer.safetensors")
+    scores = response_scores(engine, batch)
+    again = load_reward_model(ModelConfig(path=str(tmp_path / "rm")), device=CPU, trainable=False)
+    assert not any(p.requires_grad for p in again.parameters())
+    assert torch.equal(response_scores(engine_of_frozen(again), batch), scores)
+    elsewhere = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32).eval()
+    ids = torch.cat([batch.ragged("prompt_ids").row(0), batch.ragged("response_ids").row(0)])
+    assert float(elsewhere(input_ids=ids[None]).logits.detach()) == pytest.approx(float(scores[0]), abs=1e-5)
+    saved = json.loads((tmp_path / "rm/config.json").read_text())
+    saved |= {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
+    (tmp_path / "rm/config.json").write_text(json.dumps(saved))
+    with pytest.raises(ModelError, match="classifier with 2 labels"):
+        load_reward_model(ModelConfig(path=str(tmp_path / "rm")), device=CPU)
+
+
+def engine_of_frozen(model) -> TrainEngine:
+    return TrainEngine(model, ScoreHead(), device=CPU)
