@@ -17,10 +17,13 @@ COMMON = (
     *("trainer.val_before_train=false", "trainer.save_freq=0", "trainer.rollout_dump_freq=0"),
     *(f"{ACTOR}.optim.lr=2e-3", "trainer.total_training_steps=15"),
 )
-QUARTERS = (f"{ACTOR}.ppo_mini_batch_size=3", f"{ACTOR}.optim.lr=1e-3")  # several updates a step, as the method means it
+QUARTERS = (
+    f"{ACTOR}.ppo_mini_batch_size=3",
+    f"{ACTOR}.optim.lr=1e-3",
+)  # several updates a step, as the method means it
 CHANGES: dict[str, tuple[str, ...]] = {
     "ppo": (f"{ACTOR}.ppo_mini_batch_size=6", "critic.optim.lr=3e-3"),
-    "grpo_lora": (f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.optim.lr=5e-3"),
+    "grpo_lora": ("trainer.total_training_steps=25",),
     "dapo": (*QUARTERS, "reward.overlong_buffer.len=2"),
     "reinforce_plus_plus": QUARTERS,
     "reinforce_plus_plus_baseline": QUARTERS,
@@ -32,7 +35,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "kl_cov": QUARTERS,
     "decoupled_tis": QUARTERS,
 }
-"""What a preset needs to be told beyond the common budget: its updates a step, a rate for adapters or critic."""
+"""What a preset needs to be told beyond the common budget: its updates a step, a rate for the critic."""
 EXTRA = {
     "dapo": ("training/filter_groups/tried_groups", "reward/overlong/mean"),
     "remax": ("critic/greedy_baseline/mean",),
