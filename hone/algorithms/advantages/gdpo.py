@@ -19,7 +19,7 @@ from hone.errors import ConfigError, did_you_mean
     "gdpo",
     needs=["groups", "reward_components"],
     formula="A = sum_k w_k (s_k - mean of the group) / (std of the group + epsilon), whitened over the batch",
-    paper="Liu et al. 2026 (GDPO), arXiv:2601.05242, eq. 4 to 6",
+    paper="Liu et al. 2026 (GDPO), arXiv:2601.05242, decoupled and batch-wise normalisation",
     group_of_one="no baseline: each component is the score itself (divided by 1 + epsilon when normalising)",
 )
 def gdpo(

@@ -25,7 +25,7 @@ Ids = Sequence[Any] | Tensor
     uses=["turn_groups"],
     formula="A = A_response + step_advantage_w * A_turn; A_response as in GRPO, A_turn = (R - mean) / (std + epsilon) over "
     "the group's turns from the same state, R = discounted reward to come from the turn",
-    paper="Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 3 to 8",
+    paper="Feng et al. 2025 (GiGPO), arXiv:2505.10978, episode and step relative advantages",
     group_of_one="no baseline: A_response is the score itself; a turn whose state occurs once has A_turn = 0",
     scope="group",
 )

@@ -38,7 +38,7 @@ def normalised(scores: Tensor, groups: Groups, *, by_std: bool, epsilon: float) 
     "grpo_vectorized",
     needs=["groups"],
     formula="A = (s - mean of the group) / (std of the group + epsilon); without norm_adv_by_std_in_grpo A = s - mean",
-    paper="Shao et al. 2024, arXiv:2402.03300, eq. 4; without std: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783",
+    paper="Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); without std: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783",
     group_of_one="no baseline: the advantage is the score itself (divided by 1 + epsilon when normalising)",
     scope="group",
 )
@@ -98,7 +98,7 @@ def grpo_passk(
     "rloo_vectorized",
     needs=["groups"],
     formula="A = s - mean of the other responses = (s - mean of the group) n / (n - 1)",
-    paper="Ahmadian et al. 2024, arXiv:2402.14740, eq. 7; Kool et al. 2019",
+    paper="Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019 (leave-one-out baseline)",
     group_of_one="no baseline: the advantage is the score itself",
     scope="group",
 )
@@ -117,7 +117,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, group_ids: Ids) 
     "opo",
     needs=["groups"],
     formula="A = s - sum(length * s) / sum(length), sums over the group",
-    paper="Hao et al. 2025 (OPO), arXiv:2505.23585, eq. 8",
+    paper="Hao et al. 2025 (OPO), arXiv:2505.23585, the optimal baseline weighted by length",
     group_of_one="no baseline: the advantage is the score itself",
     scope="group",
 )
@@ -137,7 +137,7 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, *, group_ids: Ids) -
     "gpg",
     needs=["groups"],
     formula="A = alpha (s - mean of the group) / f_norm, alpha = responses / responses that count (gpg_count)",
-    paper="Chu et al. 2025 (GPG), arXiv:2504.02546, eq. 5 and 7",
+    paper="Chu et al. 2025 (GPG), arXiv:2504.02546, with its accurate gradient estimation (alpha)",
     group_of_one="no baseline: the advantage is alpha times the score itself",
 )
 def gpg(

@@ -17,7 +17,7 @@ from hone.algorithms.advantages.tokens import sequence_scores, spread, whiten_
 @register_estimator(
     "reinforce_plus_plus",
     formula="A_t = G_t = sum_k gamma^k r_{t+k}, whitened over the batch; returns = G",
-    paper="Hu 2025 (REINFORCE++), arXiv:2501.03262, eq. 6 and 9",
+    paper="Hu 2025 (REINFORCE++), arXiv:2501.03262, global advantage normalisation",
 )
 def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Result:
     """The discounted reward to come, against the mean of the whole batch; no critic and no groups.
@@ -53,7 +53,7 @@ def reinforce_plus_plus_baseline(
     "remax",
     needs=["greedy_baseline"],
     formula="A_t = sum_{k >= t} r_k - score of the prompt's greedy response; returns = sum_{k >= t} r_k",
-    paper="Li et al. 2023 (ReMax), arXiv:2310.10505, eq. 5",
+    paper="Li et al. 2023 (ReMax), arXiv:2310.10505, algorithm 1",
     scope="sequence",
 )
 def remax(token_level_rewards: Tensor, response_mask: Tensor, *, reward_baselines: Tensor) -> Result:
