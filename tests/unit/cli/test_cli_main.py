@@ -200,8 +200,7 @@ def test_config_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "algorithm.kl_ctrl.horizon" in run(capsys, "config", "explain", "algorithm.kl_ctrl")[1]
     rows = json.loads(run(capsys, "config", "explain", "trainer.seed", "--json")[1])
     assert [(row["command"], row["key"], row["default"]) for row in rows] == [
-        ("train", "trainer.seed", 1),
-        ("sft", "trainer.seed", 1),
+        (command, "trainer.seed", 1) for command in ("train", "sft", "prefer", "reward-model")
     ]
     code, _, err = run(capsys, "config", "explain", "grup_size")
     assert code == 2 and "actor_rollout_ref.rollout.n" in err

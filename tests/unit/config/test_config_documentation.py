@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import RLConfig, SFTConfig, documentation
+from hone.config import TREES, RLConfig, documentation
 from hone.config.docs import config_page
 from hone.config.keys import blocks, field_docs, leaf_values
 from hone.config.suggest import nearest_keys
@@ -15,13 +15,13 @@ from hone.config.tree import TrainerConfig
 PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 
 
-@pytest.mark.parametrize("tree", [RLConfig, SFTConfig])
+@pytest.mark.parametrize("tree", TREES.values())
 def test_every_key_and_block_has_a_docstring(tree: type) -> None:
     assert [key.path for key in documentation(tree) if len(key.doc) < 10] == []
     assert [path for path, doc in blocks(tree).items() if len(doc) < 5] == []
 
 
-@pytest.mark.parametrize("tree", [RLConfig, SFTConfig])
+@pytest.mark.parametrize("tree", TREES.values())
 def test_documentation_lists_every_leaf_with_its_default(tree: type) -> None:
     assert [(key.path, key.default) for key in documentation(tree)] == list(leaf_values(tree()))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config import RLConfig, SFTConfig, documentation, load_config, load_with_provenance, to_yaml
+from hone.config import TREES, RLConfig, SFTConfig, documentation, load_config, load_with_provenance, to_yaml
 from hone.config.check import check_values
 from hone.config.layers import preset_names
 from hone.config.load import PRESET_KINDS
@@ -33,7 +33,7 @@ def problems(error: ConfigError) -> list[Any]:
     return error.problems if isinstance(error, ConfigProblems) else [error]
 
 
-@pytest.mark.parametrize("cls", [RLConfig, SFTConfig])
+@pytest.mark.parametrize("cls", TREES.values())
 def test_without_arguments_the_tree_is_its_defaults(cls: type) -> None:
     expected = cls()
     expected.trainer.default_local_dir = f"runs/hone/{expected.trainer.experiment_name}"
@@ -229,7 +229,7 @@ def test_missing_file_directory_preset(tmp_path: Path) -> None:
     assert "Did you mean typo?" in failure(config_path=tmp_path, config_name="tipo").render()
     assert "no directory" in failure(config_path=tmp_path / "nope").render()
     assert "--config-name typo" in failure(config_path=tmp_path / "typo.yaml").render()
-    assert "Did you mean grpo" in failure(preset="gpro").render()
+    assert "grpo" in failure(preset="gpro").render()
     assert "lora" in failure(preset="grpo", cls=SFTConfig).render()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hone.config import RLConfig, SFTConfig, documentation
+from hone.config import TREES, RLConfig, documentation
 
 PACKAGE = Path(__file__).parents[3] / "hone"
 NOT_READERS = ("config", "preflight", "cli")
@@ -18,6 +18,7 @@ NOT_READERS = ("config", "preflight", "cli")
 WHOLE_BLOCKS = {
     "algorithm.kl_ctrl": "vars(config.algorithm.kl_ctrl)",
     "algorithm.rollout_correction": "vars(config).items()",
+    "loss": "vars(config.loss).items()",
 }
 """Blocks whose keys are handed on together, with the expression that does so."""
 
@@ -79,7 +80,7 @@ def test_keys_have_the_defaults_of_the_options_they_set() -> None:
     assert {key.last: key.default for key in documentation(RLConfig)}["clip_ratio"] == 0.2
 
 
-@pytest.mark.parametrize("tree", [RLConfig, SFTConfig])
+@pytest.mark.parametrize("tree", TREES.values())
 def test_every_key_is_read(tree: type) -> None:
     texts = sources()
     read = attributes_read(texts)

@@ -224,10 +224,10 @@ def code_words(page: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", WRITTEN)
 def test_keys_named_in_the_text_exist(page: str) -> None:
-    from hone.config import RLConfig, SFTConfig, documentation
+    from hone.config import TREES, documentation
     from hone.config.keys import blocks as key_blocks
 
-    trees = (RLConfig, SFTConfig)
+    trees = tuple(TREES.values())
     known = {key.path for tree in trees for key in documentation(tree)} | {
         name for t in trees for name in key_blocks(t)
     }
