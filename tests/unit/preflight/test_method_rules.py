@@ -1,0 +1,189 @@
+"""Rules about methods: unmet needs, options of other methods, corrections that contradict themselves, paths of one's own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.config import RLConfig, load_config
+from hone.config.layers import preset_names
+from hone.preflight import findings
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+
+
+def change(config: RLConfig, changes: dict[str, Any]) -> RLConfig:
+    for path, value in changes.items():
+        *blocks, last = path.split(".")
+        owner: Any = config
+        for block in blocks:
+            owner = getattr(owner, block)
+        assert hasattr(owner, last), path
+        setattr(owner, last, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "stops", "words"),
+    [
+        (
+            {"algorithm.adv_estimator": "optimal_token_baseline", f"{ACTOR}.calculate_sum_pi_squared": False},
+            *("R57", True, ["optimal_token_baseline needs the sums", "calculate_sum_pi_squared=null"]),
+        ),
+        (
+            {"algorithm.adv_estimator": "optimal_token_baseline", f"{CORRECTION}.bypass_mode": True},
+            *("R57", True, ["bypass mode does not compute", "bypass_mode=false"]),
+        ),
+        (
+            {f"{ACTOR}.calculate_sum_pi_squared": True, f"{CORRECTION}.bypass_mode": True},
+            *("R57", True, ["calculate_sum_pi_squared=true asks", "calculate_sum_pi_squared=null"]),
+        ),
+        ({"algorithm.adv_estimator": "gdpo"}, "R57", True, ["none is named", "gdpo_reward_keys=[acc,format]"]),
+        (
+            {
+                "algorithm.adv_estimator": "gdpo",
+                "algorithm.gdpo_reward_keys": ["a", "b"],
+                "algorithm.gdpo_reward_weights": [1.0],
+            },
+            *("R57", True, ["1 weights for 2 reward components (a, b)", "gdpo_reward_weights=[1.0,1.0]"]),
+        ),
+        (
+            {
+                "algorithm.adv_estimator": "gdpo",
+                "algorithm.gdpo_reward_keys": ["a"],
+                "algorithm.use_kl_in_reward": True,
+            },
+            *("R57", True, ["KL penalty in the reward is lost", "use_kl_loss=true"]),
+        ),
+        ({"algorithm.adv_kwargs": {"epsilom": 0.1}}, "R57", True, ["no option 'epsilom'", "epsilon"]),
+        (
+            {f"{ACTOR}.policy_loss.loss_kwargs": {"clip_ratio_hi": 0.1}},
+            "R57",
+            True,
+            ["'clip_ratio_hi'", "clip_ratio_high"],
+        ),
+        ({"algorithm.adv_estimator": "remax", "algorithm.adv_kwargs": {"x": 1}}, "R57", True, ["takes no options"]),
+        (
+            {
+                "algorithm.adv_estimator": "remax",
+                f"{ROLLOUT}.n": 1,
+                "algorithm.filter_groups.enable": True,
+            },
+            *("R19", True, ["rollout.n=1", "a single answer never differs"]),
+        ),
+        ({"algorithm.adv_estimator": "grpo_passk", f"{ROLLOUT}.n": 1}, "R19", True, ["grpo_passk", "rollout.n=8"]),
+        ({"algorithm.filter_groups.metric": "acc"}, "R23", True, ["metric=acc", "filter_groups.enable=true"]),
+        ({"algorithm.pf_ppo.weight_pow": 3.0}, "R23", True, ["weight_pow=3", "use_pf_ppo=true"]),
+        (
+            {
+                "algorithm.use_pf_ppo": True,
+                "algorithm.pf_ppo.reweight_method": "max_min",
+                "algorithm.pf_ppo.weight_pow": 3.0,
+            },
+            *("R23", False, ["reweight_method=max_min", "reweight_method=pow"]),
+        ),
+        ({"reward.overlong_buffer.len": 5}, "R23", True, ["len=5", "overlong_buffer.enable=true"]),
+        ({f"{ACTOR}.tau_pos": 2.0}, "R23", False, ["tau_pos=2", "loss_mode=vanilla has no such option"]),
+        ({f"{ACTOR}.policy_loss.kl_cov_ratio": 0.1}, "R23", False, ["kl_cov_ratio=0.1", "vanilla"]),
+        (
+            {f"{ACTOR}.policy_loss.loss_mode": "gpg", f"{ACTOR}.clip_ratio": 0.3},
+            *("R23", False, ["clip_ratio=0.3", "loss_mode=gpg has no such option"]),
+        ),
+        (
+            {
+                f"{ACTOR}.clip_ratio": 0.3,
+                f"{ACTOR}.clip_ratio_low": 0.1,
+                f"{ACTOR}.clip_ratio_high": 0.1,
+                f"{ACTOR}.ppo_mini_batch_size": 4,
+            },
+            *("R23", False, ["clip_ratio=0.3", "are both set"]),
+        ),
+        ({"algorithm.gdpo_reward_keys": ["acc"]}, "R23", False, ["gdpo_reward_keys=[acc]", "adv_estimator=grpo"]),
+        ({f"{CORRECTION}.rollout_is_threshold": "3.0"}, "R23", True, ["no importance weights", "rollout_is=token"]),
+        ({f"{CORRECTION}.preset": "decoupled_tokens"}, "R26", True, ["Did you mean decoupled_token"]),
+        ({f"{CORRECTION}.loss_type": "reinforce"}, "R26", True, ["bypass_mode is false", "bypass_mode=true"]),
+        ({f"{CORRECTION}.rollout_rs": "seq_mean_k1"}, "R26", True, ["rollout_rs=seq_mean_k1 needs a threshold"]),
+        (
+            {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
+            *("R26", True, ["does nothing in bypass mode", "loss_type=reinforce"]),
+        ),
+        (
+            {f"{CORRECTION}.preset": "bypass_pg_is", f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+            *("R26", True, ["only loss_mode=vanilla can be corrected, not gspo"]),
+        ),
+        ({f"{ACTOR}.policy_loss.loss_mode": "bypass_mode"}, "R26", True, ["bypass_mode is false", "loss_mode=vanilla"]),
+        (
+            {"reward.overlong_buffer.enable": True, "data.max_response_length": 100},
+            *("R29", True, ["len=128 tokens > data.max_response_length=100", "overlong_buffer.len=20"]),
+        ),
+        (
+            {"algorithm.adv_estimator": "nowhere_at_all:f"},
+            "R11",
+            True,
+            ["no module 'nowhere_at_all'", "algorithm.adv_estimator"],
+        ),
+        ({f"{ACTOR}.policy_loss.loss_mode": "json:dump_"}, "R11", True, ["has no 'dump_'", "dump"]),
+        ({"algorithm.adv_estimator": "json:decoder"}, "R11", True, ["'json:decoder' is no advantage estimator"]),
+    ],
+)
+def test_rule_speaks(rl: RLConfig, changes: dict[str, Any], code: str, stops: bool, words: list[str]) -> None:
+    found = list(findings(change(rl, changes)))
+    assert [(f.error.code, f.stops) for f in found] == [(code, stops)], [f.error.render() for f in found]
+    assert found[0].error.fix or code == "R11"
+    for word in words:
+        assert word in found[0].error.render()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.adv_estimator": "optimal_token_baseline"},
+        {f"{ACTOR}.calculate_sum_pi_squared": True},
+        {
+            "algorithm.adv_estimator": "gdpo",
+            "algorithm.gdpo_reward_keys": ["a"],
+            "algorithm.gdpo_reward_weights": [2.0],
+        },
+        {"algorithm.adv_estimator": "remax", f"{ROLLOUT}.n": 1},
+        {"algorithm.adv_kwargs": {"epsilon": 0.1}},
+        {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"},
+        {"algorithm.use_pf_ppo": True, "algorithm.pf_ppo.weight_pow": 3.0},
+        {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_pos": 2.0},
+        {f"{ACTOR}.policy_loss.loss_mode": "m2po", f"{ACTOR}.policy_loss.m2_threshold": 0.1},
+        {f"{CORRECTION}.preset": "decoupled_token_is", f"{CORRECTION}.rollout_is_threshold": "3.0"},
+        {f"{CORRECTION}.preset": "bypass_pg_is", f"{ACTOR}.clip_ratio_c": 4.0},
+        {f"{CORRECTION}.bypass_mode": True, f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+    ],
+)
+def test_rules_are_silent(rl: RLConfig, changes: dict[str, Any]) -> None:
+    assert [found.error.render() for found in findings(change(rl, changes))] == []
+
+
+@pytest.mark.parametrize("preset", preset_names("rl"))
+def test_no_rule_has_anything_to_say_about_a_preset(preset: str, model: Path, data: Path, tmp_path: Path) -> None:
+    """With its own batch sizes, on data that has as many rows."""
+    data.write_text(data.read_text() * 30)
+    overrides = [
+        f"data.train_files={data}",
+        f"actor_rollout_ref.model.path={model}",
+        f"trainer.default_local_dir={tmp_path}/run",
+        "trainer.device=cpu",
+    ]
+    config = load_config(RLConfig, overrides, preset=preset)
+    assert [found.error.render() for found in findings(config)] == []
+
+
+def test_methods_of_ones_own(rl: RLConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    own = "def mine(token_level_rewards, response_mask, *, values, strength=1.0): ...\n"
+    (tmp_path / "own_methods.py").write_text(own)
+    change(rl, {"algorithm.adv_estimator": "own_methods:mine", "algorithm.adv_kwargs": {"strength": 2.0}})
+    assert list(findings(rl)) == []
+    rl.critic.enable = False
+    (found,) = findings(rl)
+    assert found.error.code == "R21" and "own_methods:mine needs values" in found.error.render()
