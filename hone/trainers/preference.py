@@ -60,6 +60,7 @@ class PreferenceTrainer:
             self.learner = PolicyLearner(config, model, device, self.total_steps)
         else:
             self.learner = RewardModelLearner(config, model, device, self.total_steps)
+            self.learner.pad_with(self.tokenizer)
         self.engine = self.learner.engine
         require_fitting(self.learner, self.dataset, "data.train_files")
         if self.validation is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from hone.algorithms import preference_losses
 from hone.config.preference import PreferenceConfig, RewardModelConfig
@@ -13,7 +14,7 @@ from hone.data.preferences import PreferenceDataset, preference_batch
 from hone.errors import DataError
 from hone.training.engine import TrainEngine
 from hone.training.heads import PolicyHead
-from hone.training.model import load_policy, load_reward_model
+from hone.training.model import causal_lm, load_policy, load_reward_model
 from hone.training.preferences import Reference, kl_estimate, measure, preference_objective
 from hone.training.reward_model import ScoreHead, bradley_terry, bradley_terry_objective, response_scores
 
@@ -102,6 +103,14 @@ class RewardModelLearner:
             max_tokens=config.data.max_token_len_per_gpu,
             total_steps=total_steps,
         )
+
+    def pad_with(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the padding token into the model's settings, so that transformers finds the last token of padded rows. Where
+        padding is the end-of-sequence token it would look one token early: then it is left out, and transformers takes
+        one row at a time.
+        """
+        pad = tokenizer.pad_token_id
+        causal_lm(self.engine.model).config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
 
     def read(self, *datasets: PreferenceDataset) -> None:
         """Nothing is needed of the data beforehand."""

@@ -6,10 +6,11 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError
@@ -42,6 +43,12 @@ def base_of_adapter(actor: Path) -> Path | None:
     return Path(json.loads(config.read_text())["base_model_name_or_path"]) if config.is_file() else None
 
 
+def model_class(directory: Path) -> Any:
+    """The class that loads what ``directory`` holds: a reward model keeps its scalar output, all else is a causal model."""
+    kinds = " ".join(json.loads((directory / "config.json").read_text()).get("architectures") or [])
+    return AutoModelForSequenceClassification if "SequenceClassification" in kinds else AutoModelForCausalLM
+
+
 def export(source: Path, out: Path, *, merge: bool = True, dtype: str = "float32") -> Path:
     """Write the model in ``source`` to ``out``.
 
@@ -64,7 +71,8 @@ def export(source: Path, out: Path, *, merge: bool = True, dtype: str = "float32
     if base is not None and not merge:
         shutil.copytree(actor, out, dirs_exist_ok=True)
         return out
-    model = AutoModelForCausalLM.from_pretrained(base or actor, dtype=DTYPES[dtype], local_files_only=True)
+    factory = model_class(base or actor)
+    model = factory.from_pretrained(base or actor, dtype=DTYPES[dtype], local_files_only=True)
     if base is not None:
         model = PeftModel.from_pretrained(model, str(actor)).merge_and_unload()
     model.save_pretrained(out)

@@ -113,7 +113,7 @@ OPTIONS = {
 
 def shortened(words: list[str]) -> list[str]:
     """The words of a `hone` command with less to do: few rows, few tokens, two steps (a few more where steps are named)."""
-    if words[0] in ("train", "sft"):
+    if words[0] in ("train", "sft", "prefer", "reward-model"):
         settings = dict(TRAIN if words[0] == "train" else SFT)
         given = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
         if "trainer.total_training_steps" in given:
