@@ -11,7 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_PRELOAD = ["hone.trainers.rl", "hone.trainers.sft", "hone.trainers.evaluation", "support.launch"]
+_PRELOAD = [
+    "hone.trainers.rl",
+    "hone.trainers.sft",
+    "hone.trainers.preference",
+    "hone.trainers.evaluation",
+    "support.launch",
+]
 
 
 @dataclass

@@ -21,6 +21,8 @@ _FIELDS = (
     ("entropy", ("actor/entropy",), ".2f"),
     ("lr", ("train/lr",), ".1e"),
     ("val loss", ("val/loss",), ".4f"),
+    ("accuracy", ("rewards/accuracies",), ".3f"),
+    ("val accuracy", ("val/rewards/accuracies",), ".3f"),
     ("tokens/s", ("perf/throughput",), ",.0f"),
 )
 """Label, the first of these metrics that is there, format."""
