@@ -44,10 +44,11 @@ def spread_twice(values: Tensor, response_mask: Tensor, dtype: torch.dtype) -> t
 def whiten_(values: Tensor, response_mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     """Scale ``values [B, T]``, which are 0 outside the mask, to mean 0 and variance 1 over it, in place.
 
-    The variance divides by n - 1. A single selected value, and values without spread, become 0.
+    The variance divides by n - 1. A single selected value, and values without spread, become 0: the mean is taken in
+    float64, or its rounding, divided by sqrt(epsilon), would look like an advantage.
     """
     count = token_counts(response_mask).sum().double().clamp(min=1)
-    mean = values.sum(dim=-1).double().sum() / count
+    mean = sequence_scores(values).sum() / count
     values.sub_(mean.to(values.dtype)).mul_(response_mask)
     squares = torch.linalg.vector_norm(values, dim=-1).double().square().sum()
     return values.mul_(torch.rsqrt(squares / (count - 1).clamp(min=1) + epsilon).to(values.dtype))

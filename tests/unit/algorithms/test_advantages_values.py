@@ -161,6 +161,8 @@ def test_whitening_in_place_equals_the_masked_one() -> None:
     mask = torch.rand(300, 7) < 0.5
     values = torch.randn(300, 7) * mask + 3 * mask
     torch.testing.assert_close(whiten_(values.clone(), mask), masked_whiten(values, mask), rtol=1e-5, atol=1e-5)
+    equal = torch.full((300, 7), 2.0608) * mask
+    assert not whiten_(equal, mask).any()
     alone = torch.zeros(2, 2, dtype=torch.bool)
     alone[0, 0] = True
     assert not whiten_(alone * 3.0, alone).any()
