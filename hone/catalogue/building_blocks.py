@@ -164,6 +164,7 @@ def _plain(value: Any) -> str:
 
 # ------------------------------------------------------------------------------------------------------ building blocks
 
+_ONLINE = "actor_rollout_ref.actor.preference_loss"
 _REFERENCE = Cost(frozen=("reference (none with LoRA)",), forward=("reference log-probs",))
 
 BLOCKS: dict[str, Block] = {
@@ -250,8 +251,10 @@ BLOCKS: dict[str, Block] = {
         "-log sigmoid(s_chosen - s_rejected - margin) + centering_coeff (s_chosen + s_rejected)^2",
         "Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1",
         "The loss of a reward model: the score of the chosen response should be above that of the rejected one.",
-        select="hone.algorithms.bradley_terry_loss(chosen_scores, rejected_scores)",
+        select="hone.algorithms.bradley_terry_loss(chosen_scores, rejected_scores), or `hone reward-model`; what it trains "
+        "scores a run with reward.reward_model.enable=true",
         cost=Cost(trained=("reward model",)),
+        keys=tuple(f"reward.reward_model.{key}" for key in ("enable", "path", "combine", "coef")),
         function=algorithms.bradley_terry_loss,
     ),
     "implicit_reward": Block(
@@ -268,8 +271,9 @@ BLOCKS: dict[str, Block] = {
         "of each group the best and the worst response, when they differ by more than the margin",
         "Guo et al. 2024 (online AI feedback), arXiv:2402.04792",
         "Preference pairs from the policy's own samples: what `hone data pairs` mines, and what online DPO learns from.",
-        select="hone.algorithms.best_worst_pairs(scores, group_ids)",
+        select=f"{_ONLINE}.loss_mode=dpo",
         cost=Cost(frozen=("reference (none with LoRA)",), generation="2 responses or more a prompt"),
+        keys=tuple(f"{_ONLINE}.{key}" for key in ("loss_mode", "beta", "margin")),
         function=algorithms.best_worst_pairs,
     ),
 }

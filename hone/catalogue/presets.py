@@ -63,9 +63,10 @@ def methods_of_preset(name: str) -> dict[str, set[str]]:
         if values.get(switch):
             chosen.setdefault(kind, set()).add(str(values.get(key, default)).removesuffix("+"))
     chosen["correction"] = {str(values.get("algorithm.rollout_correction.preset"))}
-    chosen["block"] = {
-        key.partition(".")[2].split(".")[0] for key, value in values.items() if key.endswith(".enable") and value
-    }
+    chosen["block"] = {key.split(".")[-2] for key, value in values.items() if key.endswith(".enable") and value}
+    if values.get("actor_rollout_ref.actor.preference_loss.loss_mode"):
+        chosen["block"].add("online_pairs")
+        del chosen["loss"]
     return chosen
 
 

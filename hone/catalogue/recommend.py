@@ -128,7 +128,7 @@ def recommend(situation: Situation) -> Recommendation:
         )
     reasons += _advice(situation, candidate)
     return Recommendation(
-        candidate.name, _command(candidate), bool(fitting), tuple(models), needed[chosen], usable, reasons
+        candidate.name, _command(candidate, situation), bool(fitting), tuple(models), needed[chosen], usable, reasons
     )
 
 
@@ -257,7 +257,7 @@ def _models(candidate: Candidate, situation: Situation) -> list[Model]:
     if "values" in advantage_estimators.get(values.get("algorithm.adv_estimator", "grpo")).needs:
         models.append(model_memory("critic", size, "trained"))
     kl = values.get("algorithm.use_kl_in_reward") or values.get("actor_rollout_ref.actor.use_kl_loss")
-    if (kl or situation.reward == "model") and not candidate.lora:
+    if kl and not candidate.lora:
         models.append(model_memory("reference", size, "frozen"))
     if situation.reward == "model":
         models.append(model_memory("reward model of the same size", size, "frozen"))
@@ -304,7 +304,9 @@ def _advice(situation: Situation, candidate: Candidate) -> list[str]:
     return advice
 
 
-def _command(candidate: Candidate) -> str:
+def _command(candidate: Candidate, situation: Situation) -> str:
     target = "actor_rollout_ref.model.path" if candidate.command == "train" else "model.path"
     words = [f"hone {candidate.command} --preset {candidate.preset}", *candidate.overrides]
+    if situation.reward == "model":
+        words += ["reward.reward_model.enable=true", "reward.reward_model.path=REWARD_MODEL"]
     return " ".join([*words, f"{target}=MODEL", "data.train_files=DATA"])

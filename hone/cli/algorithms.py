@@ -80,19 +80,17 @@ def recommend_method(
     from hone.catalogue.recommend import REWARDS
     from hone.training.init_model import parse_size
 
-    if model_size is None:
-        model_size = _ask("Parameters of the model (500m, 7b)", "--model-size", str)
-    parameters = parse_size(model_size)
+    size: str = model_size or _ask("Parameters of the model (500m, 7b)", "--model-size", str)
+    parameters = parse_size(size)
     if reward is None:
         for name, words in REWARDS.items():
             typer.echo(f"  {name:<12}{words}", err=True)
-        reward = _ask("Kind of reward", "--reward", str)
-    if memory is None:
-        memory = _ask("Memory of the device in GB", "--memory", float)
+    kind: str = reward or _ask("Kind of reward", "--reward", str)
+    gigabytes: float = _ask("Memory of the device in GB", "--memory", float) if memory is None else memory
     situation = Situation(
         parameters=parameters,
-        reward=reward,
-        memory_gb=memory,
+        reward=kind,
+        memory_gb=gigabytes,
         turns=turns,
         response_length=response_length,
         grouped=not single,
