@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from hone.errors import ModelError
+from hone.generation.cpu_attention import blocked_causal_attention
 
 NAME = "hone"
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
@@ -50,7 +51,14 @@ class Scoring:
 
 
 class Layout(Protocol):
-    """Knows which tokens attend to which."""
+    """Knows which tokens attend to which.
+
+    Attributes:
+        position_ids: ``[batch, length]``, place of each token in its sequence.
+    """
+
+    @property
+    def position_ids(self) -> Tensor: ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention output ``[batch, length, heads, head_dim]`` for ``[batch, heads, length, head_dim]`` inputs."""
@@ -276,6 +284,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
         place = torch.arange(length, device=query.device)
         distance = place[:, None] - place
         seen = (distance >= 0) & (distance < (window or length))
+    if scoring.plain and seen is None and not scoring.dropout and query.device.type == "cpu":
+        return blocked_causal_attention(query, key, value, scoring.scale)
     if scoring.plain:
         return F.scaled_dot_product_attention(
             query,

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from hone.config.tree import OptimConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.generation.products import fast_float32_products
 from hone.training.heads import Head, autocast
+from hone.training.memory import keep_freed_memory
 from hone.training.optimizer import build_optimizer, learning_rate
 from hone.training.packing import pack, plan_micro_batches
 
@@ -97,6 +99,8 @@ class TrainEngine:
         self.max_tokens, self.max_sequences, self.total_steps = max_tokens, max_sequences, total_steps
         self.optimizer = build_optimizer(model, optim) if optim else None
         self._busy = 0.0
+        if device.type == "cpu":
+            keep_freed_memory()
 
     def infer_batch(
         self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None, head: Head | None = None
@@ -192,7 +196,8 @@ class TrainEngine:
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         started = time.perf_counter()
-        yield
+        with fast_float32_products(self.device):
+            yield
         self._busy += time.perf_counter() - started
 
     def _micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch]]:

@@ -53,6 +53,7 @@ class NativeEngine:
         limit = max_cache_tokens or max_num_seqs * max_model_len
         self._scheduler = Scheduler(max_num_seqs=max_num_seqs, max_cache_tokens=limit, max_model_len=max_model_len)
         self._runner = Runner(model, tokenizer, device=device, dtype=dtype, max_cache_tokens=limit)
+        self._entering: list[Job] = []
         self._paused = False
         self._resumed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -145,8 +146,10 @@ class NativeEngine:
                 self._remove_aborted()
                 self._burst()
                 await asyncio.sleep(0)
+            runner.release()
         except BaseException as error:
-            jobs = [*scheduler.waiting, *runner.running]
+            jobs = [*scheduler.waiting, *self._entering, *runner.running]
+            self._entering = []
             scheduler.waiting.clear()
             runner.clear()
             for job in jobs:
@@ -158,9 +161,10 @@ class NativeEngine:
         scheduler, runner = self._scheduler, self._runner
         with runner.computing():
             for _ in range(BURST):
-                entering = scheduler.admit(runner.running)
-                if entering:
-                    runner.enter(entering)
+                self._entering = scheduler.admit(runner.running)
+                if self._entering:
+                    runner.enter(self._entering)
+                self._entering = []
                 if not runner.running:
                     break
                 _deliver(runner.step())

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hone.generation.attention import PackedLayout, Scoring, attention_weights
 from hone.generation.native.cache import KeyValueCache
-from hone.generation.native.products import products
 
 
 class PrefillLayout:
@@ -65,16 +64,16 @@ class DecodeLayout:
         grouped = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
         window = scoring.window if scoring.window is not None and scoring.window < self._longest else None
         if not scoring.plain:
-            scores = products(grouped, past_keys.transpose(1, 2)).view(rows, heads, 1, -1)
+            scores = torch.bmm(grouped, past_keys.transpose(1, 2)).view(rows, heads, 1, -1)
             weights = attention_weights(scores, self._hidden(window)[:, None, None], scoring)
             weights = weights.view(rows * kv_heads, heads // kv_heads, -1)
         else:
             if keys.dtype == torch.float32:
-                scores = products(grouped * scoring.scale, past_keys.transpose(1, 2))
+                scores = torch.bmm(grouped * scoring.scale, past_keys.transpose(1, 2))
             else:  # half-precision kernels are about twice as fast with the keys on the left
                 scores = torch.bmm(past_keys, grouped.transpose(1, 2)).transpose(1, 2).float() * scoring.scale
             weights = scores.add_(self._hidden_bias(window, kv_heads)).softmax(-1)
-        mixed = products(weights.to(past_values.dtype), past_values)
+        mixed = torch.bmm(weights.to(past_values.dtype), past_values)
         return mixed.view(rows, 1, heads, past_values.shape[-1])
 
     def _append(self, slab: Tensor, states: Tensor) -> None:

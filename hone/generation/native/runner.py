@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.data.types import StopReason
 from hone.generation.native.batch import RowState
 from hone.generation.native.cache import KeyValueCache
+from hone.generation.native.forward import FusedForward, ModuleForward
 from hone.generation.native.layouts import DecodeLayout, PrefillLayout
 from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.native.scheduler import Job
@@ -58,7 +59,7 @@ class Runner:
         self.running: list[Job] = []
         self.version = 0
         causal: Any = getattr(model, "get_base_model", lambda: model)()
-        self._causal, self._decoder = causal, causal.get_decoder()
+        self._forward = (FusedForward if FusedForward.fits(causal) else ModuleForward)(causal, bfloat16=self.bfloat16)
         self._vocabulary = causal.get_input_embeddings().num_embeddings
         self._state: RowState | None = None
         self._sampling: RowSampling | None = None
@@ -67,23 +68,18 @@ class Runner:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """The mode in which :meth:`enter` and :meth:`step` run; the model is as before afterwards.
-
-        Autocast keeps the bfloat16 copy of a weight for the length of the block, if the weight requires a gradient; so
-        within the block all do.
-        """
+        """The mode in which :meth:`enter` and :meth:`step` run; the model is as before afterwards."""
         training = self.model.training
-        frozen = [p for p in self.model.parameters() if not p.requires_grad] if self.bfloat16 else []
         self.model.eval()
-        for parameter in frozen:
-            parameter.requires_grad_(True)
         try:
-            with torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
+            with torch.no_grad(), self._forward.computing():
                 yield
         finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
             self.model.train(training)
+
+    def release(self) -> None:
+        """Nothing is being served: give back what only speeds it up."""
+        self._forward.release()
 
     # entering --------------------------------------------------------------------------------------------------------
 
@@ -133,7 +129,7 @@ class Runner:
             lengths = torch.tensor([len(ids) for _, ids in chunk])
             layout = PrefillLayout(self.cache, torch.tensor([row for row, _ in chunk]), lengths)
             ids = torch.tensor([[token for _, ids in chunk for token in ids]], device=self.device)
-            self._decoder(input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False)
+            self._forward.hidden(ids, layout)
             self.stats["prefill_tokens"] += tokens
 
     # one step --------------------------------------------------------------------------------------------------------
@@ -144,11 +140,9 @@ class Runner:
         if state is None or sampling is None:
             return []
         layout = DecodeLayout(self.cache, state.length, self._longest())
-        output = self._causal(
-            input_ids=state.next_token[:, None], position_ids=layout.position_ids, layout=layout, use_cache=False
-        )
+        logits = self._forward.logits(state.next_token[:, None], layout)
         seen = state.seen if sampling.penalises else None
-        drawn = sample(output.logits[:, -1], sampling, state.generated, seen)
+        drawn = sample(logits[:, -1], sampling, state.generated, seen)
         ended = state.record(*drawn)
         self._steps += 1
         self.stats["steps"] += 1

@@ -264,10 +264,17 @@ def test_what_can_never_be_served_is_refused_with_the_fix(make_model, make_engin
     assert engine.describe().stats["steps"] == 0
 
 
-def test_an_error_in_the_model_reaches_every_caller(make_model, make_engine, serve):
+@pytest.mark.parametrize("prompt", [[5, 999], [999, 5]], ids=["in a step", "in prefill"])
+def test_an_error_in_the_model_reaches_every_caller(make_model, make_engine, serve, prompt):
     engine = make_engine(make_model("qwen3"))
+
+    async def within_seconds() -> None:
+        async with asyncio.timeout(20):
+            async for _ in engine.generate([request("fine", [5]), request("beyond the vocabulary", prompt)]):
+                pass
+
     with pytest.raises(IndexError):
-        serve(engine, [request("fine", [5]), request("beyond the vocabulary", [5, 999])])
+        asyncio.run(within_seconds())
     assert len(serve(engine, [request("next", [9])])["next"].token_ids) == 12
 
 

@@ -1,25 +1,52 @@
-"""The small-matrix products against torch's own."""
+"""The choice of the library that multiplies float32 matrices."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hone.generation.native.products import products
+from hone.generation import products
+from hone.generation.products import fast_float32_products, onednn_is_exact
+
+CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_equal_the_batched_product_of_strided_views(threads, dtype):
-    generator = torch.Generator().manual_seed(0)
-    slab = torch.randn(64, 320, 64, generator=generator).to(dtype)
-    queries = torch.randn(64, 2, 64, generator=generator).to(dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        scores = products(queries, slab[:, :300].transpose(1, 2))
-        mixed = products(scores, slab[:, :300])
-    finally:
-        torch.set_num_threads(before)
-    torch.testing.assert_close(scores, torch.bmm(queries, slab[:, :300].transpose(1, 2)))
-    torch.testing.assert_close(mixed, torch.bmm(scores, slab[:, :300]), rtol=1e-4, atol=1e-3)
+def precision() -> str:
+    return torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 64), (7, 256, 300), (300, 704, 256)])
+def test_products_and_their_gradients_have_float32s_errors(shape):
+    rows, inner, columns = shape
+    left = torch.randn(rows, inner, requires_grad=True)
+    right = torch.randn(columns, inner, requires_grad=True)
+    with fast_float32_products(CPU):
+        found = torch.nn.functional.linear(left, right)
+        gradients = torch.autograd.grad(found.square().sum(), (left, right))
+    wide = [x.detach().double().requires_grad_() for x in (left, right)]
+    exact = wide[0] @ wide[1].t()
+    wanted = torch.autograd.grad(exact.square().sum(), wide)
+    for x, y in zip((found, *gradients), (exact, *wanted), strict=True):
+        assert float((x.detach() - y.detach()).norm() / y.detach().norm()) < 1e-5
+
+
+def test_the_setting_is_as_before_also_after_an_error():
+    before = precision()
+    with pytest.raises(RuntimeError), fast_float32_products(CPU):
+        raise RuntimeError
+    assert precision() == before
+
+
+def test_a_processor_that_rounds_keeps_its_own_products(monkeypatch):
+    before = precision()
+    monkeypatch.setattr(products, "onednn_is_exact", lambda: False)
+    with fast_float32_products(CPU):
+        assert precision() == before
+
+
+def test_rounding_is_noticed(monkeypatch):
+    """Were products rounded to bfloat16, the trial would say so."""
+    monkeypatch.setattr(
+        products, "_FLOAT32_ERROR", 1e-9
+    )  # float32 itself fails such a bound, as bfloat16 fails the real one
+    assert not onednn_is_exact.__wrapped__()

@@ -1,0 +1,225 @@
+"""The forward pass of a decoder for generation: of Llama's shape in few operations, of any other shape by its module.
+
+A decode step is a few rows through many small operations, and what it costs is mostly their number. So models whose layers
+are of a known kind are computed here again from their parameters, with the projections that share an input as one product:
+
+    hidden -> rms norm -> [q k v] -> (head norms) -> rotary -> attention -> o -> + hidden
+           -> rms norm -> [gate up] -> act(gate) * up -> down -> + hidden
+
+Every other model (adapters, mixtures of experts, norms or scales of another kind) goes through its own module, the golden
+path; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.models.mistral.modeling_mistral import MistralAttention
+
+from hone.generation.attention import Layout, Scoring
+from hone.generation.products import onednn_packs
+
+LLAMA_SHAPED = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+
+
+class _Linear:
+    """One product for projections that share their input, its weights laid out for the library that multiplies.
+
+    On the CPU float32 weights are packed for oneDNN once, because to do that in every step would cost more than the
+    product itself while few rows are decoded.
+    """
+
+    def __init__(self, modules: list[nn.Linear], dtype: torch.dtype) -> None:
+        weights = [module.weight.detach() for module in modules]
+        biases = [module.bias.detach() for module in modules if module.bias is not None]
+        weight = (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
+        self._dtype, self._bias = dtype, torch.cat(biases).to(dtype) if biases else None
+        self._packed = weight.device.type == "cpu" and dtype == torch.float32 and onednn_packs()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+
+    def __call__(self, states: Tensor) -> Tensor:
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(states, self._weight, self._bias, "none", [], "")
+        return F.linear(states.to(self._dtype), self._weight, self._bias)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    module: Any
+    qkv: _Linear
+    out: _Linear
+    gate_up: _Linear
+    down: _Linear
+    scoring: Scoring
+
+
+class ModuleForward:
+    """Any model, by its own module.
+
+    Args:
+        causal: the model.
+        bfloat16: whether products are computed in bfloat16.
+    """
+
+    def __init__(self, causal: nn.Module, *, bfloat16: bool) -> None:
+        self._causal, self._bfloat16 = causal, bfloat16
+        self._decoder: Any = causal.get_decoder()  # type: ignore[operator]
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """The mode in which it computes.
+
+        Autocast keeps the bfloat16 copy of a weight for the length of the block, if the weight requires a gradient; so
+        within the block all do.
+        """
+        parameters = list(self._causal.parameters())
+        frozen = [p for p in parameters if not p.requires_grad] if self._bfloat16 else []
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            with torch.autocast(parameters[0].device.type, dtype=torch.bfloat16, enabled=self._bfloat16):
+                yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    def release(self) -> None:
+        """There is nothing to give back."""
+
+    def hidden(self, ids: Tensor, layout: Layout) -> Tensor:
+        """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; keys and values go where the layout says."""
+        return self._decoder(
+            input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False
+        ).last_hidden_state
+
+    def logits(self, ids: Tensor, layout: Layout) -> Tensor:
+        """Logits ``[batch, length, V]``."""
+        return self._causal(input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False).logits
+
+
+class FusedForward:
+    """A Llama-shaped model computed from its parameters in few operations.
+
+    It holds the projection weights once more, fused and in the compute dtype, while requests are served. The residual
+    stream and the norms are float32, as under autocast in training.
+
+    Args:
+        causal: the model; :meth:`fits` must hold.
+        bfloat16: whether products are computed in bfloat16.
+    """
+
+    def __init__(self, causal: nn.Module, *, bfloat16: bool) -> None:
+        self._causal, self._dtype = causal, torch.bfloat16 if bfloat16 else torch.float32
+        self._decoder: Any = causal.get_decoder()  # type: ignore[operator]
+        self._stamp: tuple[int, int] | None = None
+        self._layers: list[_Layer] = []
+        self._logits: _Linear | None = None
+
+    @staticmethod
+    def fits(causal: nn.Module) -> bool:
+        """Whether the model is of a known kind, with nothing (adapters, hooks) in place of its parts or between them."""
+        if type(causal) not in LLAMA_SHAPED:
+            return False
+        linears = [causal.get_output_embeddings()]  # type: ignore[operator]
+        for layer in causal.get_decoder().layers:  # type: ignore[operator]
+            linears += [*_attention_projections(layer), layer.self_attn.o_proj, *_mlp_projections(layer)]
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in causal.modules())
+        return not hooked and all(type(module) is nn.Linear for module in linears)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """The mode in which it computes, with the weights as they are now."""
+        self._refresh()
+        yield
+
+    def _refresh(self) -> None:
+        """Take the weights as they are now; nothing is copied when none has changed since the last call."""
+        parameters = list(self._causal.parameters())
+        stamp = sum(p._version for p in parameters), hash(tuple(p.data_ptr() for p in parameters))
+        if stamp == self._stamp:
+            return
+        self._layers = [
+            _Layer(
+                layer,
+                _Linear(_attention_projections(layer), self._dtype),
+                _Linear([layer.self_attn.o_proj], self._dtype),
+                _Linear(_mlp_projections(layer)[:2], self._dtype),
+                _Linear([layer.mlp.down_proj], self._dtype),
+                Scoring(layer.self_attn.scaling, _window(layer.self_attn)),
+            )
+            for layer in self._decoder.layers
+        ]
+        self._logits = _Linear([self._causal.get_output_embeddings()], self._dtype)  # type: ignore[operator]
+        self._stamp = stamp
+
+    def release(self) -> None:
+        """Give the memory of the fused weights back."""
+        self._layers, self._logits, self._stamp = [], None, None
+
+    def hidden(self, ids: Tensor, layout: Layout) -> Tensor:
+        """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; keys and values go where the layout says."""
+        batch, length = ids.shape
+        hidden = self._decoder.embed_tokens(ids)
+        cos, sin = self._decoder.rotary_emb(hidden, layout.position_ids)
+        rotary = cos[:, :, None], _signed(sin)[:, :, None]  # [batch, length, 1, head_dim]
+        for index, layer in enumerate(self._layers):
+            query, key, value = self._heads(layer, _rms_norm(layer.module.input_layernorm, hidden), rotary)
+            mixed = layout.attend(index, query, key, value, layer.scoring)
+            hidden = hidden + layer.out(mixed.reshape(batch, length, -1))
+            both = layer.gate_up(_rms_norm(layer.module.post_attention_layernorm, hidden))
+            gate, up = both.chunk(2, -1)
+            hidden = hidden + layer.down(layer.module.mlp.act_fn(gate).mul_(up))
+        return _rms_norm(self._decoder.norm, hidden)
+
+    def logits(self, ids: Tensor, layout: Layout) -> Tensor:
+        """Logits ``[batch, length, V]``."""
+        assert self._logits is not None
+        return self._logits(self.hidden(ids, layout))
+
+    def _heads(self, layer: _Layer, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[batch, heads, length, head_dim]``, rotated."""
+        attention = layer.module.self_attn
+        joint = layer.qkv(states).unflatten(-1, (-1, attention.head_dim))
+        kv_heads = attention.k_proj.out_features // attention.head_dim
+        query, key, value = joint.split([joint.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
+        if hasattr(attention, "q_norm"):
+            query, key = _rms_norm(attention.q_norm, query.float()), _rms_norm(attention.k_norm, key.float())
+        query, key = (_rotate(states, rotary).to(self._dtype) for states in (query, key))
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def _attention_projections(layer: Any) -> list[nn.Linear]:
+    return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+
+
+def _window(attention: Any) -> int | None:
+    """Qwen's layers know their own window, Mistral's read it from the config, Llama's have none."""
+    if type(attention) is MistralAttention:
+        return attention.config.sliding_window
+    return getattr(attention, "sliding_window", None)
+
+
+def _mlp_projections(layer: Any) -> list[nn.Linear]:
+    return [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+
+
+def _rms_norm(norm: Any, states: Tensor) -> Tensor:
+    return F.rms_norm(states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _signed(sin: Tensor) -> Tensor:
+    """``sin`` with its first half negative, so that a rotation is one roll by half."""
+    half = sin.shape[-1] // 2
+    return torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
+def _rotate(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rotary
+    return (states * cos).addcmul_(states.roll(states.shape[-1] // 2, -1), sin)
