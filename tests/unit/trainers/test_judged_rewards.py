@@ -1,0 +1,138 @@
+"""Rewards of a reward model: what replaces, what is added, what it reads."""
+
+import asyncio
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+from hone.cluster.reward_model import RewardModelWorker
+from hone.config.feedback import RewardModelUseConfig
+from hone.config.tree import RewardConfig, RLConfig
+from hone.data.chat import render_prompt
+from hone.data.tokenizer import load_tokenizer
+from hone.data.train_tokenizer import train_tokenizer
+from hone.data.types import Sample, StopReason, Trajectory
+from hone.errors import ConfigError, RewardError
+from hone.trainers.judged_rewards import JudgedRewards
+
+ASK = [{"role": "user", "content": "copy 12"}]
+
+
+class Judge:
+    """Scores as told."""
+
+    def __init__(self, *scores: float) -> None:
+        self.scores = list(scores)
+
+    def score(self, trajectories):
+        assert len(trajectories) == len(self.scores)
+        return self.scores
+
+
+def answer(text: str, source: str = "digit_sequence", prompt=(1, 2), ids=(3,), messages=ASK) -> Trajectory:
+    sample = Sample("u", list(prompt), messages, source, ground_truth="12")
+    zeros = [0.0] * len(ids)
+    return Trajectory("u", 0, list(prompt), list(ids), [1] * len(ids), zeros, zeros, text, StopReason.STOP, sample)
+
+
+def rewards_of(*scores: float, **settings) -> JudgedRewards:
+    return JudgedRewards(RewardConfig(reward_model=RewardModelUseConfig(True, "x", **settings)), Judge(*scores))  # type: ignore[arg-type]
+
+
+def test_the_model_replaces_the_rule_which_is_still_seen():
+    rewards = rewards_of(0.3, -2.0, coef=2.0)
+    rewards.check({"digit_sequence": 2})
+    first, second = asyncio.run(rewards.score([answer("12"), answer("1")]))
+    assert (first.total, second.total) == (0.6, -4.0)
+    assert first.terms == {"rm": 0.3, "rule": 1.0, "acc": 1.0} and second.terms["rule"] == 0.5
+
+
+def test_the_two_are_added():
+    rewards = rewards_of(0.25, combine="add", coef=2.0)
+    rewards.check({"digit_sequence": 1})
+    (score,) = asyncio.run(rewards.score([answer("12")]))
+    assert score.total == 1.5 and score.terms["rm"] == 0.25
+
+
+def test_a_data_source_without_a_scorer():
+    alone = rewards_of(0.7)
+    alone.check({"chat": 3, "digit_sequence": 1})
+    (score,) = asyncio.run(alone.score([answer("hello", "chat")]))
+    assert score.total == 0.7 and score.terms == {"rm": 0.7}
+    with pytest.raises(RewardError, match="no reward for data_source 'chat'"):
+        rewards_of(0.7, combine="add").check({"chat": 3})
+
+
+def test_a_score_that_is_no_number_ends_the_run():
+    with pytest.raises(RewardError, match="gives nan to row u"):
+        asyncio.run(rewards_of(math.nan).score([answer("12")]))
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    """Reward models of random weights: with the policy's tokenizer, and with one of its own."""
+    root = tmp_path_factory.mktemp("judges")
+    made = []
+    for number, texts in enumerate((["copy 12", "hello there"], ["another vocabulary", "copy words"])):
+        directory = root / f"judge{number}"
+        rows = [{"messages": [{"role": "user", "content": text}]} for text in texts * 4]
+        (root / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        tokenizer = train_tokenizer([root / "texts.jsonl"], directory, vocab_size=290)
+        torch.manual_seed(number)
+        config = Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, max_position_embeddings=128, num_labels=1,
+        )  # fmt: skip
+        model = Qwen3ForSequenceClassification(config)
+        torch.nn.init.normal_(model.score.weight, std=1.0)
+        model.save_pretrained(directory)
+        made.append(directory)
+    return made[0], made[1]
+
+
+def worker(path: Path | None, tokenizer) -> RewardModelWorker:
+    config = RLConfig()
+    config.reward.reward_model = RewardModelUseConfig(True, None if path is None else str(path))
+    return RewardModelWorker(config, tokenizer, device=torch.device("cpu"))
+
+
+def by_transformers(directory: Path, ids: list[int]) -> float:
+    model = Qwen3ForSequenceClassification.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return float(model.eval()(input_ids=torch.tensor([ids])).logits)
+
+
+def test_it_reads_the_tokens_sampled_where_vocabularies_agree(models):
+    tokenizer = load_tokenizer(str(models[0]))
+    judge = worker(models[0], tokenizer)
+    assert judge.same_tokens
+    prompt = render_prompt(tokenizer, ASK)
+    odd = [tokenizer.convert_tokens_to_ids("1"), tokenizer.convert_tokens_to_ids("2")]  # not ended, as sampled
+    scores = judge.score([answer("12", prompt=prompt, ids=odd), answer("1", prompt=prompt, ids=odd[:1])])
+    assert scores == pytest.approx([by_transformers(models[0], prompt + odd[:n]) for n in (2, 1)], abs=1e-5)
+
+
+def test_it_renders_in_its_own_template_where_they_do_not(models):
+    policy, own = (load_tokenizer(str(path)) for path in models)
+    judge = worker(models[1], policy)
+    assert not judge.same_tokens
+    (score,) = judge.score([answer("12", prompt=render_prompt(policy, ASK), ids=[5])])
+    whole = own.apply_chat_template([*ASK, {"role": "assistant", "content": "12"}], tokenize=False)
+    ids = own(whole.rstrip("\n"), add_special_tokens=False)["input_ids"]
+    assert score == pytest.approx(by_transformers(models[1], ids), abs=1e-5)
+    text = policy("copy 12 ")["input_ids"]
+    (score,) = judge.score([answer("12", prompt=text, messages=None)])
+    ids = own("copy 12 ")["input_ids"] + own("12")["input_ids"] + [own.eos_token_id]
+    assert score == pytest.approx(by_transformers(models[1], ids), abs=1e-5)
+
+
+def test_a_path_is_needed(models):
+    with pytest.raises(ConfigError, match="no model is named"):
+        worker(None, load_tokenizer(str(models[0])))
