@@ -4,9 +4,10 @@ Everything here is derived from the registries of :mod:`hone.algorithms`, the co
 method that is registered appears by itself in ``hone algorithms`` and in ``docs/algorithms``.
 """
 
+from hone.catalogue.candidates import Situation
 from hone.catalogue.methods import find, methods
 from hone.catalogue.pages import algorithm_pages
-from hone.catalogue.recommend import Recommendation, Situation, recommend
+from hone.catalogue.recommend import Recommendation, recommend
 from hone.catalogue.records import KINDS, Cost, Knob, Method, Need
 
 __all__ = [

@@ -192,6 +192,7 @@ BLOCKS: dict[str, Block] = {
         "The KL divergence of whole next-token distributions instead of an estimate from the sampled token. A function for "
         "analysis and for losses of one's own; RL steps estimate.",
         select="hone.algorithms.full_kl(log_probs, ref_log_probs)",
+        aliases=("full",),
         cost=_REFERENCE,
         function=algorithms.full_kl,
     ),

@@ -50,11 +50,12 @@ def _read(path: Path) -> str:
 
 
 def _page(path: Path, found: Sequence[Method]) -> str:
+    up = f"[All methods]({_INDEX}) | `hone algorithms show {path.stem}`\n\n"
     if path.name == "rollout_correction.md":
-        return splice(_read(path), "# Rollout correction\n", _corrections(found))
+        return splice(_read(path), "# Rollout correction\n", up + _corrections(found))
     titles = len(found) > 1
     sections = [(f"## As {_article(KINDS[method.kind])}\n\n" if titles else "") + _facts(method) for method in found]
-    return splice(_read(path), f"# {found[0].name}\n", "\n\n".join(sections))
+    return splice(_read(path), f"# {found[0].name}\n", up + "\n\n".join(sections))
 
 
 # --------------------------------------------------------------------------------------------------------- one method

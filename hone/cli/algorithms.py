@@ -77,7 +77,7 @@ def recommend_method(
 ) -> None:
     """Recommend a method and explain the choice; asks for what is not given as an option."""
     from hone.catalogue import Situation, recommend
-    from hone.catalogue.recommend import REWARDS
+    from hone.catalogue.candidates import REWARDS
     from hone.training.init_model import parse_size
 
     size: str = model_size or _ask("Parameters of the model (500m, 7b)", "--model-size", str)
