@@ -115,6 +115,8 @@ def shortened(words: list[str]) -> list[str]:
     """The words of a `hone` command with less to do: few rows, few tokens, two steps (a few more where steps are named)."""
     if words[0] in ("train", "sft", "prefer", "reward-model"):
         settings = dict(TRAIN if words[0] == "train" else SFT)
+        if words[0] in ("prefer", "reward-model"):
+            settings["data.train_batch_size"] = "2"  # the pairs of a shortened run
         given = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
         if "trainer.total_training_steps" in given:
             settings["trainer.total_training_steps"] = str(2 + int(given["trainer.total_training_steps"]) // 200)
