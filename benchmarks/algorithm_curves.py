@@ -7,7 +7,8 @@ updates a step as the preset makes. The curve is the mean reward of one sampled 
 measured the same way for all: what a method filters, shapes or penalises in training is not in it.
 
 One process a run with one thread, `--jobs` of them at a time. Runs already complete in `--work` are not repeated.
-Writes `curves.png` (one panel a preset: mean and range over the seeds) and `curves.md` (first against last steps) to `--out`.
+Writes `curves.png` (one panel a preset: mean and range over the seeds) to `--out`, and the table of first against last steps
+into the `README.md` there, between its two comments "curves:".
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ OWN: dict[str, tuple[str, ...]] = {
     "ppo": ("critic.optim.lr=2e-3",),
 }
 """What a preset has to be told here: its buffer must fit the answers, adapters and value heads start from nothing."""
+OPENING, CLOSING = "<!-- curves: from here on by benchmarks/algorithm_curves.py -->", "<!-- curves: to here -->"
+PICTURE = "![Held-out reward of every preset over the steps: mean and range of the seeds; grey: grpo](curves.png)"
 OTHERS = {"online_dpo"}
 """Presets that need more than prompts and a reward."""
 
@@ -159,6 +162,15 @@ def table(curves: dict[str, list[list[float]]], k: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def splice(page: Path, text: str) -> None:
+    """Put ``text`` between the comments of a page that mark the place of the curves."""
+    before, opening, rest = page.read_text(encoding="utf-8").partition(OPENING)
+    _, closing, after = rest.partition(CLOSING)
+    if not (opening and closing):
+        raise SystemExit(f"{page} has no place for the curves: {OPENING} {CLOSING}")
+    page.write_text(f"{before}{opening}\n{text}{closing}{after}", encoding="utf-8")
+
+
 def draw(curves: dict[str, list[list[float]]], file: Path) -> None:
     """One panel a preset: the mean over the seeds and the range between them, with grpo's mean behind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -212,8 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     curves = {preset: [curve(preset, seed, work) for seed in options.seeds] for preset in options.presets}
     options.out.mkdir(parents=True, exist_ok=True)
     draw(curves, options.out / "curves.png")
-    (options.out / "curves.md").write_text(table(curves, options.k), encoding="utf-8")
-    print((options.out / "curves.md").read_text(encoding="utf-8"))
+    text = table(curves, options.k)
+    print(text)
+    if (options.out / "README.md").is_file():
+        splice(options.out / "README.md", f"{PICTURE}\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,13 @@ from hone.algorithms.divergences import DIVERGENCES, divergence, log_probs_at
 from hone.algorithms.implicit_reward import implicit_reward_loss, implicit_rewards
 from hone.algorithms.kl import KL_KINDS, apply_kl_penalty, full_kl, kl_penalty
 from hone.algorithms.kl_controller import AdaptiveKLController, FixedKLController, KLController, kl_controller
-from hone.algorithms.logits import chunked_log_probs, entropy_from_logits, token_log_probs
+from hone.algorithms.logits import (
+    chunked_log_probs,
+    chunked_sum_pi_squared,
+    entropy_from_logits,
+    sum_pi_squared_from_logits,
+    token_log_probs,
+)
 from hone.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from hone.algorithms.off_policy import (
     ROLLOUT_CORRECTION_PRESETS,
@@ -59,6 +65,7 @@ __all__ = [
     "bradley_terry_loss",
     "check_rollout_correction",
     "chunked_log_probs",
+    "chunked_sum_pi_squared",
     "distillation_advantages",
     "distillation_loss",
     "distillation_token_loss",
@@ -82,6 +89,7 @@ __all__ = [
     "resample",
     "resampling_weights",
     "rollout_correction",
+    "sum_pi_squared_from_logits",
     "token_log_probs",
     "value_loss",
 ]

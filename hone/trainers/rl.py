@@ -53,6 +53,9 @@ from hone.trainers.validation import Validator
 from hone.training.correction import correction_settings
 from hone.training.preferences import own_pairs
 
+SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs")
+SCORED = ("score", "token_level_scores", "token_level_rewards")
+
 
 def train(config: RLConfig) -> int:
     """Run `hone train`: build the run, train it to its last step, and return the exit code."""
@@ -130,28 +133,14 @@ class RLTrainer:
 
     def stages(self) -> list[Stage]:
         """One step, in order."""
-        in_reward = self.config.algorithm.use_kl_in_reward
+        in_reward, greedy = self.config.algorithm.use_kl_in_reward, "greedy_baseline" in self.estimator.needs
         kl = ("ref_log_probs",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
         squares = ("sum_pi_squared",) if self.with_sum_pi_squared else ()
         learn_policy = self.critic is None or not 0 < self.step <= self.config.trainer.critic_warmup
         return [
-            Stage(
-                "gen",
-                self.generate,
-                adds=("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs"),
-            ),
-            Stage(
-                "reward",
-                self.score,
-                needs=("response_ids",),
-                adds=("score", "token_level_scores", "token_level_rewards"),
-            ),
-            Stage(
-                "gen_max",
-                self.greedy_baseline,
-                adds=("reward_baselines",),
-                when="greedy_baseline" in self.estimator.needs,
-            ),
+            Stage("gen", self.generate, adds=SAMPLED),
+            Stage("reward", self.score, needs=("response_ids",), adds=SCORED),
+            Stage("gen_max", self.greedy_baseline, adds=("reward_baselines",), when=greedy),
             Stage("old_log_prob", self.old_log_probs, needs=("response_ids",), adds=("old_log_probs", *squares)),
             Stage("rollout_corr", self.correct, needs=("old_log_probs",), when=not self.bypass),
             Stage("ref", self.reference_log_probs, adds=("ref_log_probs",), when=self.reference is not None),
