@@ -76,7 +76,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
             max_tokens=request.max_response_length,
             temperature=request.temperature,
             top_p=request.top_p,
-            stop_token_ids=stop_tokens(tokenizer),
+            stop_token_ids=stop_tokens(tokenizer, str(find_actor(Path(request.model)))),
         )
         return asyncio.run(evaluate(dataset, engine, tokenizer, rewards, sampling, n=request.n, seed=request.seed))
     finally:
@@ -95,7 +95,9 @@ def ask(
         samples.append(Sample(uid=str(row), prompt_ids=ids, messages=messages, data_source="ask"))
     longest = max(len(sample.prompt_ids) for sample in samples)
     engine, tokenizer = open_model(model, longest + sampling.max_tokens)
-    sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer)})
+    sampling = SamplingParams(
+        **{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer, str(find_actor(Path(model))))}
+    )
 
     async def play() -> list[Trajectory]:
         def seed_of(uid: str, index: int) -> int:

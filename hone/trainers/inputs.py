@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hone.config.tree import DataConfig, RLConfig
 from hone.data.prompts import PromptDataset
@@ -42,7 +43,7 @@ def training_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> S
         top_p=rollout.top_p,
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
-        stop_token_ids=stop_tokens(tokenizer),
+        stop_token_ids=stop_tokens(tokenizer, config.actor_rollout_ref.model.path),
         stop=tuple(rollout.stop),
         ignore_eos=rollout.ignore_eos,
     )
@@ -56,12 +57,18 @@ def validation_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) ->
         temperature=rollout.val_kwargs.temperature,
         top_k=rollout.val_kwargs.top_k,
         top_p=rollout.val_kwargs.top_p,
-        stop_token_ids=stop_tokens(tokenizer),
+        stop_token_ids=stop_tokens(tokenizer, config.actor_rollout_ref.model.path),
         stop=tuple(rollout.stop),
     )
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's end-of-sequence token."""
-    end = tokenizer.eos_token_id
-    return () if end is None else (int(end),)  # type: ignore[arg-type]
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, model_dir: str | None) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's end-of-sequence token and those of the model's generation config.
+
+    Chat models often end a turn with another token than a document (Llama 3 names three).
+    """
+    named: list[Any] = [tokenizer.eos_token_id]
+    if model_dir and (Path(model_dir) / "generation_config.json").is_file():
+        ends = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
+        named += ends if isinstance(ends, list) else [ends]
+    return tuple(dict.fromkeys(int(end) for end in named if end is not None))

@@ -211,7 +211,9 @@ def _mlp_projections(layer: Any) -> list[nn.Linear]:
 
 
 def _rms_norm(norm: Any, states: Tensor) -> Tensor:
-    return F.rms_norm(states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    """Spelled out: torch's own takes ten times as long for a long prompt on the CPU."""
+    mean = (states * states).mean(-1, keepdim=True)
+    return (states * mean.add_(norm.variance_epsilon).rsqrt_()).mul_(norm.weight)
 
 
 def _signed(sin: Tensor) -> Tensor:
