@@ -76,7 +76,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
             max_tokens=request.max_response_length,
             temperature=request.temperature,
             top_p=request.top_p,
-            stop_token_ids=stop_tokens(tokenizer, str(find_actor(Path(request.model)))),
+            stop_token_ids=stop_tokens(tokenizer, weights_of(request.model)),
         )
         return asyncio.run(evaluate(dataset, engine, tokenizer, rewards, sampling, n=request.n, seed=request.seed))
     finally:
@@ -95,9 +95,7 @@ def ask(
         samples.append(Sample(uid=str(row), prompt_ids=ids, messages=messages, data_source="ask"))
     longest = max(len(sample.prompt_ids) for sample in samples)
     engine, tokenizer = open_model(model, longest + sampling.max_tokens)
-    sampling = SamplingParams(
-        **{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer, str(find_actor(Path(model))))}
-    )
+    sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer, weights_of(model))})
 
     async def play() -> list[Trajectory]:
         def seed_of(uid: str, index: int) -> int:
@@ -106,6 +104,12 @@ def ask(
         return [t async for t in single_turn.play(samples, engine, tokenizer, sampling, n=n, seed_of=seed_of)]
 
     return sorted(asyncio.run(play()), key=lambda t: (int(t.uid), t.index))
+
+
+def weights_of(path: str) -> str:
+    """The Hugging Face directory of a model, checkpoint or run directory: of an adapter, its base."""
+    actor = find_actor(Path(path))
+    return str(base_of_adapter(actor) or actor)
 
 
 def open_model(path: str, max_model_len: int) -> tuple[Engine, PreTrainedTokenizerBase]:
