@@ -9,6 +9,9 @@ from typing import Any
 from hone import algorithms
 from hone.catalogue.records import Block, Cost
 
+NO_COPY = "with LoRA the reference is the policy with its adapter off, no copy"
+NO_OLD = "no old log-probs pass with algorithm.rollout_correction.bypass_mode=true"
+
 NEED_COSTS = {
     "values": Cost(("critic",), (), ("values",)),
     "greedy_baseline": Cost((), (), (), "one greedy response a prompt on top"),
@@ -165,7 +168,7 @@ def _plain(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ building blocks
 
 _ONLINE = "actor_rollout_ref.actor.preference_loss"
-_REFERENCE = Cost(frozen=("reference (none with LoRA)",), forward=("reference log-probs",))
+_REFERENCE = Cost(frozen=("reference",), forward=("reference log-probs",), saving=NO_COPY)
 
 BLOCKS: dict[str, Block] = {
     "value_loss": Block(
@@ -236,6 +239,7 @@ BLOCKS: dict[str, Block] = {
         "What is done about the gap between the engine that samples and the model that trains.",
         select=f"{_CORRECTION}.preset=decoupled_token_is",
         keys=tuple(f"{_CORRECTION}.{key}" for key in ("preset", *algorithms.ROLLOUT_CORRECTION_PRESETS["disabled"])),
+        cost=Cost(forward=("old log-probs",), saving=NO_OLD),
         remarks={"Named presets": ", ".join(algorithms.ROLLOUT_CORRECTION_PRESETS)},
         function=algorithms.rollout_correction,
     ),
@@ -273,7 +277,7 @@ BLOCKS: dict[str, Block] = {
         "Guo et al. 2024 (online AI feedback), arXiv:2402.04792",
         "Preference pairs from the policy's own samples: what `hone data pairs` mines, and what online DPO learns from.",
         select=f"{_ONLINE}.loss_mode=dpo",
-        cost=Cost(frozen=("reference (none with LoRA)",), generation="2 responses or more a prompt"),
+        cost=Cost(frozen=("reference",), generation="2 responses or more a prompt", saving=NO_COPY),
         keys=tuple(f"{_ONLINE}.{key}" for key in ("loss_mode", "beta", "margin")),
         function=algorithms.best_worst_pairs,
     ),

@@ -73,10 +73,11 @@ def _estimator(names: list[str], entry: Any) -> Method:
     cost = Cost(
         trained=("policy", *(name for part in extra for name in part.trained)),
         forward=(
-            "old log-probs" + ("" if recomputes else " (none with bypass_mode)"),
+            "old log-probs",
             *(name for part in extra for name in part.forward),
         ),
         generation="; ".join(part.generation for part in extra if part.generation) or "1 response or more a prompt",
+        saving="" if recomputes else building_blocks.NO_OLD,
     )
     remarks = {"A group of one": entry.group_of_one} if entry.group_of_one else {}
     return _method("estimator", names, entry, "algorithm.adv_estimator", "algorithm.", needs, cost, remarks)
@@ -88,23 +89,25 @@ def _losses() -> Iterator[Method]:
 
 def _loss(names: list[str], entry: Any) -> Method:
     key, block = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor."
-    forward = () if names[0] == "bypass_mode" else ("old log-probs (none with bypass_mode)",)
-    return _method("loss", names, entry, key, block, [], Cost(forward=forward))
+    bypass = names[0] == "bypass_mode"
+    cost = Cost() if bypass else Cost(forward=("old log-probs",), saving=building_blocks.NO_OLD)
+    return _method("loss", names, entry, key, block, [], cost)
 
 
 def _preferences() -> Iterator[Method]:
     for names, entry in _entries(algorithms.preference_losses):
         frozen = "reference" in entry.needs
         cost = Cost(
-            frozen=("reference (none with LoRA, or with precomputed log-probs)",) if frozen else (),
+            frozen=("reference",) if frozen else (),
             forward=("reference log-probs",) if frozen else (),
+            saving=f"{building_blocks.NO_COPY}; none with ref.mode=precompute" if frozen else "",
         )
         yield _method("preference", names, entry, building_blocks.PREFERENCE_KEY, "loss.", sorted(entry.needs), cost)
 
 
 def _kl() -> Iterator[Method]:
     for name, block in building_blocks.KL_ESTIMATORS.items():
-        cost = Cost(frozen=("reference (none with LoRA)",), forward=("reference log-probs",))
+        cost = Cost(frozen=("reference",), forward=("reference log-probs",), saving=building_blocks.NO_COPY)
         yield _plain("kl", name, block, cost, block.keys)
 
 

@@ -6,6 +6,7 @@ it, which it keeps.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def _corrections(found: Sequence[Method]) -> str:
     (function,) = (method for method in found if method.kind == "block")
     rows = [["Preset", "Does", "Sets"]]
     rows += [[f"`{m.name}`", m.formula, f"`{m.remarks['Sets']}`"] for m in found if m is not function]
-    return f"{_facts(function)}\n\n{table(rows)}"
+    return f"{_facts(dataclasses.replace(function, remarks={}))}\n\n{table(rows)}"
 
 
 def _index() -> str:

@@ -64,6 +64,8 @@ def methods_of_preset(name: str) -> dict[str, set[str]]:
             chosen.setdefault(kind, set()).add(str(values.get(key, default)).removesuffix("+"))
     chosen["correction"] = {str(values.get("algorithm.rollout_correction.preset"))}
     chosen["block"] = {key.split(".")[-2] for key, value in values.items() if key.endswith(".enable") and value}
+    if any(key.startswith("algorithm.rollout_correction.") for key in values):
+        chosen["block"].add("rollout_correction")
     if values.get("actor_rollout_ref.actor.preference_loss.loss_mode"):
         chosen["block"].add("online_pairs")
         del chosen["loss"]

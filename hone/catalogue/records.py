@@ -47,12 +47,14 @@ class Cost:
         frozen: models that are only evaluated.
         forward: forward passes over the batch before the update.
         generation: what is sampled for a prompt.
+        saving: when some of it is not paid.
     """
 
     trained: tuple[str, ...] = ("policy",)
     frozen: tuple[str, ...] = ()
     forward: tuple[str, ...] = ()
     generation: str = ""
+    saving: str = ""
 
     def sentence(self) -> str:
         """The cost in words."""
@@ -63,7 +65,8 @@ class Cost:
         passes = f"{len(self.forward)} forward pass{'' if len(self.forward) == 1 else 'es'} before the update"
         listed = f": {', '.join(self.forward)}" if self.forward else ""
         sampled = f"; generation: {self.generation}" if self.generation else ""
-        return f"{copies}: {models}; {passes}{listed}{sampled}"
+        saved = f"; {self.saving}" if self.saving else ""
+        return f"{copies}: {models}; {passes}{listed}{sampled}{saved}"
 
 
 @dataclass(frozen=True)
