@@ -1,8 +1,8 @@
 """Every preset learns the same task from the same start with the same budget: `python benchmarks/algorithm_curves.py`.
 
-The task is `digit_sequence` (copy four digits; the reward is the share of places with the right digit). The start is a Qwen3
-of 1 million parameters that has imitated answers of random digits: it knows what an answer looks like, and is right by
-chance. A step is 128 answers for every preset, split into prompts and answers a prompt as the preset has it, and as many
+The task is `digit_sequence` (copy four digits from 0 to 3; the reward is the share of places with the right digit). The start
+is a Qwen3 of 1 million parameters that has imitated answers of random digits: it knows what an answer looks like, and is right
+by chance. A step is 128 answers for every preset, split into prompts and answers a prompt as the preset has it, and as many
 updates a step as the preset makes. The curve is the mean reward of one sampled answer to each of 64 held-out prompts,
 measured the same way for all: what a method filters, shapes or penalises in training is not in it.
 
@@ -30,13 +30,13 @@ from hone.config import RLConfig, load_config
 from hone.config.layers import preset_names
 
 ROOT = Path(__file__).resolve().parents[1]
-ANSWERS, HELD_OUT, LENGTH = 128, 64, 4
+ANSWERS, HELD_OUT, LENGTH, DIGITS = 128, 64, 4, 4
 METRIC = "val-aux/digit_sequence/reward/mean@1"
 ACTOR = "actor_rollout_ref.actor"
 OWN: dict[str, tuple[str, ...]] = {
     "dapo": ("reward.overlong_buffer.len=2",),
-    "grpo_lora": (f"{ACTOR}.optim.lr=2e-3",),
-    "ppo": ("critic.optim.lr=2e-3",),
+    "grpo_lora": (f"{ACTOR}.optim.lr=4e-3",),
+    "ppo": ("critic.optim.lr=3e-3",),
 }
 """What a preset has to be told here: its buffer must fit the answers, adapters and value heads start from nothing."""
 OPENING, CLOSING = "<!-- curves: from here on by benchmarks/algorithm_curves.py -->", "<!-- curves: to here -->"
@@ -72,8 +72,8 @@ def make_start(work: Path) -> Path:
             ]
             turns = [{"role": "user", "content": f"copy {digits[0]}"}, {"role": "assistant", "content": digits[1]}]
             file.write(json.dumps({"messages": turns}) + "\n")
-    size = ("--size", 512, "--val-size", HELD_OUT)
-    hone("data", "make", "digit_sequence", f"length={LENGTH}", "digits=10", "--out", work / "data", *size)
+    size = ("--size", DIGITS**LENGTH - HELD_OUT, "--val-size", HELD_OUT)
+    hone("data", "make", "digit_sequence", f"length={LENGTH}", f"digits={DIGITS}", "--out", work / "data", *size)
     hone("data", "tokenizer", "--files", chats, "--out", work / "tokenizer", "--vocab-size", 300)
     hone("init", "--arch", "qwen3", "--size", "1m", "--tokenizer", work / "tokenizer", "--out", work / "blank")
     hone(
@@ -101,7 +101,7 @@ def overrides(preset: str, seed: int, steps: int, work: Path) -> list[str]:
         f"data.val_files={work}/data/val.parquet",
         *(f"data.train_batch_size={prompts}", "data.max_prompt_length=32", "data.max_response_length=8"),
         f"{ACTOR}.ppo_mini_batch_size={prompts // updates}",
-        f"{ACTOR}.optim.lr={1e-3 if updates == 1 else 5e-4}",  # several updates a step: smaller ones
+        f"{ACTOR}.optim.lr={2e-3 if updates == 1 else 1e-3}",  # several updates a step: smaller ones
         "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
         *(
             f"trainer.seed={seed}",
