@@ -98,6 +98,7 @@ class NativeEngine:
                             fix="build the engine over the architecture that is trained",
                         )
                     own[name].copy_(tensor)
+        self._runner.release()  # what was made of the old weights: a fused optimizer changes them without counting it
         self._runner.version = version
 
     async def pause(self) -> None:
