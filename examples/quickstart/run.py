@@ -33,56 +33,53 @@ def main() -> int:
         shutil.rmtree(out)
 
     say("1. Make word problems whose worked solutions are often wrong, a tokenizer, and a model with random weights")
-    hone(
-        "data",
-        "make",
-        "arithmetic",
-        "max_number=10",
-        "slips=60",
-        "--out",
-        out / "data",
-        "--size",
-        20000,
-        "--val-size",
-        HELD_OUT,
-        "--seed",
-        seed,
-    )
-    train, held_out = out / "data/train.parquet", out / "data/val.parquet"
-    hone("data", "tokenizer", "--files", train, "--out", out / "tokenizer", "--vocab-size", 512)
-    hone(
-        "init",
-        "--arch",
-        "qwen3",
-        "--size",
-        "1m",
-        "--tokenizer",
-        out / "tokenizer",
-        "--out",
-        out / "model",
-        "--seed",
-        seed,
-    )
-
+    make(out, seed)
     say("2. SFT: imitate the worked solutions; the model gets their format, and their mistakes")
-    seconds_sft = hone(
-        "sft", "--config-path", HERE, "--config-name", "sft", f"model.path={out}/model", f"data.train_files={train}",
-        f"data.val_files={held_out}", f"trainer.seed={seed}", f"trainer.default_local_dir={out}/sft",
-    )  # fmt: skip
-    sft_model = newest_actor(out / "sft")
-
+    seconds_sft = imitate(out, seed)
     say("3. GRPO: the model tries, a rule scores the answers, and it learns from its own attempts")
-    seconds_rl = hone(
-        "train", "--config-path", HERE, "--config-name", "grpo", f"actor_rollout_ref.model.path={sft_model}",
-        f"data.train_files={train}", f"data.val_files={held_out}", f"trainer.seed={seed}",
-        f"trainer.default_local_dir={out}/grpo", *arguments.overrides,
+    seconds_rl = reinforce(out, seed, arguments.overrides)
+    say("4. Before and after, on problems that neither stage has seen")
+    compare(out, seed, seconds_sft, seconds_rl)
+    return 0
+
+
+def make(out: Path, seed: int) -> None:
+    """Data, tokenizer and a model that knows nothing."""
+    hone(
+        "data", "make", "arithmetic", "max_number=10", "slips=60", "--out", out / "data",
+        "--size", 20000, "--val-size", HELD_OUT, "--seed", seed,
+    )  # fmt: skip
+    hone("data", "tokenizer", "--files", out / "data/train.parquet", "--out", out / "tokenizer", "--vocab-size", 512)
+    hone(
+        "init", "--arch", "qwen3", "--size", "1m", "--tokenizer", out / "tokenizer", "--out", out / "model",
+        "--seed", seed,
     )  # fmt: skip
 
-    say("4. Before and after, on problems that neither stage has seen")
-    before, after = (
-        answers(sft_model, held_out, out / "before.jsonl"),
-        answers(newest_actor(out / "grpo"), held_out, out / "after.jsonl"),
-    )
+
+def imitate(out: Path, seed: int) -> float:
+    """Supervised fine-tuning; returns its seconds."""
+    return hone(
+        "sft", "--config-path", HERE, "--config-name", "sft", f"model.path={out}/model",
+        f"data.train_files={out}/data/train.parquet", f"data.val_files={out}/data/val.parquet",
+        f"trainer.seed={seed}", f"trainer.default_local_dir={out}/sft",
+    )  # fmt: skip
+
+
+def reinforce(out: Path, seed: int, overrides: list[str]) -> float:
+    """Reinforcement learning from the SFT model on; returns its seconds."""
+    return hone(
+        "train", "--config-path", HERE, "--config-name", "grpo",
+        f"actor_rollout_ref.model.path={newest_actor(out / 'sft')}",
+        f"data.train_files={out}/data/train.parquet", f"data.val_files={out}/data/val.parquet",
+        f"trainer.seed={seed}", f"trainer.default_local_dir={out}/grpo", *overrides,
+    )  # fmt: skip
+
+
+def compare(out: Path, seed: int, seconds_sft: float, seconds_rl: float) -> None:
+    """Let both models answer the held-out problems; write and print what came of it."""
+    held_out = out / "data/val.parquet"
+    before = answers(newest_actor(out / "sft"), held_out, out / "before.jsonl")
+    after = answers(newest_actor(out / "grpo"), held_out, out / "after.jsonl")
     rows = [json.loads(line) for line in (out / "grpo/metrics.jsonl").read_text().splitlines()]
     summary = {
         "sft_accuracy": accuracy(before),
@@ -96,7 +93,6 @@ def main() -> int:
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     draw(rows, summary, out / "learning_curve.png")
     show(before, after, summary, out)
-    return 0
 
 
 def say(text: str) -> None:
@@ -124,19 +120,9 @@ def newest_actor(run: Path) -> Path:
 def answers(model: Path, data: Path, output: Path) -> list[dict]:
     """Every held-out problem answered greedily by ``model``."""
     hone(
-        "eval",
-        model,
-        "--data",
-        data,
-        "--max-prompt-length",
-        96,
-        "--max-response-length",
-        48,
-        "--show",
-        0,
-        "--output",
-        output,
-    )
+        "eval", model, "--data", data, "--max-prompt-length", 96, "--max-response-length", 48, "--show", 0,
+        "--output", output,
+    )  # fmt: skip
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 

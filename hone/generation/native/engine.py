@@ -66,6 +66,8 @@ class NativeEngine:
         """
         for request in requests:
             self._scheduler.check(request)
+        if not self._scheduler.waiting and not self._runner.running:
+            self._runner.release()  # weights may have changed since the last request
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         jobs = [Job.of(request, answers) for request in requests]
         self._scheduler.waiting.extend(jobs)
@@ -100,6 +102,7 @@ class NativeEngine:
                     own[name].copy_(tensor)
         self._runner.release()  # what was made of the old weights: a fused optimizer changes them without counting it
         self._runner.version = version
+        self._runner.release()
 
     async def pause(self) -> None:
         """Stop decoding; requests stay where they are."""

@@ -91,7 +91,7 @@ class ModuleForward:
                 parameter.requires_grad_(False)
 
     def release(self) -> None:
-        """There is nothing to give back."""
+        """Nothing is kept."""
 
     def hidden(self, ids: Tensor, layout: Layout) -> Tensor:
         """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; keys and values go where the layout says."""
@@ -107,8 +107,8 @@ class ModuleForward:
 class FusedForward:
     """A Llama-shaped model computed from its parameters in few operations.
 
-    It holds the projection weights once more, fused and in the compute dtype, while requests are served. The residual
-    stream and the norms are float32, as under autocast in training.
+    It holds the projection weights once more, fused and in the compute dtype, until :meth:`release`; whoever changes the
+    weights calls that. The residual stream and the norms are float32, as under autocast in training.
 
     Args:
         causal: the model; :meth:`fits` must hold.
@@ -118,7 +118,6 @@ class FusedForward:
     def __init__(self, causal: nn.Module, *, bfloat16: bool) -> None:
         self._causal, self._dtype = causal, torch.bfloat16 if bfloat16 else torch.float32
         self._decoder: Any = causal.get_decoder()  # type: ignore[operator]
-        self._stamp: tuple[int, int] | None = None
         self._layers: list[_Layer] = []
         self._logits: _Linear | None = None
 
@@ -135,33 +134,25 @@ class FusedForward:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """The mode in which it computes, with the weights as they are now."""
-        self._refresh()
+        """The mode in which it computes, with the weights as they were at the first time after :meth:`release`."""
+        if not self._layers:
+            self._layers = [
+                _Layer(
+                    layer,
+                    _Linear(_attention_projections(layer), self._dtype),
+                    _Linear([layer.self_attn.o_proj], self._dtype),
+                    _Linear(_mlp_projections(layer)[:2], self._dtype),
+                    _Linear([layer.mlp.down_proj], self._dtype),
+                    Scoring(layer.self_attn.scaling, _window(layer.self_attn)),
+                )
+                for layer in self._decoder.layers
+            ]
+            self._logits = _Linear([self._causal.get_output_embeddings()], self._dtype)  # type: ignore[operator]
         yield
 
-    def _refresh(self) -> None:
-        """Take the weights as they are now; nothing is copied when none has changed since the last call."""
-        parameters = list(self._causal.parameters())
-        stamp = sum(p._version for p in parameters), hash(tuple(p.data_ptr() for p in parameters))
-        if stamp == self._stamp:
-            return
-        self._layers = [
-            _Layer(
-                layer,
-                _Linear(_attention_projections(layer), self._dtype),
-                _Linear([layer.self_attn.o_proj], self._dtype),
-                _Linear(_mlp_projections(layer)[:2], self._dtype),
-                _Linear([layer.mlp.down_proj], self._dtype),
-                Scoring(layer.self_attn.scaling, _window(layer.self_attn)),
-            )
-            for layer in self._decoder.layers
-        ]
-        self._logits = _Linear([self._causal.get_output_embeddings()], self._dtype)  # type: ignore[operator]
-        self._stamp = stamp
-
     def release(self) -> None:
-        """Give the memory of the fused weights back."""
-        self._layers, self._logits, self._stamp = [], None, None
+        """Forget the fused weights: they have changed, or nothing needs them."""
+        self._layers, self._logits = [], None
 
     def hidden(self, ids: Tensor, layout: Layout) -> Tensor:
         """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; keys and values go where the layout says."""

@@ -78,7 +78,7 @@ class Runner:
             self.model.train(training)
 
     def release(self) -> None:
-        """Nothing is being served: give back what only speeds it up."""
+        """Keep no copies of weights: they have changed, or nothing is being served."""
         self._forward.release()
 
     # entering --------------------------------------------------------------------------------------------------------
