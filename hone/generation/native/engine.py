@@ -102,7 +102,6 @@ class NativeEngine:
                     own[name].copy_(tensor)
         self._runner.release()  # what was made of the old weights: a fused optimizer changes them without counting it
         self._runner.version = version
-        self._runner.release()
 
     async def pause(self) -> None:
         """Stop decoding; requests stay where they are."""
