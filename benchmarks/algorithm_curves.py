@@ -35,7 +35,7 @@ METRIC = "val-aux/digit_sequence/reward/mean@1"
 ACTOR = "actor_rollout_ref.actor"
 OWN: dict[str, tuple[str, ...]] = {
     "dapo": ("reward.overlong_buffer.len=2",),
-    "grpo_lora": (f"{ACTOR}.optim.lr=4e-3",),
+    "grpo_lora": (f"{ACTOR}.optim.lr=2e-3",),
     "ppo": ("critic.optim.lr=3e-3",),
 }
 """What a preset has to be told here: its buffer must fit the answers, adapters and value heads start from nothing."""
@@ -101,7 +101,7 @@ def overrides(preset: str, seed: int, steps: int, work: Path) -> list[str]:
         f"data.val_files={work}/data/val.parquet",
         *(f"data.train_batch_size={prompts}", "data.max_prompt_length=32", "data.max_response_length=8"),
         f"{ACTOR}.ppo_mini_batch_size={prompts // updates}",
-        f"{ACTOR}.optim.lr={2e-3 if updates == 1 else 1e-3}",  # several updates a step: smaller ones
+        f"{ACTOR}.optim.lr={1e-3 if updates == 1 else 5e-4}",  # several updates a step: smaller ones
         "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
         *(
             f"trainer.seed={seed}",
