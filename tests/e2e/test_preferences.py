@@ -40,7 +40,7 @@ def mined(world: World, tmp_path_factory: pytest.TempPathFactory) -> Mined:
             rl_command(start, found.run, "grpo", "data.train_batch_size=60", "actor_rollout_ref.actor.ppo_mini_batch_size=60",
                        "actor_rollout_ref.rollout.n=16", "actor_rollout_ref.actor.optim.lr=5e-4",
                        "trainer.total_training_steps=6", "trainer.rollout_dump_freq=1", "trainer.save_freq=0"),
-            ("data", "pairs", found.run, "--out", found.pairs, "--margin", 0.1, "--val-share", 0.2, "--per-prompt", 12),
+            ("data", "pairs", found.run, "--out", found.pairs, "--margin", 0.2, "--val-share", 0.2, "--per-prompt", 40),
         ]
     ):  # fmt: skip
         ended = hone(*arguments, log=root / f"make{number}.log", timeout=180)
@@ -68,7 +68,7 @@ def test_pairs_are_of_other_prompts_and_in_the_right_order(mined: Mined):
     assert len(train) > 300 and len(val) > 60
     assert not {row["uid"] for row in train} & {row["uid"] for row in val}
     for row in (*train, *val):
-        assert row["margin"] == row["score_chosen"] - row["score_rejected"] >= 0.1
+        assert row["margin"] == row["score_chosen"] - row["score_rejected"] >= 0.2
         (question,), (answer,) = row["prompt"], row["chosen"]
         wanted, given = question["content"].split()[-1], "".join(c for c in answer["content"] if c in "0123456789")
         right = sum(a == b for a, b in zip(wanted, given, strict=False))
@@ -76,10 +76,10 @@ def test_pairs_are_of_other_prompts_and_in_the_right_order(mined: Mined):
 
 
 LEARN = {
-    "dpo": ("prefer --preset dpo", "optim.lr=5e-4"),
-    "kto": ("prefer --preset kto", "optim.lr=5e-4"),
+    "dpo": ("prefer --preset dpo", "optim.lr=5e-4", "loss.beta=0.5"),
+    "kto": ("prefer --preset kto", "optim.lr=5e-4", "loss.beta=0.3"),
     "orpo": ("prefer --preset orpo", "optim.lr=1e-3"),
-    "dpo-lora": ("prefer --preset dpo_lora", "optim.lr=3e-3"),
+    "dpo-lora": ("prefer --preset dpo_lora", "optim.lr=3e-3", "loss.beta=0.5"),
     "ipo": ("prefer --preset ipo", "optim.lr=5e-4", "loss.beta=0.5"),
     "simpo": ("prefer --preset simpo", "optim.lr=5e-4"),
     "reward-model": ("reward-model --preset bradley_terry", "optim.lr=1e-3"),
@@ -168,7 +168,7 @@ def test_labelled_answers(mined: Mined, run, tmp_path: Path):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     files = (f"data.train_files={tmp_path}/train.jsonl", f"data.val_files={tmp_path}/val.jsonl")
     ended = run(
-        *command(mined, "prefer --preset kto", tmp_path / "run", *files, "optim.lr=5e-4"),
+        *command(mined, "prefer --preset kto", tmp_path / "run", *files, "optim.lr=5e-4", "loss.beta=0.3"),
         *("data.train_batch_size=128", "trainer.total_training_steps=50"),
         timeout=180,
     )
