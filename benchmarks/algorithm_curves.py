@@ -31,6 +31,8 @@ from hone.config.layers import preset_names
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWERS, HELD_OUT, LENGTH, DIGITS = 128, 64, 4, 4
+IMITATION, CARE = 256, 0.4
+"""Steps of imitation, and the share of digits that its teacher copies instead of drawing one."""
 METRIC = "val-aux/digit_sequence/reward/mean@1"
 ACTOR = "actor_rollout_ref.actor"
 OWN: dict[str, tuple[str, ...]] = {
@@ -60,17 +62,17 @@ def hone(*words: object) -> None:
 
 def make_start(work: Path) -> Path:
     """Make data, tokenizer and the start model in ``work``; return the model's directory."""
-    start = work / "sft/checkpoints/step_60/actor"
+    start = work / f"sft/checkpoints/step_{IMITATION}/actor"
     if start.is_dir():
         return start
     draw, chats = random.Random(0), work / "conversations.jsonl"
     work.mkdir(parents=True, exist_ok=True)
     with chats.open("w") as file:
-        for _ in range(512):
-            digits = [
-                "".join(draw.choice("0123456789") for _ in range(length)) for length in (LENGTH, draw.randint(1, 7))
-            ]
-            turns = [{"role": "user", "content": f"copy {digits[0]}"}, {"role": "assistant", "content": digits[1]}]
+        for _ in range(8192):
+            asked = [draw.randrange(DIGITS) for _ in range(LENGTH)]
+            copied = [digit if draw.random() < CARE else draw.randrange(DIGITS) for digit in asked]
+            texts = ["".join(map(str, digits)) for digits in (asked, copied)]
+            turns = [{"role": "user", "content": f"copy {texts[0]}"}, {"role": "assistant", "content": texts[1]}]
             file.write(json.dumps({"messages": turns}) + "\n")
     size = ("--size", DIGITS**LENGTH - HELD_OUT, "--val-size", HELD_OUT)
     hone("data", "make", "digit_sequence", f"length={LENGTH}", f"digits={DIGITS}", "--out", work / "data", *size)
@@ -82,9 +84,9 @@ def make_start(work: Path) -> Path:
             f"model.path={work}/blank",
             f"data.train_files={chats}",
             "data.max_length=64",
-            "data.train_batch_size=64",
+            "data.train_batch_size=128",
         ),
-        *("optim.lr=2e-3", "optim.lr_scheduler_type=cosine", "trainer.total_training_steps=60"),
+        *("optim.lr=2e-3", "optim.lr_scheduler_type=cosine", f"trainer.total_training_steps={IMITATION}"),
         *(f"trainer.default_local_dir={work}/sft", "trainer.num_threads=1", "trainer.device=cpu"),
     )
     return start
@@ -101,7 +103,8 @@ def overrides(preset: str, seed: int, steps: int, work: Path) -> list[str]:
         f"data.val_files={work}/data/val.parquet",
         *(f"data.train_batch_size={prompts}", "data.max_prompt_length=32", "data.max_response_length=8"),
         f"{ACTOR}.ppo_mini_batch_size={prompts // updates}",
-        f"{ACTOR}.optim.lr={1e-3 if updates == 1 else 5e-4}",  # several updates a step: smaller ones
+        f"{ACTOR}.optim.lr={6e-4 if updates == 1 else 2e-4}",  # several updates a step: smaller ones
+        f"{ACTOR}.optim.lr_warmup_steps=4",
         "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
         *(
             f"trainer.seed={seed}",
