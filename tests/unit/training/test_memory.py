@@ -17,12 +17,12 @@ if sys.argv[1] == "keep" and not keep_freed_memory():
 
 def churn(times):
     for _ in range(times):
-        tensors = [torch.ones(size) for size in (4_000_000, 500_000, 3_000_000)]
+        tensors = [torch.ones(4_000_000) for _ in range(10)]
         del tensors
 
-churn(3)
+churn(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-churn(20)
+churn(2)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -36,4 +36,5 @@ def page_faults(how: str) -> int:
 
 
 def test_the_same_tensors_again_need_no_fresh_pages():
-    assert page_faults("keep") < 500 < page_faults("leave")
+    kept, left = page_faults("keep"), page_faults("leave")  # of twice 160 MB, 78,000 pages
+    assert kept < left / 3
