@@ -20,7 +20,6 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.generation.products import fast_float32_products
 from hone.training.heads import Head, autocast
-from hone.training.memory import keep_freed_memory
 from hone.training.optimizer import build_optimizer, learning_rate
 from hone.training.packing import pack, plan_micro_batches
 
@@ -99,8 +98,6 @@ class TrainEngine:
         self.max_tokens, self.max_sequences, self.total_steps = max_tokens, max_sequences, total_steps
         self.optimizer = build_optimizer(model, optim) if optim else None
         self._busy = 0.0
-        if device.type == "cpu":
-            keep_freed_memory()
 
     def infer_batch(
         self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None, head: Head | None = None
