@@ -20,6 +20,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.generation.products import fast_float32_products
 from hone.training.heads import Head, autocast
+from hone.training.memory import trim_memory
 from hone.training.optimizer import build_optimizer, learning_rate
 from hone.training.packing import pack, plan_micro_batches
 
@@ -147,7 +148,10 @@ class TrainEngine:
                 loss.backward()
             statistics.append(seen)
         with self._computing():
-            return self._apply(step, statistics)
+            result = self._apply(step, statistics)
+            if self.device.type == "cpu":
+                trim_memory()
+        return result
 
     def take_busy_seconds(self) -> float:
         """Seconds spent in forward, backward and optimizer since the last call."""
