@@ -3,6 +3,7 @@
 torch hands them to MKL, which on processors that are not Intel's leaves about half their speed unused; oneDNN, which torch
 carries too, does not. torch takes oneDNN only where it may round to bfloat16 inside. Most processors have no instruction for
 that and compute in float32 all the same, which is tried once here: where the products are those of float32, oneDNN gets them.
+It prepares and remembers something for every new shape; :mod:`hone.training.memory` says what follows from that.
 """
 
 from __future__ import annotations

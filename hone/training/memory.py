@@ -11,8 +11,8 @@ from functools import cache
 def trim_memory() -> bool:
     """Give the holes in the process's heap back to the system; returns whether that is possible here (glibc).
 
-    Micro-batches differ in length, and what their tensors leave behind fits no later one: without this the process grows with
-    every new length, far beyond what it ever uses at once. It costs some milliseconds; once an update is enough.
+    Micro-batches differ in length, oneDNN prepares something for each length, and what they leave behind fits no later one:
+    without this the process grows with every new length, far beyond what it ever uses at once. It costs some milliseconds; once an update is enough.
     """
     trim = _malloc_trim()
     if trim is None:
