@@ -27,7 +27,7 @@ def command(
     json_output: Annotated[bool, typer.Option("--json", help="print the metrics as JSON")] = False,
 ) -> None:
     """Answer every prompt of a dataset, score the answers, and print accuracy by data source."""
-    from hone.config.tree import CustomRewardConfig, RewardConfig
+    from hone.config.reward import CustomRewardConfig, RewardConfig
     from hone.trainers.evaluation import EvaluationRequest, report, run_evaluation
 
     path, _, name = (reward or "").rpartition(":") if reward and ":" in reward else (reward, "", "")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hone.config.tree import ModelConfig, RLConfig
+from hone.config.model import ModelConfig
+from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.responses import Side, render_sides

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.fields import block, choice, named, number, texts
-from hone.config.tree import ModelConfig, OptimConfig, RunConfig
+from hone.config.model import ModelConfig, OptimConfig
+from hone.config.run import RunConfig
 
 
 @dataclass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
 
 TREES: dict[str, type] = {
     "train": RLConfig,

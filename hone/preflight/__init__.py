@@ -10,7 +10,8 @@ import logging
 
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.problems import raise_together
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.preflight import algorithm, batches, device, effectless, files, methods, names, preference
 from hone.preflight.plan import batch_plan, training_rows

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
 from hone.preflight.needs import correction, needs_critic
 from hone.preflight.rules import Finding, error, rule, warning

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from hone.config.check import yaml_value
 from hone.config.keys import documentation, leaf_values
 from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.preflight.needs import correction, estimator, needs_critic, policy_loss
 from hone.preflight.rules import Finding, error, rule, warning

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hone.config.tree import ModelConfig, RLConfig, SFTConfig
+from hone.config.model import ModelConfig
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
 from hone.errors import HoneError
 from hone.preflight.needs import needs_critic

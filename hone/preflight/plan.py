@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.config.tree import RLConfig, RunConfig, SFTConfig
+from hone.config.run import RunConfig
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.preflight.files import file_list
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.config.tree import RewardConfig
+from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError, did_you_mean
 from hone.rewards.outcome import TIMEOUT, failed, to_score

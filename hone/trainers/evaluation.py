@@ -17,7 +17,9 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents import single_turn
-from hone.config.tree import ModelConfig, RewardConfig, RunConfig
+from hone.config.model import ModelConfig
+from hone.config.reward import RewardConfig
+from hone.config.run import RunConfig
 from hone.data.chat import render_prompt
 from hone.data.prompts import PromptDataset
 from hone.data.seeding import derive_seed

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from hone.config.tree import DataConfig, RLConfig
+from hone.config.data import DataConfig
+from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset
 from hone.generation.protocol import SamplingParams
 

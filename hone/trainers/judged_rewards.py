@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from hone.cluster.reward_model import RewardModelWorker
-from hone.config.tree import RewardConfig
+from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError
 from hone.rewards.manager import RewardManager

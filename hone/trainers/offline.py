@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from hone.config.model import ModelConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.tree import ModelConfig, SFTConfig
+from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from hone.config.model import ModelConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.tree import ModelConfig
 from hone.data.batch import Batch
 from hone.data.preferences import PreferenceDataset, preference_batch, preference_columns
 from hone.insight.metrics import MetricStore

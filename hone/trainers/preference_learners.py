@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hone.algorithms import preference_losses
+from hone.config.model import ModelConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.tree import ModelConfig
 from hone.data.batch import Batch
 from hone.data.preferences import PreferenceDataset, preference_batch
 from hone.errors import DataError

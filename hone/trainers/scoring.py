@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import overlong_penalty
-from hone.config.tree import OverlongBufferConfig
+from hone.config.reward import OverlongBufferConfig
 from hone.data.types import Trajectory
 from hone.rewards.manager import RewardManager
 from hone.rewards.score import Score

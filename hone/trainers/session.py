@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from hone.config import to_yaml
-from hone.config.tree import RunConfig
+from hone.config.run import RunConfig
 from hone.config.trees import AnyConfig
 from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.insight.redaction import redact_tree

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from hone.config.tree import ModelConfig, SFTConfig
+from hone.config.model import ModelConfig
+from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.conversations import Conversation, ConversationDataset
 from hone.data.ragged import Ragged

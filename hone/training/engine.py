@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hone.config.tree import OptimConfig
+from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.generation.products import fast_float32_products

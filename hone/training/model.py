@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from hone.config.tree import ModelConfig
+from hone.config.model import ModelConfig
 from hone.data.seeding import derive_seed
 from hone.errors import ModelError, did_you_mean
 from hone.generation.attention import use_hone_attention

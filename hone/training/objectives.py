@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hone.algorithms import PolicyLoss, aggregate_loss, kl_penalty, policy_losses, value_loss
-from hone.config.tree import ActorConfig
+from hone.config.actor import ActorConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight.invariants import RATIO_MAX, RATIO_MEAN

@@ -7,7 +7,7 @@ import math
 from torch import nn
 from torch.optim import AdamW
 
-from hone.config.tree import OptimConfig
+from hone.config.model import OptimConfig
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig) -> AdamW:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hone.config.tree import CustomRewardConfig, RewardConfig
+from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
 from hone.rewards.manager import RewardManager, error_metrics
@@ -294,7 +294,7 @@ def f(data_source, solution_str, ground_truth, extra_info):
     settings = config(tmp_path, "f", code)
     program = f"""
 import asyncio
-from hone.config.tree import CustomRewardConfig, RewardConfig
+from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.manager import RewardManager
 rewards = RewardManager(RewardConfig(CustomRewardConfig({settings.custom_reward_function.path!r}, "f"), timeout=1000.0))

@@ -9,8 +9,8 @@ import pytest
 from hone.config import TREES, RLConfig, documentation
 from hone.config.docs import config_page
 from hone.config.keys import blocks, field_docs, leaf_values
+from hone.config.run import TrainerConfig
 from hone.config.suggest import nearest_keys
-from hone.config.tree import TrainerConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 

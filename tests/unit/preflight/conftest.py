@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hone.config import RLConfig, SFTConfig
-from hone.config.tree import RunConfig
+from hone.config.run import RunConfig
 
 
 @pytest.fixture

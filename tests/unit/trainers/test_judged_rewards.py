@@ -11,7 +11,8 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from hone.cluster.reward_model import RewardModelWorker
 from hone.config.feedback import RewardModelUseConfig
-from hone.config.tree import RewardConfig, RLConfig
+from hone.config.reward import RewardConfig
+from hone.config.tree import RLConfig
 from hone.data.chat import render_prompt
 from hone.data.tokenizer import load_tokenizer
 from hone.data.train_tokenizer import train_tokenizer

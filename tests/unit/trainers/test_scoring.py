@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hone.config.tree import OverlongBufferConfig
+from hone.config.reward import OverlongBufferConfig
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.generation.protocol import Completion, SamplingParams
 from hone.rewards.score import Score

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import random_batch, tiny_model
 
+from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.config.tree import ActorConfig, OptimConfig
+from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.insight.invariants import RATIO_MAX
 from hone.training.correction import correction_settings

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.models import random_batch, tiny_model
 
-from hone.config.tree import ModelConfig, OptimConfig
+from hone.config.model import ModelConfig, OptimConfig
 from hone.errors import ModelError
 from hone.training.engine import TrainEngine
 from hone.training.heads import PolicyHead, ValueHead

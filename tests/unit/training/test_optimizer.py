@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.config.tree import OptimConfig
+from hone.config.model import OptimConfig
 from hone.training.optimizer import build_optimizer, learning_rate
 
 

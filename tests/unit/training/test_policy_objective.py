@@ -10,8 +10,9 @@ import torch
 from support.models import random_batch, tiny_model
 
 from hone.algorithms import policy_losses
+from hone.config.actor import ActorConfig, PolicyLossConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.config.tree import ActorConfig, OptimConfig, PolicyLossConfig
+from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.errors import ConfigError
 from hone.insight.metrics import MetricStore, find_metric

@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceCla
 
 from hone.algorithms import preference_losses
 from hone.config.feedback import OnlinePreferenceConfig
+from hone.config.model import ModelConfig, OptimConfig
 from hone.config.preference import PreferenceConfig
-from hone.config.tree import ModelConfig, OptimConfig
 from hone.data.batch import Batch
 from hone.data.preferences import Preference, preference_batch
 from hone.data.ragged import Ragged

@@ -1,0 +1,39 @@
+"""The block ``data``: what goes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.config.fields import choice, number, texts
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from and how many are taken a step."""
+
+    train_files: Any = texts(None, "path")
+    """Training files (parquet, json or jsonl): a path or a list of paths. Required for training."""
+    val_files: Any = texts(None, "path")
+    """Held-out files, a path or a list of paths; null means no validation."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: a list of chat messages, a plain string, or a list of token ids (left alone)."""
+    reward_fn_key: str = "data_source"
+    """Column that names the kind of problem; it selects the built-in scorer and groups validation metrics."""
+    max_prompt_length: int = number(512, low=1)
+    """Longest prompt in tokens, chat template included."""
+    max_response_length: int = number(512, low=1)
+    """Most tokens sampled for one response."""
+    truncation: str = choice("error", "error", "drop", "truncate")
+    """What to do with a prompt longer than max_prompt_length: stop, drop the row, or cut its beginning. Counted in
+    the log either way."""
+    train_batch_size: int = number(64, low=1)
+    """Prompts a step; sequences a step = train_batch_size x rollout.n."""
+    train_max_samples: int = number(-1, low=-1)
+    """Use at most this many training rows (the first ones); -1 means all."""
+    val_max_samples: int = number(-1, low=-1)
+    """Use at most this many validation rows (the first ones); -1 means all."""
+    shuffle: bool = True
+    """Visit the training rows in a new random order every epoch; the order depends on trainer.seed and the epoch only."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments of the chat template, for example {enable_thinking: false}."""

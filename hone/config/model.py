@@ -1,0 +1,59 @@
+"""Blocks of a model and its optimizer, shared by all trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.config.fields import choice, number, numbers, texts
+
+
+@dataclass
+class ModelConfig:
+    """Which model, and how it is held."""
+
+    path: str | None = None
+    """Hugging Face model directory (config, tokenizer, safetensors). Required."""
+    tokenizer_path: str | None = None
+    """Tokenizer directory; null means the model's own."""
+    custom_chat_template: str | None = None
+    """Jinja chat template, or the path of a file that holds one, in place of the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Run Python code that ships inside the model directory. Only for models whose code you have read."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Changes to the model's config.json, for example {attention_dropout: 0.0}."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time. The first knob when memory is
+    short; off by default because the models that run on a laptop do not need it."""
+    lora_rank: int = number(0, low=0)
+    """Rank of LoRA adapters; 0 trains all weights. With LoRA the reference policy is the model with its adapter off."""
+    lora_alpha: float = number(16, above=0)
+    """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
+    target_modules: Any = texts("all-linear", "module name")
+    """Modules that get an adapter: "all-linear" or a list of module names."""
+    lora_adapter_path: str | None = None
+    """PEFT adapter directory to start from; null starts from a fresh adapter."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule. The schedule advances once a step (RL) or once an update (SFT)."""
+
+    lr: float = number(1e-6, low=0)
+    """Peak learning rate."""
+    lr_scheduler_type: str = choice("constant", "constant", "cosine")
+    """Shape after warm-up: constant, or cosine down to min_lr_ratio x lr at the last step."""
+    lr_warmup_steps: int = -1
+    """Linear warm-up in steps; negative means lr_warmup_steps_ratio decides."""
+    lr_warmup_steps_ratio: float = number(0.0, low=0, high=1)
+    """Linear warm-up as a share of all steps, used when lr_warmup_steps is negative."""
+    min_lr_ratio: float = number(0.0, low=0, high=1)
+    """Where the cosine ends, as a share of lr."""
+    weight_decay: float = number(0.01, low=0)
+    """Decoupled weight decay, applied to matrices only (not to norms and biases)."""
+    betas: list[float] = numbers([0.9, 0.999], low=0, high=1)
+    """AdamW's two decay rates."""
+    eps: float = number(1e-8, above=0)
+    """AdamW's epsilon."""
+    clip_grad: float = number(1.0, above=0)
+    """Largest gradient norm; larger gradients are scaled down to it."""

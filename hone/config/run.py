@@ -1,0 +1,56 @@
+"""The block ``trainer``: the life cycle of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hone.config.fields import choice, number
+
+
+@dataclass
+class RunConfig:
+    """The life cycle of a run, shared by all trainers."""
+
+    project_name: str = "hone"
+    """Groups runs in trackers and in the default directory."""
+    experiment_name: str = "default"
+    """Names the run."""
+    default_local_dir: str = "runs/${trainer.project_name}/${trainer.experiment_name}"
+    """Run directory: config, metrics, rollouts, checkpoints."""
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    """Trackers: console, tensorboard, wandb, mlflow. metrics.jsonl is always written."""
+    total_epochs: int = number(1, low=1)
+    """Passes over the training data, when total_training_steps is null."""
+    total_training_steps: int | None = number(None, low=1)
+    """Steps of training; null means total_epochs over the data."""
+    seed: int = number(1, low=0)
+    """Seed of everything random in the run."""
+    device: str = choice("auto", "auto", "cpu", "cuda")
+    """auto takes a CUDA GPU when there is one."""
+    num_threads: int | None = number(None, low=1)
+    """CPU threads of torch; null means the cores this process may use."""
+    save_freq: int = number(-1, low=-1)
+    """Save a checkpoint every so many steps, and at the end; -1 only at the end, 0 never."""
+    max_ckpt_to_keep: int | None = number(3, low=1)
+    """Keep the newest k checkpoints; null keeps all."""
+    test_freq: int = number(-1, low=-1)
+    """Validate every so many steps, and at the end; -1 only at the end, 0 never."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    resume_mode: str = choice("auto", "auto", "disable", "resume_path")
+    """auto continues from the newest checkpoint of the run directory; disable refuses a directory that has one;
+    resume_path takes resume_from_path."""
+    resume_from_path: str | None = None
+    """Checkpoint directory (.../checkpoints/step_N), with resume_mode=resume_path."""
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """The life cycle of an RL run."""
+
+    critic_warmup: int = number(0, low=0)
+    """Steps that train the critic alone before the policy moves."""
+    rollout_dump_freq: int = number(10, low=0)
+    """Write every sample of each k-th step (and of the first) to rollouts/; 0 never."""
+    log_val_generations: int = number(8, low=0)
+    """Validation samples written to validation/ each time."""

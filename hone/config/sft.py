@@ -1,0 +1,54 @@
+"""The tree of `hone sft`: supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.config.fields import block, choice, number, texts
+from hone.config.model import ModelConfig, OptimConfig
+from hone.config.run import RunConfig
+
+
+@dataclass
+class SFTDataConfig:
+    """Conversations to imitate."""
+
+    train_files: Any = texts(None, "path")
+    """Training files (parquet, json or jsonl) with a column of messages: a path or a list. Required."""
+    val_files: Any = texts(None, "path")
+    """Held-out files; null means no validation loss."""
+    messages_key: str = "messages"
+    """Column of chat messages; the loss counts assistant tokens only, of every assistant turn."""
+    max_length: int = number(1024, low=1)
+    """Longest conversation in tokens."""
+    truncation: str = choice("error", "error", "drop", "truncate")
+    """What to do with a longer one: stop, drop the row, or cut its end."""
+    train_batch_size: int = number(64, low=1)
+    """Conversations an optimizer update."""
+    max_token_len_per_gpu: int = number(16384, low=1)
+    """Token budget of a packed micro-batch. Changes memory and speed, never the result."""
+    train_max_samples: int = number(-1, low=-1)
+    """Use at most this many training rows; -1 means all."""
+    val_max_samples: int = number(-1, low=-1)
+    """Use at most this many validation rows; -1 means all."""
+    shuffle: bool = True
+    """Visit the rows in a new random order every epoch."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments of the chat template."""
+
+
+@dataclass
+class SFTConfig:
+    """`hone sft`: supervised fine-tuning."""
+
+    data: SFTDataConfig = block(SFTDataConfig)
+    """Conversations."""
+    model: ModelConfig = block(ModelConfig)
+    """The model."""
+    optim: OptimConfig = block(OptimConfig, lr=1e-5)
+    """Its optimizer; the schedule advances once an update."""
+    dtype: str = choice("float32", "float32", "bfloat16")
+    """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
+    trainer: RunConfig = block(RunConfig, experiment_name="sft")
+    """Life cycle."""
