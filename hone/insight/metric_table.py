@@ -290,6 +290,34 @@ _TIME = (
     MetricSpec("perf/max_memory_allocated_gb", "GB", _MAX, "Most device memory allocated so far."),
 )
 
+_BALANCE = (
+    MetricSpec(
+        "global_seqlen/min", "tokens", _LAST, "Tokens of the rank that has fewest, were rows dealt out in order."
+    ),
+    MetricSpec("global_seqlen/max", "tokens", _LAST, "Tokens of the rank that has most, were rows dealt out in order."),
+    MetricSpec("global_seqlen/minmax_diff", "tokens", _LAST, "The difference of the two."),
+    MetricSpec(
+        "global_seqlen/balanced_min", "tokens", _LAST, "Tokens of the rank that has fewest, as rows are balanced."
+    ),
+    MetricSpec(
+        "global_seqlen/balanced_max", "tokens", _LAST, "Tokens of the rank that has most, as rows are balanced."
+    ),
+    MetricSpec("global_seqlen/mean", "tokens", _LAST, "Tokens a rank, prompts shared in a rank counted once."),
+    MetricSpec(
+        "global_seqlen/imbalance",
+        "ratio",
+        _LAST,
+        "Work of the busiest rank over the mean, attention included, were rows dealt out in order; 1 is perfect.",
+    ),
+    MetricSpec(
+        "global_seqlen/balanced_imbalance",
+        "ratio",
+        _LAST,
+        "The same as rows are balanced: the time that ranks wait for the busiest one.",
+        "> 1.1: a single sequence is longer than a rank's share; fewer ranks, or more sequences a step",
+    ),
+)
+
 _VALIDATION = (
     MetricSpec(
         "val-core/<data_source>/<metric>/mean@<n>",
@@ -329,6 +357,7 @@ GROUPS: dict[str, tuple[MetricSpec, ...]] = {
     "Rewards, advantages and critic": _CRITIC,
     "Samples": _SAMPLES,
     "Time and memory": _TIME,
+    "Balance over ranks": _BALANCE,
     "Validation": _VALIDATION,
     "Supervised fine-tuning": _SFT,
     "Preferences": PREFERENCE_METRICS,

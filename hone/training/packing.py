@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hone.data.balance import CostModel, Lengths, balance, load_of, part_of_rows
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged, offsets_of
 from hone.generation.attention import PackedLayout
@@ -84,6 +85,9 @@ def plan_micro_batches(
     max_tokens: int,
     max_sequences: int | None = None,
     together: Tensor | None = None,
+    *,
+    count: int | None = None,
+    cost: CostModel | None = None,
 ) -> list[list[int]]:
     """Cut rows into micro-batches of at most ``max_tokens`` tokens (and ``max_sequences`` rows).
 
@@ -91,15 +95,59 @@ def plan_micro_batches(
     that attention works on tight rectangles. What is longer than the budget gets a micro-batch of its own: preflight has
     told the user.
 
+    Ranks that work in step need the same number of micro-batches: each plans, they agree on the largest number, and plan again
+    with ``count``. Then the work is spread evenly, so that no rank waits for another at any of them.
+
     Args:
         prompts: of each row.
         responses: ``[B]`` tokens of each response.
         together: ``[B]``, neighbours with equal numbers share a micro-batch (the two sides of a preference); None lets
             every row go its own way.
+        count: exactly so many micro-batches, at least as many as a plan without it has.
+        cost: how work is counted where it is spread.
 
     Returns:
-        Row indices of each micro-batch; every row stands in exactly one.
+        Row indices of each micro-batch; every row stands in exactly one. With ``count`` the heaviest come first, and at the
+        end some are empty when there are fewer rows.
     """
+    plan = _fewest(prompts, responses, max_tokens, max_sequences, together)
+    if count is None:
+        return plan
+    if count < len(plan):
+        raise ValueError(f"{len(responses)} rows take {len(plan)} micro-batches of {max_tokens} tokens, not {count}")
+    lengths = Lengths(prompts.lengths, responses, share_prompts(prompts), None if together is None else _runs(together))
+    even = balance(
+        lengths, count, cost, equal_count=max_sequences is not None, max_tokens=max_tokens, max_rows=max_sequences
+    )
+    plan = _split_to(plan, count, together) if even is None else even
+    work = load_of(lengths, part_of_rows(plan), count, cost or CostModel()).cost
+    return [plan[index] for index in sorted(range(count), key=lambda index: -work[index])]
+
+
+def _split_to(plan: list[list[int]], count: int, together: Tensor | None) -> list[list[int]]:
+    """The same micro-batches, those of most rows halved until there are ``count``; empty ones where nothing can be halved."""
+    unit_of = None if together is None else _runs(together).tolist()
+    plan = [list(rows) for rows in plan]
+    while len(plan) < count:
+        rows = max(plan, key=lambda rows: len(_units(rows, unit_of)), default=[])
+        units = _units(rows, unit_of)
+        kept = [row for unit in units[: len(units) - len(units) // 2] for row in unit]
+        plan.append(rows[len(kept) :])
+        rows[:] = kept
+    return plan
+
+
+def _units(rows: list[int], unit_of: list[int] | None) -> list[list[int]]:
+    """Neighbouring rows that may not be parted."""
+    if unit_of is None:
+        return [[row] for row in rows]
+    return [list(members) for _, members in itertools.groupby(rows, key=unit_of.__getitem__)]
+
+
+def _fewest(
+    prompts: Ragged, responses: Tensor, max_tokens: int, max_sequences: int | None, together: Tensor | None
+) -> list[list[int]]:
+    """The plan of one rank: as few micro-batches as filling them one after the other gives."""
     prompt_of, prompt_lengths = share_prompts(prompts), prompts.lengths
     unit_of = torch.arange(len(prompts)) if together is None else _runs(together)
     longest = _largest(_largest(prompt_lengths + responses, prompt_of), unit_of)

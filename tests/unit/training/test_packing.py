@@ -1,5 +1,6 @@
 """Micro-batch plans and packing."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,3 +68,41 @@ def test_outputs_are_read_at_the_token_before_each_response_token(groups):
     assert packed.targets.tolist() == batch.ragged("response_ids").values.tolist()
     assert [ids[i] for i in packed.output_index.tolist()] == expected_before
     assert [positions[i] for i in packed.output_index.tolist()] == expected_place
+
+
+@given(GROUPS, st.integers(1, 60), st.none() | st.integers(1, 5), st.sampled_from([None, 2]), st.integers(0, 4))
+def test_a_plan_of_a_given_count_has_it_within_the_budget(groups, budget, limit, unit, more):
+    """What ranks do that work in step: as many micro-batches as the one that needs most."""
+    batch = batch_of(groups)
+    prompts, lengths = batch.ragged("prompt_ids"), batch.ragged("response_ids").lengths
+    together = None if unit is None else torch.arange(len(batch)) // unit
+    count = len(plan_micro_batches(prompts, lengths, budget, limit, together)) + more
+    plan = plan_micro_batches(prompts, lengths, budget, limit, together, count=count)
+    assert len(plan) == count
+    assert sorted(row for micro in plan for row in micro) == list(range(len(batch)))
+    least = 1 if unit is None else unit
+    for micro in filter(None, plan):
+        packed = pack(batch.reorder(micro), torch.device("cpu"))
+        assert len(micro) <= least or packed.input_ids.numel() <= budget
+        assert limit is None or len(micro) <= max(limit, least)
+        if unit is not None:
+            assert all((row ^ 1) in micro for row in micro if row ^ 1 < len(batch)), "a pair was parted"
+    if unit is None:
+        assert sum(map(bool, plan)) == min(count, len(batch)), "empty only where there are too few rows"
+
+
+def test_micro_batches_of_a_given_count_are_even_and_the_heaviest_is_first():
+    batch = batch_of([(1, [size]) for size in (9, 8, 7, 6, 5, 4, 3, 2)])
+    prompts, lengths = batch.ragged("prompt_ids"), batch.ragged("response_ids").lengths
+    plan = plan_micro_batches(prompts, lengths, 30, count=4)
+    sums = [sum(int(lengths[row]) + 1 for row in micro) for micro in plan]
+    assert sums == [13, 13, 13, 13]
+    uneven = plan_micro_batches(prompts, lengths, 30, count=3)
+    tokens = [sum(int(lengths[row]) + 1 for row in micro) for micro in uneven]
+    assert tokens == sorted(tokens, reverse=True) and max(tokens) - min(tokens) <= 2
+
+
+def test_a_count_below_what_the_budget_takes_is_a_mistake_of_the_program():
+    batch = batch_of([(1, [9]), (1, [9])])
+    with pytest.raises(ValueError, match="2 micro-batches of 10 tokens, not 1"):
+        plan_micro_batches(batch.ragged("prompt_ids"), batch.ragged("response_ids").lengths, 10, count=1)
