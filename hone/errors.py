@@ -2,12 +2,17 @@
 
 Raise :class:`HoneError` (or one of its kinds) for a mistake that the user can mend. The command line prints the message
 and exits with code 2; ``--debug`` shows the traceback. A bug in Hone itself should raise an ordinary Python exception.
+What happens to a run from outside (a process that is killed, or hangs) ends it with code 3: it can be resumed.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+EXIT_FAILED = 3
+"""Exit code of a run that lost a process, or in which nothing moved any more."""
 
 
 class HoneError(Exception):
@@ -22,6 +27,7 @@ class HoneError(Exception):
     """
 
     code = "E-user"
+    exit_code = 2
 
     def __init__(self, what: str, *, why: str = "", fix: str = "", code: str | None = None, where: str = "") -> None:
         self.what, self.why, self.fix, self.where = what, why, fix, where
@@ -79,6 +85,38 @@ class InvariantError(HoneError):
     """An always-on invariant of training is broken; the numbers of the run can no longer be trusted."""
 
     code = "D-invariant"
+
+
+class ProcessError(HoneError):
+    """A process of the run died or hung, and the run cannot go on by itself."""
+
+    code = "E-process"
+    exit_code = EXIT_FAILED
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: the message, and whether it stops what was to be done (else it is a warning)."""
+
+    error: HoneError
+    stops: bool
+
+    @property
+    def severity(self) -> str:
+        """``error`` or ``warning``."""
+        return "error" if self.stops else "warning"
+
+    def as_json(self) -> dict[str, str]:
+        """Return the parts of the message by name."""
+        e = self.error
+        return {
+            "code": e.code,
+            "severity": self.severity,
+            "where": e.where,
+            "what": e.what,
+            "why": e.why,
+            "fix": e.fix,
+        }
 
 
 def did_you_mean(name: str, known: Iterable[str], *, limit: int = 3) -> str:

@@ -23,12 +23,12 @@ def command(
     hone prefer --preset dpo data.train_files=pairs/train.parquet model.path=MODEL
     """
     from hone.config import PreferenceConfig, load_config
-    from hone.preflight import batch_plan, check_preference, training_rows
+    from hone.preflight import batch_plan, check, training_rows
 
     config = load_config(
         PreferenceConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name
     )
-    check_preference(config)
+    check(config)
     typer.echo(batch_plan(config, training_rows(config)))
     if dry_run:
         return

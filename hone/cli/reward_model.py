@@ -24,12 +24,12 @@ def command(
     hone reward-model data.train_files=pairs/train.parquet model.path=MODEL
     """
     from hone.config import RewardModelConfig, load_config
-    from hone.preflight import batch_plan, check_preference, training_rows
+    from hone.preflight import batch_plan, check, training_rows
 
     config = load_config(
         RewardModelConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name
     )
-    check_preference(config)
+    check(config)
     typer.echo(batch_plan(config, training_rows(config)))
     if dry_run:
         return

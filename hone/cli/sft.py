@@ -23,10 +23,10 @@ def command(
     hone sft data.train_files=train.parquet model.path=MODEL optim.lr=1e-4
     """
     from hone.config import SFTConfig, load_config
-    from hone.preflight import batch_plan, check_sft, training_rows
+    from hone.preflight import batch_plan, check, training_rows
 
     config = load_config(SFTConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
-    check_sft(config)
+    check(config)
     typer.echo(batch_plan(config, training_rows(config)))
     if dry_run:
         return

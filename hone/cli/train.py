@@ -23,10 +23,10 @@ def command(
     hone train --preset grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL
     """
     from hone.config import RLConfig, load_config
-    from hone.preflight import batch_plan, check_rl, training_rows
+    from hone.preflight import batch_plan, check, training_rows
 
     config = load_config(RLConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
-    check_rl(config)
+    check(config)
     typer.echo(batch_plan(config, training_rows(config)))
     if dry_run:
         return

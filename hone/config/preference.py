@@ -7,6 +7,7 @@ from typing import Any
 
 from hone.config.fields import block, choice, named, number, texts
 from hone.config.model import ModelConfig, OptimConfig
+from hone.config.preflight import PreflightConfig
 from hone.config.run import RunConfig
 
 
@@ -105,6 +106,8 @@ class PreferenceConfig:
     """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
     trainer: RunConfig = block(RunConfig, experiment_name="prefer")
     """Life cycle."""
+    preflight: PreflightConfig = block(PreflightConfig)
+    """What is checked before the run."""
 
 
 @dataclass
@@ -133,3 +136,5 @@ class RewardModelConfig:
     """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
     trainer: RunConfig = block(RunConfig, experiment_name="reward_model")
     """Life cycle."""
+    preflight: PreflightConfig = block(PreflightConfig)
+    """What is checked before the run."""

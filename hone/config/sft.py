@@ -7,6 +7,7 @@ from typing import Any
 
 from hone.config.fields import block, choice, number, texts
 from hone.config.model import ModelConfig, OptimConfig
+from hone.config.preflight import PreflightConfig
 from hone.config.run import RunConfig
 
 
@@ -52,3 +53,5 @@ class SFTConfig:
     """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
     trainer: RunConfig = block(RunConfig, experiment_name="sft")
     """Life cycle."""
+    preflight: PreflightConfig = block(PreflightConfig)
+    """What is checked before the run."""

@@ -19,6 +19,7 @@ from hone.config.critic import CriticConfig
 from hone.config.data import DataConfig
 from hone.config.fields import block
 from hone.config.model import ModelConfig
+from hone.config.preflight import RLPreflightConfig
 from hone.config.reward import RewardConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.run import TrainerConfig
@@ -54,3 +55,5 @@ class RLConfig:
     """The algorithm."""
     trainer: TrainerConfig = block(TrainerConfig)
     """Life cycle."""
+    preflight: RLPreflightConfig = block(RLPreflightConfig)
+    """What is checked before the run."""

@@ -1,32 +1,29 @@
 """What is checked before a run starts: no weights are loaded, and all that is wrong is said at once.
 
-A rule is a small function with a stable code; see :mod:`hone.preflight.rules`. Its findings either stop the run or are
-logged as warnings.
+A rule is a small function with a stable code (see :mod:`hone.preflight.rules`); ``docs/troubleshooting.md`` is the index of
+codes. :func:`check` is what every training command calls; :func:`examine` returns the same findings as a :class:`Report`.
 """
 
 from __future__ import annotations
 
-import logging
-
-from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.problems import raise_together
-from hone.config.sft import SFTConfig
-from hone.config.tree import RLConfig
-from hone.config.trees import AnyConfig
 from hone.preflight import algorithm, batches, device, effectless, files, methods, names, preference
+from hone.preflight.evidence import Evidence
 from hone.preflight.plan import batch_plan, training_rows
-from hone.preflight.rules import RULES, findings
+from hone.preflight.report import Report, check, examine
+from hone.preflight.rules import RULES, Stage, findings
 
 __all__ = [
     "RULES",
+    "Evidence",
+    "Report",
+    "Stage",
     "algorithm",
     "batch_plan",
     "batches",
-    "check_preference",
-    "check_rl",
-    "check_sft",
+    "check",
     "device",
     "effectless",
+    "examine",
     "files",
     "findings",
     "methods",
@@ -34,40 +31,3 @@ __all__ = [
     "preference",
     "training_rows",
 ]
-
-log = logging.getLogger(__name__)
-
-
-def check_rl(config: RLConfig) -> None:
-    """Check a configuration of `hone train` and the files it names.
-
-    Raises:
-        HoneError: something that the run cannot start with; with several, one error holds all their messages.
-    """
-    _check(config)
-
-
-def check_sft(config: SFTConfig) -> None:
-    """Check a configuration of `hone sft` and the files it names.
-
-    Raises:
-        HoneError: something that the run cannot start with; with several, one error holds all their messages.
-    """
-    _check(config)
-
-
-def check_preference(config: PreferenceConfig | RewardModelConfig) -> None:
-    """Check a configuration of `hone prefer` or `hone reward-model` and the files it names.
-
-    Raises:
-        HoneError: something that the run cannot start with; with several, one error holds all their messages.
-    """
-    _check(config)
-
-
-def _check(config: AnyConfig) -> None:
-    found = list(findings(config))
-    for finding in found:
-        if not finding.stops:
-            log.warning("%s", finding.error.render())
-    raise_together([finding.error for finding in found if finding.stops])

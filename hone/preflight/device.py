@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
-from hone.preflight.rules import Finding, error, rule
+from hone.preflight.rules import Finding, Stage, error, rule
 
 
-@rule("R02", *TREES.values())
+@rule("R02", *TREES.values(), stage=Stage.ENVIRONMENT)
 def cuda_present(config: AnyConfig) -> Iterator[Finding]:
     """The device asked for exists."""
     if config.trainer.device == "cuda" and not _cuda():
@@ -20,7 +20,7 @@ def cuda_present(config: AnyConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R07", *TREES.values())
+@rule("R07", *TREES.values(), stage=Stage.ENVIRONMENT)
 def dtype_supported(config: AnyConfig) -> Iterator[Finding]:
     """The GPU computes in the dtypes asked for; every CPU does, some of them slowly."""
     if config.trainer.device == "cpu" or not _cuda():

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from hone.config.model import ModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
 from hone.errors import HoneError
+from hone.preflight.evidence import file_list, model_block, read_json
 from hone.preflight.needs import needs_critic
-from hone.preflight.rules import Finding, error, rule
+from hone.preflight.rules import Finding, Stage, error, rule
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
-def file_list(files: Any) -> list[str]:
-    """Return none, a path or a list of paths as a list."""
-    if files is None:
-        return []
-    return [files] if isinstance(files, str) else list(files)
-
-
-def model_block(config: AnyConfig) -> tuple[str, ModelConfig]:
-    """Return the block that names the trained model, with its path in the tree."""
-    if isinstance(config, RLConfig):
-        return "actor_rollout_ref.model", config.actor_rollout_ref.model
-    return "model", config.model
-
-
-@rule("R42", *TREES.values())
+@rule("R42", *TREES.values(), stage=Stage.FILES)
 def datasets(config: AnyConfig) -> Iterator[Finding]:
     """Training files are named, and the first row of every file can be read and has its columns."""
     from hone.data.files import read_rows
@@ -58,7 +42,7 @@ def datasets(config: AnyConfig) -> Iterator[Finding]:
             yield Finding(found, stops=True)
 
 
-@rule("R08", *TREES.values())
+@rule("R08", *TREES.values(), stage=Stage.FILES)
 def model_directory(config: AnyConfig) -> Iterator[Finding]:
     """The model directory holds config, weights and tokenizer; the adapter directory holds an adapter."""
     block, model = model_block(config)
@@ -88,14 +72,14 @@ def model_directory(config: AnyConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R08", RLConfig)
+@rule("R08", RLConfig, stage=Stage.FILES)
 def critic_directory(config: RLConfig) -> Iterator[Finding]:
     """The critic's own model directory holds config and weights."""
     if needs_critic(config) and config.critic.model.path is not None:
         yield from weights("critic.model.path", config.critic.model.path)
 
 
-@rule("R39", *TREES.values())
+@rule("R39", *TREES.values(), stage=Stage.FILES)
 def chat_template(config: AnyConfig) -> Iterator[Finding]:
     """Where rows hold messages there is a template that turns them into text."""
     block, model = model_block(config)
@@ -122,7 +106,7 @@ def chat_template(config: AnyConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R30", *TREES.values())
+@rule("R30", *TREES.values(), stage=Stage.FILES)
 def model_length(config: AnyConfig) -> Iterator[Finding]:
     """The model has a position for every token of the longest sequence."""
     block, model = model_block(config)
@@ -146,7 +130,7 @@ def model_length(config: AnyConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R55", *TREES.values())
+@rule("R55", *TREES.values(), stage=Stage.FILES)
 def run_directory(config: AnyConfig) -> Iterator[Finding]:
     """The run directory can be written, and a checkpoint to resume from is there."""
     trainer = config.trainer
@@ -238,11 +222,3 @@ def _has_template(directory: Path) -> bool:
 def _holds_any(directory: str, names: tuple[str, ...]) -> bool:
     return any((Path(directory) / name).is_file() for name in names)
 
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty when the file is missing or holds none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -13,7 +13,7 @@ ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 
 
-@rule("R57", RLConfig)
+@rule("R62", RLConfig)
 def further_options(config: RLConfig) -> Iterator[Finding]:
     """Options given by name are options of the chosen method."""
     from hone.algorithms.policy_losses.base import COMMON_OPTIONS
@@ -35,7 +35,7 @@ def further_options(config: RLConfig) -> Iterator[Finding]:
                 )
 
 
-@rule("R57", RLConfig)
+@rule("R62", RLConfig)
 def sum_pi_squared(config: RLConfig) -> Iterator[Finding]:
     """Sums of squared probabilities are computed when the estimator needs them."""
     chosen, settings = estimator(config), correction(config)
@@ -58,7 +58,7 @@ def sum_pi_squared(config: RLConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R57", RLConfig)
+@rule("R62", RLConfig)
 def reward_components(config: RLConfig) -> Iterator[Finding]:
     """An estimator of reward components is told which, and charges its KL elsewhere."""
     chosen, algorithm = estimator(config), config.algorithm

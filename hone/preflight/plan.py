@@ -8,7 +8,7 @@ from hone.config.run import RunConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
-from hone.preflight.files import file_list
+from hone.preflight.evidence import file_list
 
 
 def batch_plan(config: AnyConfig, rows: int) -> str:

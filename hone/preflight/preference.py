@@ -10,7 +10,8 @@ from hone.config.feedback import RewardModelUseConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.errors import HoneError, did_you_mean
-from hone.preflight.files import file_list, read_json, weights
+from hone.preflight.evidence import file_list, read_json
+from hone.preflight.files import weights
 from hone.preflight.rules import Finding, error, rule, warning
 
 

@@ -154,8 +154,7 @@ def test_train_checks_then_trains(
     name: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[str] = []
-    check = "check_rl" if name == "train" else "check_sft"
-    monkeypatch.setattr(f"hone.preflight.{check}", lambda config: calls.append(f"check {config.trainer.seed}"))
+    monkeypatch.setattr("hone.preflight.check", lambda config: calls.append(f"check {config.trainer.seed}"))
 
     def train(config: Any) -> int:
         calls.append(f"train {config.trainer.seed}")
@@ -172,7 +171,7 @@ def test_train_checks_then_trains(
 def test_dry_run_prints_the_plan_and_does_not_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hone.preflight.check_rl", lambda config: None)
+    monkeypatch.setattr("hone.preflight.check", lambda config: None)
     monkeypatch.setattr("hone.trainers.rl.train", lambda config: pytest.fail("it trained"))
     (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n' * 65)
     code, out, _ = run(capsys, "train", "--preset", "grpo", "--dry-run", f"data.train_files={tmp_path}/d.jsonl")

@@ -32,24 +32,24 @@ def change(config: RLConfig, changes: dict[str, Any]) -> RLConfig:
     [
         (
             {"algorithm.adv_estimator": "optimal_token_baseline", f"{ACTOR}.calculate_sum_pi_squared": False},
-            *("R57", True, ["optimal_token_baseline needs the sums", "calculate_sum_pi_squared=null"]),
+            *("R62", True, ["optimal_token_baseline needs the sums", "calculate_sum_pi_squared=null"]),
         ),
         (
             {"algorithm.adv_estimator": "optimal_token_baseline", f"{CORRECTION}.bypass_mode": True},
-            *("R57", True, ["bypass mode does not compute", "bypass_mode=false"]),
+            *("R62", True, ["bypass mode does not compute", "bypass_mode=false"]),
         ),
         (
             {f"{ACTOR}.calculate_sum_pi_squared": True, f"{CORRECTION}.bypass_mode": True},
-            *("R57", True, ["calculate_sum_pi_squared=true asks", "calculate_sum_pi_squared=null"]),
+            *("R62", True, ["calculate_sum_pi_squared=true asks", "calculate_sum_pi_squared=null"]),
         ),
-        ({"algorithm.adv_estimator": "gdpo"}, "R57", True, ["none is named", "gdpo_reward_keys=[acc,format]"]),
+        ({"algorithm.adv_estimator": "gdpo"}, "R62", True, ["none is named", "gdpo_reward_keys=[acc,format]"]),
         (
             {
                 "algorithm.adv_estimator": "gdpo",
                 "algorithm.gdpo_reward_keys": ["a", "b"],
                 "algorithm.gdpo_reward_weights": [1.0],
             },
-            *("R57", True, ["1 weights for 2 reward components (a, b)", "gdpo_reward_weights=[1.0,1.0]"]),
+            *("R62", True, ["1 weights for 2 reward components (a, b)", "gdpo_reward_weights=[1.0,1.0]"]),
         ),
         (
             {
@@ -57,16 +57,16 @@ def change(config: RLConfig, changes: dict[str, Any]) -> RLConfig:
                 "algorithm.gdpo_reward_keys": ["a"],
                 "algorithm.use_kl_in_reward": True,
             },
-            *("R57", True, ["KL penalty in the reward is lost", "use_kl_loss=true"]),
+            *("R62", True, ["KL penalty in the reward is lost", "use_kl_loss=true"]),
         ),
-        ({"algorithm.adv_kwargs": {"epsilom": 0.1}}, "R57", True, ["no option 'epsilom'", "epsilon"]),
+        ({"algorithm.adv_kwargs": {"epsilom": 0.1}}, "R62", True, ["no option 'epsilom'", "epsilon"]),
         (
             {f"{ACTOR}.policy_loss.loss_kwargs": {"clip_ratio_hi": 0.1}},
-            "R57",
+            "R62",
             True,
             ["'clip_ratio_hi'", "clip_ratio_high"],
         ),
-        ({"algorithm.adv_estimator": "remax", "algorithm.adv_kwargs": {"x": 1}}, "R57", True, ["takes no options"]),
+        ({"algorithm.adv_estimator": "remax", "algorithm.adv_kwargs": {"x": 1}}, "R62", True, ["takes no options"]),
         (
             {
                 "algorithm.adv_estimator": "remax",

@@ -10,7 +10,7 @@ import pytest
 
 from hone.config import PreferenceConfig, RewardModelConfig, RLConfig
 from hone.errors import HoneError
-from hone.preflight import batch_plan, check_preference, findings, training_rows
+from hone.preflight import batch_plan, check, findings, training_rows
 
 PAIR = {"prompt": "1 + 1 = ?", "chosen": "2", "rejected": "3"}
 LABELLED = {"prompt": "1 + 1 = ?", "completion": "2", "label": True}
@@ -75,7 +75,7 @@ def said(config: Any) -> list[tuple[str, bool, str]]:
 
 def test_sound_configurations_pass(prefer, scalar, labels, rl: RLConfig, judge: Path) -> None:
     assert said(prefer) == said(scalar) == []
-    check_preference(prefer)
+    check(prefer)
     assert training_rows(prefer) == 6
     assert batch_plan(prefer, 6) == (
         "plan: 2 preferences an optimizer update; micro-batches of up to 16384 tokens; 6 rows -> 3 updates an epoch, 3 in "
@@ -181,4 +181,4 @@ def test_a_reward_model_must_be_one(rl: RLConfig, model: Path, judge: Path) -> N
 def test_all_problems_are_raised_together(prefer: PreferenceConfig) -> None:
     change(prefer, {"loss.name": "dpp", "data.max_token_len_per_gpu": 100})
     with pytest.raises(HoneError, match="2 problems"):
-        check_preference(prefer)
+        check(prefer)

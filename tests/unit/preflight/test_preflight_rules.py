@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hone.config import RLConfig, SFTConfig
 from hone.config.problems import ConfigProblems
 from hone.errors import ConfigError, HoneError
-from hone.preflight import RULES, batch_plan, check_rl, check_sft, findings, training_rows
+from hone.preflight import RULES, batch_plan, check, findings, training_rows
 from hone.preflight.batches import nearest_divisor
 from hone.preflight.rules import Finding
 
@@ -38,8 +38,8 @@ def the_one(config: RLConfig | SFTConfig) -> Finding:
 
 def test_a_sound_configuration_passes_every_rule(rl: RLConfig, sft: SFTConfig) -> None:
     assert list(findings(rl)) == [] and list(findings(sft)) == []
-    check_rl(rl)
-    check_sft(sft)
+    check(rl)
+    check(sft)
 
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -309,7 +309,7 @@ def test_tracker_without_its_package(rl: RLConfig, monkeypatch: pytest.MonkeyPat
 def test_errors_come_together_and_warnings_are_logged(rl: RLConfig, caplog: pytest.LogCaptureFixture) -> None:
     change(rl, {f"{ROLLOUT}.n": 1, f"{ACTOR}.ppo_mini_batch_size": 3, "trainer.save_freq": 0})
     with caplog.at_level(logging.WARNING, logger="hone.preflight"), pytest.raises(ConfigProblems) as caught:
-        check_rl(rl)
+        check(rl)
     assert sorted(problem.code for problem in caught.value.problems) == ["R14", "R19"]
     assert "(2 problems)" in str(caught.value) and "R56" not in str(caught.value)
     assert any("nothing will be saved" in record.getMessage() for record in caplog.records)
@@ -318,11 +318,11 @@ def test_errors_come_together_and_warnings_are_logged(rl: RLConfig, caplog: pyte
 def test_a_single_error_is_raised_as_it_is(rl: RLConfig, sft: SFTConfig) -> None:
     rl.actor_rollout_ref.rollout.n = 1
     with pytest.raises(ConfigError) as caught:
-        check_rl(rl)
+        check(rl)
     assert caught.value.code == "R19" and not isinstance(caught.value, ConfigProblems)
     sft.data.train_files = "/no/where.jsonl"
     with pytest.raises(HoneError, match="R42"):
-        check_sft(sft)
+        check(sft)
 
 
 def test_every_rule_has_a_code_and_says_what_it_wants() -> None:

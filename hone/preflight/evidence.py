@@ -1,0 +1,134 @@
+"""What rules look at besides keys: rows, tokenizer, model configuration, machine. Each is read at most once a check."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.config.model import ModelConfig
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig
+from hone.errors import HoneError
+from hone.preflight import machine
+from hone.preflight.machine import Machine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hone.data.files import Row
+
+
+class Evidence:
+    """Everything that lies outside the configuration, read when a rule first asks for it.
+
+    What cannot be read is empty or None here; the rule that owns the file (R08, R42) says why.
+
+    Args:
+        config: the configuration that is checked.
+    """
+
+    def __init__(self, config: AnyConfig) -> None:
+        self.config = config
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        """Facts of this machine."""
+        return machine.look()
+
+    @functools.cached_property
+    def train_rows(self) -> list[Row]:
+        """Training rows with the columns that a run reads."""
+        return self._rows(self.config.data.train_files, self.config.data.train_max_samples)
+
+    @functools.cached_property
+    def val_rows(self) -> list[Row]:
+        """Validation rows."""
+        return self._rows(self.config.data.val_files, self.config.data.val_max_samples)
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of the trained model, with the custom chat template."""
+        try:
+            return self.load_tokenizer()
+        except HoneError:
+            return None
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer of the trained model.
+
+        Raises:
+            ModelError: it cannot be loaded.
+        """
+        from hone.data.tokenizer import load_tokenizer
+
+        model = model_block(self.config)[1]
+        return load_tokenizer(
+            model.tokenizer_path or model.path,
+            trust_remote_code=model.trust_remote_code,
+            custom_chat_template=model.custom_chat_template,
+        )
+
+    @functools.cached_property
+    def model_settings(self) -> dict[str, Any]:
+        """config.json of the trained model with ``override_config``; the text part of a multimodal one on top."""
+        model = model_block(self.config)[1]
+        settings = read_json(Path(model.path or "") / "config.json")
+        settings = {**settings, **model.override_config} if settings else {}
+        return {**settings.get("text_config", {}), **settings}
+
+    @functools.cached_property
+    def parameters(self) -> int | None:
+        """Parameters of the trained model, without loading any."""
+        from hone.preflight.memory import count_parameters
+
+        return count_parameters(model_block(self.config)[1])
+
+    def _rows(self, files: Any, most: int) -> list[Row]:
+        from hone.data.files import read_rows
+
+        paths = file_list(files)
+        if not paths:
+            return []
+        try:
+            return read_rows(paths, required=(), optional=columns(self.config), max_rows=most)
+        except HoneError:
+            return []
+
+
+def columns(config: AnyConfig) -> tuple[str, ...]:
+    """Return the columns of a dataset that a run or a check of it reads."""
+    data = config.data
+    if isinstance(config, RLConfig):
+        return (config.data.prompt_key, config.data.reward_fn_key, "reward_model", "extra_info", "agent_name", "tools")
+    if isinstance(config, SFTConfig):
+        return (config.data.messages_key,)
+    return (
+        *(data.prompt_key, data.chosen_key, data.rejected_key),  # type: ignore[union-attr]
+        *(data.completion_key, data.label_key, data.tools_key),  # type: ignore[union-attr]
+    )
+
+
+def file_list(files: Any) -> list[str]:
+    """Return none, a path or a list of paths as a list."""
+    if files is None:
+        return []
+    return [files] if isinstance(files, str) else list(files)
+
+
+def model_block(config: AnyConfig) -> tuple[str, ModelConfig]:
+    """Return the block that names the trained model, with its path in the tree."""
+    if isinstance(config, RLConfig):
+        return "actor_rollout_ref.model", config.actor_rollout_ref.model
+    return "model", config.model
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object, empty when the file is missing or holds none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,147 @@
+"""What this machine offers a run: cores, memory, limits, disk, GPUs and who uses them."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GIB = 2**30
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class GpuUser:
+    """A process that holds memory of a GPU."""
+
+    gpu: int
+    pid: int
+    name: str
+    gib: float
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi reports it, memory in GiB."""
+
+    index: int
+    name: str
+    total_gib: float
+    used_gib: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts of the machine, sizes in bytes.
+
+    Attributes:
+        cpus: of the machine.
+        affinity: cores that this process may run on.
+        quota: cores that the container's CPU quota allows (may be a fraction), None without one.
+        memory: that a process here may use: of the machine, or the container's limit where that is less.
+        shared_memory: size of /dev/shm, None where there is none.
+        open_files: soft limit of open files.
+        gpus: seen by nvidia-smi.
+        gpu_users: processes on them.
+    """
+
+    cpus: int
+    affinity: int
+    quota: float | None
+    memory: int
+    shared_memory: int | None
+    open_files: int
+    gpus: tuple[Gpu, ...] = ()
+    gpu_users: tuple[GpuUser, ...] = field(default=())
+
+    @property
+    def usable_cpus(self) -> int:
+        """Cores that threads of this process can really use."""
+        return max(1, min(self.affinity, math.ceil(self.quota) if self.quota else self.affinity))
+
+
+def look() -> Machine:
+    """Return the facts of this machine; takes a few milliseconds, longer where there are GPUs."""
+    import psutil
+
+    limit = _number(_CGROUP / "memory.max")
+    total = psutil.virtual_memory().total
+    return Machine(
+        cpus=os.cpu_count() or 1,
+        affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        quota=cpu_quota(),
+        memory=min(total, int(limit)) if limit else total,
+        shared_memory=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        gpus=tuple(_gpus()),
+        gpu_users=tuple(_gpu_users()),
+    )
+
+
+def cpu_quota(root: Path = _CGROUP) -> float | None:
+    """Return the cores that the control group at ``root`` allows (version 2 or 1), None without a limit."""
+    try:
+        quota, _, period = (root / "cpu.max").read_text().partition(" ")
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass  # version 1, or none
+    quota, period = (_number(root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    return quota / period if quota and period and quota > 0 else None
+
+
+def free_disk(path: Path) -> tuple[Path, int]:
+    """Return the nearest existing folder of ``path``, and the free bytes there."""
+    absolute = path.expanduser().absolute()
+    existing = next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
+    return existing, shutil.disk_usage(existing).free
+
+
+def port_is_free(port: int) -> bool:
+    """Tell whether a server on this machine could listen on ``port`` of the loopback interface."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _number(file: Path) -> float | None:
+    try:
+        return float(file.read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+
+
+def _gpus() -> list[Gpu]:
+    rows = _nvidia_smi("--query-gpu=index,name,memory.total,memory.used")
+    return [Gpu(int(i), name, float(total) / 1024, float(used) / 1024) for i, name, total, used in rows]
+
+
+def _gpu_users() -> list[GpuUser]:
+    order = {uuid: int(index) for index, uuid in _nvidia_smi("--query-gpu=index,uuid")}
+    rows = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+    return [
+        GpuUser(order.get(uuid, -1), int(pid), name, float(used) / 1024 if used.isdigit() else 0.0)
+        for uuid, pid, name, used in rows
+        if int(pid) != os.getpid()
+    ]
+
+
+def _nvidia_smi(query: str) -> list[list[str]]:
+    """Rows of a query; none where there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
