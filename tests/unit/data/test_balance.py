@@ -16,10 +16,10 @@ from hone.data.balance import (
     balance,
     balance_metrics,
     in_order,
-    karmarkar_karp,
     load_of,
     part_of_rows,
 )
+from hone.data.partition import karmarkar_karp
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 GROUPS = st.lists(
