@@ -27,13 +27,25 @@ class DataConfig:
     truncation: str = choice("error", "error", "drop", "truncate")
     """What to do with a prompt longer than max_prompt_length: stop, drop the row, or cut its beginning. Counted in
     the log either way."""
+    filter_overlong_prompts: bool = False
+    """Leave out rows whose prompt is longer than max_prompt_length, as truncation=drop does, whatever truncation says."""
     train_batch_size: int = number(64, low=1)
     """Prompts a step; sequences a step = train_batch_size x rollout.n."""
+    val_batch_size: int | None = number(None, low=1)
+    """Validation prompts answered at a time; null takes all. Bounds the memory of long validations, and changes
+    no number."""
     train_max_samples: int = number(-1, low=-1)
     """Use at most this many training rows (the first ones); -1 means all."""
     val_max_samples: int = number(-1, low=-1)
     """Use at most this many validation rows (the first ones); -1 means all."""
     shuffle: bool = True
-    """Visit the training rows in a new random order every epoch; the order depends on trainer.seed and the epoch only."""
+    """Visit the training rows in a new random order every epoch; the order depends on data.seed and the epoch only."""
+    seed: int | None = number(None, low=0)
+    """Seed of that order; null means trainer.seed. Set it to visit the rows alike in runs of several seeds."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, for example {enable_thinking: false}."""
+
+    @property
+    def overlong_policy(self) -> str:
+        """What is done with a prompt that is too long: error, drop or truncate."""
+        return "drop" if self.filter_overlong_prompts else self.truncation

@@ -80,7 +80,7 @@ class EpochSampler:
             ("size", "data.train_files"),
             ("batch_size", "data.train_batch_size"),
             ("shuffle", "data.shuffle"),
-            ("seed", "trainer.seed"),
+            ("seed", "data.seed (else trainer.seed)"),
         ):
             saved, present = state[name], getattr(self, name)
             if saved != present:

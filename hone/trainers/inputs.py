@@ -28,7 +28,7 @@ def prompt_dataset(
         prompt_key=config.prompt_key,
         reward_fn_key=config.reward_fn_key,
         max_prompt_length=config.max_prompt_length,
-        truncation=config.truncation,
+        truncation=config.overlong_policy,
         max_samples=max_samples,
         chat_template_kwargs=config.apply_chat_template_kwargs,
     )

@@ -44,14 +44,24 @@ async def evaluate(
     *,
     n: int,
     seed: int,
+    batch_size: int | None = None,
 ) -> Evaluation:
-    """Ask every prompt ``n`` times and score the answers. The draws depend on the seed and the row only."""
+    """Ask every prompt ``n`` times, ``batch_size`` prompts at a time (None: all), and score the answers. The draws depend on
+    the seed and the row only.
+    """
     samples = [dataset[row] for row in range(len(dataset))]
 
     def seed_of(uid: str, index: int) -> int:
         return derive_seed(seed, "validation", uid, index)
 
-    played = [t async for t in single_turn.play(samples, engine, tokenizer, sampling, n=n, seed_of=seed_of)]
+    size = batch_size or max(1, len(samples))
+    played = [
+        trajectory
+        for start in range(0, len(samples), size)
+        async for trajectory in single_turn.play(
+            samples[start : start + size], engine, tokenizer, sampling, n=n, seed_of=seed_of
+        )
+    ]
     position = {sample.uid: row for row, sample in enumerate(samples)}
     played.sort(key=lambda t: (position[t.uid], t.index))
     scores = await rewards.score(played)
@@ -97,4 +107,5 @@ class Validator:
             validation_sampling(self.config, self.tokenizer),
             n=self.config.actor_rollout_ref.rollout.val_kwargs.n,
             seed=self.config.trainer.seed,
+            batch_size=self.config.data.val_batch_size,
         )

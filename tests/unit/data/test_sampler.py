@@ -79,7 +79,7 @@ def test_too_few_rows_are_told():
         ({"size": 11}, "train_files"),
         ({"batch_size": 3}, "train_batch_size"),
         ({"shuffle": False}, "data.shuffle"),
-        ({"seed": 1}, "trainer.seed"),
+        ({"seed": 1}, "data.seed"),
     ],
 )
 def test_a_position_in_another_order_is_refused(changed, key):

@@ -1,0 +1,140 @@
+"""What may become of a key that another trainer's configuration has: five kinds of entry, and their table.
+
+A pattern names one key or many: ``{a,b}`` stands for either word, ``*`` for one part of the path, and ``**`` at the end
+for the block itself and whatever is in it. A key is decided by the entry that says most about it: an exact path wins over
+a pattern, a long pattern over a short one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "disable", "disabled", "none")
+"""Values that ask for nothing: a feature set to one of them is not wanted."""
+
+Others = Mapping[str, Any]
+"""The values of all keys that are set beside the one in question."""
+
+
+class Refused(Exception):
+    """A value that cannot be had yet.
+
+    Args:
+        what: what it asks for.
+        instead: what to do instead.
+        stand_in: keys and values that come nearest, for a translated configuration.
+    """
+
+    def __init__(self, what: str, instead: str, stand_in: dict[str, Any] | None = None) -> None:
+        super().__init__(what)
+        self.what, self.instead, self.stand_in = what, instead, stand_in or {}
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Another name of a key: an older spelling, or the place where others keep it. ``to`` may end in ``.*``: then what stands
+    behind the block that the pattern names stands there.
+    """
+
+    to: str
+    says: str = ""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The same thing said by other keys or values; ``sets(value, others)`` returns them, or raises :class:`Refused`."""
+
+    says: str
+    sets: Callable[[Any, Others], dict[str, Any]]
+    to: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is always so here; ``only`` holds the values that ask for it (None: any), others are refused."""
+
+    says: str
+    only: tuple[Any, ...] | None = None
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A feature that does not exist yet; values of ``off`` ask for nothing and pass."""
+
+    what: str
+    instead: str
+    off: tuple[Any, ...] = OFF
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A key of a backend that is not used here: it has no meaning, and leaving it out changes nothing."""
+
+    reason: str
+
+
+Entry = Renamed | Changed | Settled | Unsupported | Foreign
+
+
+@dataclass(frozen=True)
+class Table:
+    """Entries by pattern.
+
+    >>> table = Table({"critic.{a,b}": Foreign("x"), "critic.**": Foreign("y"), "critic.c": Foreign("z")})
+    >>> [table.find(key).reason for key in ("critic.a", "critic.b.c", "critic.c", "critic")]
+    ['x', 'y', 'z', 'y']
+    """
+
+    entries: Mapping[str, Entry]
+    _exact: dict[str, Entry] = field(default_factory=dict, repr=False)
+    _patterns: list[tuple[re.Pattern[str], Entry]] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        patterns = []
+        for pattern, entry in self.entries.items():
+            for path in expand(pattern):
+                if "*" in path:
+                    patterns.append((path, entry))
+                elif path in self._exact:
+                    raise ValueError(f"{path} has two entries")
+                else:
+                    self._exact[path] = entry
+        patterns.sort(key=lambda item: -len(item[0].replace("*", "")))
+        self._patterns.extend((_compiled(path), entry) for path, entry in patterns)
+
+    def find(self, path: str) -> Entry | None:
+        """Return the entry that decides about the key ``path``."""
+        if path in self._exact:
+            return self._exact[path]
+        for pattern, entry in self._patterns:
+            match = pattern.fullmatch(path)
+            if match and isinstance(entry, Renamed) and entry.to.endswith(".*"):
+                return Renamed(entry.to[:-2] + (match.group("rest") or ""), entry.says)
+            if match:
+                return entry
+        return None
+
+    def paths(self) -> dict[str, Entry]:
+        """Return the entries by their paths, braces expanded and stars left."""
+        return {path: entry for pattern, entry in self.entries.items() for path in expand(pattern)}
+
+
+def expand(pattern: str) -> list[str]:
+    """Return the paths that a pattern's braces stand for.
+
+    >>> expand("{actor,critic}.{x,y.z}")
+    ['actor.x', 'actor.y.z', 'critic.x', 'critic.y.z']
+    """
+    parts = re.split(r"\{([^{}]*)\}", pattern)
+    choices = [part.split(",") if index % 2 else [part] for index, part in enumerate(parts)]
+    return ["".join(words) for words in itertools.product(*choices)]
+
+
+def _compiled(path: str) -> re.Pattern[str]:
+    body, rest = (path[:-3], r"(?P<rest>\..+)?") if path.endswith(".**") else (path, "")
+    return re.compile(r"[^.]+".join(re.escape(part) for part in body.split("*")) + rest)

@@ -1,0 +1,82 @@
+"""Keys of generation: sampling, engines, episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.config.migration.actor import ROLLOUT
+from hone.config.migration.entries import Changed, Entry, Foreign, Others, Refused, Settled, Unsupported
+from hone.config.migration.reasons import ENGINE, ENGINE_LAYOUT, PROFILER, SEVERAL_TURNS, SINGLE_TURN
+
+
+def _sampling_off(block: str) -> Changed:
+    def sets(value: Any, others: Others) -> dict[str, Any]:
+        return {} if value in (True, None) else {f"{block}.temperature": 0.0}
+
+    return Changed("false is temperature 0", sets, (f"{block}.temperature",))
+
+
+def _mode(value: Any, others: Others) -> dict[str, Any]:
+    if value in ("async", "sync", None):
+        return {}
+    raise Refused(f"the rollout mode {value}", "leave it out")
+
+
+ENTRIES: dict[str, Entry] = {
+    f"{ROLLOUT}.mode": Changed(
+        "generation always streams: answers are taken in the order in which they are finished", _mode
+    ),
+    f"{ROLLOUT}.do_sample": _sampling_off(ROLLOUT),
+    f"{ROLLOUT}.val_kwargs.do_sample": _sampling_off(f"{ROLLOUT}.val_kwargs"),
+    f"{ROLLOUT}.{{prompt_length,response_length}}": Settled("are data.max_prompt_length and data.max_response_length"),
+    f"{ROLLOUT}.max_model_len": Settled("is data.max_prompt_length + data.max_response_length"),
+    f"{ROLLOUT}.seed": Settled("every random draw comes from trainer.seed"),
+    f"{ROLLOUT}.full_determinism": Settled("runs repeat exactly"),
+    f"{ROLLOUT}.calculate_log_probs": Settled("every sampled token comes with its log-prob"),
+    f"{ROLLOUT}.logprobs_mode": Settled("log-probs come twice: under the policy, and under what was sampled from"),
+    f"{ROLLOUT}.load_format": Settled("the engine gets its weights from the trainer"),
+    f"{ROLLOUT}.{{layered_summon,checkpoint_engine.**,checkpoint_manager_class}}": Foreign(
+        "how weights get to an external engine; the native engine reads those that are trained"
+    ),
+    f"{ROLLOUT}.{{gpu_memory_utilization,standalone_gpu_memory_utilization,enforce_eager,cudagraph_capture_sizes}}": Foreign(
+        ENGINE
+    ),
+    f"{ROLLOUT}.{{free_cache_engine,enable_sleep_mode,enable_chunked_prefill,enable_prefix_caching,max_num_batched_tokens}}": (
+        Foreign(ENGINE)
+    ),
+    f"{ROLLOUT}.{{scheduling_policy,disable_log_stats,skip_tokenizer_init,swap_space,use_fire_sampling}}": Foreign(
+        ENGINE
+    ),
+    f"{ROLLOUT}.{{engine_kwargs,server,limit_images,moe_load_balance_metrics_interval,prometheus,mtp,custom}}.**": Foreign(
+        ENGINE
+    ),
+    f"{ROLLOUT}.{{multi_stage_wake_up,over_sample_rate,layer_name_map,sglang_engine_mode,block_size}}": Foreign(ENGINE),
+    f"{ROLLOUT}.{{tensor_model_parallel_size,data_parallel_size,expert_parallel_size,pipeline_model_parallel_size}}": Foreign(
+        ENGINE_LAYOUT
+    ),
+    f"{ROLLOUT}.{{moe_tensor_parallel_size,disaggregation.**}}": Foreign(ENGINE_LAYOUT),
+    f"{ROLLOUT}.{{quantization,quantization_config_file}}": Unsupported(
+        "generation with quantized weights", "leave it out"
+    ),
+    f"{ROLLOUT}.enable_rollout_routing_replay": Unsupported("router replay", "leave it out"),
+    f"{ROLLOUT}.{{nnodes,n_gpus_per_node}}": Unsupported("generation on devices of its own", "leave it out"),
+    f"{ROLLOUT}.{{profiler,trace}}.**": Foreign(PROFILER),
+    f"{ROLLOUT}.val_kwargs.{{min_p,repetition_penalty}}": Unsupported(
+        "this restriction in validation", "val_kwargs.top_p, top_k and temperature", (0, 0.0, 1, 1.0, None)
+    ),
+    # episodes
+    f"{ROLLOUT}.multi_turn.**": Unsupported(SEVERAL_TURNS, SINGLE_TURN),
+    f"{ROLLOUT}.multi_turn.{{max_parallel_calls,max_tool_response_length,tool_response_truncate_side,format}}": Settled(
+        "acts only on episodes of several turns, which are not supported yet"
+    ),
+    f"{ROLLOUT}.multi_turn.{{tokenization_sanity_check_mode,use_inference_chat_template,num_repeat_rollouts}}": Settled(
+        "text is never tokenized again: the tokens trained on are the tokens sampled"
+    ),
+    f"{ROLLOUT}.agent.num_workers": Settled("episodes of one batch are played in one event loop"),
+    f"{ROLLOUT}.agent.default_agent_loop": Settled(
+        "episodes have one turn", ("single_turn_agent", None), "single_turn_agent"
+    ),
+    f"{ROLLOUT}.agent.**": Unsupported("agent loops of your own", SINGLE_TURN),
+    f"{ROLLOUT}.chat_scheduler": Unsupported("agent loops of your own", SINGLE_TURN),
+    "async_training.**": Unsupported("training that does not wait for generation", "synchronous training"),
+}

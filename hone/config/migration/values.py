@@ -1,0 +1,79 @@
+"""Keys that both configurations have, and that take some values only here or only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hone.config.migration.entries import Changed, Others, Refused
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_TRACKERS = ("console", "tensorboard", "wandb", "mlflow")
+_OWN_FILE = ("file", "jsonl")
+"""Trackers whose work is always done: every run writes metrics.jsonl."""
+
+
+def _plain(path: str, meanings: dict[Any, Any]) -> Callable[[Any, Others], dict[str, Any]]:
+    """Values that have another word here."""
+
+    def sets(value: Any, others: Others) -> dict[str, Any]:
+        hashable = isinstance(value, str | int | float | bool) or value is None
+        return {path: meanings[value] if hashable and value in meanings else value}
+
+    return sets
+
+
+def _truncation(value: Any, others: Others) -> dict[str, Any]:
+    if value in ("right", "middle"):
+        raise Refused(
+            f"cutting prompts on the {value}" if value == "right" else "cutting prompts in the middle",
+            "data.truncation=truncate cuts their beginning, data.filter_overlong_prompts=true leaves them out",
+            {"data.truncation": "truncate"},
+        )
+    return {"data.truncation": "truncate" if value == "left" else value}
+
+
+def _engine(value: Any, others: Others) -> dict[str, Any]:
+    if value in ("vllm", "sglang", "trtllm"):
+        raise Refused(f"the engine {value}", f"{_ROLLOUT}.name=native", {f"{_ROLLOUT}.name": "native"})
+    return {f"{_ROLLOUT}.name": "hf" if value == "naive" else value}
+
+
+def _logger(value: Any, others: Others) -> dict[str, Any]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        return {"trainer.logger": value}
+    wanted = [name for name in names if name not in _OWN_FILE]
+    missing = [name for name in wanted if name in ("swanlab", "vemlp_wandb", "clearml", "trackio")]
+    if missing:
+        kept = [name for name in wanted if name in _TRACKERS] or ["console"]
+        shown = ",".join(kept)
+        raise Refused(f"the tracker {', '.join(missing)}", f"trainer.logger=[{shown}]", {"trainer.logger": kept})
+    return {"trainer.logger": wanted}
+
+
+def _device(value: Any, others: Others) -> dict[str, Any]:
+    if value in ("npu", "xpu", "musa"):
+        raise Refused(f"training on {value} devices", "trainer.device=auto", {"trainer.device": "auto"})
+    return {"trainer.device": value}
+
+
+VALUES: dict[str, Changed] = {
+    "data.truncation": Changed("left is called truncate", _truncation),
+    f"{_ROLLOUT}.name": Changed("vllm, sglang and trtllm are not supported yet", _engine),
+    f"{_ROLLOUT}.top_k": Changed("0 is -1: all tokens", _plain(f"{_ROLLOUT}.top_k", {0: -1})),
+    f"{_ROLLOUT}.val_kwargs.top_k": Changed("0 is -1: all tokens", _plain(f"{_ROLLOUT}.val_kwargs.top_k", {0: -1})),
+    "algorithm.filter_groups.max_num_gen_batches": Changed(
+        "0, no limit, is a limit that is never met",
+        _plain("algorithm.filter_groups.max_num_gen_batches", {0: 1_000_000, -1: 1_000_000}),
+    ),
+    "algorithm.filter_groups.metric": Changed(
+        "the reward itself is null",
+        _plain("algorithm.filter_groups.metric", dict.fromkeys(("seq_reward", "seq_final_reward", "score", "reward"))),
+    ),
+    "trainer.logger": Changed("a name is a list of one; metrics.jsonl is always written", _logger),
+    "trainer.device": Changed("npu is not supported yet", _device),
+    "trainer.save_freq": Changed("after_each_epoch is -1", _plain("trainer.save_freq", {"after_each_epoch": -1})),
+    "trainer.test_freq": Changed("after_each_epoch is -1", _plain("trainer.test_freq", {"after_each_epoch": -1})),
+}
+"""What becomes of such values; every other value is left as it is."""
