@@ -20,9 +20,13 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.generation.products import fast_float32_products
 from hone.training.heads import Head, autocast
-from hone.training.memory import trim_memory
+from hone.training.memory import heap_watch
 from hone.training.optimizer import build_optimizer, learning_rate
 from hone.training.packing import pack, plan_micro_batches
+
+
+CPU_TOKENS = 4096
+"""Most tokens of a micro-batch on the CPU, whatever the budget: more of them is not faster there, and takes more memory."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class TrainEngine:
         with self._computing():
             result = self._apply(step, statistics)
             if self.device.type == "cpu":
-                trim_memory()
+                heap_watch()()
         return result
 
     def take_busy_seconds(self) -> float:
@@ -202,6 +206,8 @@ class TrainEngine:
         self._busy += time.perf_counter() - started
 
     def _micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch]]:
+        if self.device.type == "cpu":
+            max_tokens = min(max_tokens, CPU_TOKENS)
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         together = batch.tensor("unit") if "unit" in batch else None  # the sides of a preference stay together
         for rows in plan_micro_batches(prompts, responses.lengths, max_tokens, self.max_sequences, together):
