@@ -10,7 +10,8 @@ Modules import what is heavy (torch, transformers, hydra) inside the command's f
 exit code than 0 raises ``typer.Exit(code)``. A user's mistake is raised as a :class:`hone.errors.HoneError`; it is shown
 here, once, without a traceback.
 
-Exit codes: 0 the command did what it said; 1 a bug in Hone (with traceback); 2 a user's mistake; 130 interrupted.
+Exit codes: 0 the command did what it said; 1 a bug in Hone (with traceback); 2 a user's mistake; 3 a process of the
+run died or hung, and the run can be resumed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
             traceback.print_exception(error)
         else:
             _show(error)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 

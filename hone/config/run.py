@@ -42,6 +42,9 @@ class RunConfig:
     resume_path takes resume_from_path."""
     resume_from_path: str | None = None
     """Checkpoint directory (.../checkpoints/step_N), with resume_mode=resume_path."""
+    watchdog_seconds: float = number(600.0, low=0)
+    """When no process of the run moves for so long, its stacks and who waits for whom are written to hangs/ in the run
+    directory, and the run ends with exit code 3; 0 never. Below the timeout of collectives."""
 
 
 @dataclass

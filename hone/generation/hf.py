@@ -15,6 +15,7 @@ from hone.data.types import StopReason
 from hone.generation.attention import attention_of
 from hone.generation.native.scheduler import Scheduler
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
+from hone.insight import activity
 
 
 class HuggingFaceEngine:
@@ -62,7 +63,9 @@ class HuggingFaceEngine:
             if self._aborted is None or request.request_id in self._aborted:
                 yield Completion(request.request_id, [], [], [], StopReason.ABORTED, (self._version, self._version))
             else:
-                yield self._complete(request)
+                completion = self._complete(request)
+                activity.tick()
+                yield completion
 
     def _complete(self, request: GenerationRequest) -> Completion:
         started, sampling = time.perf_counter(), request.sampling

@@ -45,6 +45,15 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def oom_kills() -> int:
+    """Processes that the kernel has killed for memory since the machine started; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():

@@ -11,8 +11,9 @@ from typing import Any
 from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError, did_you_mean
+from hone.insight import activity
 from hone.rewards.outcome import TIMEOUT, failed, to_score
-from hone.rewards.pool import Outcome, WorkerPool
+from hone.rewards.pool import ASYNC_GRACE, Outcome, WorkerPool
 from hone.rewards.score import Score
 from hone.rewards.scorers import SCORERS, Scorer, scorer_for
 from hone.rewards.worker import Target
@@ -99,8 +100,12 @@ class RewardManager:
         for index, scorer in enumerate(chosen):
             if scorer is not None and not scorer.may_hang:
                 outcomes[index] = _score_here(scorer, self._arguments(trajectories[index], scorer))
+                activity.tick()
         if job is not None:
-            for index, outcome in zip(sent, await asyncio.wrap_future(job.done), strict=True):
+            limit = self.config.timeout + ASYNC_GRACE
+            with activity.waiting(f"{len(sent)} scores", on=["reward worker"], limit=limit):
+                answers = await asyncio.wrap_future(job.done)
+            for index, outcome in zip(sent, answers, strict=True):
                 outcomes[index] = outcome
         self._judge(trajectories, outcomes, allowed)
         return [outcome.score for outcome in outcomes if outcome is not None]

@@ -9,6 +9,7 @@ belongs to no event loop.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import pickle
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import RewardError
+from hone.insight import activity
 from hone.rewards.outcome import TIMEOUT, failed
 from hone.rewards.score import Score
 from hone.rewards.worker import LoadFailure, Ready, Target
@@ -44,6 +46,9 @@ _PROGRAM = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); import hone; sys.path.remove({_ROOT!r}); "
     "from hone.rewards.worker import main; main()"
 )
+
+_numbers = itertools.count()
+"""Workers are numbered in the order of their start."""
 
 logger = logging.getLogger("hone.rewards")
 
@@ -91,6 +96,7 @@ class _Process:
         """End it and everything it started; returns the exit code."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
+        activity.forget(self.popen.pid)
         self.connection.close()
         return self.popen.wait()
 
@@ -241,6 +247,7 @@ class WorkerPool:
     def _settle(self, job: Job, index: int, outcome: Outcome) -> None:
         with self._wake:
             job.outcomes[index] = outcome
+            activity.tick()
             job.missing -= 1
             job.failures += outcome.score.error is not None
             finished = (job.missing == 0 or _given_up(job)) and not job.done.done()
@@ -263,8 +270,9 @@ def _given_up(job: Job) -> bool:
 def _start(target: Target) -> _Process:
     """Start a worker and wait until it has loaded the target."""
     here, there = Pipe()
+    folder = activity.folder()
     popen = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(there.fileno())],
+        [sys.executable, "-c", _PROGRAM, str(there.fileno()), *([str(folder), str(next(_numbers))] if folder else [])],
         pass_fds=[there.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=2,  # what a reward function prints goes to standard error: standard output belongs to the command

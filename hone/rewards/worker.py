@@ -1,7 +1,7 @@
 """The worker process: loads one reward function and calls it for whatever the parent sends.
 
-Run with the number of an inherited file descriptor as its argument; it speaks over that and leaves standard output to
-the reward function. It is started as a fresh program, not forked: no locks or threads of the trainer come along, and a
+Run with the number of an inherited file descriptor as its argument, the folder in which the run's processes publish what
+they do and its number among the workers; it speaks over the first and leaves standard output to the reward function. It is started as a fresh program, not forked: no locks or threads of the trainer come along, and a
 script without ``if __name__ == "__main__"`` is not run twice.
 
     parent -> worker    a Target, once; then chunks: lists of (number, pickled keyword arguments)
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import did_you_mean
+from hone.insight import activity
 from hone.rewards.outcome import TIMEOUT, failed, to_score
 from hone.rewards.score import Score
 
@@ -79,8 +80,11 @@ def main() -> None:
     _exit_with_parent()
     connection = Connection(int(sys.argv[1]))
     target: Target = connection.recv()
+    if len(sys.argv) > 2:
+        activity.begin(Path(sys.argv[2]), "reward worker", int(sys.argv[3]))
     try:
-        function, is_async = _load(target)
+        with activity.doing("loading the reward function"):
+            function, is_async = _load(target)
     except LoadFailure as failure:
         connection.send(failure)
         return
@@ -92,11 +96,12 @@ def main() -> None:
             chunk: list[tuple[int, bytes]] = connection.recv()
         except EOFError:
             return
-        if is_async:
-            loop.run_until_complete(_run_together(connection, function, chunk, target.timeout))
-        else:
-            for number, payload in chunk:
-                _reply(connection, number, *_run_one(function, payload, loop, target.timeout))
+        with activity.doing(f"{len(chunk)} calls"):
+            if is_async:
+                loop.run_until_complete(_run_together(connection, function, chunk, target.timeout))
+            else:
+                for number, payload in chunk:
+                    _reply(connection, number, *_run_one(function, payload, loop, target.timeout))
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -206,6 +211,7 @@ def _last_line(error: BaseException) -> str:
 
 def _reply(connection: Connection, number: int, score: Score, trace: str | None) -> None:
     connection.send((number, score, trace))
+    activity.tick()
 
 
 def _exit_with_parent() -> None:

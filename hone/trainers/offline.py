@@ -21,6 +21,7 @@ from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer
+from hone.insight import activity
 from hone.insight.metrics import MetricStore
 from hone.trainers.reporting import memory_metrics, update_metrics
 from hone.trainers.session import RunSession, prepare_torch, session_steps
@@ -98,7 +99,8 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
                 session.log(0, self.validate())
             while self.step < self.total_steps and not session.stop_requested:
                 self.step += 1
-                session.log(self.step, self.train_step())
+                with activity.doing(f"step {self.step}"):
+                    session.log(self.step, self.train_step())
                 if session.save_due(self.step):
                     self.save()
             if session.last_save_due:

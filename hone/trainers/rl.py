@@ -27,6 +27,7 @@ from hone.data.ragged import Ragged
 from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed
 from hone.data.trajectories import to_batch
+from hone.insight import activity
 from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.rewards.manager import RewardManager
@@ -97,7 +98,10 @@ class RLTrainer:
 
         dataset = prompt_dataset(config.data, config.data.train_files, self.tokenizer, config.data.train_max_samples)
         self.sampler = EpochSampler(
-            len(dataset), config.data.train_batch_size, shuffle=config.data.shuffle, seed=config.trainer.seed
+            len(dataset),
+            config.data.train_batch_size,
+            shuffle=config.data.shuffle,
+            seed=config.trainer.seed if config.data.seed is None else config.data.seed,
         )
         self.total_steps = session_steps(config.trainer, self.sampler.steps_per_epoch)
         self.runtime = LocalRuntime(
@@ -284,7 +288,8 @@ class RLTrainer:
                     session.log(0, metrics)
             while self.step < self.total_steps and not session.stop_requested:
                 self.step += 1
-                session.log(self.step, await self.train_step())
+                with activity.doing(f"step {self.step}"):
+                    session.log(self.step, await self.train_step())
                 if session.save_due(self.step):
                     self.save()
             if session.last_save_due:

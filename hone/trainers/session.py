@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 import yaml
 
+from hone.cluster.watchdog import Watchdog
 from hone.config import to_yaml
 from hone.config.run import RunConfig
 from hone.config.trees import AnyConfig
 from hone.errors import CheckpointError, ConfigError, HoneError
+from hone.insight import activity
 from hone.insight.redaction import redact_tree
 from hone.insight.run_directory import RunDirectory
 from hone.insight.trackers import build_trackers
@@ -40,8 +43,14 @@ ORIGIN_KEYS = (
 FREE_KEYS = (
     *("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name", "trainer.logger"),
     *("trainer.resume_", "trainer.save_freq", "trainer.max_ckpt_to_keep", "trainer.total_", "trainer.num_threads"),
-    *("trainer.test_freq", "trainer.val_before_train", "trainer.rollout_dump_freq", "trainer.log_val_generations"),
-    *("actor_rollout_ref.model.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
+    *(
+        "trainer.watchdog_seconds",
+        "trainer.test_freq",
+        "trainer.val_before_train",
+        "trainer.rollout_dump_freq",
+        "trainer.log_val_generations",
+    ),
+    *("preflight.", "actor_rollout_ref.model.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
 )
 """What may change from one part of a run to the next without a word (beginnings of keys)."""
 
@@ -70,6 +79,7 @@ class RunSession:
         self.config = config
         self.trainer: RunConfig = config.trainer
         self.directory = RunDirectory(Path(self.trainer.default_local_dir))
+        self._watchdog = self._watch()
         self.store = CheckpointStore(self.directory.checkpoints, self.trainer.max_ckpt_to_keep)
         self.total_steps = 0
         self.resumed_from: Checkpoint | None = self._find_checkpoint()
@@ -77,6 +87,17 @@ class RunSession:
         self._logged_step = self.resumed_from.step if self.resumed_from else 0
         self._outcome = ("failed", "the loop ended without saying why", 0)
         self._saved_step = self.resumed_from.step if self.resumed_from else 0
+
+    def _watch(self) -> Watchdog | None:
+        """Publish what this process does, and have it watched from now on."""
+        folder = self.directory.path / activity.FOLDER
+        activity.clear(folder)
+        activity.begin(folder, "driver")
+        if not self.trainer.watchdog_seconds:
+            return None
+        watchdog = Watchdog(self.directory.path, self.trainer.watchdog_seconds)
+        weakref.finalize(self, watchdog.close)
+        return watchdog
 
     # resuming --------------------------------------------------------------------------------------------------------
 
@@ -168,7 +189,8 @@ class RunSession:
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> None:
         """Write checkpoint ``step``, unless it exists."""
         if step != self._saved_step:
-            self.store.save(step, state, redacted(self.config), write)
+            with activity.doing("checkpoint"):
+                self.store.save(step, state, redacted(self.config), write)
             self._saved_step = step
 
     def save_due(self, step: int) -> bool:
@@ -206,6 +228,9 @@ class RunSession:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
             self._finish()
+            activity.end()
+            if self._watchdog is not None:
+                self._watchdog.close()
 
     def _finish(self) -> None:
         status, reason, step = self._outcome

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hone.data.batch import Batch
 from hone.errors import ConfigError
+from hone.insight import activity
 from hone.insight.metrics import MetricStore
 
 StageFn = Callable[[Batch], Batch | Awaitable[Batch]]
@@ -58,7 +59,7 @@ async def run_stages(stages: Sequence[Stage], metrics: MetricStore) -> Batch:
     batch = Batch({})
     for stage in stages:
         if stage.when:
-            with metrics.timer(stage.name):
+            with activity.doing(stage.name), metrics.timer(stage.name):
                 result = stage.run(batch)
                 batch = await result if inspect.isawaitable(result) else result
     return batch

@@ -18,6 +18,7 @@ from hone.errors import GenerationError
 from hone.generation.native.runner import Runner
 from hone.generation.native.scheduler import Job, Scheduler
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest
+from hone.insight import activity
 
 BURST = 32
 """Most decode steps between two looks at callers; bfloat16 copies of the weights live as long."""
@@ -171,6 +172,7 @@ class NativeEngine:
                 if not runner.running:
                     break
                 _deliver(runner.step())
+                activity.tick()
 
     def _remove_aborted(self) -> None:
         version = self._runner.version

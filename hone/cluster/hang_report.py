@@ -1,0 +1,76 @@
+"""The report of a hang: who waits for whom, the culprit, and the stacks of all processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from hone.cluster.wait_graph import Diagnosis, diagnose
+from hone.insight.activity import Record
+from hone.insight.stacks import Stacks, collect
+
+
+def stacks_of(records: Sequence[Record]) -> dict[int, Stacks]:
+    """The stacks of those processes that are alive on this machine, by pid."""
+    here = [record for record in records if record.is_here() and record.is_alive()]
+    return collect(
+        {record.pid: record.stacks_file for record in here}, {record.pid: record.main_thread for record in here}
+    )
+
+
+def examine(records: Sequence[Record], *, seconds: float, limit: float) -> tuple[Diagnosis, str, str]:
+    """Ask all processes for their stacks and say what is wrong.
+
+    Args:
+        records: of all processes of the run.
+        seconds: for which nothing has moved.
+        limit: trainer.watchdog_seconds.
+
+    Returns:
+        The diagnosis, a summary to show, and the whole report to keep.
+    """
+    stacks = stacks_of(records)
+    diagnosis = diagnose(records, stacks)
+    head = _head(diagnosis, stacks, seconds, limit)
+    return diagnosis, head, "\n".join([head, "", *_all_stacks(records, stacks)])
+
+
+def graph(diagnosis: Diagnosis) -> list[str]:
+    """One line a process: what it does, how it is held up and by whom, since when."""
+    now, lines = time.time(), []
+    width = max((len(wait.record.name) for wait in diagnosis.waits), default=0)
+    for wait in diagnosis.waits:
+        mark = "*" if wait.record in diagnosis.culprits else " "
+        on = f" -> {', '.join(wait.on)}" if wait.on else ""
+        moved = f"{max(0.0, now - wait.record.moved):.0f} s"
+        lines.append(f" {mark} {wait.record.name:<{width}}  [{wait.record.stage}] {wait.how}{on}, for {moved}")
+    return lines
+
+
+def _head(diagnosis: Diagnosis, stacks: Mapping[int, Stacks], seconds: float, limit: float) -> str:
+    lines = [f"HANG: nothing has moved for {seconds:.0f} s (trainer.watchdog_seconds={limit:g})"]
+    for record in diagnosis.culprits:
+        lines.append(f"Culprit: {record.name} (pid {record.pid} on {record.host}), in '{record.stage}'")
+    lines += [f"Why: {diagnosis.reason}", "", "Who waits for whom (* the culprit):", *graph(diagnosis)]
+    for record in diagnosis.culprits:
+        if (known := stacks.get(record.pid)) and known.main:
+            lines += ["", f"Where {record.name} stands (main thread, most recent call first):"]
+            lines += [f"    {frame}" for frame in known.main[:12]]
+    return "\n".join(lines)
+
+
+def _all_stacks(records: Sequence[Record], stacks: Mapping[int, Stacks]) -> list[str]:
+    lines = []
+    for record in records:
+        known = stacks.get(record.pid)
+        lines.append(f"--- stacks of {record.name} (pid {record.pid} on {record.host})")
+        if known is None:
+            lines.append("not available: " + ("it is dead" if not record.is_alive() else f"it runs on {record.host}"))
+        elif known.text:
+            lines.append(
+                known.text.replace(f"{record.main_thread:#018x}", f"{record.main_thread:#018x} [main]").rstrip()
+            )
+        else:
+            lines.append(f"not available: {known.problem}")
+        lines.append("")
+    return lines

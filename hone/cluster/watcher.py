@@ -1,0 +1,194 @@
+"""The watchdog's own process: sees when nothing of a run moves, says why, and ends a driver that cannot end itself.
+
+    driver -> watcher   "taken" (a report has been read), "on" (the run goes on), "bye" (the run has ended)
+    watcher -> driver   one JSON object for each hang: report, summary, reason, culprits
+
+It is a program of its own, so that a driver that holds the interpreter lock, or waits for a lock for ever, is still seen. It imports
+neither torch nor Ray and wakes once a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hone.cluster.hang_report import examine
+from hone.insight.activity import FOLDER, Record, birth, read_records
+from hone.insight.environment import oom_kills
+from hone.insight.run_files import disk_errors
+
+REPORTS = "hangs"
+ANSWER_TIME = 5.0
+"""Seconds in which a driver whose interpreter runs reads a report."""
+RECOVERY_TIME = 120.0
+"""Seconds in which a driver that has read a report restarts workers, or ends."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What is watched.
+
+    Attributes:
+        run: the run directory.
+        seconds: without movement that make a hang.
+        driver: pid of the process that reads the reports.
+    """
+
+    run: str
+    seconds: float
+    driver: int
+
+
+class Watcher:
+    """Watches one run until its driver says goodbye or is gone."""
+
+    def __init__(self, watched: Watched) -> None:
+        self.run, self.seconds, self.driver = Path(watched.run), watched.seconds, watched.driver
+        self._born = birth(self.driver)
+        self._oom_kills = oom_kills()
+        self._poll = min(1.0, self.seconds / 10)
+        self._seen: dict[int, tuple[object, ...]] = {}
+        self._moved = time.monotonic()
+        self._last_stage = ""
+
+    def watch(self) -> None:
+        """Look once a second."""
+        while True:
+            word = self._hear(self._poll)
+            if word == "bye":
+                return
+            if word == "" or birth(self.driver) != self._born:
+                self._driver_gone()
+                return
+            records = read_records(self.run / FOLDER)
+            quiet = self._quiet_for(records)
+            if quiet > self._limit(records) and not self._end_of_patience(records, quiet):
+                return
+
+    def _hear(self, seconds: float) -> str | None:
+        """The driver's next word; None when it says nothing, empty when it has closed the line."""
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        return sys.stdin.readline().strip() if ready else None
+
+    def _quiet_for(self, records: Sequence[Record]) -> float:
+        """Seconds since anything moved. A driver that the user has stopped, or holds in a debugger, does not count."""
+        seen: dict[int, tuple[object, ...]] = {record.pid: (record.ticks, record.spans) for record in records}
+        if seen != self._seen or _is_held(self.driver):
+            self._seen, self._moved = seen, time.monotonic()
+        for record in records:
+            if record.pid == self.driver:
+                self._last_stage = record.stage
+        return time.monotonic() - self._moved
+
+    def _limit(self, records: Sequence[Record]) -> float:
+        """Seconds that nothing need move: the watchdog's, or longer where a process is in something with a limit of its own."""
+        own = [span.limit for record in records if record.is_alive() for span in record.spans if span.limit is not None]
+        return max([self.seconds, *(limit + self._poll for limit in own)])
+
+    # a hang ----------------------------------------------------------------------------------------------------------
+
+    def _end_of_patience(self, records: Sequence[Record], quiet: float) -> bool:
+        """Report; returns whether the run goes on."""
+        diagnosis, summary, report = examine(records, seconds=quiet, limit=self.seconds)
+        resume = self._resume_hint()
+        path = self._write_report(f"{report}\n{resume}\n")
+        _say(f"{summary}\n\nAll stacks: {path}\n{resume}")
+        culprits = [{"name": r.name, "pid": r.pid, "host": r.host} for r in diagnosis.culprits]
+        message = {"report": str(path), "summary": summary, "reason": diagnosis.reason, "culprits": culprits}
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+        if self._hear(ANSWER_TIME) == "taken" and self._hear(RECOVERY_TIME) == "on":
+            self._seen = {}
+            return True
+        if birth(self.driver) == self._born:
+            self._kill(diagnosis.culprits)
+            record_end(self.run, self.driver, f"hang: {diagnosis.reason}; see {path}")
+        return False
+
+    def _write_report(self, text: str) -> Path:
+        folder = self.run / REPORTS
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+            path = folder / f"hang_{len(list(folder.glob('hang_*.txt'))) + 1}.txt"
+            path.write_text(text, encoding="utf-8")
+        return path
+
+    def _resume_hint(self) -> str:
+        steps = sorted(
+            int(path.name[5:]) for path in (self.run / "checkpoints").glob("step_*") if path.name[5:].isdigit()
+        )
+        if steps:
+            return f"The same command again goes on from step {steps[-1]} ({self.run}/checkpoints/step_{steps[-1]})."
+        return (
+            "There is no checkpoint yet: the same command again begins anew. trainer.save_freq=<k> saves every k steps."
+        )
+
+    def _kill(self, culprits: Sequence[Record]) -> None:
+        """End a driver that does not answer, and those it was waiting for."""
+        for record in culprits:
+            if record.is_here() and record.is_alive():
+                os.kill(record.pid, signal.SIGKILL)
+        if birth(self.driver) == self._born:
+            os.kill(self.driver, signal.SIGKILL)
+
+    # a dead driver ---------------------------------------------------------------------------------------------------
+
+    def _driver_gone(self) -> None:
+        """Say how the driver ended, where nobody else can."""
+        deadline = time.monotonic() + 2.0
+        while birth(self.driver) == self._born and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if birth(self.driver) == self._born:
+            return  # it has closed the line and lives: it was told to be watched no longer
+        cause = "killed by the kernel, which was out of memory" if oom_kills() > self._oom_kills else "killed"
+        reason = f"the process {self.driver} was {cause}"
+        if self._last_stage:
+            reason += f", in '{self._last_stage}'"
+        if record_end(self.run, self.driver, reason):
+            _say(f"{reason}\n{self._resume_hint()}")
+
+
+def record_end(run: Path, driver: int, reason: str) -> bool:
+    """Note in run.json that the run has failed, unless it has ended or another process has taken the directory over."""
+    from hone.insight.run_directory import RunDirectory, RunStatus
+    from hone.insight.run_files import RUN, read_run
+
+    if not (run / RUN).exists():
+        return False
+    record = read_run(run)
+    if record["pid"] != driver or record["status"] != RunStatus.RUNNING:
+        return False
+    RunDirectory(run).update_status(RunStatus.FAILED, exit_reason=reason)
+    return True
+
+
+def _is_held(pid: int) -> bool:
+    """Whether the user has stopped a process, or a debugger holds it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    return fields["State"][0] in "Tt" or fields.get("TracerPid", "0").strip() != "0"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write("\n" + "".join(f"watchdog: {line}\n" if line else "watchdog:\n" for line in text.splitlines()))
+    sys.stderr.flush()
+
+
+def main() -> None:
+    """Watch what the one argument, a JSON object, says."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Watcher(Watched(**json.loads(sys.argv[1]))).watch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""What each process of a run is doing, what it waits for and since when, published where others can read it.
+
+    <run>/activity/<name>.<pid>.activity     one memory-mapped page a process, overwritten in place
+    <run>/activity/<name>.<pid>.stacks       its Python stacks, written when it is asked for them (see hone.insight.stacks)
+
+A process says who it is once (:func:`begin`), and then what it does, around the work itself:
+
+    with activity.doing("update_actor"):
+        for micro_batch in micro_batches:
+            ...
+            activity.tick()
+    with activity.waiting("score of 64 responses", on=["reward worker"], limit=30.0):
+        ...
+
+A tick costs a fraction of a microsecond and no system call. A process that never began keeps its record to itself, so code
+that reports need not ask. Only the standard library is used: reward workers and the watchdog start without torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import mmap
+import os
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hone.insight import stacks
+
+FOLDER = "activity"
+_PAGE = 4096
+_HEAD = struct.Struct("<QQdI")  # version, ticks, when the last tick was, length of the text
+_TICKS = struct.Struct("<Qd")
+_VERSION = struct.Struct("<Q")
+_ROOM = _PAGE - _HEAD.size - _VERSION.size
+
+
+@dataclass(frozen=True)
+class Span:
+    """One thing that a process is in the middle of.
+
+    Attributes:
+        what: is done or waited for.
+        since: wall time at which it began.
+        waits_on: names of processes (``actor[1]``) or of all that play a role (``actor``); empty when it works itself.
+        limit: seconds it may take without any movement; None leaves that to ``trainer.watchdog_seconds``.
+        waits: whether it is a wait for something outside this process.
+    """
+
+    what: str
+    since: float
+    waits_on: tuple[str, ...] = ()
+    limit: float | None = None
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one process has published.
+
+    Attributes:
+        role, rank: who it is; rank is None where there is one of the role only.
+        pid, host, born: which process; ``born`` is its start in clock ticks since boot, to tell it from a later one.
+        spans: what it is in the middle of, the outermost first.
+        ticks: progress so far, a number that only grows.
+        moved: wall time of the last tick or change of what it does.
+        log: file that takes its output, if there is one.
+        main_thread: identity of its main thread.
+    """
+
+    role: str
+    rank: int | None
+    pid: int
+    host: str
+    born: int
+    spans: tuple[Span, ...] = ()
+    ticks: int = 0
+    moved: float = 0.0
+    log: str | None = None
+    main_thread: int = 0
+    path: Path = field(default=Path(), compare=False)
+
+    @property
+    def name(self) -> str:
+        """``role``, or ``role[rank]``."""
+        return self.role if self.rank is None else f"{self.role}[{self.rank}]"
+
+    @property
+    def stage(self) -> str:
+        """Everything it is in the middle of, the outermost first."""
+        return " > ".join(span.what for span in self.spans) or "idle"
+
+    @property
+    def stacks_file(self) -> Path:
+        """Where its Python stacks appear when it is asked for them."""
+        return self.path.with_suffix(".stacks")
+
+    def is_here(self) -> bool:
+        """Whether it runs on this machine."""
+        return self.host == socket.gethostname()
+
+    def is_alive(self) -> bool:
+        """Whether the process exists; one on another machine is taken to."""
+        return not self.is_here() or birth(self.pid) == self.born
+
+
+class _Publisher:
+    """The record of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._page: mmap.mmap | bytearray = bytearray(_PAGE)
+        self._spans: list[Span] = []
+        self._identity: dict[str, object] = {}
+        self._ticks = self._version = 0
+        self._files: list[Path] = []
+
+    def begin(self, directory: Path, role: str, rank: int | None, log: Path | None) -> None:
+        self.end()
+        directory.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"\W+", "-", role) + ("" if rank is None else f"-{rank}")
+        path = directory / f"{name}.{os.getpid()}.activity"
+        with path.open("w+b") as file:
+            file.truncate(_PAGE)
+            page = mmap.mmap(file.fileno(), _PAGE)
+        with self._lock:
+            self._page = page
+            self._files = [path, path.with_suffix(".stacks")]
+            self._identity = {
+                "role": role,
+                "rank": rank,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "born": birth(os.getpid()),
+                "log": str(log) if log else None,
+                "main_thread": threading.main_thread().ident,
+            }
+            self._write()
+        stacks.answer_requests(path.with_suffix(".stacks"))
+
+    @property
+    def folder(self) -> Path | None:
+        return self._files[0].parent if self._files else None
+
+    def end(self) -> None:
+        """Take the record back: the process leaves in good order."""
+        with self._lock:
+            if isinstance(self._page, mmap.mmap):
+                self._page.close()
+            self._page, files, self._files = bytearray(_PAGE), self._files, []
+        if files:
+            stacks.stop_answering()
+        for file in files:
+            file.unlink(missing_ok=True)
+
+    def tick(self) -> None:
+        self._ticks += 1
+        _TICKS.pack_into(self._page, _VERSION.size, self._ticks, time.time())
+
+    def push(self, span: Span) -> None:
+        with self._lock:
+            self._spans.append(span)
+            self._write()
+
+    def pop(self, span: Span) -> None:
+        with self._lock:
+            self._spans = [other for other in self._spans if other is not span]
+            self._write()
+
+    def _write(self) -> None:
+        """Write the whole record; the version stands at both ends, so a reader sees whether it read half of one."""
+        spans = [[s.what, s.since, s.waits_on, s.limit, s.waits] for s in self._spans]
+        text = json.dumps({**self._identity, "spans": spans}).encode()
+        while len(text) > _ROOM and spans:  # more than a page: the innermost are of most use
+            spans.pop(0)
+            text = json.dumps({**self._identity, "spans": spans}).encode()
+        self._ticks += 1
+        self._version += 1
+        _VERSION.pack_into(self._page, _PAGE - _VERSION.size, self._version)
+        _HEAD.pack_into(self._page, 0, self._version - 1, self._ticks, time.time(), len(text))
+        self._page[_HEAD.size : _HEAD.size + len(text)] = text
+        _VERSION.pack_into(self._page, 0, self._version)
+
+
+_publisher = _Publisher()
+
+
+def begin(directory: Path, role: str, rank: int | None = None, *, log: Path | None = None) -> None:
+    """Publish this process under ``directory`` from now on, and let its stacks be asked for.
+
+    Args:
+        directory: ``<run>/activity``; made if absent.
+        role: what this process is to the run (``driver``, ``actor``, ``reward worker``).
+        rank: which of those that play the role.
+        log: file that takes its output.
+    """
+    _publisher.begin(directory, role, rank, log)
+
+
+def clear(directory: Path) -> None:
+    """Remove what the processes of an earlier run have left; called by the first process of a run."""
+    for path in directory.glob("*.activity"):
+        path.with_suffix(".stacks").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+def forget(pid: int) -> None:
+    """Remove the record of a process that this one has ended on purpose."""
+    for path in _publisher.folder.glob(f"*.{pid}.*") if _publisher.folder else ():
+        path.unlink(missing_ok=True)
+
+
+def folder() -> Path | None:
+    """Where this process publishes, for processes that it starts; None when it does not."""
+    return _publisher.folder
+
+
+def end() -> None:
+    """Publish no more, and remove what was published: this process leaves in good order."""
+    _publisher.end()
+
+
+def tick() -> None:
+    """Say that something was done: a decode step, a micro-batch, an answer."""
+    _publisher.tick()
+
+
+@contextlib.contextmanager
+def doing(what: str, *, limit: float | None = None) -> Iterator[None]:
+    """Say what this process is doing while the body runs.
+
+    Args:
+        what: a stage, a call, a step.
+        limit: seconds in which it need not move, where that is long (loading a model).
+    """
+    with _span(Span(what, time.time(), (), limit)):
+        yield
+
+
+@contextlib.contextmanager
+def waiting(what: str, *, on: Sequence[str] = (), limit: float | None = None) -> Iterator[None]:
+    """Say what this process waits for while the body runs.
+
+    Args:
+        what: is waited for.
+        on: names of the processes, or the roles, that can end the wait.
+        limit: seconds after which the wait ends by itself; it counts as a hang only later.
+    """
+    with _span(Span(what, time.time(), tuple(on), limit, waits=True)):
+        yield
+
+
+@contextlib.contextmanager
+def _span(span: Span) -> Iterator[None]:
+    _publisher.push(span)
+    try:
+        yield
+    finally:
+        _publisher.pop(span)
+
+
+def read_records(directory: Path) -> list[Record]:
+    """The records of all processes that have published in ``directory``, in the order of their names."""
+    records = []
+    for path in sorted(directory.glob("*.activity")):
+        record = _read(path)
+        if record is not None:
+            records.append(record)
+    return records
+
+
+def _read(path: Path) -> Record | None:
+    """One record; None when its process has just left or has not written yet."""
+    for _ in range(20):
+        try:
+            page = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if len(page) < _PAGE:
+            return None
+        version, ticks, moved, length = _HEAD.unpack_from(page)
+        if version and version == _VERSION.unpack_from(page, _PAGE - _VERSION.size)[0]:
+            fields = json.loads(page[_HEAD.size : _HEAD.size + length])
+            spans = tuple(
+                Span(what, since, tuple(on), limit, waits) for what, since, on, limit, waits in fields.pop("spans")
+            )
+            return Record(**fields, spans=spans, ticks=ticks, moved=moved, path=path)
+        time.sleep(0.001)
+    return None
+
+
+def birth(pid: int) -> int | None:
+    """Start of a process in clock ticks since boot; None when there is none, or only what is left of one that died."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+atexit.register(end)

@@ -1,0 +1,185 @@
+"""The Python stacks of other processes, even of one that holds the interpreter lock or waits for a lock for ever.
+
+A process that publishes what it does (:mod:`hone.insight.activity`) answers one real-time signal by writing the stacks of all its
+threads to a file. The answer comes from a C signal handler: it needs neither the interpreter lock nor a running main
+thread. Where no answer comes (the process is stopped), py-spy is asked, if it is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+REQUEST = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (7 if hasattr(signal, "SIGRTMIN") else 0)
+"""A signal that neither the interpreter, Ray, nor a batch system uses."""
+PATIENCE = 2.0
+"""Seconds that processes get to answer."""
+
+_THREAD = re.compile(r"(Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_MACHINERY = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "/contextlib.py", "torch/utils/_contextlib.py")
+"""Frames that stand between a caller and the collective it waits in."""
+
+_file: IO[str] | None = None
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """What is known of the threads of one process.
+
+    Attributes:
+        text: as it was written, all threads.
+        main: frames of the main thread, the innermost first; empty when unknown.
+        problem: why there is no text; empty when there is.
+    """
+
+    text: str
+    main: tuple[Frame, ...] = ()
+    problem: str = ""
+
+    @property
+    def innermost(self) -> Frame | None:
+        """Where the main thread stands."""
+        return self.main[0] if self.main else None
+
+    @property
+    def collective(self) -> str | None:
+        """The function of torch.distributed that the main thread waits in, or None when it waits in none."""
+        for frame in self.main:
+            if not frame.file.endswith(_MACHINERY):
+                return frame.function if "/torch/distributed/" in frame.file else None
+        return None
+
+
+def answer_requests(file: Path) -> None:
+    """Write the stacks of this process to ``file`` whenever :data:`REQUEST` arrives."""
+    global _file
+    stop_answering()
+    _file = file.open("w", encoding="utf-8")
+    faulthandler.register(REQUEST, file=_file, all_threads=True, chain=False)
+
+
+def stop_answering() -> None:
+    """Answer no more."""
+    global _file
+    if _file is not None:
+        faulthandler.unregister(REQUEST)
+        _file.close()
+        _file = None
+
+
+def collect(processes: Mapping[int, Path], main_threads: Mapping[int, int]) -> dict[int, Stacks]:
+    """Ask processes of this machine for their stacks.
+
+    Args:
+        processes: pid to the file in which its answer appears.
+        main_threads: pid to the identity of its main thread.
+
+    Returns:
+        Of every pid its stacks, or why there are none.
+    """
+    before = {pid: _size(file) for pid, file in processes.items()}
+    problems: dict[int, str] = {}
+    for pid, file in processes.items():
+        if not file.exists():
+            problems[pid] = "it does not answer requests for stacks"
+            continue
+        try:
+            os.kill(pid, REQUEST)
+        except ProcessLookupError:
+            problems[pid] = "it is dead"
+        except PermissionError:
+            problems[pid] = "it belongs to another user"
+    asked = [pid for pid in processes if pid not in problems]
+    _wait_for_answers({pid: processes[pid] for pid in asked}, before)
+    found: dict[int, Stacks] = {}
+    for pid, file in processes.items():
+        text = file.read_text(errors="replace")[before[pid] :] if pid in asked else ""
+        if not text and problems.get(pid) != "it is dead":
+            text = _by_py_spy(pid)
+            problems.setdefault(pid, f"it does not answer ({_state(pid)})")
+        if text:
+            problems.pop(pid, None)
+        found[pid] = Stacks(text, parse_main(text, main_threads.get(pid, 0)), problems.get(pid, ""))
+    return found
+
+
+def parse_main(text: str, main_thread: int) -> tuple[Frame, ...]:
+    """Frames of the main thread in what faulthandler or py-spy wrote, the innermost first."""
+    frames: list[Frame] = []
+    inside = False
+    for line in text.splitlines():
+        if thread := _THREAD.match(line):
+            inside = int(thread[2], 16) == main_thread
+        elif line.startswith("Thread ") and "(" in line:  # py-spy: Thread 4711 (idle): "MainThread"
+            inside = '"MainThread"' in line
+        elif inside and (frame := _FRAME.match(line)):
+            frames.append(Frame(frame[1], int(frame[2]), frame[3]))
+        elif inside and (spied := re.match(r"    (.+) \((.+):(\d+)\)$", line)):
+            frames.append(Frame(spied[2], int(spied[3]), spied[1]))
+    return tuple(frames)
+
+
+def _wait_for_answers(files: Mapping[int, Path], before: Mapping[int, int]) -> None:
+    """Until every file has grown and stopped growing, or patience ends."""
+    deadline, sizes = time.monotonic() + PATIENCE, dict(before)
+    while files and time.monotonic() < deadline:
+        time.sleep(0.1)
+        now = {pid: _size(file) for pid, file in files.items()}
+        if all(now[pid] == sizes[pid] > before[pid] for pid in files):
+            return
+        sizes.update(now)
+
+
+def _by_py_spy(pid: int) -> str:
+    """What py-spy sees of a process that does not answer; empty when it is not installed or may not look."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        return ""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+        return done.stdout if done.returncode == 0 else ""
+    return ""
+
+
+def _state(pid: int) -> str:
+    """What the kernel says a process does."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    names = {"T": "stopped", "t": "traced", "D": "in an uninterruptible system call", "Z": "dead, not yet reaped"}
+    return names.get(letter, f"state {letter}")
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
