@@ -8,6 +8,7 @@ from typing import Any
 from hone.config.feedback import OnlinePreferenceConfig
 from hone.config.fields import block, choice, named, number
 from hone.config.model import OptimConfig
+from hone.config.ray import OwnPoolConfig
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
@@ -90,7 +91,7 @@ class ActorConfig:
 
 
 @dataclass
-class RefConfig:
+class RefConfig(OwnPoolConfig):
     """The reference policy: the starting weights, frozen. Made only when a KL term needs it."""
 
     log_prob_max_token_len_per_gpu: int | None = number(None, low=1)

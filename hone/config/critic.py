@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hone.config.actor import LOSS_AGG_MODES
 from hone.config.fields import block, choice, number
 from hone.config.model import OptimConfig
+from hone.config.ray import OwnPoolConfig
 
 
 @dataclass
@@ -20,7 +21,7 @@ class CriticModelConfig:
 
 
 @dataclass
-class CriticConfig:
+class CriticConfig(OwnPoolConfig):
     """The critic, for estimators that need values (gae)."""
 
     enable: bool | None = None

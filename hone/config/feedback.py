@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hone.config.fields import choice, named, number
+from hone.config.ray import OwnPoolConfig
 
 
 @dataclass
-class RewardModelUseConfig:
+class RewardModelUseConfig(OwnPoolConfig):
     """A trained scalar reward model, for example one of `hone reward-model`."""
 
     enable: bool = False

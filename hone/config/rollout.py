@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hone.config.fields import block, choice, named, number
+from hone.config.ray import OwnPoolConfig
 
 
 @dataclass
@@ -22,7 +23,7 @@ class ValKwargsConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(OwnPoolConfig):
     """How responses are generated."""
 
     name: str = named("native", "generation engine")

@@ -51,6 +51,15 @@ class RunConfig:
 class TrainerConfig(RunConfig):
     """The life cycle of an RL run."""
 
+    runtime: str = choice("local", "local", "ray")
+    """Where the roles live: local is this process; ray is worker processes, on this machine or a cluster (see the block ray).
+    Both give the same numbers."""
+    nnodes: int = number(1, low=1)
+    """Nodes of the pool that the actor, and every role without devices of its own, lives in."""
+    n_gpus_per_node: int = number(1, low=1)
+    """Workers on each of them, one a GPU; on CPU: processes."""
+    balance_batch: bool = True
+    """Divide the rows of each mini-batch over data-parallel ranks by their work; false divides them in order."""
     critic_warmup: int = number(0, low=0)
     """Steps that train the critic alone before the policy moves."""
     rollout_dump_freq: int = number(10, low=0)

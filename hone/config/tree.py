@@ -20,6 +20,7 @@ from hone.config.data import DataConfig
 from hone.config.fields import block
 from hone.config.model import ModelConfig
 from hone.config.preflight import RLPreflightConfig
+from hone.config.ray import RayConfig
 from hone.config.reward import RewardConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.run import TrainerConfig
@@ -55,5 +56,7 @@ class RLConfig:
     """The algorithm."""
     trainer: TrainerConfig = block(TrainerConfig)
     """Life cycle."""
+    ray: RayConfig = block(RayConfig)
+    """Worker processes."""
     preflight: RLPreflightConfig = block(RLPreflightConfig)
     """What is checked before the run."""
