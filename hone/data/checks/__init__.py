@@ -1,0 +1,30 @@
+"""What can be wrong with the rows of a dataset, looked for in all of them: one generator of findings a question.
+
+The same functions serve `hone data check` and the rules that run before a training. A finding speaks of all rows that share a
+problem, and names the first.
+"""
+
+from hone.data.checks.lengths import PromptLengths, overlong_prompts, prompt_lengths
+from hone.data.checks.overlap import duplicates, overlap, rare_sources
+from hone.data.checks.rewards import ground_truths, source_names, unknown_sources
+from hone.data.checks.roles import conversations, prompts
+from hone.data.checks.tools import agent_names, tool_loops, tool_names, tool_outputs, tool_schemas
+
+__all__ = [
+    "PromptLengths",
+    "agent_names",
+    "conversations",
+    "duplicates",
+    "ground_truths",
+    "overlap",
+    "overlong_prompts",
+    "prompt_lengths",
+    "prompts",
+    "rare_sources",
+    "source_names",
+    "tool_loops",
+    "tool_names",
+    "tool_outputs",
+    "tool_schemas",
+    "unknown_sources",
+]

@@ -1,0 +1,154 @@
+"""How long prompts are in tokens, without tokenizing those that cannot be too long.
+
+A token stands for at least one byte of text (byte-level and byte-fallback tokenizers alike), so a prompt whose rendered bytes
+do not exceed the limit is not too long. Only the others are rendered and tokenized, the longest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.data.chat import encode_texts, render_texts
+from hone.data.files import Row
+from hone.data.messages import plain
+from hone.errors import DataError, Finding
+
+MOST_TOKENIZED = 4000
+"""Rows that are tokenized at most."""
+_MESSAGE_BYTES = 64
+"""Bytes that a chat template may put around one message, beside those that it puts around an empty conversation."""
+
+
+@dataclass
+class PromptLengths:
+    """What is known of the lengths of prompts.
+
+    Attributes:
+        rows: looked at.
+        limit: in tokens.
+        overlong: token lengths of rows over the limit, longest first.
+        exact: whether all rows that could be over it were tokenized.
+        longest: where the longest row stands.
+        with_system: how many of the overlong rows begin with a system message.
+        refused: what the chat template said of rows that it refuses, with the row.
+    """
+
+    rows: int
+    limit: int
+    overlong: list[int] = field(default_factory=list)
+    exact: bool = True
+    longest: str = ""
+    with_system: int = 0
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def p99(self) -> int | None:
+        """The 99th percentile, where it lies over the limit."""
+        rank = max(0, self.rows // 100 - 1)
+        return self.overlong[rank] if rank < len(self.overlong) else None
+
+    def describe(self) -> str:
+        """``412 of 7473 prompts are longer than 512 tokens (longest 701, p99 640)``."""
+        at_least = "" if self.exact else "at least "
+        p99 = f", 99th percentile {self.p99}" if self.p99 else ""
+        return (
+            f"{at_least}{len(self.overlong)} of {self.rows} prompts are longer than {self.limit} tokens "
+            f"(longest {self.overlong[0]}{p99})"
+        )
+
+
+def prompt_lengths(
+    rows: Sequence[Row],
+    key: str,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> PromptLengths:
+    """Measure the prompts in column ``key`` against ``limit`` tokens, with their chat template."""
+    known = PromptLengths(len(rows), limit)
+    frame = _frame(tokenizer, chat_template_kwargs)
+    bounds = [(_bytes(row.values.get(key), frame), number) for number, row in enumerate(rows)]
+    candidates = sorted((bound, number) for bound, number in bounds if bound > limit)[::-1]
+    known.exact = len(candidates) <= MOST_TOKENIZED
+    chosen = [rows[number] for _, number in candidates[:MOST_TOKENIZED]]
+    measured = []
+    for row, length in zip(chosen, _lengths(chosen, key, tokenizer, chat_template_kwargs, known), strict=True):
+        if length is not None and length > limit:
+            measured.append((length, row))
+    measured.sort(key=lambda pair: -pair[0])
+    known.overlong = [length for length, _ in measured]
+    known.longest = measured[0][1].where if measured else ""
+    known.with_system = sum(_has_system(row.values.get(key)) for _, row in measured)
+    return known
+
+
+def overlong_prompts(lengths: PromptLengths, policy: str) -> Iterator[Finding]:
+    """Say what ``data.truncation`` would do to prompts over the limit (R45), and what it would cut off (R36)."""
+    if not lengths.overlong:
+        return
+    share = len(lengths.overlong) / lengths.rows
+    fix = f"data.max_prompt_length={lengths.overlong[0]}"
+    if policy == "error":
+        yield _finding("R45", lengths, "the run stops at the first of them", f"{fix}, or data.truncation=drop", True)
+    elif policy == "truncate" and lengths.with_system:
+        why = f"{lengths.with_system} of them begin with a system message, and cutting takes the beginning away"
+        yield _finding("R36", lengths, why, f"{fix}, or data.truncation=drop", True)
+    elif share > 0.05:
+        done = "left out" if policy == "drop" else "cut at their beginning"
+        yield _finding("R45", lengths, f"{share:.0%} of the data are {done}", fix, False)
+
+
+def _finding(code: str, lengths: PromptLengths, why: str, fix: str, stops: bool) -> Finding:
+    return Finding(DataError(lengths.describe(), why=why, fix=fix, where=lengths.longest, code=code), stops)
+
+
+def _frame(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> int:
+    """Bytes that the template puts around a short conversation, generation prompt and its own system message included."""
+    try:
+        (text,) = render_texts(tokenizer, [[{"role": "user", "content": "x"}]], True, kwargs)
+    except DataError:
+        return 0
+    return len(text.encode())
+
+
+def _bytes(value: Any, frame: int) -> int:
+    """An upper bound on the tokens of a prompt."""
+    if isinstance(value, str):
+        return len(value.encode()) + 2
+    if not isinstance(value, list):
+        return 0
+    if value and isinstance(value[0], int):
+        return len(value)
+    return frame + sum(len(str(message).encode()) + _MESSAGE_BYTES for message in value)
+
+
+def _lengths(
+    rows: Sequence[Row],
+    key: str,
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: dict[str, Any] | None,
+    known: PromptLengths,
+) -> list[int | None]:
+    """Tokens of each prompt, None where the template refuses it."""
+    values = [plain(row.values[key]) for row in rows]
+    texts: list[str | None] = [value if isinstance(value, str) else None for value in values]
+    for number, (row, value) in enumerate(zip(rows, values, strict=True)):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            try:
+                texts[number] = render_texts(tokenizer, [value], True, kwargs)[0]
+            except DataError as error:
+                known.refused.append((row.where, error.what))
+    given = [text for text in texts if text is not None]
+    counts = iter([len(ids) for ids in encode_texts(tokenizer, given)])
+    return [
+        next(counts) if text is not None else len(value) if value and isinstance(value[0], int) else None
+        for text, value in zip(texts, values, strict=True)
+    ]
+
+
+def _has_system(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and value[0].get("role") == "system"

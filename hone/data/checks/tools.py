@@ -1,0 +1,150 @@
+"""What rows say of agents and tools: names that exist, schemas in their place, calls that end, results that fit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from hone.data.checks.tally import Problem, Tally
+from hone.data.files import Row
+from hone.data.messages import plain
+from hone.errors import DataError, Finding, did_you_mean
+
+_SCHEMA = Problem(
+    "R35",
+    "the column tools does not hold function schemas",
+    "the chat template cannot show the tools to the model",
+    'write [{"type": "function", "function": {"name": ..., "parameters": {...}}}] or its JSON text',
+)
+_PASTED = Problem(
+    "R36",
+    "tool schemas stand in a message that is not the first",
+    "the chat template puts tools into the first system message; elsewhere they are cut or read as conversation",
+    "move them into the column tools, or into a first system message",
+    stops=False,
+)
+_LOOP = Problem(
+    "R38",
+    "the same tool call is made three times or more in succession",
+    "a policy that imitates it does not stop calling",
+    "cut these rows, and bound the turns of an episode",
+    stops=False,
+)
+
+
+def agent_names(rows: Sequence[Row], known: Collection[str]) -> Iterator[Finding]:
+    """Look for agent loops that do not exist in the column ``agent_name``."""
+    counts = Counter(row.values["agent_name"] for row in rows if row.values.get("agent_name") is not None)
+    for name, count in counts.most_common():
+        if name not in known:
+            yield Finding(
+                DataError(
+                    f"agent_name '{name}' ({count} of {len(rows)} rows) names no agent loop. "
+                    f"{did_you_mean(str(name), known)}",
+                    why="these rows could not be played as they ask",
+                    fix=f"write one of {', '.join(sorted(known))}, or leave the column out",
+                    where="agent_name",
+                    code="R48",
+                ),
+                stops=True,
+            )
+
+
+def tool_names(rows: Sequence[Row], known: Collection[str]) -> Iterator[Finding]:
+    """Look for tools in ``extra_info.tools_kwargs`` that are neither in ``known`` nor among the row's own schemas."""
+    tally = Tally(len(rows))
+    for row in rows:
+        extra = plain(row.values.get("extra_info")) or {}
+        asked = extra.get("tools_kwargs") if isinstance(extra, dict) else None
+        own = {name for name, _ in _schemas(row) if name}
+        for name in sorted(name for name, value in (asked or {}).items() if value is not None):
+            if name not in own and name not in known:
+                problem = Problem(
+                    "R48",
+                    f"tools_kwargs names the tool '{name}', which is not registered",
+                    "it could never be called",
+                    f"tools there are: {', '.join(sorted({*known, *own})) or 'none'}",
+                )
+                tally.add(row, problem)
+    yield from tally.findings()
+
+
+def tool_schemas(rows: Sequence[Row], key: str) -> Iterator[Finding]:
+    """Look at the column ``tools``, and for schemas that were pasted into the conversation."""
+    tally = Tally(len(rows))
+    for row in rows:
+        if any(name is None for name, _ in _schemas(row)):
+            tally.add(row, _SCHEMA)
+        value = plain(row.values.get(key))
+        for index, message in enumerate(value if isinstance(value, list) else []):
+            content = message.get("content") if isinstance(message, dict) else None
+            if index and isinstance(content, str) and '"parameters"' in content and '"function"' in content:
+                tally.add(row, _PASTED, f"message {index}")
+                break
+    yield from tally.findings()
+
+
+def tool_loops(rows: Sequence[Row], key: str) -> Iterator[Finding]:
+    """Look for conversations in which the same call is repeated without end in sight."""
+    tally = Tally(len(rows))
+    for row in rows:
+        calls = [
+            json.dumps(m["tool_calls"], sort_keys=True, default=str) for m in _messages(row, key) if m.get("tool_calls")
+        ]
+        stripped = [_without_ids(call) for call in calls]
+        if any(a == b == c for a, b, c in zip(stripped, stripped[1:], stripped[2:], strict=False)):
+            tally.add(row, _LOOP)
+    yield from tally.findings()
+
+
+def tool_outputs(rows: Sequence[Row], key: str, limit: int) -> Iterator[Finding]:
+    """Look for tool results of more than ``limit`` characters."""
+    lengths = [len(str(m.get("content") or "")) for row in rows for m in _messages(row, key) if m.get("role") == "tool"]
+    long = sorted(length for length in lengths if length > limit)
+    if long:
+        yield Finding(
+            DataError(
+                f"{len(long)} of {len(lengths)} tool results ({len(long) / len(lengths):.0%}) are longer than {limit} "
+                f"characters (longest {long[-1]})",
+                why="they would be cut in the middle, and the model would read half a result",
+                fix=f"shorter results, or a limit of {long[-1]} characters",
+                where=key,
+                code="R37",
+            ),
+            stops=False,
+        )
+
+
+def _messages(row: Row, key: str) -> list[dict[str, Any]]:
+    value = plain(row.values.get(key))
+    return [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []
+
+
+def _schemas(row: Row) -> list[tuple[str | None, Any]]:
+    """Name and schema of the tools of a row; the name is None where there is no schema."""
+    tools = plain(row.values.get("tools"))
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError:
+            return [(None, tools)]
+    if tools is None:
+        return []
+    named = []
+    for tool in tools if isinstance(tools, list) else [tools]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        named.append((name if isinstance(name, str) else None, tool))
+    return named
+
+
+def _without_ids(calls: str) -> str:
+    return json.dumps(
+        [
+            {name: part for name, part in call.items() if name != "id"}
+            for call in json.loads(calls)
+            if isinstance(call, dict)
+        ]
+    )

@@ -1,0 +1,64 @@
+"""A few rows of a dataset as a reward sees them, without a tokenizer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.data.files import Row, read_rows
+from hone.data.messages import plain
+from hone.data.types import Sample
+
+REFERENCES = ("solution", "answer", "response", "completion", "output")
+"""Columns, or entries of extra_info, that may hold a worked answer."""
+_LOOKED_AT = 2000
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """A row: what the reward is given (without prompt tokens), and the worked answers that the file has for it."""
+
+    sample: Sample
+    worked: tuple[str, ...] = ()
+
+
+def scored_rows(
+    files: Sequence[str | Path] | str | Path, *, reward_fn_key: str, most: int, messages_key: str = "messages"
+) -> list[ScoredRow]:
+    """Read up to ``most`` rows among the first 2000, taking the data sources in turn.
+
+    Raises:
+        DataError: a file cannot be read, or has no column ``reward_fn_key``.
+    """
+    optional = ("reward_model", "extra_info", messages_key, *REFERENCES)
+    rows = read_rows(files, required=(reward_fn_key,), optional=optional, max_rows=_LOOKED_AT)
+    by_source: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_source[str(row.values[reward_fn_key])].append(row)
+    turns = max(map(len, by_source.values()), default=0)
+    chosen = [group[turn] for turn in range(turns) for group in by_source.values() if turn < len(group)][:most]
+    return [_scored(row, reward_fn_key, messages_key) for row in chosen]
+
+
+def _scored(row: Row, reward_fn_key: str, messages_key: str) -> ScoredRow:
+    reward, extra = plain(row.values.get("reward_model")), plain(row.values.get("extra_info"))
+    extra = extra if isinstance(extra, dict) else {}
+    sample = Sample(
+        uid=row.uid,
+        prompt_ids=[],
+        messages=None,
+        data_source=str(row.values[reward_fn_key]),
+        ground_truth=reward.get("ground_truth") if isinstance(reward, dict) else None,
+        extra_info=extra,
+    )
+    found = [_last_answer(plain(row.values.get(messages_key)))]
+    found += [place.get(name) for place in (row.values, extra) for name in REFERENCES]
+    return ScoredRow(sample, tuple(dict.fromkeys(text for text in found if isinstance(text, str) and text.strip())))
+
+
+def _last_answer(messages: Any) -> Any:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return last.get("content") if isinstance(last, dict) and last.get("role") == "assistant" else None

@@ -1,0 +1,120 @@
+"""The reward bench: a reward function or scorer tried as a run would use it, in its workers, on answers whose worth is known."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from hone.config.reward import RewardConfig
+from hone.data.scored_rows import ScoredRow
+from hone.data.types import StopReason, Trajectory
+from hone.rewards.manager import RewardManager, is_timeout, logger
+from hone.rewards.probes import Probe, ordinary, traps
+from hone.rewards.score import Score
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A probe and what it got."""
+
+    probe: Probe
+    score: Score
+
+
+@dataclass
+class Bench:
+    """What came of the bench.
+
+    Attributes:
+        trials: all that were made.
+        rows: how many rows they were made on.
+        seconds_per_call: wall time of a call in its worker, the first one left out; 0 when there was only one.
+        stopped: why not all trials were made, or empty.
+    """
+
+    trials: list[Trial] = field(default_factory=list)
+    rows: int = 0
+    seconds_per_call: float = 0.0
+    stopped: str = ""
+
+    def of(self, *kinds: str) -> list[Trial]:
+        """The trials of these kinds."""
+        return [trial for trial in self.trials if trial.probe.kind in kinds]
+
+    def totals(self, *kinds: str) -> list[float]:
+        """The rewards of these kinds, failed trials left out."""
+        return [trial.score.total for trial in self.of(*kinds) if trial.score.error is None]
+
+    def best(self, kind: str) -> dict[str, float]:
+        """The best reward of this kind by row, rows without any left out."""
+        best: dict[str, float] = {}
+        for trial in self.of(kind):
+            if trial.score.error is None:
+                uid = trial.probe.sample.uid
+                best[uid] = max(best.get(uid, trial.score.total), trial.score.total)
+        return best
+
+
+def run_bench(
+    config: RewardConfig, rows: Sequence[ScoredRow], *, adversarial: bool = False, seconds: float = float("inf")
+) -> Bench:
+    """Score probes of every sample.
+
+    Args:
+        config: the block ``reward``; its worker processes and its time limit are used.
+        rows: of a dataset.
+        adversarial: also try traps and ground truths of another type.
+        seconds: take no further row after so much time. A call that runs out of time ends the bench too.
+
+    Raises:
+        RewardError: the function cannot be loaded or called, or a row's data source has no scorer.
+    """
+    bench = Bench()
+    manager = RewardManager(replace(config, on_error="count", max_error_rate=1.0))
+    begun, calls, busy = time.monotonic(), 0, 0.0
+    try:
+        for number, row in enumerate(rows):
+            probes = [*ordinary(rows, number), *(traps(row) if adversarial else ())]
+            for batch in (
+                [probes[:1], probes[1:]] if number == 0 else [probes]
+            ):  # the first call alone: it may never end
+                start = time.monotonic()
+                bench.trials += _score(manager, batch)
+                if bench.trials[0].probe is not batch[0]:
+                    calls, busy = calls + len(batch), busy + time.monotonic() - start
+                late = next((trial for trial in bench.trials if is_timeout(trial.score)), None)
+                if late is not None:
+                    bench.stopped = f"{late.probe.kind} answer, row {late.probe.sample.uid}: {late.score.error}"
+                    return bench
+            bench.rows += 1
+            if time.monotonic() - begun > seconds:
+                bench.stopped = f"{bench.rows} of {len(rows)} rows took {time.monotonic() - begun:.1f} s"
+                return bench
+        return bench
+    finally:
+        manager.close()
+        bench.seconds_per_call = busy / calls * min(config.num_workers, max(1, calls)) if calls else 0.0
+
+
+def _score(manager: RewardManager, probes: Sequence[Probe]) -> list[Trial]:
+    with _quiet(logger):
+        scores = asyncio.run(manager.score([_trajectory(probe, index) for index, probe in enumerate(probes)]))
+    return [Trial(probe, score) for probe, score in zip(probes, scores, strict=True)]
+
+
+def _trajectory(probe: Probe, index: int) -> Trajectory:
+    return Trajectory(probe.sample.uid, index, [], [], [], [], [], probe.text, StopReason.STOP, probe.sample)
+
+
+@contextmanager
+def _quiet(log: logging.Logger) -> Iterator[None]:
+    """Failed calls are expected here, and reported by the bench."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
