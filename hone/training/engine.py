@@ -14,16 +14,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.generation.products import fast_float32_products
+from hone.insight import activity
+from hone.training.checkpoints.model_state import ModelStager
 from hone.training.heads import Head, autocast
 from hone.training.memory import heap_watch
 from hone.training.optimizer import build_optimizer, learning_rate
-from hone.training.packing import pack, plan_micro_batches
-
+from hone.training.packing import PackedSequences, pack, plan_micro_batches
 
 CPU_TOKENS = 4096
 """Most tokens of a micro-batch on the CPU, whatever the budget: more of them is not faster there, and takes more memory."""
@@ -102,6 +104,7 @@ class TrainEngine:
         self.device, self.dtype = device, dtype
         self.max_tokens, self.max_sequences, self.total_steps = max_tokens, max_sequences, total_steps
         self.optimizer = build_optimizer(model, optim) if optim else None
+        self._stager = ModelStager(model, self.optimizer)
         self._busy = 0.0
 
     def infer_batch(
@@ -119,11 +122,12 @@ class TrainEngine:
             for rows, micro in self._micro_batches(batch, max_tokens or self.max_tokens):
                 packed = pack(micro, self.device)
                 with self._computing(), autocast(self.device, self.dtype):
-                    outputs = (head or self.head)(self.model, packed, with_entropy=with_entropy)
+                    outputs = self._forward(head or self.head, packed, with_entropy)
                 where = responses.with_values(torch.arange(len(responses.values))).select(rows).values
                 for name, values in outputs.items():
                     column = columns.setdefault(name, torch.zeros(len(responses.values)))
-                    column[where] = values.float().cpu()
+                    column[where] = values[: len(where)].float().cpu()
+                activity.tick()
         return {name: responses.with_values(values) for name, values in columns.items()}
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, *, step: int, with_entropy: bool = False) -> UpdateResult:
@@ -139,18 +143,22 @@ class TrainEngine:
             raise RuntimeError("this engine was built without an optimizer")
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        totals = Totals.of(batch)
+        totals = self._totals(batch)
         statistics: list[Statistics] = []
-        for _, micro in self._micro_batches(batch, self.max_tokens):
+        for rows, micro in self._micro_batches(batch, self.max_tokens):
             lengths = micro.ragged("response_ids").lengths
             packed = pack(micro, self.device)
             with self._computing(), autocast(self.device, self.dtype):
-                outputs = self.head(self.model, packed, with_entropy=with_entropy)
+                outputs = self._forward(self.head, packed, with_entropy)
             ragged = {name: Ragged.from_lengths(values.float(), lengths) for name, values in outputs.items()}
-            loss, seen = loss_fn(ragged, micro, totals)
+            if rows:
+                loss, seen = loss_fn(ragged, micro, totals)
+                statistics.append(seen)
+            else:  # a micro-batch that only keeps step with other ranks
+                loss = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
             with self._computing():
                 loss.backward()
-            statistics.append(seen)
+            activity.tick()
         with self._computing():
             result = self._apply(step, statistics)
             if self.device.type == "cpu":
@@ -170,6 +178,19 @@ class TrainEngine:
         """Names and parameters, as Hugging Face names them, one at a time; no copies."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
+
+    def stage(
+        self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> Callable[[], None]:
+        """Copy model and optimizer state for the checkpoint at ``location``; returns the writing, for any thread.
+
+        Every rank calls it. See :class:`hone.training.checkpoints.model_state.ModelStager`.
+        """
+        return self._stager.stage(location, name, tokenizer)
+
+    def restore(self, location: str, name: str) -> None:
+        """Take up the optimizer state of a checkpoint; weights come with its model directory."""
+        self._stager.restore(location, name)
 
     def save(self, model_dir: Path, optimizer_file: Path) -> None:
         """Write the model as a Hugging Face (or, with LoRA, PEFT) directory and the optimizer state as safetensors."""
@@ -210,20 +231,36 @@ class TrainEngine:
             max_tokens = min(max_tokens, CPU_TOKENS)
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         together = batch.tensor("unit") if "unit" in batch else None  # the sides of a preference stay together
-        for rows in plan_micro_batches(prompts, responses.lengths, max_tokens, self.max_sequences, together):
-            yield rows, batch.reorder(rows)
+        for rows in self._plan(prompts, responses.lengths, max_tokens, together):
+            yield rows, batch.reorder(rows) if rows else _filler()
+
+    def _plan(self, prompts: Ragged, responses: Tensor, max_tokens: int, together: Tensor | None) -> list[list[int]]:
+        return plan_micro_batches(prompts, responses, max_tokens, self.max_sequences, together)
+
+    def _totals(self, batch: Batch) -> Totals:
+        return Totals.of(batch)
+
+    def _forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
+        return head(self.model, packed, with_entropy=with_entropy)
+
+    def _clip_gradients(self, trainable: list[nn.Parameter], largest: float) -> float:
+        """Scale the gradient down to norm ``largest``; returns its norm before."""
+        return float(nn.utils.clip_grad_norm_(trainable, largest))
+
+    def _of_all_ranks(self, statistics: list[Statistics]) -> list[Statistics]:
+        return statistics
 
     def _apply(self, step: int, statistics: list[Statistics]) -> UpdateResult:
         assert self.optimizer is not None and self.optim_config is not None
         trainable = [parameter for _, parameter in self._trainable()]
-        grad_norm = float(nn.utils.clip_grad_norm_(trainable, self.optim_config.clip_grad))
+        grad_norm = self._clip_gradients(trainable, self.optim_config.clip_grad)
         finite = grad_norm == grad_norm and grad_norm != float("inf")
         if finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate(step)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return UpdateResult(grad_norm, statistics, finite)
+        return UpdateResult(grad_norm, self._of_all_ranks(statistics), finite)
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
@@ -235,3 +272,9 @@ class TrainEngine:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
         return tensors
+
+
+def _filler() -> Batch:
+    """The shortest batch that goes through a model: one token after another."""
+    token = Ragged.from_rows([[0]], torch.int64)
+    return Batch({"prompt_ids": token, "response_ids": token, "response_mask": token})
