@@ -34,13 +34,19 @@ class Ended:
 
 
 class Command:
-    """A running `hone` command in a process group of its own."""
+    """A running `hone` command in a process group of its own; ``prepare`` is called in its process first."""
 
-    def __init__(self, arguments: Sequence[object], log: Path, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        log: Path,
+        cwd: Path | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         self.log = log
         words = [str(argument) for argument in arguments]
         context = _context()
-        self.process = context.Process(target=_run, args=(words, str(log), str(cwd) if cwd else None))
+        self.process = context.Process(target=_run, args=(words, str(log), str(cwd) if cwd else None, prepare))
         self.process.start()
 
     def wait(self, timeout: float = 120) -> Ended:
@@ -88,7 +94,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _run(arguments: list[str], log: str, cwd: str | None) -> None:
+def _run(arguments: list[str], log: str, cwd: str | None, prepare: Callable[[], None] | None) -> None:
     from hone.cli.main import main
 
     os.setpgid(0, 0)
@@ -102,5 +108,7 @@ def _run(arguments: list[str], log: str, cwd: str | None) -> None:
     sys.argv = ["hone", *arguments]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if prepare is not None:
+        prepare()
     with contextlib.suppress(BrokenPipeError):
         main(arguments)

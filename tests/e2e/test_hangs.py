@@ -1,0 +1,75 @@
+"""A run that stands still is ended with a report of who held it up, and goes on from its last checkpoint."""
+
+import time
+from pathlib import Path
+
+import pytest
+from support import faults
+from support.launch import Command, Ended
+from support.world import World, metrics, rl_command, run_record, steps_saved
+
+pytestmark = pytest.mark.slow
+
+SCORER, ENGINE = "reward.scorer=shaky", "actor_rollout_ref.rollout.name=shaky"
+HANGS = {
+    # how: (setting, fault, without it, exit code, the stage, the function to blame)
+    "regex": (SCORER, faults.REGEX, faults.NO_SCORER_FAULT, -9, "step 3 > reward", "hold_the_interpreter"),
+    "lock": (SCORER, faults.LOCK, faults.NO_SCORER_FAULT, 3, "step 3 > reward", "take_a_lock_twice"),
+    "engine": (ENGINE, faults.ENGINE, faults.NO_ENGINE_FAULT, 3, "step 2 > update_weights", "wait_for_the_device"),
+}
+
+
+def arguments(world: World, run: Path, setting: str) -> list[str]:
+    common = ("trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=null")
+    return rl_command(world, run, "grpo", *common, setting, "trainer.watchdog_seconds=8")
+
+
+@pytest.fixture(scope="module")
+def hung(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Ended]]:
+    """One run of each kind, all at once: most of their time they stand still."""
+    root = tmp_path_factory.mktemp("hangs")
+    commands = {
+        how: Command(arguments(world, root / how, setting), root / f"{how}.log", prepare=fault)
+        for how, (setting, fault, *_) in HANGS.items()
+    }
+    return {how: (root / how, command.wait(180)) for how, command in commands.items()}
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_hang_is_reported_ended_and_resumed(world: World, hung, tmp_path, how):
+    setting, _, no_fault, code, stage, function = HANGS[how]
+    run, ended = hung[how]
+    assert ended.code == code, ended.output
+    assert f"Culprit: driver (pid {run_record(run)['pid']}" in ended.output and f"in '{stage}'" in ended.output
+    assert f"in {function}" in ended.output and "Traceback" not in ended.output
+    saved = steps_saved(run)[-1]
+    assert f"goes on from step {saved}" in ended.message
+    record = run_record(run)
+    assert record["status"] == "failed" and record["exit_reason"].startswith("hang: driver stands at")
+    report = (run / "hangs" / "hang_1.txt").read_text()
+    assert str(run / "hangs" / "hang_1.txt") in record["exit_reason"]
+    assert "--- stacks of driver" in report and "[main]" in report and function in report
+
+    resumed = Command(arguments(world, run, setting), tmp_path / "resumed", prepare=no_fault).wait()
+    assert resumed.code == 0, resumed.output
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4] and run_record(run)["status"] == "finished"
+    if how == "lock":  # and nothing is lost: the curve is that of a run that never hung
+        whole = Command(arguments(world, tmp_path / "whole", setting), tmp_path / "log", prepare=no_fault).wait()
+        assert whole.code == 0, whole.output
+        assert metrics(run) == metrics(tmp_path / "whole")
+
+
+def test_a_killed_run_says_so(world: World, tmp_path: Path):
+    """The watcher outlives the driver, and tells what nobody else can."""
+    run = tmp_path / "run"
+    command = Command(arguments(world, run, SCORER), tmp_path / "log", prepare=faults.NO_SCORER_FAULT)
+    assert command.wait_until(lambda: steps_saved(run) == [1])
+    command.process.kill()
+    command.wait()
+    assert command.process.exitcode == -9
+
+    deadline = time.monotonic() + 10
+    while run_record(run)["status"] == "running" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "was killed" in run_record(run)["exit_reason"]
+    assert "goes on from step" in (tmp_path / "log").read_text()
