@@ -32,7 +32,18 @@ class RunConfig:
     save_freq: int = number(-1, low=-1)
     """Save a checkpoint every so many steps, and at the end; -1 only at the end, 0 never."""
     max_ckpt_to_keep: int | None = number(3, low=1)
-    """Keep the newest k checkpoints; null keeps all."""
+    """Keep the newest k checkpoints (and the best, see best_ckpt_metric); null keeps all."""
+    best_ckpt_metric: str | None = None
+    """Metric that says which checkpoint is best, for example val-core/gsm8k/acc/mean@1: that one is kept too, and named in
+    checkpoints/best.json. Only checkpoints of steps at which it is measured count. null keeps the newest alone."""
+    best_ckpt_mode: str = choice("max", "max", "min")
+    """Whether the highest or the lowest value of best_ckpt_metric is best."""
+    checkpoint_dir: str | None = None
+    """Where checkpoints lie: a path, or a URL of an object store (s3://bucket/run, gs://...; extra [remote]); null means
+    <default_local_dir>/checkpoints."""
+    async_save: bool = True
+    """Write checkpoints while training goes on, from a copy in host memory (as large as the weights and the optimizer's state
+    of a process); false waits until they are written."""
     test_freq: int = number(-1, low=-1)
     """Validate every so many steps, and at the end; -1 only at the end, 0 never."""
     val_before_train: bool = True
@@ -41,7 +52,7 @@ class RunConfig:
     """auto continues from the newest checkpoint of the run directory; disable refuses a directory that has one;
     resume_path takes resume_from_path."""
     resume_from_path: str | None = None
-    """Checkpoint directory (.../checkpoints/step_N), with resume_mode=resume_path."""
+    """Checkpoint (.../checkpoints/step_N or .../checkpoints/best, a path or a URL), with resume_mode=resume_path."""
     watchdog_seconds: float = number(600.0, low=0)
     """When no process of the run moves for so long, its stacks and who waits for whom are written to hangs/ in the run
     directory, and the run ends with exit code 3; 0 never. Below the timeout of collectives."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from hone.cluster.context import prepare_torch
 from hone.config.model import ModelConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
@@ -24,7 +24,8 @@ from hone.data.tokenizer import load_tokenizer
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
 from hone.trainers.reporting import memory_metrics, update_metrics
-from hone.trainers.session import RunSession, prepare_torch, session_steps
+from hone.trainers.session import RunSession, session_steps
+from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import LossFn, TrainEngine
 from hone.training.model import saved_model
 
@@ -59,10 +60,10 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
             len(self.dataset), data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
         )
         self.total_steps = session_steps(config.trainer, self.sampler.steps_per_epoch)
-        self.build(saved_model(config.model, resume.path / "actor") if resume else config.model, device)
+        self.build(saved_model(config.model, model_directory(str(resume), "actor")) if resume else config.model, device)
         self.step = 0
         if resume is not None:
-            self.engine.load(resume.path / "actor_optimizer.safetensors")
+            self.engine.restore(str(resume), "actor")
             self.sampler.load_state_dict(resume.state["sampler"])
             self.step = resume.step
 
@@ -135,10 +136,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         return self.measure(self.batch([self.validation[row] for row in range(len(self.validation))]))
 
     def save(self) -> None:
-        """Write a checkpoint of this step."""
-
-        def write(directory: Path) -> None:
-            self.engine.save(directory / "actor", directory / "actor_optimizer.safetensors")
-            self.tokenizer.save_pretrained(directory / "actor")
-
-        self.session.save(self.step, {"step": self.step, "sampler": self.sampler.state_dict()}, write)
+        """Write a checkpoint of this step, unless it exists."""
+        if (where := self.session.begin_save(self.step)) is not None:
+            write = self.engine.stage(where, "actor", self.tokenizer)
+            self.session.finish_save(self.step, {"step": self.step, "sampler": self.sampler.state_dict()}, write)

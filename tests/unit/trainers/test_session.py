@@ -1,7 +1,7 @@
 """What a checkpoint was made from may not change unnoticed."""
 
 from hone.config.tree import RLConfig
-from hone.trainers.session import changed_keys, redacted
+from hone.trainers.run_checkpoints import changed_keys, redacted
 
 
 def test_changed_keys_names_every_leaf_that_differs():

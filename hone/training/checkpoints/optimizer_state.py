@@ -1,0 +1,94 @@
+"""The state of an optimizer by the names of its parameters, so that any layout of the same model can take it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hone.errors import CheckpointError, ConfigError
+from hone.training.checkpoints.shards import load_shards, read_index
+from hone.training.checkpoints.storage import Storage
+
+
+def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state as it lies in this process.
+
+    Returns:
+        Tensors as ``<key>/<parameter>`` ("exp_avg/model.norm.weight"), and what else is needed: the kind of optimizer, the
+        names of all trained parameters, and state that is no tensor.
+
+    Raises:
+        ConfigError: the optimizer keeps for a divided parameter something that is neither divided alike nor a single number.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for name, parameter in _trained(model):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                plain[f"{key}/{name}"] = value
+                continue
+            if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} keeps '{key}' of {name} with shape {list(value.shape)}, of each shard its own",
+                    why="it could not be read back with another number of ranks",
+                    where="optim.optimizer",
+                    fix="optim.optimizer=AdamW, or one whose state has the shape of the parameter",
+                )
+            tensors[f"{key}/{name}"] = value
+    trained = [name for name, _ in _trained(model)]
+    return tensors, {"optimizer": type(optimizer).__name__, "trained": trained, "state": plain}
+
+
+def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage) -> None:
+    """Give the optimizer the state that :func:`named_state` took from a model of any layout.
+
+    Raises:
+        CheckpointError: it is the state of another optimizer or of other parameters, or damaged.
+    """
+    index = read_index(storage)
+    _check(index.values, model, optimizer, storage)
+    parameters = dict(_trained(model))
+    fused = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
+    tensors: dict[str, Tensor] = {}
+    for full, spec in index.tensors.items():
+        key, name = full.split("/", 1)
+        parameter = parameters[name]
+        if spec.shape == tuple(parameter.shape):
+            value = torch.zeros_like(parameter, dtype=spec.dtype, memory_format=torch.contiguous_format)
+        else:
+            device = parameter.device if key != "step" or fused[id(parameter)] else "cpu"
+            value = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+        tensors[full] = value.detach()
+    load_shards(tensors, storage)
+    for full, value in (tensors | index.values["state"]).items():
+        key, name = full.split("/", 1)
+        optimizer.state[parameters[name]][key] = value
+
+
+def _check(saved: dict[str, Any], model: nn.Module, optimizer: Optimizer, storage: Storage) -> None:
+    kind = type(optimizer).__name__
+    if saved["optimizer"] != kind:
+        raise CheckpointError(
+            f"'{storage}' holds the state of {saved['optimizer']}, this run uses {kind}",
+            why="its averages would mean something else",
+            fix=f"optim.optimizer={saved['optimizer']}, or a new run from the weights alone: model.path=<checkpoint>/actor",
+        )
+    names, before = {name for name, _ in _trained(model)}, set(saved["trained"])
+    if names != before:
+        odd = sorted(names ^ before)
+        raise CheckpointError(
+            f"'{storage}' holds the state of {len(before)} parameters, this run trains {len(names)}; "
+            f"{len(odd)} are on one side only, {odd[0]} among them",
+            why="it was saved by another model, or with other adapters",
+            fix="go on with the model and the adapters of the checkpoint (its config.yaml), or start a new run: "
+            "trainer.experiment_name=<another name>",
+        )
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)

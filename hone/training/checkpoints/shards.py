@@ -1,0 +1,228 @@
+"""State of any layout in shards: each rank writes what it holds, and any other layout reads the pieces that it needs.
+
+Who writes what, and which pieces a reader needs, is planned by the planners of ``torch.distributed.checkpoint``. The files are our
+own, because that library's are unpickled when they are read:
+
+    rank_<R>.safetensors    the pieces that rank R wrote (readable by torch's HuggingFaceStorageReader too)
+    index.json              of every tensor: type, shape, and its pieces with file and place; and the plain values
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from hone.errors import CheckpointError
+from hone.training.checkpoints.storage import Storage
+from hone.training.checkpoints.tensor_files import DTYPES, TensorFile, TensorSpec, write_tensors
+
+INDEX = "index.json"
+Values = dict[str, Any]
+
+
+def shard_file(rank: int) -> str:
+    """Name of the file that a rank writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+class ShardStager:
+    """Copies state, so that it can be written while training changes it.
+
+    Which rank writes which piece is agreed upon once and kept while the names stay the same: then staging talks to nobody.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._plan = SavePlan([])
+        self._index: dict[str, Any] = {}
+
+    def stage(self, tensors: Mapping[str, Tensor], values: Values, storage: Storage) -> Callable[[], None]:
+        """Copy what this rank is to write; every rank of the default process group calls it.
+
+        Args:
+            tensors: by name; DTensors, and plain tensors that are equal on all ranks.
+            values: plain values for the index, equal on all ranks.
+            storage: the directory that the state goes to.
+
+        Returns:
+            The writing, to be called from any thread; it talks to no other rank.
+        """
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), is_coordinator=_rank() == 0)
+        if self._names != list(tensors):
+            self._agree(planner)
+            self._names = list(tensors)
+        pieces: dict[str, Tensor] = {}
+        for item in self._plan.items:
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)
+            pieces[item.index.fqn] = to_host(data)
+        settle(tensors.values())
+        offsets = {item.index.fqn: list(_chunk(item).offsets) for item in self._plan.items}
+        index = json.dumps({**self._index, "values": values}) if _rank() == 0 else None
+        name = shard_file(_rank())
+
+        def write() -> None:
+            if pieces:
+                places = {key: {"saved_offsets": offset} for key, offset in offsets.items()}
+                specs = {key: TensorSpec.of(piece) for key, piece in pieces.items()}
+                with storage.create(name) as file:
+                    write_tensors(file, specs, pieces.__getitem__, {"DCP_SHARDING_INFO": json.dumps(places)})
+            if index is not None:
+                storage.write_text(INDEX, index)
+
+        return write
+
+    def _agree(self, planner: DefaultSavePlanner) -> None:
+        """Share the pieces out over the ranks: each is written once, however many hold it."""
+        local = planner.create_local_plan()
+        local = replace(local, items=[item for item in local.items if 0 not in _chunk(item).sizes])
+        if _world() == 1:
+            plans, _ = planner.create_global_plan([local])
+            mine = plans[0]
+        else:
+            gathered: list[Any] = [None] * _world()
+            dist.gather_object(local, gathered if _rank() == 0 else None)
+            plans = planner.create_global_plan(gathered)[0] if _rank() == 0 else []
+            received: list[Any] = [None]
+            dist.scatter_object_list(received, list(plans) if _rank() == 0 else None)
+            mine = received[0]
+        self._plan = planner.finish_plan(mine)
+        if _rank() == 0:
+            self._index = {"tensors": _index(plans)}
+
+
+def load_shards(tensors: Mapping[str, Tensor], storage: Storage) -> None:
+    """Fill ``tensors`` in place with what was saved under their names, by whatever layout; no rank talks to another.
+
+    Raises:
+        CheckpointError: a tensor was not saved, or with another shape, or the files are damaged.
+    """
+    index = read_index(storage)
+    missing = [name for name in tensors if name not in index.tensors]
+    if missing:
+        raise CheckpointError(
+            f"'{storage}' lacks {len(missing)} of {len(tensors)} tensors, {missing[0]} among them",
+            why="it was saved by another model, or with other parameters trained",
+        )
+    for name, tensor in tensors.items():
+        if (saved := index.tensors[name]).shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"'{storage}' holds {name} with shape {list(saved.shape)}, this run has {list(tensor.shape)}",
+                why="it was saved by another model",
+            )
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), index.as_metadata(), is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    wanted: dict[str, list[Any]] = {}
+    for item in plan.items:
+        place = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
+        wanted.setdefault(index.files[place], []).append(item)
+    for name, items in wanted.items():
+        with storage.open(name) as file:
+            saved = TensorFile(file, f"{storage}/{name}")
+            for item in items:
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(saved.read(item.storage_index.fqn, item.storage_offsets, item.lengths))
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """What ``index.json`` says.
+
+    Attributes:
+        tensors: type and whole shape of each.
+        chunks: the pieces of each: offsets and sizes.
+        files: the file of each piece, by name and offsets.
+        values: the plain values.
+    """
+
+    tensors: dict[str, TensorSpec]
+    chunks: dict[str, list[ChunkStorageMetadata]]
+    files: dict[tuple[str, tuple[int, ...]], str]
+    values: Values
+
+    def as_metadata(self) -> Metadata:
+        """As the planner wants it."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(TensorProperties(spec.dtype), torch.Size(spec.shape), self.chunks[name])
+                for name, spec in self.tensors.items()
+            }
+        )
+
+
+def read_index(storage: Storage) -> ShardIndex:
+    """What was saved there.
+
+    Raises:
+        CheckpointError: there is no index, or it is damaged.
+    """
+    try:
+        content = json.loads(storage.read_text(INDEX))
+        tensors: dict[str, TensorSpec] = {}
+        chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        files: dict[tuple[str, tuple[int, ...]], str] = {}
+        for name, about in content["tensors"].items():
+            tensors[name] = TensorSpec.named(about["dtype"], about["shape"])
+            for file, offsets, sizes in about["pieces"]:
+                chunks.setdefault(name, []).append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                files[name, tuple(offsets)] = file
+        return ShardIndex(tensors, chunks, files, content["values"])
+    except FileNotFoundError as error:
+        raise CheckpointError(f"'{storage}' holds no saved state: it has no {INDEX}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"'{storage}/{INDEX}' is damaged: {type(error).__name__}: {error}") from error
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory; from a GPU it may still be on its way until :func:`settle`."""
+    if tensor.device.type == "cuda":
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def settle(tensors: Iterable[Tensor]) -> None:
+    """Wait until all copies made by :func:`to_host` have arrived."""
+    if any(tensor.device.type == "cuda" for tensor in tensors):
+        torch.cuda.synchronize()
+
+
+def _index(plans: list[SavePlan]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data, chunk = item.tensor_data, _chunk(item)
+            assert data is not None
+            about = found.setdefault(
+                item.index.fqn, {"dtype": DTYPES[data.properties.dtype], "shape": list(data.size), "pieces": []}
+            )
+            about["pieces"].append([shard_file(rank), list(chunk.offsets), list(chunk.sizes)])
+    return found
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,0 +1,255 @@
+"""The checkpoints of one run: saved beside training, published whole, the newest and the best kept.
+
+    begin(step)      wait for the save before; an empty directory to write into
+    publish(...)     in a thread: write the weights, then config, state and manifest; then the name; then retire old ones
+    check()          raise what went wrong in the thread, if anything
+    wait()           until the thread is done
+
+On a disk a checkpoint is written under another name and renamed; in an object store its manifest comes last.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hone.errors import CheckpointError
+from hone.training.checkpoints.checkpoint import BEST, FORMAT, MANIFEST, Checkpoint, complete_steps
+from hone.training.checkpoints.storage import Storage
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        root: the folder they lie in, a path or a URL.
+        keep: newest checkpoints kept; None keeps all. The best one is kept besides.
+        best: "max" or "min": which value of the metric is best.
+        background: whether :meth:`publish` returns at once.
+    """
+
+    def __init__(
+        self, root: str | Path | Storage, keep: int | None, *, best: str = "max", background: bool = True
+    ) -> None:
+        self.root, self.keep, self._best_is = Storage(root), keep, best
+        self._background = background
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, rising."""
+        return complete_steps(self.root)
+
+    def open(self, step: int) -> Checkpoint:
+        """The checkpoint of a step."""
+        return Checkpoint.open(self.root / f"step_{step}")
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint, or None."""
+        steps = self.steps()
+        return self.open(steps[-1]) if steps else None
+
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best checkpoint by its metric, the earlier of equals; None when none was measured."""
+        measured = [(step, value) for step in self.steps() if (value := self._value(step)) is not None]
+        choose = max if self._best_is == "max" else min
+        return choose(measured, key=lambda found: found[1]) if measured else None
+
+    # saving ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> Storage:
+        """The directory to write checkpoint ``step`` into; waits until the save before is published.
+
+        Raises:
+            CheckpointError: the save before failed, or the storage cannot be written.
+        """
+        self.wait()
+        try:
+            self._clear_leftovers()
+            if not self.root.is_local:
+                self._remove(step)
+            partial = self._partial(step)
+            partial.make()
+        except OSError as error:
+            raise self._explain(error, error.errno or errno.EIO, step) from error
+        return partial
+
+    def publish(
+        self,
+        step: int,
+        state: dict[str, Any],
+        config: dict[str, Any],
+        write: Callable[[], object],
+        *,
+        metric: str | None = None,
+        value: float | None = None,
+    ) -> None:
+        """Let checkpoint ``step`` appear: after ``write()``, which fills the directory that :meth:`begin` gave.
+
+        Args:
+            step: the same as for :meth:`begin`.
+            state: the trainer's; taken as it is now.
+            config: the resolved configuration.
+            write: puts the weights in; called in the background.
+            metric: the name of what chooses the best checkpoint.
+            value: of this metric at this step, None when it was not measured.
+
+        Raises:
+            CheckpointError: without background: the disk is full or cannot be written; earlier checkpoints are untouched.
+        """
+        texts = {
+            "config.yaml": yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+            "state.json": json.dumps(state, indent=1),
+        }
+        manifest = {"format": FORMAT, "step": step, "metric": metric, "value": value}
+        self._failure = None
+        self._thread = threading.Thread(
+            target=self._run, args=(step, texts, manifest, write), name=f"checkpoint-{step}", daemon=True
+        )
+        self._thread.start()
+        if not self._background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            CheckpointError: it could not be; earlier checkpoints are untouched.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self.check()
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed in the background, once."""
+        if self._thread is None or self._thread.is_alive():
+            return
+        self._thread, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self, step: int, texts: dict[str, str], manifest: dict[str, Any], write: Callable[[], object]) -> None:
+        """What the thread does; an error waits there for :meth:`check`."""
+        try:
+            try:
+                write()
+                self._seal(step, texts, manifest)
+                self._mark_best(str(manifest["metric"]))
+                self._retire()
+            except Exception as error:
+                number = _system_error(error)
+                if number is None:
+                    raise
+                raise self._explain(error, number, step) from error
+            finally:
+                if self.root.is_local:
+                    shutil.rmtree(self._partial(step).local_path, ignore_errors=True)
+        except BaseException as error:  # noqa: BLE001  # raised in the thread that trains
+            self._failure = error
+
+    def _seal(self, step: int, texts: dict[str, str], manifest: dict[str, Any]) -> None:
+        partial = self._partial(step)
+        for name, text in texts.items():
+            partial.write_text(name, text)
+        partial.replace_text(MANIFEST, json.dumps({**manifest, "files": partial.sizes()}, indent=1))
+        if self.root.is_local:
+            partial.sync()
+            self._remove(step)
+            partial.local_path.rename((self.root / f"step_{step}").local_path)
+            self.root.sync()
+
+    def _partial(self, step: int) -> Storage:
+        return self.root / (f".partial-step_{step}" if self.root.is_local else f"step_{step}")
+
+    def _explain(self, error: Exception, number: int, step: int) -> CheckpointError:
+        reason = str(error)
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            reason = "the disk is full"
+            if self.root.is_local:
+                path = self.root.local_path
+                free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+                reason += f" ({free / 2**20:.0f} MiB free)"
+        try:
+            kept = ", ".join(f"step_{s}" for s in self.steps()) or "none"
+        except OSError:
+            kept = "their list cannot be read"
+        return CheckpointError(
+            f"cannot save the checkpoint of step {step} in '{self.root}': {reason}",
+            why=f"the run cannot be resumed beyond its earlier checkpoints ({kept}), which are untouched",
+            fix="free space, or set trainer.checkpoint_dir=<another disk or URL> or trainer.max_ckpt_to_keep=1; run again",
+        )
+
+    # keeping ---------------------------------------------------------------------------------------------------------
+
+    def set_aside_after(self, step: int) -> list[int]:
+        """Take checkpoints later than ``step`` out of the count: a run that goes on from an earlier one would otherwise find
+        them as its newest. On a disk they become ``abandoned_step_<N>``; in an object store, where a rename is a copy, their
+        manifest becomes ``abandoned.json``. Returns their steps.
+        """
+        later = [found for found in self.steps() if found > step]
+        for found in later:
+            directory, aside = self.root / f"step_{found}", self.root / f"abandoned_step_{found}"
+            if self.root.is_local:
+                aside.remove()
+                directory.local_path.rename(aside.local_path)
+            else:
+                directory.write_text("abandoned.json", directory.read_text(MANIFEST))
+                directory.remove_file(MANIFEST)
+        if later and self.root.is_file(BEST):
+            self._mark_best(json.loads(self.root.read_text(BEST))["metric"])
+        return later
+
+    def _value(self, step: int) -> float | None:
+        return json.loads((self.root / f"step_{step}").read_text(MANIFEST)).get("value")
+
+    def _mark_best(self, metric: str) -> None:
+        best = self.best()
+        if best is not None:
+            self.root.replace_text(BEST, json.dumps({"step": best[0], "metric": metric, "value": best[1]}, indent=1))
+            self.root.sync()
+        else:
+            self.root.remove_file(BEST)
+
+    def _retire(self) -> None:
+        if self.keep is not None:
+            best = self.best()
+            for step in self.steps()[: -self.keep]:
+                if best is None or step != best[0]:
+                    self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Delete a checkpoint, if it exists; a kill on the way leaves no half of it that counts."""
+        checkpoint = self.root / f"step_{step}"
+        if not self.root.is_local:
+            checkpoint.remove_file(MANIFEST)
+            checkpoint.remove()
+        elif checkpoint.local_path.exists():
+            doomed = self.root / f".partial-old_step_{step}"
+            checkpoint.local_path.rename(doomed.local_path)
+            doomed.remove()
+
+    def _clear_leftovers(self) -> None:
+        """Delete what a killed process left half written."""
+        for name in self.root.names():
+            directory = self.root / name
+            half = re.fullmatch(r"step_\d+", name) and not self.root.is_local and not directory.is_file(MANIFEST)
+            if name.startswith(".partial-") or (half and not directory.is_file("abandoned.json")):
+                directory.remove()
+
+
+def _system_error(error: Exception) -> int | None:
+    """The errno behind a failed write, None when the error is of another kind. Libraries written in Rust (safetensors,
+    tokenizers) raise exceptions of their own that only name it in their text.
+    """
+    if isinstance(error, OSError):
+        return error.errno or errno.EIO
+    named = re.search(r"\(os error (\d+)\)", str(error))
+    return int(named[1]) if named else None
