@@ -6,7 +6,22 @@ codes. :func:`check` is what every training command calls; :func:`examine` retur
 
 from __future__ import annotations
 
-from hone.preflight import algorithm, batches, device, effectless, files, methods, names, preference
+from hone.preflight import (
+    algorithm,
+    batches,
+    device,
+    effectless,
+    environment,
+    files,
+    learning,
+    lifecycle,
+    methods,
+    names,
+    preference,
+    rewards,
+    rows,
+    template,
+)
 from hone.preflight.evidence import Evidence
 from hone.preflight.plan import batch_plan, training_rows
 from hone.preflight.report import Report, check, examine
@@ -23,11 +38,17 @@ __all__ = [
     "check",
     "device",
     "effectless",
+    "environment",
     "examine",
     "files",
     "findings",
+    "learning",
+    "lifecycle",
     "methods",
     "names",
     "preference",
+    "rewards",
+    "rows",
+    "template",
     "training_rows",
 ]

@@ -11,13 +11,14 @@ from hone.config.model import ModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
-from hone.errors import HoneError
+from hone.errors import Finding, HoneError
 from hone.preflight import machine
 from hone.preflight.machine import Machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hone.data.checks import PromptLengths
     from hone.data.files import Row
 
 
@@ -72,6 +73,27 @@ class Evidence:
         )
 
     @functools.cached_property
+    def prompt_lengths(self) -> PromptLengths | None:
+        """How long the training prompts of an RL run are; None without tokenizer or rows."""
+        from hone.data.checks import prompt_lengths
+
+        config, tokenizer = self.config, self.tokenizer
+        if not isinstance(config, RLConfig) or tokenizer is None or not self.train_rows:
+            return None
+        kwargs, limit = config.data.apply_chat_template_kwargs, config.data.max_prompt_length
+        rows = [row for row in self.train_rows if row.values.get(config.data.prompt_key)]
+        if not tokenizer.chat_template:
+            rows = [row for row in rows if not _is_chat(row.values[config.data.prompt_key])]
+        return prompt_lengths(rows, config.data.prompt_key, tokenizer, limit, kwargs) if rows else None
+
+    @functools.cached_property
+    def reward_findings(self) -> list[Finding]:
+        """What came of trying the reward on a few rows, see :mod:`hone.preflight.rewards`."""
+        from hone.preflight.rewards import try_reward
+
+        return try_reward(self.config) if isinstance(self.config, RLConfig) else []
+
+    @functools.cached_property
     def model_settings(self) -> dict[str, Any]:
         """config.json of the trained model with ``override_config``; the text part of a multimodal one on top."""
         model = model_block(self.config)[1]
@@ -109,6 +131,10 @@ def columns(config: AnyConfig) -> tuple[str, ...]:
         *(data.prompt_key, data.chosen_key, data.rejected_key),  # type: ignore[union-attr]
         *(data.completion_key, data.label_key, data.tools_key),  # type: ignore[union-attr]
     )
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def file_list(files: Any) -> list[str]:

@@ -14,7 +14,7 @@ from hone.preflight.evidence import file_list, model_block, read_json
 from hone.preflight.needs import needs_critic
 from hone.preflight.rules import Finding, Stage, error, rule
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 @rule("R42", *TREES.values(), stage=Stage.FILES)
@@ -55,9 +55,9 @@ def model_directory(config: AnyConfig) -> Iterator[Finding]:
         return
     yield from weights(f"{block}.path", model.path)
     tokenizer = model.tokenizer_path or model.path
-    if Path(tokenizer).is_dir() and not _holds_any(tokenizer, _TOKENIZER_FILES):
+    if Path(tokenizer).is_dir() and not _holds_any(tokenizer, TOKENIZER_FILES):
         yield error(
-            f"'{tokenizer}' has no tokenizer ({', '.join(_TOKENIZER_FILES[:2])}, ...)",
+            f"'{tokenizer}' has no tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...)",
             why="text cannot be turned into tokens",
             fix=f"{block}.tokenizer_path=DIR with a tokenizer of the same vocabulary",
             where=f"{block}.tokenizer_path" if model.tokenizer_path else f"{block}.path",
@@ -94,7 +94,7 @@ def chat_template(config: AnyConfig) -> Iterator[Finding]:
             )
     elif (
         tokenizer
-        and _holds_any(tokenizer, _TOKENIZER_FILES)
+        and _holds_any(tokenizer, TOKENIZER_FILES)
         and not _has_template(Path(tokenizer))
         and _rows_hold_messages(config)
     ):
@@ -221,4 +221,3 @@ def _has_template(directory: Path) -> bool:
 
 def _holds_any(directory: str, names: tuple[str, ...]) -> bool:
     return any((Path(directory) / name).is_file() for name in names)
-

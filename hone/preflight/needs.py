@@ -49,3 +49,13 @@ def needs_critic(config: RLConfig) -> bool:
         return config.critic.enable
     chosen = estimator(config)
     return chosen is not None and "values" in chosen.needs
+
+
+def needs_reference(config: RLConfig) -> bool:
+    """Return whether a KL term or a preference loss compares with the reference policy."""
+    from hone.algorithms import preference_losses
+
+    actor = config.actor_rollout_ref.actor
+    pairs = actor.preference_loss.loss_mode
+    by_pairs = pairs is not None and pairs in preference_losses and "reference" in preference_losses.get(pairs).needs
+    return config.algorithm.use_kl_in_reward or actor.use_kl_loss or by_pairs

@@ -1,41 +1,53 @@
-"""A small dataset and a model directory without weights worth loading: preflight only looks at files."""
+"""A small dataset, a model directory without weights worth loading, and a machine that lacks nothing."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.preflight import SMALL_MODEL, rows, safetensors_head, write_rows
 
 from hone.config import RLConfig, SFTConfig
 from hone.config.run import RunConfig
+from hone.preflight import machine
+from hone.preflight.machine import GIB, Machine
+
+SOUND = Machine(cpus=8, affinity=8, quota=None, memory=64 * GIB, shared_memory=8 * GIB, open_files=1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def sound_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said does not depend on the machine that the tests run on."""
+    monkeypatch.setattr(machine, "look", lambda: SOUND)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tokenizer with the chatml template."""
+    from hone.data.train_tokenizer import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("preflight")
+    (folder / "text.jsonl").write_text(json.dumps({"prompt": "What is 1 + 1?"}) + "\n")
+    train_tokenizer([folder / "text.jsonl"], folder / "tokenizer", vocab_size=300, template="chatml")
+    return folder / "tokenizer"
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path: Path, tokenizer: Path) -> Path:
     """A complete model directory, as far as files go."""
     directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 2048}))
-    (directory / "tokenizer.json").write_text("{}")
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    (directory / "model.safetensors").write_bytes(b"")
+    shutil.copytree(tokenizer, directory)
+    (directory / "config.json").write_text(json.dumps(SMALL_MODEL))
+    (directory / "model.safetensors").write_bytes(safetensors_head({"w": [10, 10]}))
     return directory
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Ten rows of chat messages that both trainers read."""
-    row: dict[str, Any] = {
-        "prompt": [{"role": "user", "content": "1 + 1 = ?"}],
-        "messages": [{"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "2"}],
-        "data_source": "exact",
-        "reward_model": {"ground_truth": "2"},
-    }
-    file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for _ in range(10)))
-    return file
+    """Ten such rows."""
+    return write_rows(tmp_path / "train.jsonl", rows())
 
 
 def prepare_trainer(trainer: RunConfig, folder: Path) -> None:

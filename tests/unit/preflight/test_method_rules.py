@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.preflight import change, rows, write_rows
 
 from hone.config import RLConfig, load_config
 from hone.config.layers import preset_names
@@ -14,17 +15,6 @@ from hone.preflight import findings
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
-
-
-def change(config: RLConfig, changes: dict[str, Any]) -> RLConfig:
-    for path, value in changes.items():
-        *blocks, last = path.split(".")
-        owner: Any = config
-        for block in blocks:
-            owner = getattr(owner, block)
-        assert hasattr(owner, last), path
-        setattr(owner, last, value)
-    return config
 
 
 @pytest.mark.parametrize(
@@ -166,7 +156,7 @@ def test_rules_are_silent(rl: RLConfig, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("preset", preset_names("rl"))
 def test_no_rule_has_anything_to_say_about_a_preset(preset: str, model: Path, data: Path, tmp_path: Path) -> None:
     """With its own batch sizes, on data that has as many rows."""
-    data.write_text(data.read_text() * 30)
+    write_rows(data, rows(300))
     overrides = [
         f"data.train_files={data}",
         f"actor_rollout_ref.model.path={model}",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.preflight import change
 
 from hone.config import PreferenceConfig, RewardModelConfig, RLConfig
 from hone.errors import HoneError
@@ -59,16 +60,6 @@ def judge(model: Path) -> Path:
     return model
 
 
-def change(config: Any, changes: dict[str, Any]) -> None:
-    for path, value in changes.items():
-        *blocks, last = path.split(".")
-        target = config
-        for block in blocks:
-            target = getattr(target, block)
-        assert hasattr(target, last)
-        setattr(target, last, value)
-
-
 def said(config: Any) -> list[tuple[str, bool, str]]:
     return [(found.error.code, found.stops, found.error.render()) for found in findings(config)]
 
@@ -96,7 +87,11 @@ def test_sound_configurations_pass(prefer, scalar, labels, rl: RLConfig, judge: 
         ({"loss.simpo_gamma": 0.5}, "R11", ["simpo_gamma=0.5", "loss.name=dpo", "loss.name=simpo"]),
         ({"loss.name": "orpo", "loss.label_smoothing": 0.1}, "R11", ["label_smoothing=0.1", "orpo"]),
         ({"ref.mode": "adapter_off"}, "R24", ["needs a LoRA adapter", "model.lora_rank=32"]),
-        ({"ref.mode": "adapter_off", "model.lora_rank": 8, "ref.model_path": "x"}, "R24", ["names another"]),
+        (
+            {"ref.mode": "adapter_off", "model.lora_rank": 8, "ref.model_path": "x", "optim.lr": 1e-4},
+            "R24",
+            ["names another"],
+        ),
         ({"loss.name": "kto", "ref.mode": "precompute"}, "R24", ["behind other prompts", "ref.mode=copy"]),
         ({"loss.name": "kto", "data.train_batch_size": 1}, "R24", ["train_batch_size=1"]),
         ({"data.chosen_key": "better"}, "R42", ["'better' and 'rejected'", "hone data pairs"]),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.preflight import SMALL_MODEL, change, write_rows
 
 from hone.config import RLConfig, SFTConfig
 from hone.config.problems import ConfigProblems
@@ -18,16 +19,6 @@ from hone.errors import ConfigError, HoneError
 from hone.preflight import RULES, batch_plan, check, findings, training_rows
 from hone.preflight.batches import nearest_divisor
 from hone.preflight.rules import Finding
-
-
-def change(config: Any, changes: dict[str, Any]) -> None:
-    for path, value in changes.items():
-        *blocks, last = path.split(".")
-        owner = config
-        for block in blocks:
-            owner = getattr(owner, block)
-        assert hasattr(owner, last), path
-        setattr(owner, last, value)
 
 
 def the_one(config: RLConfig | SFTConfig) -> Finding:
@@ -120,7 +111,12 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
         ),
         ({"data.max_response_length": 1600}, "R30", True, ["2112", "2048"]),
         ({"algorithm.adv_estimator": "grop"}, "R11", True, ["'grop'", "Did you mean grpo"]),
-        ({"algorithm.kl_penalty": "k4", "algorithm.use_kl_in_reward": True}, "R11", True, ["'k4'", "k3"]),
+        (
+            {"algorithm.kl_penalty": "k4", "algorithm.use_kl_in_reward": True, "algorithm.adv_estimator": "gae"},
+            "R11",
+            True,
+            ["'k4'", "k3"],
+        ),
         ({f"{ACTOR}.kl_loss_type": "low_var", f"{ACTOR}.use_kl_loss": True}, "R11", True, ["low_var_kl"]),
         ({f"{ACTOR}.policy_loss.loss_mode": "vanila"}, "R11", True, ["Did you mean vanilla"]),
         ({f"{ROLLOUT}.name": "nativ"}, "R11", True, ["Did you mean native"]),
@@ -153,7 +149,7 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
             ["'Qwen/Qwen3-0.6B' does not exist", "nothing is downloaded"],
         ),
         ({f"{MODEL}.tokenizer_path": "/no/where"}, "R08", True, ["/no/where", "tokenizer_path"]),
-        ({f"{MODEL}.lora_adapter_path": "/no/where"}, "R08", True, ["adapter_config.json"]),
+        ({f"{MODEL}.lora_adapter_path": "/no/where", f"{ACTOR}.optim.lr": 1e-5}, "R08", True, ["adapter_config.json"]),
         (
             {"algorithm.adv_estimator": "gae", "critic.model.path": "/no/where"},
             "R08",
@@ -185,14 +181,19 @@ def test_rl_rule_speaks(rl: RLConfig, changes: dict[str, Any], code: str, stops:
             f"{ACTOR}.ppo_mini_batch_size": 5,
         },
         {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.01, f"{ACTOR}.kl_loss_type": "k2"},
-        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.5},
+        {
+            "algorithm.adv_estimator": "gae",
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_ctrl.type": "adaptive",
+            "algorithm.kl_ctrl.target_kl": 0.5,
+        },
         {f"{ACTOR}.clip_ratio_high": 0.28, f"{ACTOR}.ppo_mini_batch_size": 4},
         {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 32},
         {f"{ACTOR}.ppo_epochs": 16},
-        {f"{ACTOR}.ppo_max_token_len_per_gpu": 1024, f"{ROLLOUT}.max_cache_tokens": 1024},
+        {f"{ACTOR}.ppo_max_token_len_per_gpu": 2048, f"{ROLLOUT}.max_cache_tokens": 1024},
         {"data.max_response_length": 1536},
         {f"{ROLLOUT}.val_kwargs.n": 3, f"{ROLLOUT}.val_kwargs.temperature": 0.6},
-        {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora_alpha": 64},
+        {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora_alpha": 64, f"{ACTOR}.optim.lr": 1e-5},
         {f"{MODEL}.custom_chat_template": "{{ messages }}"},
         {"algorithm.norm_adv_by_std_in_grpo": False},
         {"trainer.total_training_steps": 20, f"{ACTOR}.optim.lr_warmup_steps": 19},
@@ -231,7 +232,7 @@ def test_sft_rule_speaks(sft: SFTConfig, changes: dict[str, Any], code: str, wor
         ("config.json", "R08", "no config.json"),
         ("model.safetensors", "R08", "no weights"),
         ("tokenizer.json", "R08", "no tokenizer"),
-        ("tokenizer_config.json", "R39", "no chat template"),
+        ("chat_template.jinja", "R39", "no chat template"),
     ],
 )
 def test_incomplete_model_directory(rl: RLConfig, model: Path, missing: str, code: str, word: str) -> None:
@@ -258,14 +259,15 @@ def test_damaged_config_and_missing_shards(rl: RLConfig, model: Path) -> None:
 
 
 def test_template_is_not_needed_for_text_and_token_ids(rl: RLConfig, model: Path, data: Path) -> None:
-    (model / "tokenizer_config.json").unlink()
+    (model / "chat_template.jinja").unlink()
+    rl.data.train_batch_size = rl.actor_rollout_ref.actor.ppo_mini_batch_size = 1
     for prompt in ("1 + 1 =", [5, 6, 7]):
-        data.write_text(json.dumps({"prompt": prompt, "data_source": "exact"}) + "\n")
+        write_rows(data, [{"prompt": prompt, "data_source": "exact", "reward_model": {"ground_truth": "2"}}])
         assert list(findings(rl)) == []
 
 
 def test_positions_follow_override_config_and_text_config(rl: RLConfig, model: Path) -> None:
-    (model / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 100}}))
+    (model / "config.json").write_text(json.dumps({"text_config": {**SMALL_MODEL, "max_position_embeddings": 100}}))
     assert the_one(rl).error.code == "R30"
     rl.actor_rollout_ref.model.override_config = {"max_position_embeddings": 1024}
     assert list(findings(rl)) == []

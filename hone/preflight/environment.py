@@ -1,0 +1,195 @@
+"""Rules about the machine that a run would start on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hone.config.tree import RLConfig
+from hone.config.trees import TREES, AnyConfig
+from hone.preflight.evidence import Evidence, model_block
+from hone.preflight.machine import GIB, free_disk
+from hone.preflight.rules import Finding, Stage, error, rule, warning
+
+_TIGHT = 0.8
+_BUSY_SHARE = 0.05
+_OPEN_FILES = 65535
+_SHARED_MEMORY = 2 * GIB
+_LITTLE_DISK = 2 * GIB
+
+
+@rule("R01", *TREES.values(), stage=Stage.ENVIRONMENT)
+def packages_can_be_imported(config: AnyConfig) -> Iterator[Finding]:
+    """What the run computes with can be imported, not just found."""
+    needed = ["torch", "transformers"]
+    if model_block(config)[1].lora_rank > 0 or model_block(config)[1].lora_adapter_path:
+        needed.append("peft")
+    for package in needed:
+        try:
+            importlib.import_module(package)
+        except (ImportError, OSError) as said:  # OSError: a shared library is missing or of another version
+            yield error(
+                f"'{package}' cannot be imported: {str(said).splitlines()[0]}",
+                why="nothing can be computed",
+                fix="install the versions that belong together: pip install --force-reinstall hone-rl; `hone doctor` shows more",
+                where="environment",
+            )
+
+
+@rule("R03", *TREES.values(), stage=Stage.ENVIRONMENT)
+def threads_fit_the_cores(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """A run starts no more threads than it has cores."""
+    machine = evidence.machine
+    threads, usable = config.trainer.num_threads or machine.affinity, machine.usable_cpus
+    if threads > usable:
+        limit = (
+            f"a quota of {machine.quota:g}" if machine.quota and machine.quota < machine.affinity else "its affinity"
+        )
+        yield warning(
+            f"{threads} threads, and this job may use {usable} of {machine.cpus} CPUs ({limit})",
+            why="threads that wait for each other's cores are slower than fewer threads",
+            fix=f"trainer.num_threads={usable}",
+            where="trainer.num_threads",
+        )
+
+
+@rule("R04", RLConfig, stage=Stage.ENVIRONMENT)
+def limits_for_workers(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Worker processes have the shared memory and the open files that they need."""
+    machine = evidence.machine
+    if config.trainer.runtime != "ray":
+        return
+    if machine.shared_memory is not None and machine.shared_memory < _SHARED_MEMORY:
+        yield warning(
+            f"/dev/shm is {machine.shared_memory / GIB:.2g} GiB",
+            why="Ray keeps the columns of a batch there, and falls back to the disk when it is full",
+            fix="docker run --shm-size=8g (in Kubernetes an emptyDir of medium Memory at /dev/shm)",
+            where="environment",
+        )
+    if machine.open_files < _OPEN_FILES:
+        yield warning(
+            f"a process may open {machine.open_files} files",
+            why="every worker holds dozens of sockets and files; a run with many of them ends with 'too many open files'",
+            fix=f"ulimit -n {_OPEN_FILES}",
+            where="environment",
+        )
+
+
+@rule("R05", *TREES.values(), stage=Stage.ENVIRONMENT)
+def gpus_are_free(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Nobody else holds memory of the GPUs."""
+    if config.trainer.device == "cpu":
+        return
+    for gpu in evidence.machine.gpus:
+        if gpu.used_gib > _BUSY_SHARE * gpu.total_gib:
+            users = [user for user in evidence.machine.gpu_users if user.gpu == gpu.index]
+            names = ", ".join(f"PID {user.pid} ({user.name})" for user in users) or "a process that is not shown here"
+            yield warning(
+                f"GPU {gpu.index}: {gpu.used_gib:.1f} of {gpu.total_gib:.0f} GiB held by {names}",
+                why="that memory is missing; it is often a process that an earlier run left behind",
+                fix=f"kill {' '.join(str(user.pid) for user in users)}" if users else "see nvidia-smi on the host",
+                where="trainer.device",
+            )
+
+
+@rule("R06", *TREES.values(), stage=Stage.ENVIRONMENT)
+def host_memory_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """On a CPU, models, gradients, optimizer and key-value cache fit into the memory."""
+    if not _on_gpu(config, evidence) and not _on_a_cluster(config):
+        yield from _memory(config, evidence, evidence.machine.memory, "memory of this machine", stops=False)
+
+
+@rule("R31", *TREES.values(), stage=Stage.ENVIRONMENT)
+def device_memory_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """On one GPU, models, gradients, optimizer and key-value cache fit into its memory."""
+    if _on_gpu(config, evidence) and not _on_a_cluster(config):
+        smallest = min(gpu.total_gib for gpu in evidence.machine.gpus) * GIB
+        yield from _memory(config, evidence, smallest, "memory of the GPU", stops=True)
+
+
+@rule("R57", *TREES.values(), stage=Stage.ENVIRONMENT)
+def disk_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """The checkpoints that are kept fit onto the disk."""
+    from hone.preflight.memory import checkpoint_size
+
+    trainer = config.trainer
+    place = trainer.checkpoint_dir or trainer.default_local_dir
+    if urlsplit(place).scheme not in ("", "file"):
+        return
+    folder, free = free_disk(Path(urlsplit(place).path if "://" in place else place))
+    size = checkpoint_size(config, evidence) if trainer.save_freq else None
+    kept = (trainer.max_ckpt_to_keep or 1) + 1 if trainer.save_freq > 0 else 1  # one more while the next is written
+    if size is not None and size * kept > free:
+        yield warning(
+            f"{kept} checkpoints of about {size / GIB:.1f} GiB need {size * kept / GIB:.0f} GiB, and {folder} has "
+            f"{free / GIB:.0f} GiB free",
+            why="a checkpoint that cannot be written stops the run",
+            fix="trainer.max_ckpt_to_keep=1, or trainer.default_local_dir=DIR on a larger disk",
+            where="trainer.max_ckpt_to_keep",
+        )
+    elif free < _LITTLE_DISK:
+        yield warning(
+            f"{folder} has {free / GIB:.2g} GiB free",
+            why="metrics, rollouts and checkpoints are written there",
+            fix="make room, or trainer.default_local_dir=DIR on a larger disk",
+            where="trainer.default_local_dir",
+        )
+
+
+@rule("R56", *TREES.values(), stage=Stage.ENVIRONMENT)
+def trackers_are_logged_in(config: AnyConfig) -> Iterator[Finding]:
+    """A tracking service that is asked for has credentials."""
+    offline = os.environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun")
+    if "wandb" not in config.trainer.logger or importlib.util.find_spec("wandb") is None:
+        return  # not installed: told before
+    if not offline and not wandb_credentials():
+        yield error(
+            "tracker wandb is not logged in: no WANDB_API_KEY, and no entry in ~/.netrc",
+            why="the run would stop and ask, or fail, after the model is loaded",
+            fix="wandb login, or WANDB_MODE=offline in the environment, or leave wandb out of trainer.logger",
+            where="trainer.logger",
+        )
+
+
+def wandb_credentials() -> bool:
+    """Tell whether Weights & Biases has a key: in the environment, or in ~/.netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return "wandb" in netrc.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _on_gpu(config: AnyConfig, evidence: Evidence) -> bool:
+    return config.trainer.device != "cpu" and bool(evidence.machine.gpus)
+
+
+def _on_a_cluster(config: AnyConfig) -> bool:
+    """Whether several devices, perhaps of other machines, share the work."""
+    return isinstance(config, RLConfig) and config.trainer.runtime == "ray"
+
+
+def _memory(config: AnyConfig, evidence: Evidence, limit: float, what: str, *, stops: bool) -> Iterator[Finding]:
+    from hone.preflight.memory import resident
+
+    parts = resident(config, evidence)
+    needed = sum(part.size for part in parts)
+    if needed <= _TIGHT * limit:
+        return
+    listed = " + ".join(f"{part.name} {part.size / GIB:.1f}" for part in parts)
+    block = model_block(config)[0]
+    small = isinstance(config, RLConfig) and any("cache" in part.name and part.size > 0.2 * needed for part in parts)
+    knobs = (
+        [f"{block}.lora_rank=32", "actor_rollout_ref.rollout.max_num_seqs=32"] if small else [f"{block}.lora_rank=32"]
+    )
+    yield (error if stops and needed > limit else warning)(
+        f"{listed} = {needed / GIB:.1f} GiB before activations, {what} {limit / GIB:.1f} GiB",
+        why="the run would be ended for lack of memory" if needed > limit else "activations may not fit beside it",
+        fix=f"{', '.join(knobs)}, a smaller model, or more devices",
+        where=f"{block}.path",
+    )

@@ -1,0 +1,145 @@
+"""Rules about all rows of the datasets: prompts, kinds of problem, ground truths, repetitions, agents and tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hone.config.preference import PreferenceConfig, RewardModelConfig
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
+from hone.config.trees import TREES, AnyConfig
+from hone.data.files import Row
+from hone.errors import Finding
+from hone.preflight.evidence import Evidence
+from hone.preflight.rules import Stage, error, rule
+
+AGENTS = ("single_turn", "single_turn_agent")
+"""Agent loops there are."""
+
+
+@rule("R42", RLConfig, stage=Stage.FILES)
+def prompts_are_sound(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Every prompt is text, token ids or messages in order, and every row names its kind of problem."""
+    from hone.data import checks
+
+    for rows in (evidence.train_rows, evidence.val_rows):
+        if rows and config.data.prompt_key in rows[0].values and config.data.reward_fn_key in rows[0].values:
+            yield from checks.prompts(rows, config.data.prompt_key)
+            yield from checks.source_names(rows, config.data.reward_fn_key)
+
+
+@rule("R42", SFTConfig, stage=Stage.FILES)
+def conversations_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Every conversation is a list of messages in order, with an answer."""
+    from hone.data import checks
+
+    for rows in (evidence.train_rows, evidence.val_rows):
+        if rows and config.data.messages_key in rows[0].values:
+            yield from checks.conversations(rows, config.data.messages_key)
+
+
+@rule("R43", RLConfig, stage=Stage.FILES)
+def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Every kind of problem has a scorer."""
+    from hone.data import checks
+    from hone.rewards.scorers import SCORERS, scorer_for
+
+    if config.reward.scorer or config.reward.custom_reward_function.path or _judged_alone(config):
+        return
+    known = sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
+    rows = [*evidence.train_rows, *evidence.val_rows]
+    yield from checks.unknown_sources(
+        rows, config.data.reward_fn_key, lambda source: scorer_for(source) is not None, known
+    )
+
+
+@rule("R44", RLConfig, stage=Stage.FILES)
+def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Rows that a rule scores have a ground truth that it can read."""
+    from hone.data import checks
+
+    if _judged_alone(config):
+        return
+    built_in = config.reward.custom_reward_function.path is None
+    for rows in (evidence.train_rows, evidence.val_rows):
+        yield from checks.ground_truths(rows, built_in, _complaint(config) if built_in else lambda row, truth: None)
+
+
+@rule("R46", *TREES.values(), stage=Stage.FILES)
+def an_epoch_has_steps(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """The rows fill at least one batch."""
+    rows, batch = len(evidence.train_rows), config.data.train_batch_size
+    if 0 < rows < batch:
+        yield error(
+            f"{rows} training rows, and a batch takes data.train_batch_size={batch}: 0 steps an epoch",
+            why="an incomplete batch is left out, so nothing would be trained",
+            fix=f"data.train_batch_size={rows} or less, or more data",
+            where="data.train_batch_size",
+        )
+
+
+@rule("R47", RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig, stage=Stage.FILES)
+def rows_differ(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Prompts are not repeated, validation is apart from training, and no kind of problem is too rare to be met."""
+    from hone.data import checks
+
+    train, val = evidence.train_rows, evidence.val_rows
+    if isinstance(config, PreferenceConfig | RewardModelConfig):
+        return  # several pairs of one prompt are usual
+    key = config.data.prompt_key if isinstance(config, RLConfig) else config.data.messages_key
+    if train and key in train[0].values:
+        yield from checks.duplicates(train, key)
+        yield from checks.overlap(train, val, key)
+    if isinstance(config, RLConfig):
+        yield from checks.rare_sources(train, config.data.reward_fn_key, config.data.train_batch_size)
+
+
+@rule("R48", RLConfig, stage=Stage.FILES)
+def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Agent loops and tools that rows name exist."""
+    from hone.data import checks
+
+    rows = [*evidence.train_rows, *evidence.val_rows]
+    yield from checks.agent_names(rows, AGENTS)
+    yield from checks.tool_names(rows, ())
+
+
+@rule("R33", RLConfig, stage=Stage.FILES)
+def tools_are_used(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Rows that bring tools are played by a loop that calls them."""
+    rows = [row for row in evidence.train_rows if row.values.get("tools")]
+    if rows:
+        yield error(
+            f"{len(rows)} of {len(evidence.train_rows)} training rows bring tools, and every episode is a single turn",
+            why="the tools would not be shown to the model, and never called",
+            fix="rows without the column tools, for a task that one answer solves",
+            where="data.train_files",
+        )
+
+
+def _judged_alone(config: RLConfig) -> bool:
+    """Whether a reward model alone gives the reward."""
+    return config.reward.reward_model.enable and config.reward.reward_model.combine == "replace"
+
+
+def _complaint(config: RLConfig) -> Any:
+    """What the scorer of a row says of its ground truth, for scorers that only read text."""
+    from hone.rewards.scorers import SCORERS, scorer_for
+
+    forced = config.reward.scorer if config.reward.scorer in SCORERS else None
+
+    def complaint(row: Row, truth: Any) -> str | None:
+        source = str(row.values.get(config.data.reward_fn_key))
+        scorer = SCORERS.get(forced) if forced else scorer_for(source)
+        if scorer is None or scorer.may_hang or not scorer.is_installed():
+            return None
+        try:
+            scorer.compute(
+                data_source=source, solution_str="", ground_truth=truth, extra_info=row.values.get("extra_info")
+            )
+        except (ValueError, TypeError, KeyError) as said:
+            return f"{type(said).__name__}: {said}"
+        return None
+
+    return complaint
