@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from hone.errors import ModelError
-from hone.generation.cpu_attention import blocked_causal_attention
+from hone.generation.cpu_attention import CausalPlan, Sequences
 
 NAME = "hone"
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
@@ -146,22 +147,16 @@ class _Rectangle:
     Attributes:
         rows: how many.
         width: of the longest.
-        source: ``[rows * width]`` the packed token in each cell (pads repeat the last token of their own sequence), or
-            None when the cells are the packed tokens ``start, start + 1, ...`` themselves.
-        start: the first token.
+        source: ``[rows * width]`` the packed token in each cell (pads repeat the last token of their own sequence).
     """
 
     rows: int
     width: int
-    source: Tensor | None
-    start: int
+    source: Tensor
 
     def gather(self, states: Tensor) -> Tensor:
         """``[N, heads, head_dim]`` to ``[rows, heads, width, head_dim]``."""
-        if self.source is None:
-            cells = states[self.start : self.start + self.rows * self.width]
-        else:
-            cells = states.index_select(0, self.source)
+        cells = states.index_select(0, self.source)
         return cells.view(self.rows, self.width, *states.shape[1:]).transpose(1, 2)
 
 
@@ -169,21 +164,20 @@ class _Rectangle:
 class PackedLayout:
     """``B`` sequences end to end in one row of ``N`` tokens, each causal within itself.
 
-    Linear layers see no padding. For attention, sequences of similar length are gathered to rectangles padded on the
-    right, where a causal kernel never lets a pad be seen by a token.
+    Linear layers see no padding. For attention, sequences of similar length are gathered to rectangles: on the CPU as
+    :mod:`hone.generation.cpu_attention` has it, else padded on the right, where a causal kernel never lets a pad be seen by
+    a token.
 
     >>> PackedLayout.from_lengths([3, 2], "cpu").position_ids
     tensor([[0, 1, 2, 0, 1]])
 
     Attributes:
         position_ids: ``[1, N]``, beginning at 0 in each sequence.
-        rectangles: how to gather.
-        back: ``[N]`` the cell, over all rectangles, that holds each token; None when it is the same place.
+        sequences: where each of them is.
     """
 
     position_ids: Tensor
-    rectangles: tuple[_Rectangle, ...]
-    back: Tensor | None
+    sequences: Sequences
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
@@ -195,10 +189,8 @@ class PackedLayout:
         lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
         if len(lengths) == 0 or int(lengths.min()) < 1:
             raise ValueError(f"every packed sequence needs at least one token; lengths are {lengths.tolist()}")
-        total = int(lengths.sum())
-        starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(total) - starts.repeat_interleave(lengths)
-        return cls._build(positions, torch.arange(total), lengths, torch.zeros_like(lengths), device)
+        starts, none = lengths.cumsum(0) - lengths, torch.zeros_like(lengths)
+        return cls._of(Sequences(none, none, starts, lengths), device)
 
     @classmethod
     def with_shared_prefixes(
@@ -214,65 +206,59 @@ class PackedLayout:
             suffixes: ``[B]`` tokens of each suffix, at least 1.
             prefix_of: ``[B]`` which prefix each suffix follows; every prefix has a suffix.
         """
-        common = prefixes[prefix_of]
-        lengths, begins = common + suffixes, prefixes.cumsum(0) - prefixes
-        offsets = lengths.cumsum(0) - lengths
-        column = torch.arange(int(lengths.sum())) - offsets.repeat_interleave(lengths)
+        begins, none = prefixes.cumsum(0) - prefixes, torch.zeros_like(prefixes)
         own = int(prefixes.sum()) + suffixes.cumsum(0) - suffixes  # where each suffix begins
-        inside = column < common.repeat_interleave(lengths)
-        source = torch.where(
-            inside,
-            begins[prefix_of].repeat_interleave(lengths) + column,
-            (own - common).repeat_interleave(lengths) + column,
-        )
-        positions = torch.empty(int(prefixes.sum() + suffixes.sum()), dtype=torch.int64)
-        positions[source] = column
-        first = torch.full_like(prefixes, len(suffixes)).scatter_reduce(
-            0, prefix_of, torch.arange(len(suffixes)), reduce="amin"
-        )
-        computes_prefix = first[prefix_of] == torch.arange(len(suffixes))
-        return cls._build(positions, source, lengths, torch.where(computes_prefix, 0, common), device)
+        alone, following = (none, none, begins, prefixes), (begins[prefix_of], prefixes[prefix_of], own, suffixes)
+        return cls._of(Sequences(*map(torch.cat, zip(alone, following, strict=True))), device)
 
     @classmethod
-    def _build(
-        cls, positions: Tensor, source: Tensor, lengths: Tensor, keep_from: Tensor, device: torch.device | str
-    ) -> PackedLayout:
-        """Gather sequences to rectangles.
-
-        Args:
-            positions: ``[N]`` of the packed tokens.
-            source: the packed token of every token of every sequence, sequences end to end.
-            lengths: ``[B]`` of the sequences.
-            keep_from: ``[B]`` the outputs of a sequence's earlier tokens are taken from another sequence.
-        """
-        starts = lengths.cumsum(0) - lengths
-        back = torch.empty(len(positions), dtype=torch.int64)
-        rectangles, cells = [], 0
-        for members in _similar(lengths.tolist()):
-            size = lengths[members][:, None]
-            column = torch.arange(int(size.max()))
-            token = source[starts[members][:, None] + torch.minimum(column, size - 1)]
-            place = cells + torch.arange(token.numel()).view_as(token)
-            kept = (column < size) & (column >= keep_from[members][:, None])
-            back[token[kept]] = place[kept]
-            cells += token.numel()
-            flat, start = token.flatten(), int(token[0, 0])
-            gathered = None if _in_order(flat, start) else flat.to(device)
-            rectangles.append(_Rectangle(token.shape[0], token.shape[1], gathered, start))
-        ordered = cells == len(positions) and _in_order(back, 0)
-        return cls(positions[None].to(device), tuple(rectangles), None if ordered else back.to(device))
+    def _of(cls, sequences: Sequences, device: torch.device | str) -> PackedLayout:
+        """Own tokens of the sequences follow one another in the row, in their order."""
+        column = torch.arange(int(sequences.own.sum())) - sequences.start.repeat_interleave(sequences.own)
+        positions = sequences.shared.repeat_interleave(sequences.own) + column
+        return cls(positions[None].to(device), sequences)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention within each sequence: ``[1, heads, N, head_dim]`` to ``[1, N, heads, head_dim]``."""
         del layer
         rows = [states[0].transpose(0, 1).contiguous() for states in (query, key, value)]  # [N, heads, head_dim]
+        if query.device.type == "cpu" and scoring.plain and not scoring.dropout and self._within(scoring.window):
+            return self._pieces.attend(rows[0], rows[1], rows[2], scoring.scale)[None]
+        rectangles, back = self.rectangles
         found = []
-        for rectangle in self.rectangles:
+        for rectangle in rectangles:
             queries, keys, values = (rectangle.gather(states) for states in rows)
             mixed = causal_attention(queries, keys, values, scoring)
             found.append(mixed.transpose(1, 2).flatten(0, 1))  # [rows * width, heads, head_dim]
-        cells = found[0] if len(found) == 1 else torch.cat(found)
-        return (cells if self.back is None else cells.index_select(0, self.back))[None]
+        return torch.cat(found).index_select(0, back)[None]
+
+    def _within(self, window: int | None) -> bool:
+        """Whether a window of this size hides nothing."""
+        return window is None or int((self.sequences.shared + self.sequences.own).max()) <= window
+
+    @cached_property
+    def _pieces(self) -> CausalPlan:
+        return CausalPlan(self.sequences)
+
+    @cached_property
+    def rectangles(self) -> tuple[list[_Rectangle], Tensor]:
+        """Whole sequences of similar length, right-padded; and the cell, over all rectangles, that holds each token."""
+        prefix, shared, start, own = self.sequences
+        device, lengths = self.position_ids.device, shared + own
+        back = torch.empty(self.position_ids.shape[1], dtype=torch.int64)
+        rectangles, cells = [], 0
+        for members in _similar(lengths.tolist()):
+            column = torch.arange(int(lengths[members].max()))
+            place = torch.minimum(column, lengths[members][:, None] - 1)
+            common = shared[members][:, None]
+            token = torch.where(
+                place < common, prefix[members][:, None] + place, start[members][:, None] + place - common
+            )
+            kept = (column >= common) & (column < lengths[members][:, None])
+            back[token[kept]] = cells + torch.arange(token.numel()).view_as(token)[kept]
+            cells += token.numel()
+            rectangles.append(_Rectangle(token.shape[0], token.shape[1], token.flatten().to(device)))
+        return rectangles, back.to(device)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -284,8 +270,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
         place = torch.arange(length, device=query.device)
         distance = place[:, None] - place
         seen = (distance >= 0) & (distance < (window or length))
-    if scoring.plain and seen is None and not scoring.dropout and query.device.type == "cpu":
-        return blocked_causal_attention(query, key, value, scoring.scale)
     if scoring.plain:
         return F.scaled_dot_product_attention(
             query,
@@ -314,10 +298,6 @@ def attention_weights(scores: Tensor, hidden: Tensor, scoring: Scoring) -> Tenso
         return scores.softmax(-1)
     sinks = scoring.sinks.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
     return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-
-
-def _in_order(places: Tensor, start: int) -> bool:
-    return bool((places == torch.arange(start, start + len(places))).all())
 
 
 def _similar(lengths: list[int]) -> list[list[int]]:

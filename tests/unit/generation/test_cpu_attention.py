@@ -1,4 +1,4 @@
-"""Blocked attention against torch's own kernel, and its gradients against finite differences."""
+"""Attention in pieces against torch's own kernel, sequence by sequence, and its gradients against finite differences."""
 
 from __future__ import annotations
 
@@ -10,67 +10,85 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hone.generation import cpu_attention
-from hone.generation.cpu_attention import blocked_causal_attention
+from hone.generation.attention import PackedLayout
+from hone.generation.cpu_attention import CausalPlan
+
+
+def layout(prefixes: list[int], suffixes: list[list[int]]) -> PackedLayout:
+    """Prompt ``i`` of ``prefixes[i]`` tokens, followed by responses of ``suffixes[i]`` tokens."""
+    prefix_of = [i for i, lengths in enumerate(suffixes) for _ in lengths]
+    flat = [length for lengths in suffixes for length in lengths]
+    return PackedLayout.with_shared_prefixes(torch.tensor(prefixes), torch.tensor(flat), torch.tensor(prefix_of))
 
 
 def states(
-    rows: int, heads: int, kv_heads: int, length: int, width: int, value_width: int, dtype: torch.dtype = torch.float64
+    tokens: int, heads: int, kv_heads: int, width: int, value_width: int, dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(length)
+    generator = torch.Generator().manual_seed(tokens)
     shapes = ((heads, width), (kv_heads, width), (kv_heads, value_width))
-    return [torch.randn(rows, h, length, w, generator=generator, dtype=dtype).requires_grad_() for h, w in shapes]
+    return [torch.randn(tokens, h, w, generator=generator, dtype=dtype).requires_grad_() for h, w in shapes]
 
 
-def blocked(inputs: list[Tensor], scale: float) -> Tensor:
-    query, key, value = inputs
-    return blocked_causal_attention(query, key, value, scale)
+def golden(packed: PackedLayout, inputs: list[Tensor], scale: float) -> Tensor:
+    """Each sequence alone, all of it; of its outputs the own tokens' are taken."""
+    found = []
+    for prefix, shared, start, own in zip(*(column.tolist() for column in packed.sequences), strict=True):
+        tokens = torch.cat([torch.arange(prefix, prefix + shared), torch.arange(start, start + own)])
+        query, key, value = (x[tokens].transpose(0, 1)[None] for x in inputs)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        found.append(out[0].transpose(0, 1)[shared:])
+    return torch.cat(found)
 
 
-def golden(inputs: list[Tensor], scale: float) -> Tensor:
-    query, key, value = inputs
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+def tokens_of(packed: PackedLayout) -> int:
+    return packed.position_ids.shape[1]
 
 
 @given(
-    rows=st.integers(1, 4),
-    kv_heads=st.integers(1, 2),
-    group=st.integers(1, 3),
-    length=st.integers(1, 70),
+    groups=st.lists(
+        st.tuples(st.integers(1, 30), st.lists(st.integers(1, 50), min_size=1, max_size=3)), min_size=1, max_size=4
+    ),
+    heads=st.sampled_from([(1, 1), (2, 1), (6, 2)]),
     value_width=st.sampled_from([4, 8]),
     block=st.integers(1, 40),
     piece=st.sampled_from([1, 500, 1 << 19]),
 )
-@settings(max_examples=60, deadline=None)
-def test_values_and_gradients_equal_torchs_however_it_is_cut(rows, kv_heads, group, length, value_width, block, piece):
-    inputs = states(rows, kv_heads * group, kv_heads, length, 8, value_width)
-    incoming = torch.randn(rows, kv_heads * group, length, value_width, dtype=torch.float64)
-    expected = golden(inputs, 0.3)
+@settings(max_examples=60)
+def test_values_and_gradients_equal_torchs_however_it_is_cut(groups, heads, value_width, block, piece):
+    packed = layout([prefix for prefix, _ in groups], [suffixes for _, suffixes in groups])
+    inputs = states(tokens_of(packed), *heads, 8, value_width)
+    expected = golden(packed, inputs, 0.3)
+    incoming = torch.randn(expected.shape, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, inputs, incoming)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_attention, "QUERY_BLOCK", block)
         patch.setattr(cpu_attention, "PIECE", piece)
-        found = blocked(inputs, 0.3)
+        found = CausalPlan(packed.sequences).attend(*inputs, 0.3)
         gradients = torch.autograd.grad(found, inputs, incoming)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients, wanted)
 
 
 def test_gradients_are_those_of_finite_differences():
-    inputs = states(2, 4, 2, 5, 3, 3)
-    assert torch.autograd.gradcheck(lambda *x: blocked(list(x), 0.5), inputs)
+    packed = layout([3, 2], [[4, 2], [5]])
+    inputs = states(tokens_of(packed), 4, 2, 3, 3)
+    assert torch.autograd.gradcheck(lambda *x: CausalPlan(packed.sequences).attend(*x, 0.5), inputs)
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
 def test_float32_around_the_size_of_a_block(length):
-    inputs = states(3, 4, 2, length, 16, 16, torch.float32)
-    torch.testing.assert_close(blocked(inputs, 0.25), golden(inputs, 0.25), rtol=1e-5, atol=1e-5)
+    packed = layout([7, 5], [[length, length], [length]])
+    inputs = states(tokens_of(packed), 4, 2, 16, 16, torch.float32)
+    found = CausalPlan(packed.sequences).attend(*inputs, 0.25)
+    torch.testing.assert_close(found, golden(packed, inputs, 0.25), rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_is_computed_in_float32_also_under_autocast():
-    inputs = states(2, 4, 2, 50, 16, 16, torch.bfloat16)
-    exact = golden([x.float() for x in inputs], 0.25)
+    packed = layout([10], [[50, 40]])
+    inputs = states(tokens_of(packed), 4, 2, 16, 16, torch.bfloat16)
+    exact = golden(packed, [x.float() for x in inputs], 0.25)
     with torch.autocast("cpu", torch.bfloat16):
-        found = blocked(inputs, 0.25)
+        found = CausalPlan(packed.sequences).attend(*inputs, 0.25)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, exact.to(torch.bfloat16))
     gradients = torch.autograd.grad(found.float().square().sum(), inputs)
@@ -78,10 +96,18 @@ def test_bfloat16_is_computed_in_float32_also_under_autocast():
 
 
 def test_a_later_token_changes_nothing_exactly():
-    query, key, value = (x.detach() for x in states(2, 4, 2, 200, 8, 8, torch.float32))
-    before = blocked_causal_attention(query, key, value, 0.3)
-    for x in (query, key, value):
-        x[:, :, 150:] = torch.randn(x[:, :, 150:].shape)
-    after = blocked_causal_attention(query, key, value, 0.3)
-    assert torch.equal(before[:, :, :150], after[:, :, :150])
-    assert not torch.equal(before, after)
+    packed = layout([30], [[200, 200]])
+    inputs = [x.detach() for x in states(tokens_of(packed), 4, 2, 8, 8, torch.float32)]
+    plan = CausalPlan(packed.sequences)
+    before = plan.attend(*inputs, 0.3)
+    for x in inputs:
+        x[180:230] = torch.randn(x[180:230].shape)  # the end of the first response
+    after = plan.attend(*inputs, 0.3)
+    assert torch.equal(before[:180], after[:180])
+    assert torch.equal(before[230:], after[230:])
+    assert not torch.equal(before[180:230], after[180:230])
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=60))
+def test_rectangles_are_mostly_full(lengths):
+    assert 0.85 <= CausalPlan(PackedLayout.from_lengths(lengths).sequences).fullness <= 1
