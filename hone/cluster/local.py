@@ -1,89 +1,104 @@
-"""The local runtime: all roles of a run in the calling process, on one device."""
+"""The local runtime: all roles of a run in the calling process, on one device. A call on a group is a plain call."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import inspect
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from hone.algorithms import advantage_estimators, preference_losses
-from hone.cluster.reward_model import RewardModelWorker
-from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
+from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
+from hone.cluster.dispatch import Answer, Split, dispatch_of
+from hone.cluster.plan import check_local
 from hone.config.tree import RLConfig
-from hone.data.tokenizer import load_tokenizer
-from hone.generation import ENGINES
-from hone.generation.protocol import Engine
+
+
+class LocalAnswer(Answer):
+    """The answer of a role in this process: there already, or to be awaited."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    def result(self) -> Any:
+        """The answer of a method that is not async."""
+        if inspect.isawaitable(self._value):
+            raise TypeError("an async method of a local role is awaited, not waited for")
+        return self._value
+
+    async def _wait(self) -> Any:
+        return await self._value if isinstance(self._value, Coroutine) else self._value
+
+
+class LocalGroup:
+    """The one worker of a role, in this process.
+
+    Attributes:
+        role: the worker.
+        dp_size: 1.
+    """
+
+    dp_size = 1
+
+    def __init__(self, role: Any) -> None:
+        self.role = role
+
+    def __getattr__(self, method: str) -> Callable[..., LocalAnswer]:
+        split = dispatch_of(type(self.role), method).split
+        call = getattr(self.role, method)
+
+        def ask(*args: Any, **kwargs: Any) -> LocalAnswer:
+            if split is Split.RANKS:
+                (args,), kwargs = zip(*args, strict=True), {name: value[0] for name, value in kwargs.items()}
+            return LocalAnswer(call(*args, **kwargs))
+
+        return ask
 
 
 class LocalRuntime:
-    """Builds and holds the roles that the algorithm needs, and the engine that samples from the actor's own weights.
-
-    Attributes:
-        actor: the trained policy.
-        reference: the frozen policy, or None when no KL term needs it.
-        critic: the value model, or None when the estimator needs no values.
-        reward_model: a trained model that scores, or None when only functions do.
-        engine: generates from the actor's parameters.
+    """Makes the roles of a run, one after the other, in the calling process.
 
     Args:
         config: of the run.
-        device: for everything.
-        tokenizer: for stop strings.
+        roles: what to make.
         total_steps: horizon of the schedules.
-        resume: checkpoint directory to go on from, or None.
+        resume: location of the checkpoint to go on from, or None.
+
+    Raises:
+        ConfigError: more than one process is asked for.
     """
 
     def __init__(
-        self,
-        config: RLConfig,
-        device: torch.device,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        total_steps: int,
-        resume: Path | None,
+        self, config: RLConfig, roles: Sequence[RoleSpec], *, total_steps: int = 1, resume: str | None = None
     ) -> None:
-        shared = config.actor_rollout_ref
-        self.actor = PolicyWorker(config, device=device, total_steps=total_steps, resume=resume)
-        self.reference = ReferenceWorker(config, self.actor, device=device) if needs_reference(config) else None
-        self.critic = None
-        if needs_critic(config):
-            self.critic = CriticWorker(config, device=device, total_steps=total_steps, resume=resume)
-        self.reward_model = None
-        if config.reward.reward_model.enable:
-            self.reward_model = RewardModelWorker(config, tokenizer, device=device)
-        rollout = shared.rollout
-        self.engine: Engine = ENGINES.get(rollout.name)(
-            model=self.actor.model,
-            tokenizer=tokenizer,
-            device=device,
-            dtype=shared.actor.dtype if rollout.dtype == "auto" else rollout.dtype,
-            max_num_seqs=rollout.max_num_seqs,
-            max_cache_tokens=rollout.max_cache_tokens,
-            max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-        )
+        check_local(config)
+        device = prepare_torch(config.trainer)
+        self.context = WorkerContext(config, device, total_steps=total_steps, resume=resume)
+        for role in roles:
+            self.add(role)
 
+    def add(self, role: RoleSpec) -> LocalGroup:
+        """Make one more role."""
+        self.context.roles[role.name] = role.cls(self.context, **role.arguments)
+        return self.group(role.name)
 
-def run_tokenizer(config: RLConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of the run."""
-    model = config.actor_rollout_ref.model
-    return load_tokenizer(
-        model.tokenizer_path or model.path,
-        trust_remote_code=model.trust_remote_code,
-        custom_chat_template=model.custom_chat_template,
-    )
+    def group(self, name: str) -> LocalGroup:
+        """The worker of a role."""
+        return LocalGroup(self.context.roles[name])
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.context.roles
 
-def needs_reference(config: RLConfig) -> bool:
-    """Whether a KL term is on, or a preference loss compares with the reference."""
-    actor = config.actor_rollout_ref.actor
-    pairs = actor.preference_loss.loss_mode
-    by_pairs = pairs is not None and "reference" in preference_losses.get(pairs).needs
-    return config.algorithm.use_kl_in_reward or actor.use_kl_loss or by_pairs
+    def begin_step(self, seed: int) -> None:
+        """Seed torch."""
+        torch.manual_seed(seed)
 
-
-def needs_critic(config: RLConfig) -> bool:
-    """critic.enable, or when null whether the estimator needs values."""
-    if config.critic.enable is not None:
-        return config.critic.enable
-    return "values" in advantage_estimators.get(config.algorithm.adv_estimator).needs
+    def close(self) -> None:
+        """Let the roles end what they have started."""
+        for role in reversed(list(self.context.roles.values())):
+            if hasattr(role, "close"):
+                role.close()
+        self.context.roles.clear()

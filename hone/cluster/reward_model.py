@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
+from hone.cluster.context import WorkerContext
+from hone.cluster.dispatch import Split, dispatch
+from hone.cluster.roles import ModelRole
 from hone.config.model import ModelConfig
-from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.responses import Side, render_sides
@@ -23,21 +23,26 @@ from hone.training.reward_model import ScoreHead, response_scores
 log = logging.getLogger(__name__)
 
 
-class RewardModelWorker:
+JUDGED = "rm_score"
+"""Column of the reward model's scores."""
+
+
+class RewardModelWorker(ModelRole):
     """Scores trajectories with ``reward.reward_model.path``.
 
+    A reward model with the policy's vocabulary reads the very tokens sampled; any other gets prompt and answer as messages,
+    in its own chat template.
+
     Args:
-        config: of the run.
-        tokenizer: the policy's. A reward model with the same vocabulary reads the very tokens sampled; any other gets
-            prompt and answer as messages, in its own chat template.
-        device: where it lives.
+        context: of the process.
 
     Raises:
         ConfigError: no path is given.
         ModelError: the directory holds no scalar model.
     """
 
-    def __init__(self, config: RLConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device) -> None:
+    def __init__(self, context: WorkerContext) -> None:
+        config, tokenizer, device = context.config, context.tokenizer, context.device
         settings, actor = config.reward.reward_model, config.actor_rollout_ref.actor
         if settings.path is None:
             raise ConfigError(
@@ -60,21 +65,23 @@ class RewardModelWorker:
             max_tokens=settings.max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
         )
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """The model's score of each trajectory, in order."""
+    @dispatch(Split.ROWS, objects=True)
+    def score(self, batch: Batch) -> Batch:
+        """``rm_score``: the model's score of each episode."""
+        trajectories = batch.objects("trajectory")
         if self.same_tokens:
             prompts = [trajectory.prompt_ids for trajectory in trajectories]
             responses = [trajectory.response_ids for trajectory in trajectories]
         else:
             rendered = render_sides([self._side(trajectory) for trajectory in trajectories], self.tokenizer)
             prompts, responses = [r.prompt_ids for r in rendered], [r.response_ids for r in rendered]
-        batch = Batch(
+        texts = Batch(
             {
                 "prompt_ids": Ragged.from_rows(prompts, torch.int64),
                 "response_ids": Ragged.from_rows(responses, torch.int64),
             }
         )
-        return response_scores(self.engine, batch).tolist()
+        return Batch({JUDGED: response_scores(self.engine, texts)})
 
     def _side(self, trajectory: Trajectory) -> Side:
         messages, where = trajectory.sample.messages, f"row {trajectory.uid}"

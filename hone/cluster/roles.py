@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
 
-from hone.config.tree import RLConfig
+from hone.cluster.context import WorkerContext
+from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
 from hone.data.batch import Batch
-from hone.data.ragged import Ragged
 from hone.data.seeding import derive_seed
+from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.correction import correction_settings
 from hone.training.engine import TrainEngine, UpdateResult
 from hone.training.heads import PolicyHead, ValueHead
@@ -22,21 +23,54 @@ from hone.training.objectives import PolicyObjective, value_objective
 from hone.training.preferences import online_objective
 
 
-class PolicyWorker:
+@dataclass(frozen=True)
+class RoleUpdate:
+    """All optimizer updates of a role in one step.
+
+    Attributes:
+        results: of each update, in order.
+        learning_rate: that they were made with.
+    """
+
+    results: Sequence[UpdateResult]
+    learning_rate: float
+
+
+class ModelRole:
+    """What all roles with an engine have in common."""
+
+    engine: TrainEngine
+    _write: Callable[[], None]
+
+    @dispatch(Split.ALL, background=True)
+    def write(self) -> None:
+        """Write what was staged, while the role goes on."""
+        self._write()
+
+    @dispatch(Split.ALL, max)
+    def take_busy_seconds(self) -> float:
+        """Seconds in forward, backward and optimizer since the last call, of the slowest worker."""
+        return self.engine.take_busy_seconds()
+
+    def _updates(self, batch: Batch, minis: RowGroups) -> Iterator[Batch]:
+        """The mini-batches; where this rank has no row of one, a row that counts for nothing."""
+        for rows in minis:
+            yield batch.reorder(rows) if len(rows) else _idle(batch)
+
+
+class PolicyWorker(ModelRole):
     """The actor: the policy that is trained, and that the native engine samples from.
 
     Args:
-        config: of the run.
-        device: where it lives.
-        total_steps: horizon of the schedule.
-        resume: checkpoint directory to go on from, or None.
+        context: of the process; with ``resume`` the role goes on from that checkpoint.
     """
 
-    def __init__(self, config: RLConfig, *, device: torch.device, total_steps: int, resume: Path | None = None) -> None:
-        self.config, self.resume = config, resume
+    def __init__(self, context: WorkerContext) -> None:
+        config, device, resume = context.config, context.device, context.resume
+        self.context, self.config = context, config
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         if resume is not None:
-            model = saved_model(model, resume / "actor")
+            model = saved_model(model, model_directory(resume, "actor"))
         self.model = load_policy(model, device=device, seed=config.trainer.seed)
         self.engine = TrainEngine(
             self.model,
@@ -46,34 +80,60 @@ class PolicyWorker:
             dtype=actor.dtype,
             max_tokens=actor.ppo_max_token_len_per_gpu,
             max_sequences=actor.ppo_micro_batch_size_per_gpu,
-            total_steps=total_steps,
+            total_steps=context.total_steps,
         )
         if resume is not None:
-            self.engine.load(resume / "actor_optimizer.safetensors")
+            self.engine.restore(resume, "actor")
         self._correction = correction_settings(config.algorithm.rollout_correction)
         self._by_pairs = None
         if actor.preference_loss.loss_mode is not None:
             self._by_pairs = online_objective(actor.preference_loss)
         self._objective = PolicyObjective(actor, self._correction, max_response_length=config.data.max_response_length)
+        self._exported: Iterator[tuple[str, Tensor]] = iter(())
 
-    def log_probs(self, batch: Batch, *, with_entropy: bool, with_sum_pi_squared: bool = False) -> dict[str, Ragged]:
+    @dispatch(Split.ROWS)
+    def log_probs(self, batch: Batch, *, with_entropy: bool = False, with_sum_pi_squared: bool = False) -> Batch:
         """``log_probs`` (``entropy``, ``sum_pi_squared``) of the response tokens under the present weights."""
         head = None
         if with_sum_pi_squared:
             head = PolicyHead(self.config.actor_rollout_ref.rollout.temperature, with_sum_pi_squared=True)
-        return self.engine.infer_batch(batch, with_entropy=with_entropy, head=head)
+        return Batch(self.engine.infer_batch(batch, with_entropy=with_entropy, head=head))
 
-    def update(self, batch: Batch, step: int) -> list[UpdateResult]:
-        """All optimizer updates of one step: mini-batches of prompts, ppo_epochs times over."""
-        actor, objective = self.config.actor_rollout_ref.actor, self._by_pairs or self._objective
-        seed = derive_seed(self.config.trainer.seed, "mini-batches", step) if actor.shuffle else None
+    @dispatch(Split.ROWS, Collect.FIRST)
+    def update(self, batch: Batch, minis: RowGroups, step: int) -> RoleUpdate:
+        """All optimizer updates of one step.
+
+        Args:
+            batch: the step's.
+            minis: rows of each mini-batch, in the order of the updates.
+            step: position in the learning-rate schedule (0 is the first).
+        """
+        objective, with_entropy = (
+            self._by_pairs or self._objective,
+            self.config.actor_rollout_ref.actor.entropy_coeff > 0,
+        )
         results: list[UpdateResult] = []
-        for mini in mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs, seed):
+        for mini in self._updates(batch, minis):
             if self._by_pairs is None and self._objective.needs_preparation:
                 mini = self._prepared(mini, first=not results)
-            with_entropy = actor.entropy_coeff > 0
             results.append(self.engine.train_batch(mini, objective, step=step, with_entropy=with_entropy))
-        return results
+        return RoleUpdate(results, self.engine.learning_rate(step))
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    def export_weights(self) -> None:
+        """Begin to publish the present weights: :meth:`next_weights` gives them bucket by bucket."""
+        self._exported = self.engine.export_weights()
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    def next_weights(self, max_bytes: int) -> list[tuple[str, Tensor]] | None:
+        """The next weights, whole, at most ``max_bytes`` of them (but at least one); None when all have been given."""
+        bucket, used = [], 0
+        for name, tensor in self._exported:
+            bucket.append((name, tensor))
+            used += tensor.nbytes
+            if used >= max_bytes:
+                break
+        return bucket or None
 
     def _prepared(self, mini: Batch, *, first: bool) -> Batch:
         """Let the loss settle what concerns the whole mini-batch. On the first update the policy is the one whose log-probs
@@ -81,46 +141,60 @@ class PolicyWorker:
         """
         if first and not self._correction["bypass_mode"]:
             return self._objective.prepare(mini, mini.ragged("old_log_probs"))
-        return self._objective.prepare(mini, self.log_probs(mini, with_entropy=False)["log_probs"])
+        return self._objective.prepare(mini, self.engine.infer_batch(mini)["log_probs"])
 
-    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write weights (a Hugging Face or PEFT directory with tokenizer) and optimizer state."""
-        self.engine.save(directory / "actor", directory / "actor_optimizer.safetensors")
-        tokenizer.save_pretrained(directory / "actor")
+    @dispatch(Split.ALL, Collect.FIRST)
+    def stage(self, location: str) -> None:
+        """Copy weights (with the tokenizer) and optimizer state for the checkpoint at ``location``; :meth:`write` writes."""
+        self._write = self.engine.stage(location, "actor", self.context.tokenizer)
 
 
-class ReferenceWorker:
-    """The reference policy: the actor with its adapter off, or a frozen copy of the starting weights."""
+class ReferenceWorker(ModelRole):
+    """The reference policy: the actor with its adapter off, or a frozen copy of the starting weights.
 
-    def __init__(self, config: RLConfig, actor: PolicyWorker, *, device: torch.device) -> None:
+    Args:
+        context: of the process. With LoRA the actor in the same process is the reference too; apart from the actor, or
+            without LoRA, it is a copy.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.config
+        actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+        policy = context.roles.get("actor")
         self._budget = config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
-        self.engine, self._shared = actor.engine, True
-        model = config.actor_rollout_ref.model
-        if model.lora_rank == 0 and model.lora_adapter_path is None:
-            self._shared = False
-            self.engine = TrainEngine(
-                load_policy(model, device=device, seed=config.trainer.seed, trainable=False),
-                actor.engine.head,
-                device=device,
-                dtype=actor.engine.dtype,
-                max_tokens=actor.engine.max_tokens,
-                max_sequences=actor.engine.max_sequences,
-            )
+        self._shared = policy is not None and (model.lora_rank > 0 or model.lora_adapter_path is not None)
+        if policy is not None and self._shared:
+            self.engine = policy.engine
+            return
+        self.engine = TrainEngine(
+            load_policy(model, device=context.device, seed=config.trainer.seed, trainable=False),
+            PolicyHead(config.actor_rollout_ref.rollout.temperature),
+            device=context.device,
+            dtype=actor.dtype,
+            max_tokens=actor.ppo_max_token_len_per_gpu,
+            max_sequences=actor.ppo_micro_batch_size_per_gpu,
+        )
 
-    def log_probs(self, batch: Batch) -> Ragged:
-        """Log-probs of the response tokens."""
+    @dispatch(Split.ROWS)
+    def log_probs(self, batch: Batch) -> Batch:
+        """``ref_log_probs`` of the response tokens."""
         with adapter_off(self.engine.model) if self._shared else contextlib.nullcontext():
-            return self.engine.infer_batch(batch, max_tokens=self._budget)["log_probs"]
+            return Batch({"ref_log_probs": self.engine.infer_batch(batch, max_tokens=self._budget)["log_probs"]})
 
 
-class CriticWorker:
-    """The value model and its optimizer."""
+class CriticWorker(ModelRole):
+    """The value model and its optimizer.
 
-    def __init__(self, config: RLConfig, *, device: torch.device, total_steps: int, resume: Path | None = None) -> None:
+    Args:
+        context: of the process; with ``resume`` the role goes on from that checkpoint.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        config, device, resume = context.config, context.device, context.resume
         self.config = config
         actor, critic = config.actor_rollout_ref.actor, config.critic
         policy = config.actor_rollout_ref.model
-        path = str(resume / "critic") if resume else critic.model.path or policy.path
+        path = str(model_directory(resume, "critic")) if resume else critic.model.path or policy.path
         model_config = dataclasses.replace(
             policy, path=path, lora_rank=0, enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing
         )
@@ -132,45 +206,56 @@ class CriticWorker:
             dtype=critic.dtype or actor.dtype,
             max_tokens=critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
             max_sequences=actor.ppo_micro_batch_size_per_gpu,
-            total_steps=total_steps,
+            total_steps=context.total_steps,
         )
         if resume is not None:
-            self.engine.load(resume / "critic_optimizer.safetensors")
+            self.engine.restore(resume, "critic")
         self._objective = value_objective(
             cliprange_value=critic.cliprange_value,
             loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
             loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
         )
 
-    def values(self, batch: Batch) -> Ragged:
-        """Value of the state in which each response token was chosen."""
-        return self.engine.infer_batch(batch)["values"]
+    @dispatch(Split.ROWS)
+    def values(self, batch: Batch) -> Batch:
+        """``values`` of the state in which each response token was chosen."""
+        return Batch(self.engine.infer_batch(batch))
 
-    def update(self, batch: Batch, step: int) -> list[UpdateResult]:
-        """All optimizer updates of one step."""
-        actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
-        size, epochs = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, critic.ppo_epochs or actor.ppo_epochs
-        seed = derive_seed(self.config.trainer.seed, "critic-mini-batches", step) if actor.shuffle else None
-        return [
-            self.engine.train_batch(mini, self._objective, step=step)
-            for mini in mini_batches(batch, size, epochs, seed)
-        ]
+    @dispatch(Split.ROWS, Collect.FIRST)
+    def update(self, batch: Batch, minis: RowGroups, step: int) -> RoleUpdate:
+        """All optimizer updates of one step; as of :meth:`PolicyWorker.update`."""
+        results = [self.engine.train_batch(mini, self._objective, step=step) for mini in self._updates(batch, minis)]
+        return RoleUpdate(results, self.engine.learning_rate(step))
 
-    def save(self, directory: Path) -> None:
-        """Write weights and optimizer state."""
-        self.engine.save(directory / "critic", directory / "critic_optimizer.safetensors")
+    @dispatch(Split.ALL, Collect.FIRST)
+    def stage(self, location: str) -> None:
+        """Copy weights and optimizer state for the checkpoint at ``location``; :meth:`write` writes them."""
+        self._write = self.engine.stage(location, "critic")
 
 
-def mini_batches(batch: Batch, prompts: int, epochs: int, seed: int | None) -> Iterator[Batch]:
-    """Cut a batch into mini-batches of ``prompts`` prompt groups, ``epochs`` times; shuffled when a seed is given."""
+def mini_batches(uids: Sequence[str], prompts: int, epochs: int, seed: int | None) -> RowGroups:
+    """Cut a batch into mini-batches of ``prompts`` prompt groups, ``epochs`` times; shuffled when a seed is given.
+
+    Args:
+        uids: prompt group of each row.
+    """
     groups: dict[str, list[int]] = {}
-    for row, uid in enumerate(batch.objects("uid")):
+    for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)
     members = list(groups.values())
+    minis: list[list[int]] = []
     for epoch in range(epochs):
         order = list(range(len(members)))
         if seed is not None:
             generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
             order = torch.randperm(len(members), generator=generator).tolist()
         for start in range(0, len(order), prompts):
-            yield batch.reorder([row for group in order[start : start + prompts] for row in members[group]])
+            minis.append([row for group in order[start : start + prompts] for row in members[group]])
+    return RowGroups(minis)
+
+
+def _idle(batch: Batch) -> Batch:
+    """One row without a token to learn from."""
+    row = batch.slice(0, 1)
+    mask = row.ragged("response_mask")
+    return row.with_columns(response_mask=mask.with_values(torch.zeros_like(mask.values)))

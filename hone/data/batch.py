@@ -63,6 +63,11 @@ class Batch:
         """Number of rows ``B`` (not of columns)."""
         return self._size
 
+    @property
+    def uids(self) -> list[str]:
+        """Column ``uid``: the prompt group of each row."""
+        return self.objects("uid")
+
     def ragged(self, name: str) -> Ragged:
         """Column ``name``, which must be ragged."""
         column = self[name]
@@ -121,6 +126,14 @@ class Batch:
             if name in self and not same_column(self[name], other[name]):
                 raise ValueError(f"both batches have a column '{name}', and they differ")
         return Batch({**other._columns, **self._columns}, **_merged([self.meta, other.meta]))
+
+    def updated(self, other: Batch) -> Batch:
+        """The columns and metadata of both; where both have one, that of ``other``.
+
+        Raises:
+            ValueError: the lengths differ.
+        """
+        return Batch({**self._columns, **other._columns}, **{**self.meta, **other.meta})
 
     def to(self, device: torch.device | str) -> Batch:
         """Tensors on another device; offsets of ragged columns and Python objects stay where they are."""

@@ -33,6 +33,14 @@ _TRAINING = (
         "above the staleness bound of the run",
     ),
     MetricSpec(
+        "rollout/canary_gap",
+        "nats",
+        _MAX,
+        "Mean |log-prob gap| between the engines and the trainer on the canary prompts after the weights were published; only "
+        "where engines hold a copy of the weights.",
+        "above 10 x that after the first publication",
+    ),
+    MetricSpec(
         "training/rollout_probs_diff_mean",
         "probability",
         _MEAN,

@@ -17,6 +17,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents import single_turn
+from hone.cluster.context import prepare_torch
 from hone.config.model import ModelConfig
 from hone.config.reward import RewardConfig
 from hone.config.run import RunConfig
@@ -30,9 +31,7 @@ from hone.generation import ENGINES
 from hone.generation.protocol import Engine, SamplingParams
 from hone.rewards.manager import RewardManager
 from hone.trainers.inputs import stop_tokens
-from hone.trainers.reporting import sample_record
-from hone.trainers.session import prepare_torch
-from hone.trainers.validation import Evaluation, evaluate
+from hone.trainers.validation import Evaluation, measured
 from hone.training.export import base_of_adapter, find_actor
 from hone.training.model import load_policy
 
@@ -80,9 +79,32 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
             top_p=request.top_p,
             stop_token_ids=stop_tokens(tokenizer, weights_of(request.model)),
         )
-        return asyncio.run(evaluate(dataset, engine, tokenizer, rewards, sampling, n=request.n, seed=request.seed))
+        samples = [dataset[row] for row in range(len(dataset))]
+        played = answer(samples, engine, tokenizer, sampling, n=request.n, seeding=(request.seed, "validation"))
+        return measured(played, asyncio.run(rewards.score(played)), request.n)
     finally:
         rewards.close()
+
+
+def answer(
+    samples: Sequence[Sample],
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: SamplingParams,
+    *,
+    n: int,
+    seeding: tuple[Any, ...],
+) -> list[Trajectory]:
+    """Ask every sample ``n`` times; answers come in the order of the samples. The draws depend on ``seeding`` and the row."""
+
+    async def play() -> list[Trajectory]:
+        def seed_of(uid: str, index: int) -> int:
+            return derive_seed(*seeding, uid, index)
+
+        return [t async for t in single_turn.play(samples, engine, tokenizer, sampling, n=n, seed_of=seed_of)]
+
+    place = {sample.uid: number for number, sample in enumerate(samples)}
+    return sorted(asyncio.run(play()), key=lambda t: (place[t.uid], t.index))
 
 
 def ask(
@@ -99,13 +121,7 @@ def ask(
     engine, tokenizer = open_model(model, longest + sampling.max_tokens)
     sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer, weights_of(model))})
 
-    async def play() -> list[Trajectory]:
-        def seed_of(uid: str, index: int) -> int:
-            return derive_seed(seed, "ask", uid, index)
-
-        return [t async for t in single_turn.play(samples, engine, tokenizer, sampling, n=n, seed_of=seed_of)]
-
-    return sorted(asyncio.run(play()), key=lambda t: (int(t.uid), t.index))
+    return answer(samples, engine, tokenizer, sampling, n=n, seeding=(seed, "ask"))
 
 
 def weights_of(path: str) -> str:
@@ -137,7 +153,7 @@ def open_model(path: str, max_model_len: int) -> tuple[Engine, PreTrainedTokeniz
 
 def report(evaluation: Evaluation, *, show: int, as_json: bool, output: Path | None) -> None:
     """Print metrics and a few answers; write all of them to ``output``."""
-    records = [sample_record(t, s) for t, s in zip(evaluation.trajectories, evaluation.scores, strict=True)]
+    records = evaluation.records()
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -13,27 +13,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from hone.data.types import Trajectory
-from hone.rewards.score import Score
+from hone.cluster.runtime import AnyBatch
+from hone.data.types import Sample
 
 
-@dataclass
+@dataclass(frozen=True)
 class Group:
-    """All trajectories of one prompt.
+    """All episodes of one prompt.
 
     Attributes:
-        uid: the prompt's.
+        sample: the prompt.
         version: weight version at admission.
-        trajectories: ordered by index.
-        scores: of the trajectories, where they were scored before the batch was complete; else empty.
+        batch: a row an episode, or on a cluster the references to them.
     """
 
-    uid: str
+    sample: Sample
     version: int
-    trajectories: list[Trajectory]
-    scores: list[Score] = field(default_factory=list)
+    batch: AnyBatch
+
+    @property
+    def uid(self) -> str:
+        """The prompt's."""
+        return self.sample.uid
 
 
 class GroupBuffer:
@@ -83,19 +86,19 @@ class GroupBuffer:
             self._waiting.append(uid)
             self._admitted_at[uid] = self._version
 
-    def put(self, uid: str, trajectories: Sequence[Trajectory]) -> Group:
-        """A group has finished.
+    def put(self, sample: Sample, batch: AnyBatch) -> Group:
+        """The group of a prompt has finished.
 
         Raises:
             KeyError: it was never admitted.
             ValueError: it has finished before.
         """
+        uid = sample.uid
         if uid not in self._admitted_at:
             raise KeyError(f"group '{uid}' was not admitted")
         if uid in self._finished or uid in self._training:
             raise ValueError(f"group '{uid}' has finished before")
-        ordered = sorted(trajectories, key=lambda trajectory: trajectory.index)
-        self._finished[uid] = Group(uid, self._admitted_at[uid], ordered)
+        self._finished[uid] = Group(sample, self._admitted_at[uid], batch)
         return self._finished[uid]
 
     def evict(self, uid: str) -> None:

@@ -9,14 +9,12 @@ away.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
+from hone.cluster.runtime import AnyBatch
 from hone.config.algorithm import FilterGroupsConfig
-from hone.data.types import Trajectory
 from hone.errors import ConfigError
 from hone.insight.metrics import MetricStore
-from hone.rewards.score import Score
-from hone.trainers.group_buffer import Group
 
 SHOWN = 4
 
@@ -26,17 +24,20 @@ class GroupFilter:
 
     Args:
         config: the block ``algorithm.filter_groups``.
-        score: scores trajectories, in order.
+        score: adds the scores to a batch.
+        values_of: of a scored batch and the name of a metric the value of each row; and, when no score has the metric, the
+            names of those there are.
         batch_size: groups a step.
     """
 
     def __init__(
         self,
         config: FilterGroupsConfig,
-        score: Callable[[Sequence[Trajectory]], Awaitable[list[Score]]],
+        score: Callable[[AnyBatch], Awaitable[AnyBatch]],
+        values_of: Callable[[AnyBatch, str | None], Awaitable[tuple[list[float], list[str] | None]]],
         batch_size: int,
     ) -> None:
-        self.config, self.score, self.batch_size = config, score, batch_size
+        self.config, self.score, self.values_of, self.batch_size = config, score, values_of, batch_size
         self.tried = 0
         """Groups judged this step."""
         self._evicted: Counter[float] = Counter()  # the value that all answers of an evicted group share
@@ -47,26 +48,24 @@ class GroupFilter:
         self.tried = self._samples = 0
         self._evicted.clear()
 
-    async def useless(self, groups: Sequence[Group]) -> list[str]:
-        """Score the groups (the scores stay with them) and return the uids of those to evict.
+    async def judge(self, batch: AnyBatch) -> tuple[AnyBatch, list[str]]:
+        """Score finished groups; returns them with their scores, and the uids of those to evict.
 
         Raises:
             ConfigError: the reward function returns no term of the name ``metric``.
             RewardError: too many answers cannot be scored.
         """
-        scores = await self.score([trajectory for group in groups for trajectory in group.trajectories])
-        self._check_metric(scores)
-        remaining = iter(scores)
-        evicted = []
-        for group in groups:
-            group.scores = [next(remaining) for _ in group.trajectories]
-            values = {self._value(score) for score in group.scores}
-            if len(values) == 1:
-                evicted.append(group.uid)
-                self._evicted[values.pop()] += 1
-                self._samples += len(group.scores)
+        batch = await self.score(batch)
+        values, instead = await self.values_of(batch, self.config.metric)
+        self._check_metric(instead)
+        groups: dict[str, list[float]] = {}
+        for uid, value in zip(batch.uids, values, strict=True):
+            groups.setdefault(uid, []).append(value)
+        useless = [uid for uid, found in groups.items() if len(set(found)) == 1]
+        self._evicted.update(groups[uid][0] for uid in useless)
+        self._samples += sum(len(groups[uid]) for uid in useless)
         self.tried += len(groups)
-        return evicted
+        return batch, useless
 
     def check_budget(self, missing: int) -> None:
         """Make sure that ``missing`` more groups may be tried.
@@ -106,17 +105,12 @@ class GroupFilter:
     def _name(self) -> str:
         return self.config.metric or "reward"
 
-    def _value(self, score: Score) -> float:
-        return score.quality if self.config.metric is None else score.terms.get(self.config.metric, 0.0)
-
-    def _check_metric(self, scores: Sequence[Score]) -> None:
-        sound = [score for score in scores if score.error is None]
-        if self.config.metric is None or not sound or any(self.config.metric in score.terms for score in sound):
+    def _check_metric(self, instead: list[str] | None) -> None:
+        if instead is None:
             return
-        names = sorted({name for score in sound for name in score.terms})
         raise ConfigError(
-            f"the reward function returns no term '{self.config.metric}'; it returns {names or 'a plain number'}",
+            f"the reward function returns no term '{self.config.metric}'; it returns {instead or 'a plain number'}",
             why="dynamic sampling could not tell a useful group from a useless one",
-            fix=f"algorithm.filter_groups.metric={names[0] if names else 'null'}",
+            fix=f"algorithm.filter_groups.metric={instead[0] if instead else 'null'}",
             where="algorithm.filter_groups.metric",
         )

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from hone.cluster.reward_model import RewardModelWorker
 from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError
@@ -18,20 +17,19 @@ log = logging.getLogger(__name__)
 
 
 class JudgedRewards(RewardManager):
-    """A reward manager whose rewards a model gives, or helps to give (``reward.reward_model.combine``).
+    """The rewards of a run: of the reward function or the built-in scorers, and where a reward model is used
+    (``reward.reward_model``), of that, alone or added.
 
-    Terms of a score: ``rm``, the model's score as it is; ``rule``, what the reward function or the built-in scorer says,
-    where there is one; and the terms of that.
+    Terms of a score with a reward model: ``rm``, the model's score as it is; ``rule``, what the reward function or the built-in
+    scorer says, where there is one; and the terms of that.
 
     Args:
         config: the block ``reward``.
-        judge: the reward model.
     """
 
-    def __init__(self, config: RewardConfig, judge: RewardModelWorker) -> None:
+    def __init__(self, config: RewardConfig) -> None:
         super().__init__(config)
-        self.judge, self.settings = judge, config.reward_model
-        self.with_rules = True
+        self.settings, self.with_rules = config.reward_model, True
 
     def check(self, data_sources: Mapping[str, int]) -> None:
         """Make sure that every kind of problem can be scored; with ``combine=replace`` the model alone can do it.
@@ -41,20 +39,24 @@ class JudgedRewards(RewardManager):
         """
         named = self.config.custom_reward_function.path is not None or self.config.scorer is not None
         unknown = [source for source in data_sources if not named and scorer_for(source) is None]
-        if self.settings.combine == "replace" and unknown:
+        if self.settings.enable and self.settings.combine == "replace" and unknown:
             self.with_rules = False
             log.info("no scorer knows data_source %s: the reward model alone scores", ", ".join(sorted(unknown)))
         else:
             super().check(data_sources)
 
-    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    async def score(self, trajectories: Sequence[Trajectory], judged: Sequence[float] | None = None) -> list[Score]:
         """Score each trajectory; scores come back in the same order.
 
+        Args:
+            judged: the reward model's score of each; None where there is no reward model.
+
         Raises:
-            RewardError: as of the manager, or the model's score is not finite.
+            RewardError: as of the manager, or a score of the model is not finite.
         """
-        found = self.judge.score(trajectories)
-        for value, trajectory in zip(found, trajectories, strict=True):
+        if judged is None:
+            return await super().score(trajectories)
+        for value, trajectory in zip(judged, trajectories, strict=True):
             if not math.isfinite(value):
                 raise RewardError(
                     f"the reward model gives {value} to row {trajectory.uid}",
@@ -63,9 +65,9 @@ class JudgedRewards(RewardManager):
                     where="reward.reward_model.path",
                 )
         if not self.with_rules:
-            return [Score(self.settings.coef * value, {"rm": value}) for value in found]
+            return [Score(self.settings.coef * value, {"rm": value}) for value in judged]
         rules = await super().score(trajectories)
-        return [self._combined(value, rule) for value, rule in zip(found, rules, strict=True)]
+        return [self._combined(value, rule) for value, rule in zip(judged, rules, strict=True)]
 
     def _combined(self, value: float, rule: Score) -> Score:
         total = self.settings.coef * value + (rule.total if self.settings.combine == "add" else 0.0)

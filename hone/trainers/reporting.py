@@ -10,7 +10,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
 from hone.data.batch import Batch
 from hone.data.types import StopReason, Trajectory
 from hone.insight.metrics import MetricStore
@@ -66,12 +65,14 @@ def memory_metrics(metrics: MetricStore) -> None:
         metrics.add("perf/max_memory_allocated_gb", torch.cuda.max_memory_allocated() / 2**30)
 
 
-def overhead_metrics(
-    metrics: MetricStore, seconds: float, *workers: PolicyWorker | ReferenceWorker | CriticWorker | None
-) -> None:
-    """Time of the step, throughput, and the share of it that is neither generation, nor model, nor reward."""
+def overhead_metrics(metrics: MetricStore, seconds: float, model: float) -> None:
+    """Time of the step, throughput, and the share of it that is neither generation, nor model, nor reward.
+
+    Args:
+        seconds: of the step.
+        model: of them, those in which models computed.
+    """
     seen = metrics.reduce()
-    model = sum(worker.engine.take_busy_seconds() for worker in workers if worker is not None)
     busy = model + seen.get("timing_s/gen", 0.0) + seen.get("timing_s/reward", 0.0)
     metrics.add("perf/time_per_step", seconds)
     metrics.add("perf/throughput", seen["perf/total_num_tokens"] / seconds)

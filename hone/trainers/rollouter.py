@@ -1,22 +1,21 @@
-"""Feeds prompts to the engine and finished groups to the buffer."""
+"""Draws prompts, has their episodes played, and brings finished groups to the buffer."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from hone.agents import single_turn
+from hone.cluster.runtime import AnyBatch
 from hone.data.prompts import PromptDataset
 from hone.data.sampler import EpochSampler
-from hone.data.seeding import derive_seed
-from hone.data.types import Sample, Trajectory
-from hone.generation.protocol import Engine, SamplingParams
+from hone.data.types import Sample
 from hone.trainers.group_buffer import Group, GroupBuffer
 from hone.trainers.group_filter import GroupFilter
+
+Play = Callable[[Sequence[Sample], tuple[Any, ...]], Awaitable[AnyBatch]]
+"""(samples, what the draws depend on) to a batch of n rows a sample, in the order of the samples."""
 
 
 class Rollouter:
@@ -25,8 +24,7 @@ class Rollouter:
     Args:
         dataset: prompts.
         sampler: which rows come next.
-        engine: generates.
-        sampling: how.
+        play: plays the episodes.
         n: responses a prompt.
         seed: run seed; every response draws from (seed, step, row, index).
         group_filter: decides which finished groups are replaced by new prompts; None keeps all.
@@ -36,17 +34,15 @@ class Rollouter:
         self,
         dataset: PromptDataset,
         sampler: EpochSampler,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
+        play: Play,
         buffer: GroupBuffer,
-        sampling: SamplingParams,
         *,
         n: int,
         seed: int,
         group_filter: GroupFilter | None = None,
     ) -> None:
-        self.dataset, self.sampler, self.engine, self.tokenizer = dataset, sampler, engine, tokenizer
-        self.buffer, self.sampling, self.n, self.seed = buffer, sampling, n, seed
+        self.dataset, self.sampler, self.play, self.buffer = dataset, sampler, play, buffer
+        self.n, self.seed = n, seed
         self.group_filter = group_filter
         self._rows: deque[int] = deque()  # drawn from the sampler, and not asked yet
 
@@ -62,10 +58,14 @@ class Rollouter:
         while True:
             samples = self._draw(self.buffer.free_slots, asked)
             self.buffer.admit([sample.uid for sample in samples])
-            finished = [self.buffer.put(uid, group) async for uid, group in self._groups(samples, step)]
+            batch, useless = await self.play(samples, (self.seed, "rollout", step)), []
+            if self.group_filter is not None:
+                batch, useless = await self.group_filter.judge(batch)
+            for number, sample in enumerate(samples):
+                self.buffer.put(sample, batch.slice(number * self.n, (number + 1) * self.n))
             if self.group_filter is None:
                 return self.buffer.take()
-            for uid in await self.group_filter.useless(finished):
+            for uid in useless:
                 self.buffer.evict(uid)
             if self.buffer.ready:
                 return self.buffer.take()
@@ -90,16 +90,3 @@ class Rollouter:
             again = asked[sample.uid]
             samples.append(sample if again == 1 else dataclasses.replace(sample, uid=f"{sample.uid}~{again}"))
         return samples
-
-    async def _groups(self, samples: list[Sample], step: int) -> AsyncIterator[tuple[str, list[Trajectory]]]:
-        partial: dict[str, list[Trajectory]] = {}
-
-        def seed_of(uid: str, index: int) -> int:
-            return derive_seed(self.seed, "rollout", step, uid, index)
-
-        episodes = single_turn.play(samples, self.engine, self.tokenizer, self.sampling, n=self.n, seed_of=seed_of)
-        async for trajectory in episodes:
-            group = partial.setdefault(trajectory.uid, [])
-            group.append(trajectory)
-            if len(group) == self.n:
-                yield trajectory.uid, partial.pop(trajectory.uid)

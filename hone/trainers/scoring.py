@@ -11,8 +11,8 @@ from torch import Tensor
 from hone.algorithms import overlong_penalty
 from hone.config.reward import OverlongBufferConfig
 from hone.data.types import Trajectory
-from hone.rewards.manager import RewardManager
 from hone.rewards.score import Score
+from hone.trainers.judged_rewards import JudgedRewards
 
 
 class TrainingRewards:
@@ -24,16 +24,19 @@ class TrainingRewards:
         max_response_length: the limit, in tokens.
     """
 
-    def __init__(self, rewards: RewardManager, overlong: OverlongBufferConfig, max_response_length: int) -> None:
+    def __init__(self, rewards: JudgedRewards, overlong: OverlongBufferConfig, max_response_length: int) -> None:
         self.rewards, self.overlong, self.max_response_length = rewards, overlong, max_response_length
 
-    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    async def score(self, trajectories: Sequence[Trajectory], judged: Sequence[float] | None = None) -> list[Score]:
         """Score each trajectory; scores come back in the same order.
+
+        Args:
+            judged: the reward model's score of each, where there is one.
 
         Raises:
             RewardError: as :meth:`~hone.rewards.manager.RewardManager.score`.
         """
-        scores = await self.rewards.score(trajectories)
+        scores = await self.rewards.score(trajectories, judged)
         if not self.overlong.enable:
             return scores
         lengths = torch.tensor([len(trajectory.response_ids) for trajectory in trajectories])

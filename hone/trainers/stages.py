@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from hone.cluster.runtime import AnyBatch
 from hone.data.batch import Batch
 from hone.errors import ConfigError
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
 
-StageFn = Callable[[Batch], Batch | Awaitable[Batch]]
+StageFn = Callable[[AnyBatch], AnyBatch | Awaitable[AnyBatch]]
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ def check_stages(stages: Sequence[Stage]) -> None:
         present.update(stage.adds)
 
 
-async def run_stages(stages: Sequence[Stage], metrics: MetricStore) -> Batch:
+async def run_stages(stages: Sequence[Stage], metrics: MetricStore) -> AnyBatch:
     """Run the active stages in order, timing each."""
-    batch = Batch({})
+    batch: AnyBatch = Batch({})
     for stage in stages:
         if stage.when:
             with activity.doing(stage.name), metrics.timer(stage.name):

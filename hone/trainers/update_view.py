@@ -5,6 +5,8 @@ Advantages and what a step reports are of the whole batch; only the updates lear
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hone.algorithms import rollout_correction
@@ -55,6 +57,11 @@ def correct(batch: Batch, algorithm: AlgorithmConfig, metrics: MetricStore) -> B
     return batch.with_columns(**columns)
 
 
+def learnt_tokens(batch: Any) -> Any:
+    """The batch (of either runtime) with those tokens in the loss that the correction has kept."""
+    return batch.updated(batch.select(KEPT).rename({KEPT: "response_mask"})) if KEPT in batch else batch
+
+
 def update_view(batch: Batch, algorithm: AlgorithmConfig, *, n: int, seed: int, step: int) -> Batch:
     """Return the rows and tokens that the updates of this step learn from.
 
@@ -65,8 +72,7 @@ def update_view(batch: Batch, algorithm: AlgorithmConfig, *, n: int, seed: int, 
         seed: run seed; with the step it decides what PF-PPO draws.
         step: number of the step.
     """
-    if KEPT in batch:
-        batch = batch.with_columns(response_mask=batch.ragged(KEPT))
+    batch = learnt_tokens(batch)
     if not algorithm.use_pf_ppo:
         return batch
     drawn = resample(

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from hone.agents import single_turn
-from hone.config.tree import RLConfig
-from hone.data.prompts import PromptDataset
-from hone.data.seeding import derive_seed
 from hone.data.types import Trajectory
-from hone.generation.protocol import Engine, SamplingParams
 from hone.insight.validation import validation_metrics
-from hone.rewards.manager import RewardManager
 from hone.rewards.score import Score
-from hone.trainers.inputs import prompt_dataset, validation_sampling
+from hone.trainers.reporting import sample_record
 
 
 @dataclass
@@ -31,81 +23,25 @@ class Evaluation:
     """
 
     metrics: dict[str, float]
-    trajectories: list[Trajectory]
-    scores: list[Score]
+    trajectories: Sequence[Trajectory]
+    scores: Sequence[Score]
+
+    def records(self, count: int | None = None) -> list[dict[str, Any]]:
+        """The first ``count`` answers (None: all) as they are written to files."""
+        pairs = zip(self.trajectories[:count], self.scores[:count], strict=True)
+        return [sample_record(trajectory, score) for trajectory, score in pairs]
 
 
-async def evaluate(
-    dataset: PromptDataset,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    rewards: RewardManager,
-    sampling: SamplingParams,
-    *,
-    n: int,
-    seed: int,
-    batch_size: int | None = None,
-) -> Evaluation:
-    """Ask every prompt ``n`` times, ``batch_size`` prompts at a time (None: all), and score the answers. The draws depend on
-    the seed and the row only.
-    """
-    samples = [dataset[row] for row in range(len(dataset))]
-
-    def seed_of(uid: str, index: int) -> int:
-        return derive_seed(seed, "validation", uid, index)
-
-    size = batch_size or max(1, len(samples))
-    played = [
-        trajectory
-        for start in range(0, len(samples), size)
-        async for trajectory in single_turn.play(
-            samples[start : start + size], engine, tokenizer, sampling, n=n, seed_of=seed_of
-        )
-    ]
-    position = {sample.uid: row for row, sample in enumerate(samples)}
-    played.sort(key=lambda t: (position[t.uid], t.index))
-    scores = await rewards.score(played)
-    metrics = validation_metrics(
-        [t.sample.data_source for t in played], [t.uid for t in played], score_columns(scores), n
-    )
-    return Evaluation(metrics, played, scores)
+def measured(trajectories: Sequence[Trajectory], scores: Sequence[Score], n: int) -> Evaluation:
+    """The evaluation of scored answers, ``n`` a prompt."""
+    sources, uids = [t.sample.data_source for t in trajectories], [t.uid for t in trajectories]
+    return Evaluation(validation_metrics(sources, uids, score_columns(scores), n), trajectories, scores)
 
 
-def score_columns(scores: list[Score]) -> dict[str, list[Any]]:
+def score_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
     """Column ``reward`` and one for every term and extra; None where a score lacks it."""
     names = {name for score in scores for name in (*score.terms, *score.extra)}
     columns: dict[str, list[Any]] = {"reward": [score.total for score in scores]}
     for name in sorted(names - {"reward"}):
         columns[name] = [score.terms.get(name, score.extra.get(name)) for score in scores]
     return columns
-
-
-class Validator:
-    """Validation as a run sets it up; does nothing when the run has no validation files."""
-
-    def __init__(
-        self, config: RLConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase, rewards: RewardManager
-    ) -> None:
-        self.config, self.engine, self.tokenizer, self.rewards = config, engine, tokenizer, rewards
-        self.dataset: PromptDataset | None = None
-        if config.data.val_files:
-            self.dataset = prompt_dataset(config.data, config.data.val_files, tokenizer, config.data.val_max_samples)
-
-    def data_sources(self) -> Counter[str]:
-        """How many rows each data source has."""
-        return self.dataset.data_sources() if self.dataset else Counter()
-
-    async def run(self) -> Evaluation | None:
-        """Validate with the engine's present weights."""
-        if self.dataset is None:
-            return None
-        return await evaluate(
-            self.dataset,
-            self.engine,
-            self.tokenizer,
-            self.rewards,
-            validation_sampling(self.config, self.tokenizer),
-            n=self.config.actor_rollout_ref.rollout.val_kwargs.n,
-            seed=self.config.trainer.seed,
-            batch_size=self.config.data.val_batch_size,
-        )

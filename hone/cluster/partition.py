@@ -1,0 +1,108 @@
+"""Which rows of a batch go to which data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hone.cluster.dispatch import RowGroups
+from hone.data.balance import Lengths, balance, in_order
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Rows of every data-parallel rank.
+
+    Attributes:
+        rows: row numbers of each rank.
+        padded: how many at the end of each rank's are repetitions, made so that the ranks have equally many or at least one.
+    """
+
+    rows: Sequence[Rows]
+    padded: Sequence[int]
+
+    @classmethod
+    def chunks(cls, count: int, ranks: int) -> Partition:
+        """Consecutive rows; sizes differ by at most one, the larger ones first."""
+        return cls.of(np.array_split(np.arange(count), ranks), equal=False)
+
+    @classmethod
+    def of(cls, rows: Sequence[Rows], *, equal: bool) -> Partition:
+        """Fill up: every rank has a row at least, or with ``equal`` as many as the fullest.
+
+        Raises:
+            ValueError: there is no row at all.
+        """
+        most = max((len(part) for part in rows), default=0)
+        if most == 0:
+            raise ValueError("a batch without rows cannot be split")
+        wanted = [most if equal else max(len(part), 1) for part in rows]
+        spare = np.concatenate(rows)
+        filled, padded, used = [], [], 0
+        for part, size in zip(rows, wanted, strict=True):
+            missing = size - len(part)
+            filler = spare[(used + np.arange(missing)) % len(spare)]
+            filled.append(np.concatenate([part, filler]).astype(np.int64) if missing else part)
+            padded.append(missing)
+            used += missing
+        return cls(filled, padded)
+
+    def sources(self, count: int) -> tuple[Rows, Rows]:
+        """Of every row of the batch the rank that has it, and where among the rank's rows.
+
+        Args:
+            count: rows of the batch.
+
+        Raises:
+            ValueError: not every row stands in exactly one rank, repetitions apart.
+        """
+        rank, place = np.full(count, -1), np.zeros(count, np.int64)
+        for number, (rows, extra) in enumerate(zip(self.rows, self.padded, strict=True)):
+            own = rows[: len(rows) - extra]
+            rank[own], place[own] = number, np.arange(len(own))
+        if (rank < 0).any() or sum(map(len, self.rows)) - sum(self.padded) != count:
+            raise ValueError(f"the ranks do not have each of {count} rows once")
+        return rank, place
+
+    def local(self, groups: RowGroups, rank: int) -> RowGroups:
+        """Groups of rows of the batch as one rank sees them: of each group the rows that it has, by their place there."""
+        rows = self.rows[rank][: len(self.rows[rank]) - self.padded[rank]]
+        place = {int(row): number for number, row in enumerate(rows)}
+        return RowGroups([[place[row] for row in group if row in place] for group in groups])
+
+
+def balanced(
+    lengths: Lengths, ranks: int, *, groups: RowGroups | None = None, equal: bool = False, by_work: bool = True
+) -> Partition:
+    """Give every rank the same work, in each of ``groups`` (the mini-batches of a step) if there are any.
+
+    A row that stands in several groups, in several passes over the data, goes where the first of them puts it.
+
+    Args:
+        lengths: of the rows of the batch.
+        ranks: data-parallel ranks.
+        equal: whether every rank must have equally many rows.
+        by_work: whether to give the ranks equal work; otherwise rows go in order.
+    """
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    taken = np.zeros(len(lengths), bool)
+    for group in groups or [range(len(lengths))]:
+        rows = np.asarray([row for row in group if not taken[row]], np.int64)
+        taken[rows] = True
+        for part, chosen in zip(parts, _divided(lengths, rows, ranks, equal, by_work), strict=True):
+            part += chosen
+    return Partition.of([np.asarray(sorted(part), np.int64) for part in parts], equal=equal)
+
+
+def _divided(lengths: Lengths, rows: Rows, ranks: int, equal: bool, by_work: bool) -> list[list[int]]:
+    if len(rows) <= ranks:
+        return [[int(rows[rank])] if rank < len(rows) else [] for rank in range(ranks)]
+    units = None if lengths.unit_of is None else lengths.unit_of[rows]
+    part = Lengths(lengths.prompts[rows], lengths.responses[rows], lengths.group_of[rows], units)
+    found = (by_work and balance(part, ranks, equal_count=equal)) or in_order(len(rows), ranks)
+    return [rows[chosen].tolist() for chosen in found]

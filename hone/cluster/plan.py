@@ -1,0 +1,114 @@
+"""What a run consists of: the roles that its algorithm needs, and the pools of devices that they live in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hone.algorithms import advantage_estimators, preference_losses
+from hone.cluster.context import RoleSpec
+from hone.cluster.reward_model import RewardModelWorker
+from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
+from hone.cluster.rollout import RolloutWorker
+from hone.config.ray import OwnPoolConfig
+from hone.config.tree import RLConfig
+from hone.errors import ConfigError
+
+MAIN = "main"
+"""The pool of the actor, and of every role that has none of its own."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices, and the roles that share them: one process a device, which holds all of these roles.
+
+    Attributes:
+        name: of the pool.
+        nodes: how many nodes it spans.
+        per_node: processes on each.
+        roles: in the order in which they are made.
+    """
+
+    name: str
+    nodes: int
+    per_node: int
+    roles: tuple[RoleSpec, ...]
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        return self.nodes * self.per_node
+
+
+def model_roles(config: RLConfig) -> list[RoleSpec]:
+    """The roles with a model that the algorithm needs, in the order in which they are made."""
+    roles = [RoleSpec("actor", PolicyWorker), RoleSpec("rollout", RolloutWorker, whole=True)]
+    if needs_reference(config):
+        roles.append(RoleSpec("reference", ReferenceWorker))
+    if needs_critic(config):
+        roles.append(RoleSpec("critic", CriticWorker))
+    if config.reward.reward_model.enable:
+        roles.append(RoleSpec("reward_model", RewardModelWorker, whole=True))
+    return roles
+
+
+def pools_of(config: RLConfig, roles: list[RoleSpec]) -> list[Pool]:
+    """Put every role into its pool; the actor's comes first."""
+    own = {name: keys for name, keys in pool_keys(config).items() if keys.enable_resource_pool}
+    shared = tuple(role for role in roles if role.name not in own)
+    pools = [Pool(MAIN, config.trainer.nnodes, config.trainer.n_gpus_per_node, shared)]
+    for role in roles:
+        if role.name in own:
+            pools.append(Pool(role.name, own[role.name].nnodes, own[role.name].n_gpus_per_node, (role,)))
+    return pools
+
+
+def pool_keys(config: RLConfig) -> dict[str, OwnPoolConfig]:
+    """The keys of every role that may have a pool of its own."""
+    return {
+        "rollout": config.actor_rollout_ref.rollout,
+        "reference": config.actor_rollout_ref.ref,
+        "critic": config.critic,
+        "reward_model": config.reward.reward_model,
+    }
+
+
+def check_local(config: RLConfig) -> None:
+    """Make sure that one process is enough for what is asked.
+
+    Raises:
+        ConfigError: more processes than one, or pools of their own, without Ray.
+    """
+    processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if processes > 1:
+        raise ConfigError(
+            f"trainer.runtime=local is one process, asked for are {processes} "
+            f"(nnodes={config.trainer.nnodes} x n_gpus_per_node={config.trainer.n_gpus_per_node})",
+            why="the others would do nothing",
+            fix="trainer.runtime=ray, or trainer.nnodes=1 trainer.n_gpus_per_node=1",
+            where="trainer.runtime",
+            code="R02",
+        )
+    apart = [name for name, keys in pool_keys(config).items() if keys.enable_resource_pool]
+    if apart:
+        raise ConfigError(
+            f"trainer.runtime=local has one process, and {' and '.join(apart)} should have devices of their own",
+            why="the key would change nothing",
+            fix="trainer.runtime=ray, or enable_resource_pool=false",
+            where="trainer.runtime",
+            code="R02",
+        )
+
+
+def needs_reference(config: RLConfig) -> bool:
+    """Whether a KL term is on, or a preference loss compares with the reference."""
+    actor = config.actor_rollout_ref.actor
+    pairs = actor.preference_loss.loss_mode
+    by_pairs = pairs is not None and "reference" in preference_losses.get(pairs).needs
+    return config.algorithm.use_kl_in_reward or actor.use_kl_loss or by_pairs
+
+
+def needs_critic(config: RLConfig) -> bool:
+    """critic.enable, or when null whether the estimator needs values."""
+    if config.critic.enable is not None:
+        return config.critic.enable
+    return "values" in advantage_estimators.get(config.algorithm.adv_estimator).needs

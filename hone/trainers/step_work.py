@@ -1,0 +1,228 @@
+"""The work of a step that needs tokens but no model: a role, so that it runs where the columns are.
+
+With one process that is here; on a cluster it is one of the workers, and the driver sees names and numbers only. It keeps what
+must be remembered from step to step: the KL controller and the invariants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
+from hone.cluster.context import WorkerContext
+from hone.cluster.dispatch import Split, dispatch
+from hone.cluster.reward_model import JUDGED
+from hone.cluster.roles import RoleUpdate
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.insight.invariants import Invariants
+from hone.insight.metrics import MetricStore
+from hone.insight.run_directory import RunDirectory
+from hone.trainers.estimates import estimate
+from hone.trainers.judged_rewards import JudgedRewards
+from hone.trainers.reporting import batch_metrics, rollout_records
+from hone.trainers.scoring import TrainingRewards
+from hone.trainers.update_view import correct, update_view
+from hone.trainers.validation import Evaluation, measured
+from hone.training.preferences import own_pairs
+
+
+class StepWork:
+    """Rewards, estimates, checks and reports of a step.
+
+    Args:
+        context: of the process.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.config = config = context.config
+        self.directory = RunDirectory(Path(config.trainer.default_local_dir))
+        self.rewards = JudgedRewards(config.reward)
+        limit = config.data.max_response_length
+        self.training_rewards = TrainingRewards(self.rewards, config.reward.overlong_buffer, limit)
+        self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+        self.kl_ctrl = kl_controller(**vars(config.algorithm.kl_ctrl))
+        self.invariants = Invariants(
+            config.actor_rollout_ref.actor.dtype,
+            decode=lambda ids: str(context.tokenizer.decode(ids)),
+            dump=self._dump,
+        )
+        self.published = Invariants(config.actor_rollout_ref.actor.dtype)
+        self.metrics = MetricStore()
+
+    def close(self) -> None:
+        """End the processes of reward functions."""
+        self.rewards.close()
+
+    # scores ----------------------------------------------------------------------------------------------------------
+
+    @dispatch(Split.ZERO)
+    def check_rewards(self, data_sources: Mapping[str, int]) -> None:
+        """Make sure that every kind of problem can be scored; see :meth:`RewardManager.check`."""
+        self.rewards.check(data_sources)
+
+    @dispatch(Split.ZERO, objects=True)
+    async def score(self, batch: Batch, *, training: bool) -> Batch:
+        """``score`` of every episode; in training with the punishment of length."""
+        rewards = self.training_rewards if training else self.rewards
+        judged = batch.tensor(JUDGED).tolist() if JUDGED in batch else None
+        return Batch({"score": await rewards.score(batch.objects("trajectory"), judged)})
+
+    @dispatch(Split.ZERO, objects=True)
+    def values_of(self, batch: Batch, metric: str | None) -> tuple[list[float], list[str] | None]:
+        """What dynamic sampling compares: of each row the reward or the term ``metric``; and, when no score has that term,
+        the names of those there are."""
+        scores = batch.objects("score")
+        values = [score.quality if metric is None else score.terms.get(metric, 0.0) for score in scores]
+        sound = [score for score in scores if score.error is None]
+        if metric is None or not sound or any(metric in score.terms for score in sound):
+            return values, None
+        return values, sorted({name for score in sound for name in score.terms})
+
+    @dispatch(Split.ZERO, objects=True)
+    def place_rewards(self, batch: Batch) -> Batch:
+        """The reward stands on the last token of the response."""
+        mask = batch.ragged("response_mask")
+        totals = torch.tensor([score.total for score in batch.objects("score")], dtype=torch.float32)
+        rewards = mask.with_values(torch.zeros(len(mask.values)))
+        rewards.values[mask.offsets[1:] - 1] = totals
+        self.invariants.check_finite("reward", totals, batch)
+        return Batch({"token_level_scores": rewards, "token_level_rewards": rewards, "reward": totals})
+
+    @dispatch(Split.ZERO, objects=True)
+    def baselines(self, batch: Batch, greedy: Batch) -> Batch:
+        """``reward_baselines``: the reward of the greedy response to each row's prompt (ReMax)."""
+        totals = {uid: score.total for uid, score in zip(greedy.uids, greedy.objects("score"), strict=True)}
+        return Batch({"reward_baselines": torch.tensor([totals[uid] for uid in batch.uids], dtype=torch.float32)})
+
+    @dispatch(Split.ZERO, objects=True)
+    def validation(self, batch: Batch, n: int, shown: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics of scored answers, ``n`` a prompt, and the first ``shown`` as they are written."""
+        found: Evaluation = measured(batch.objects("trajectory"), batch.objects("score"), n)
+        return found.metrics, found.records(shown)
+
+    # columns ---------------------------------------------------------------------------------------------------------
+
+    @dispatch(Split.ZERO)
+    def correct(self, batch: Batch) -> Batch:
+        """Measure, and where asked correct, the gap between the engine that sampled and the trainer."""
+        corrected = correct(batch, self.config.algorithm, self.metrics)
+        return corrected.select(*(name for name in corrected.names() if name not in batch))
+
+    @dispatch(Split.ZERO)
+    def kl_in_reward(self, batch: Batch) -> Batch:
+        """Subtract the KL penalty from the token rewards, and let the controller adapt."""
+        mask = batch.ragged("response_mask")
+        rewards, mean_kl = apply_kl_penalty(
+            batch.ragged("token_level_scores").to_padded(),
+            batch.ragged("old_log_probs").to_padded(),
+            batch.ragged("ref_log_probs").to_padded(),
+            mask.to_padded(),
+            self.kl_ctrl.value,
+            self.config.algorithm.kl_penalty,
+        )
+        self.metrics.add("actor/reward_kl_penalty", mean_kl)
+        self.metrics.add("actor/reward_kl_penalty_coeff", self.kl_ctrl.value)
+        self.kl_ctrl.update(float(mean_kl), len(batch))
+        return Batch({"token_level_rewards": Ragged.from_padded(rewards, mask.lengths)})
+
+    @dispatch(Split.ZERO, objects=True)
+    def advantages(self, batch: Batch) -> Batch:
+        """Run the advantage estimator over the whole batch."""
+        advantages, returns = estimate(self.estimator, batch, self.config.algorithm)
+        self.invariants.check_finite("advantages", advantages, batch)
+        return Batch({"advantages": advantages, "returns": returns})
+
+    @dispatch(Split.ZERO)
+    def update_view(self, batch: Batch, step: int, *, pairs: bool) -> Batch:
+        """The rows that the updates learn from, where they are others than those of the batch: drawn anew (PF-PPO), or, with
+        ``pairs``, the best and the worst answer to each prompt beside each other.
+        """
+        config = self.config
+        n, seed = config.actor_rollout_ref.rollout.n, config.trainer.seed
+        view = update_view(batch, config.algorithm, n=n, seed=seed, step=step)
+        if pairs:
+            view = own_pairs(view, config.actor_rollout_ref.actor.preference_loss.margin)
+            self.metrics.add("actor/preference_pairs", len(view) // 2)
+        return view
+
+    # checks ----------------------------------------------------------------------------------------------------------
+
+    @dispatch(Split.ZERO)
+    def check_sampled(self, batch: Batch) -> None:
+        """Groups are whole, and masks fit their responses."""
+        self.invariants.check_groups(batch.uids, self.config.actor_rollout_ref.rollout.n)
+        self.invariants.check_mask(batch)
+
+    @dispatch(Split.ZERO)
+    def check_engine(self, batch: Batch) -> None:
+        """Engine and trainer agree on the log-probs of what was sampled."""
+        self.invariants.check_canary(batch.ragged("rollout_log_probs"), batch.ragged("old_log_probs"), batch)
+
+    @dispatch(Split.ZERO)
+    def check_published(self, batch: Batch) -> None:
+        """Engine and trainer agree on the canary prompts, with the weights just published."""
+        gap = self.published.check_canary(
+            batch.ragged("rollout_log_probs"), batch.ragged("log_probs"), batch, fixed=True
+        )
+        self.metrics.add("rollout/canary_gap", gap)
+
+    @dispatch(Split.ZERO, objects=True)
+    def check_ids(self, batch: Batch) -> None:
+        """The tokens to be trained on are those that were sampled."""
+        self.invariants.check_ids(batch)
+
+    @dispatch(Split.ZERO, objects=True)
+    def check_update(self, batch: Batch | None, role: str, update: RoleUpdate) -> None:
+        """The first update begins where the rollout ended (for the actor), and the gradients are finite.
+
+        Args:
+            batch: for the dump; given when an update was skipped.
+        """
+        results = update.results
+        if role == "actor" and results and any(results[0].statistics):
+            self.invariants.check_first_ratio(results[0], self.metrics)  # a mini-batch may be rejected, or give no pair
+        self.invariants.check_updates(role, results, batch)
+
+    # reports ---------------------------------------------------------------------------------------------------------
+
+    @dispatch(Split.ZERO, objects=True)
+    def report(self, batch: Batch) -> MetricStore:
+        """All metrics of the batch, and those collected on the way."""
+        metrics, self.metrics, data = self.metrics, MetricStore(), self.config.data
+        batch_metrics(
+            metrics, batch, max_prompt_length=data.max_prompt_length, max_response_length=data.max_response_length
+        )
+        self.invariants.report(metrics)
+        return metrics
+
+    @dispatch(Split.ZERO, objects=True)
+    def write_rollouts(self, batch: Batch, step: int) -> None:
+        """Write every sample of the step to ``rollouts/``."""
+        self.directory.write_rollouts(step, rollout_records(batch))
+
+    def _dump(self, name: str, batch: Batch) -> Path:
+        """Keep a batch that broke an invariant, for whoever looks into it."""
+        return self.directory.write_records(self.directory.path / "dumps" / f"{name}.jsonl", rollout_records(batch))
+
+    # state -----------------------------------------------------------------------------------------------------------
+
+    @dispatch(Split.ZERO)
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must remember, as plain JSON values."""
+        return {
+            "kl_ctrl": self.kl_ctrl.state_dict(),
+            "invariants": self.invariants.state_dict(),
+            "published": self.published.state_dict(),
+        }
+
+    @dispatch(Split.ZERO)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up :meth:`state_dict`."""
+        self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        self.invariants.load_state_dict(state["invariants"])
+        self.published.load_state_dict(state["published"])
