@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hone.algorithms.logits import (
     chunked_log_probs,
@@ -14,6 +15,7 @@ from hone.algorithms.logits import (
     sum_pi_squared_from_logits,
     token_log_probs,
 )
+from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
 from hone.training.model import causal_lm, value_head
 from hone.training.packing import PackedSequences
 
@@ -59,15 +61,17 @@ class PolicyHead:
             return result
         hidden = hidden_states(causal, packed)
         softcap = getattr(causal.config, "final_logit_softcapping", None)
-        shared = {"bias": output.bias, "temperature": self.temperature, "softcap": softcap}
-        log_probs, entropy = chunked_log_probs(
-            hidden, output.weight, packed.targets, with_entropy=with_entropy, **shared
-        )
+        shared = {"temperature": self.temperature, "softcap": softcap} | _output_weights(output)
+        divided = "group" in shared
+        compute = vocabulary_log_probs if divided else chunked_log_probs
+        log_probs, entropy = compute(hidden, targets=packed.targets, with_entropy=with_entropy, **shared)
         result = {"log_probs": log_probs}
         if entropy is not None:
             result["entropy"] = entropy
         if self.with_sum_pi_squared:
-            result["sum_pi_squared"] = chunked_sum_pi_squared(hidden, output.weight, **shared)
+            shared.pop("start", None)
+            squares = vocabulary_sum_pi_squared if divided else chunked_sum_pi_squared
+            result["sum_pi_squared"] = squares(hidden, **shared)
         return result
 
 
@@ -88,6 +92,20 @@ def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
         use_cache=False,
     ).last_hidden_state
     return hidden[0].index_select(0, packed.output_index)
+
+
+def _output_weights(output: nn.Linear) -> dict[str, Any]:
+    """Weight and bias of the output layer; where tensor parallelism cuts it by vocabulary, this rank's part of it."""
+    weight, bias = output.weight, output.bias
+    if not isinstance(weight, DTensor):
+        return {"weight": weight, "bias": bias}
+    mesh = weight.device_mesh
+    return {
+        "weight": weight.to_local(),
+        "bias": bias.to_local() if isinstance(bias, DTensor) else bias,
+        "group": mesh.get_group(),
+        "start": mesh.get_local_rank() * (weight.shape[0] // mesh.size()),
+    }
 
 
 def _scales_logits(model: nn.Module) -> bool:

@@ -27,6 +27,10 @@ from hone.config.model import ModelConfig
 from hone.data.seeding import derive_seed
 from hone.errors import ModelError, did_you_mean
 from hone.generation.attention import use_hone_attention
+from hone.training.streaming import WeightFiles, empty_model, standing_in
+
+VALUE_SETTINGS: dict[str, Any] = {"num_labels": 1, "classifier_dropout": 0.0}
+"""What a value model's config says beside its backbone's."""
 
 
 def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainable: bool = True) -> nn.Module:
@@ -41,24 +45,30 @@ def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainab
     """
     model = _load(AutoModelForCausalLM, config)
     model.to(device)  # type: ignore[arg-type]
+    return as_policy(model, config, seed=seed, trainable=trainable)
+
+
+def as_policy(model: PreTrainedModel, config: ModelConfig, *, seed: int, trainable: bool) -> nn.Module:
+    """A causal model made ready: adapters if it is trained with them, frozen if it is not trained, attention, checkpointing."""
+    ready: nn.Module = model
     if not trainable:
         model.requires_grad_(False).eval()
     elif config.lora_rank > 0 or config.lora_adapter_path:
-        model = _with_adapter(model, config, seed)
-    _prepare(model, checkpointing=trainable and config.enable_gradient_checkpointing)
-    return model
+        ready = _with_adapter(model, config, seed)
+    prepare(ready, checkpointing=trainable and config.enable_gradient_checkpointing)
+    return ready
 
 
 def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
     """Load a value model: the same backbone with one output a token, zero at the start (so are all values)."""
-    model = _load(AutoModelForTokenClassification, config, num_labels=1, classifier_dropout=0.0)
+    model = _load(AutoModelForTokenClassification, config, **VALUE_SETTINGS)
     head = value_head(model)
     if not any("Classification" in name for name in _saved_config(config).architectures or []):
         nn.init.zeros_(head.weight)
         if head.bias is not None:
             nn.init.zeros_(head.bias)
     model.to(device)  # type: ignore[arg-type]
-    _prepare(model, checkpointing=config.enable_gradient_checkpointing)
+    prepare(model, checkpointing=config.enable_gradient_checkpointing)
     return model
 
 
@@ -83,7 +93,7 @@ def load_reward_model(config: ModelConfig, *, device: torch.device, trainable: b
     model.to(device)  # type: ignore[arg-type]
     if not trainable:
         model.requires_grad_(False).eval()
-    _prepare(model, checkpointing=trainable and config.enable_gradient_checkpointing)
+    prepare(model, checkpointing=trainable and config.enable_gradient_checkpointing)
     return model
 
 
@@ -129,16 +139,8 @@ def _path(config: ModelConfig) -> str:
 
 def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedModel:
     path = _path(config)
-    if not (Path(path) / "config.json").is_file():
-        raise ModelError(
-            f"'{path}' is not a model directory: it has no config.json",
-            where="model.path",
-            fix="give a Hugging Face model directory, or make one with `hone init`",
-        )
-    try:
-        settings = _saved_config(config)
-        _require_known(config.override_config, settings)
-        settings.update({**config.override_config, **overrides})
+    with _explained(path):
+        settings = model_settings(config, **overrides)
         with _quiet():
             model, report = factory.from_pretrained(
                 path,
@@ -149,12 +151,6 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
                 attn_implementation="eager",
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ModelError(
-            f"cannot load the model in '{path}': {str(error).splitlines()[0]}",
-            where="model.path",
-            fix="check that the directory holds config.json and *.safetensors of one model",
-        ) from error
     missing = [name for name in report["missing_keys"] if not name.startswith(("score.", "classifier."))]
     if missing:
         raise ModelError(
@@ -165,6 +161,47 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
         )
     _own_memory(model)
     return model
+
+
+def load_empty(factory: Any, config: ModelConfig, **overrides: Any) -> tuple[PreTrainedModel, WeightFiles]:
+    """The model without storage for its parameters, and the files to fill it from.
+
+    Raises:
+        ModelError: the directory is missing or holds no model in safetensors files.
+    """
+    path = _path(config)
+    with _explained(path), _quiet():
+        settings = model_settings(config, **overrides)
+        model = empty_model(factory, settings, trust_remote_code=config.trust_remote_code)
+        return model, WeightFiles(Path(path), model)
+
+
+def model_settings(config: ModelConfig, **overrides: Any) -> PreTrainedConfig:
+    """The model's own configuration with the user's changes and ``overrides``."""
+    path = _path(config)
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(
+            f"'{path}' is not a model directory: it has no config.json",
+            where="model.path",
+            fix="give a Hugging Face model directory, or make one with `hone init`",
+        )
+    settings = _saved_config(config)
+    _require_known(config.override_config, settings)
+    settings.update({**config.override_config, **overrides})
+    return settings
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """What goes wrong in reading a model is the user's to mend."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot load the model in '{path}': {str(error).splitlines()[0]}",
+            where="model.path",
+            fix="check that the directory holds config.json and *.safetensors of one model",
+        ) from error
 
 
 def _own_memory(model: nn.Module) -> None:
@@ -205,6 +242,11 @@ def _require_known(overrides: dict[str, Any], settings: PreTrainedConfig) -> Non
 
 
 def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
+    with standing_in(model):
+        return _add_adapter(model, config, seed)
+
+
+def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
     if config.lora_adapter_path:
         try:
             return PeftModel.from_pretrained(model, config.lora_adapter_path, is_trainable=True)
@@ -233,7 +275,8 @@ def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.
             ) from error
 
 
-def _prepare(model: nn.Module, *, checkpointing: bool) -> None:
+def prepare(model: nn.Module, *, checkpointing: bool) -> None:
+    """Give ``model`` this project's attention, and gradient checkpointing if asked for."""
     use_hone_attention(model)
     inner = causal_lm(model)
     inner.config.use_cache = False

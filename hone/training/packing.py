@@ -20,7 +20,7 @@ from torch import Tensor
 from hone.data.balance import CostModel, Lengths, balance, load_of, part_of_rows
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged, offsets_of
-from hone.generation.attention import PackedLayout
+from hone.generation.attention import Layout, PackedLayout
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PackedSequences:
     """
 
     input_ids: Tensor
-    layout: PackedLayout
+    layout: Layout
     output_index: Tensor
     targets: Tensor
 

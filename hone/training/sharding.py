@@ -1,0 +1,118 @@
+"""From a model without storage to this process's part of it: tensor, expert and sequence parallel, then FSDP2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from hone.config.parallel import FsdpConfig
+from hone.training.expert_parallel import apply_expert_parallel
+from hone.training.heads import Head
+from hone.training.layout import Meshes
+from hone.training.model import causal_lm
+from hone.training.packing import PackedSequences
+from hone.training.sequence_parallel import check_heads, of_whole_row, own_piece
+from hone.training.tensor_parallel import apply_tensor_parallel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Computation(nn.Module):
+    """A model and what is computed with it, as one module: FSDP gathers parameters where a module is called, and a head
+    calls parts of a model, never the model itself.
+
+    Args:
+        model: a Hugging Face module, adapters in place.
+        meshes: the process groups.
+    """
+
+    def __init__(self, model: nn.Module, meshes: Meshes) -> None:
+        super().__init__()
+        self.model, self.meshes = model, meshes
+
+    def forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
+        """What ``head`` says of the whole packed row, on every rank that shares it."""
+        if self.meshes.layout.sequence == 1:
+            return head(self.model, packed, with_entropy=with_entropy)
+        group = self.meshes.sequence_group
+        piece, mine = own_piece(packed, group)
+        outputs = head(self.model, piece, with_entropy=with_entropy)
+        return {name: of_whole_row(values, mine, len(packed.targets), group) for name, values in outputs.items()}
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A divided model.
+
+    Attributes:
+        computation: what is called; its parameters are this rank's shards.
+        partial: modules whose gradients are to be summed over the tensor-parallel ranks.
+    """
+
+    computation: Computation
+    partial: list[nn.Module]
+
+    @property
+    def root(self) -> FSDPModule:
+        """The same module with FSDP's methods."""
+        assert isinstance(self.computation, FSDPModule)
+        return self.computation
+
+
+def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str) -> Sharded:
+    """Divide ``model`` by the layout of ``meshes``. Its parameters may be on the meta device.
+
+    Args:
+        model: a Hugging Face module, adapters in place.
+        config: how FSDP shards and offloads.
+        dtype: compute dtype.
+
+    Raises:
+        ModelError: the model cannot be divided so.
+    """
+    inner, layout = causal_lm(model), meshes.layout
+    _check(inner, meshes)
+    partial = apply_tensor_parallel(inner, meshes.parameters["tensor"]) if layout.tensor > 1 else []
+    experts = apply_expert_parallel(model, meshes.experts["expert"]) if meshes.experts is not None else []
+    computation = Computation(model, meshes)
+    settings = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=_narrower(config.mixed_precision.param_dtype or dtype),
+            reduce_dtype=DTYPES[config.mixed_precision.reduce_dtype],
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if config.offload_policy
+        else OffloadPolicy(),
+    }
+    for module in experts:
+        fully_shard(module, mesh=meshes.expert_fsdp, reshard_after_forward=config.reshard_after_forward, **settings)
+    for layer in layers_of(inner):
+        fully_shard(layer, mesh=meshes.fsdp, reshard_after_forward=config.reshard_after_forward, **settings)
+    fully_shard(computation, mesh=meshes.fsdp, reshard_after_forward=False, **settings)
+    for module in computation.modules():
+        if isinstance(module, FSDPModule):  # losses are shares of the whole batch's, so gradients add up
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return Sharded(computation, partial)
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers that are gathered one after the other: those that transformers never splits over devices."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _narrower(name: str) -> torch.dtype | None:
+    return None if name == "float32" else DTYPES[name]
+
+
+def _check(model: PreTrainedModel, meshes: Meshes) -> None:
+    if meshes.layout.sequence > 1:
+        config = model.get_decoder().config
+        heads = config.num_attention_heads // meshes.layout.tensor
+        key_value = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        check_heads(heads, key_value // meshes.layout.tensor, meshes.layout.sequence)

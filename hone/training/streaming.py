@@ -1,0 +1,200 @@
+"""Models that never exist whole: built without storage, filled from safetensors files one parameter at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from hone.errors import ModelError
+
+
+class WeightFiles:
+    """The safetensors files of a Hugging Face directory, seen as the parameters of ``model``.
+
+    Files may name and cut weights otherwise than the module does (one matrix an expert, say); transformers' own table of
+    conversions is applied, and only what one parameter needs is read at a time.
+
+    Args:
+        directory: of the model.
+        model: as transformers builds it, before adapters; storage is not needed.
+
+    Raises:
+        ModelError: there are no safetensors files.
+    """
+
+    def __init__(self, directory: Path, model: PreTrainedModel) -> None:
+        self.files = _files(directory)
+        self.config = model.config
+        self._readers: dict[Path, Any] = {}
+        transforms = get_model_conversion_mapping(model)
+        renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        known = model.state_dict()
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}
+        self._converters: dict[str, WeightConverter] = {}
+        for key in sorted(self.files, key=_natural):
+            target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+            self._sources.setdefault(target, []).append((key, pattern))
+            if pattern is not None:
+                self._converters[target] = by_pattern[pattern]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameter names of the module and their values, one at a time."""
+        for target, sources in self._sources.items():
+            if target not in self._converters:
+                yield target, self._read(sources[0][0])
+                continue
+            converter = copy.deepcopy(self._converters[target])
+            for key, pattern in sources:
+                converter.add_tensor(target, key, str(pattern), self._read(key))  # type: ignore[arg-type]
+            for name, value in converter.convert(target, config=self.config).items():
+                yield name, value[0] if isinstance(value, list) else value
+
+    def _read(self, key: str) -> Tensor:
+        file = self.files[key]
+        if file not in self._readers:
+            self._readers[file] = safe_open(file, framework="pt")
+        return self._readers[file].get_tensor(key)
+
+
+def empty_model(factory: Any, settings: Any, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a transformers config with parameters on the meta device; buffers that no file holds are computed."""
+    with torch.device("meta"):
+        model = factory.from_config(
+            settings, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    for module in model.modules():
+        buffers = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in buffers:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+        if buffers:
+            with torch.no_grad():
+                model._init_weights(module)
+    return model
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module) -> Iterator[None]:
+    """Within the block meta parameters look like ones on the CPU, and take no memory: adapters made there are real."""
+    originals = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                stand_in = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=parameter.requires_grad)
+                originals.append((module, name, parameter, stand_in))
+                module._parameters[name] = stand_in
+    try:
+        yield
+    finally:
+        for module, name, parameter, stand_in in originals:
+            module._parameters[name] = parameter.requires_grad_(stand_in.requires_grad)
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give every meta parameter storage for its local part; parameters that are one stay one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(
+                    torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                )
+            module._parameters[name] = made[id(parameter)]
+
+
+@torch.no_grad()
+def fill(model: nn.Module, files: WeightFiles, *, fresh: tuple[str, ...] = ()) -> None:
+    """Copy into every parameter this rank's part of it.
+
+    Args:
+        fresh: beginnings of the names of parameters that are zero when no file has them.
+
+    Raises:
+        ModelError: parameters are missing in the files, or have another shape.
+    """
+    parameters = {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name
+    }
+    waiting = set(parameters)
+    for name, value in files.tensors():
+        parameter = parameters.get(name)
+        if parameter is None:
+            continue
+        if parameter.shape != value.shape:
+            raise ModelError(
+                f"'{name}' has shape {list(value.shape)} in the files and {list(parameter.shape)} in the model",
+                where="model.path",
+                fix="check that the directory holds config.json and *.safetensors of one model",
+            )
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.copy_(local_part(value, parameter))
+        waiting.discard(name)
+    for name in [name for name in waiting if name.startswith(fresh)]:
+        parameters[name].zero_()
+        waiting.discard(name)
+    if waiting:
+        raise ModelError(
+            f"the weights lack {len(waiting)} tensors, {min(waiting)} among them",
+            why="they would be random",
+            where="model.path",
+            fix="check that the directory holds config.json and *.safetensors of one model",
+        )
+
+
+def local_part(full: Tensor, parameter: Tensor) -> Tensor:
+    """The part of ``full`` that this rank holds of ``parameter``; no communication.
+
+    The innermost dimension of the mesh is cut first: FSDP shards what tensor or expert parallel has left.
+    """
+    if not isinstance(parameter, DTensor):
+        return full
+    mesh = parameter.device_mesh
+    for dimension in reversed(range(mesh.ndim)):
+        placement = parameter.placements[dimension]
+        dim = getattr(placement, "dim", None)  # of a shard, plain or strided; a replica has none
+        if dim is not None:
+            pieces, place = mesh.size(dimension), mesh.get_local_rank(dimension)
+            piece = -(-full.shape[dim] // pieces)
+            start = min(piece * place, full.shape[dim])
+            full = full.narrow(dim, start, min(piece, full.shape[dim] - start))
+    return full
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """Tensor name to file."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    single = directory / "model.safetensors"
+    if not single.is_file():
+        raise ModelError(
+            f"'{directory}' holds no model.safetensors",
+            why="a model that is divided over processes is read in pieces, which only safetensors files allow",
+            where="model.path",
+            fix="save it with transformers' save_pretrained",
+        )
+    with safe_open(single, framework="pt") as reader:
+        return dict.fromkeys(reader.keys(), single)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key by which ``experts.2`` stands before ``experts.10``."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
