@@ -13,9 +13,7 @@ from hone.insight.stacks import Stacks, collect
 def stacks_of(records: Sequence[Record]) -> dict[int, Stacks]:
     """The stacks of those processes that are alive on this machine, by pid."""
     here = [record for record in records if record.is_here() and record.is_alive()]
-    return collect(
-        {record.pid: record.stacks_file for record in here}, {record.pid: record.main_thread for record in here}
-    )
+    return collect({record.pid: record.stacks_file for record in here}, {record.pid: record.thread for record in here})
 
 
 def examine(records: Sequence[Record], *, seconds: float, limit: float) -> tuple[Diagnosis, str, str]:
@@ -53,9 +51,9 @@ def _head(diagnosis: Diagnosis, stacks: Mapping[int, Stacks], seconds: float, li
         lines.append(f"Culprit: {record.name} (pid {record.pid} on {record.host}), in '{record.stage}'")
     lines += [f"Why: {diagnosis.reason}", "", "Who waits for whom (* the culprit):", *graph(diagnosis)]
     for record in diagnosis.culprits:
-        if (known := stacks.get(record.pid)) and known.main:
-            lines += ["", f"Where {record.name} stands (main thread, most recent call first):"]
-            lines += [f"    {frame}" for frame in known.main[:12]]
+        if (known := stacks.get(record.pid)) and known.frames:
+            lines += ["", f"Where {record.name} stands (most recent call first):"]
+            lines += [f"    {frame}" for frame in known.frames[:12]]
     return "\n".join(lines)
 
 
@@ -68,7 +66,7 @@ def _all_stacks(records: Sequence[Record], stacks: Mapping[int, Stacks]) -> list
             lines.append("not available: " + ("it is dead" if not record.is_alive() else f"it runs on {record.host}"))
         elif known.text:
             lines.append(
-                known.text.replace(f"{record.main_thread:#018x}", f"{record.main_thread:#018x} [main]").rstrip()
+                known.text.replace(f"{record.thread:#018x}", f"{record.thread:#018x} [{record.stage}]").rstrip()
             )
         else:
             lines.append(f"not available: {known.problem}")

@@ -87,12 +87,12 @@ def diagnose(records: Sequence[Record], stacks: Mapping[int, Stacks]) -> Diagnos
 
 
 def place(record: Record, stacks: Mapping[int, Stacks]) -> Frame | None:
-    """The frame of the main thread that says most: the innermost outside of the libraries, else the innermost."""
+    """The frame that says most: the innermost outside of the libraries, else the innermost."""
     known = stacks.get(record.pid)
-    if known is None or not known.main:
+    if known is None or not known.frames:
         return None
-    own = [frame for frame in known.main if not any(part in frame.file for part in _LIBRARY)]
-    return own[0] if own else known.main[0]
+    own = [frame for frame in known.frames if not any(part in frame.file for part in _LIBRARY)]
+    return own[0] if own else known.frames[0]
 
 
 def _wait(record: Record, records: Sequence[Record], stacks: Mapping[int, Stacks]) -> Wait:

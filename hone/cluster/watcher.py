@@ -25,6 +25,7 @@ from hone.insight.environment import oom_kills
 from hone.insight.run_files import disk_errors
 
 REPORTS = "hangs"
+_STDIN = 0
 ANSWER_TIME = 5.0
 """Seconds in which a driver whose interpreter runs reads a report."""
 RECOVERY_TIME = 120.0
@@ -57,6 +58,7 @@ class Watcher:
         self._seen: dict[int, tuple[object, ...]] = {}
         self._moved = time.monotonic()
         self._last_stage = ""
+        self._heard = b""
 
     def watch(self) -> None:
         """Look once a second."""
@@ -74,8 +76,17 @@ class Watcher:
 
     def _hear(self, seconds: float) -> str | None:
         """The driver's next word; None when it says nothing, empty when it has closed the line."""
-        ready, _, _ = select.select([sys.stdin], [], [], seconds)
-        return sys.stdin.readline().strip() if ready else None
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._heard:
+            ready, _, _ = select.select([_STDIN], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            read = os.read(_STDIN, 4096)
+            if not read:
+                return ""
+            self._heard += read
+        word, _, self._heard = self._heard.partition(b"\n")
+        return word.decode()
 
     def _quiet_for(self, records: Sequence[Record]) -> float:
         """Seconds since anything moved. A driver that the user has stopped, or holds in a debugger, does not count."""

@@ -52,6 +52,7 @@ class Span:
         waits_on: names of processes (``actor[1]``) or of all that play a role (``actor``); empty when it works itself.
         limit: seconds it may take without any movement; None leaves that to ``trainer.watchdog_seconds``.
         waits: whether it is a wait for something outside this process.
+        thread: identity of the thread that began it.
     """
 
     what: str
@@ -59,6 +60,7 @@ class Span:
     waits_on: tuple[str, ...] = ()
     limit: float | None = None
     waits: bool = False
+    thread: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,6 @@ class Record:
         ticks: progress so far, a number that only grows.
         moved: wall time of the last tick or change of what it does.
         log: file that takes its output, if there is one.
-        main_thread: identity of its main thread.
     """
 
     role: str
@@ -84,7 +85,6 @@ class Record:
     ticks: int = 0
     moved: float = 0.0
     log: str | None = None
-    main_thread: int = 0
     path: Path = field(default=Path(), compare=False)
 
     @property
@@ -96,6 +96,11 @@ class Record:
     def stage(self) -> str:
         """Everything it is in the middle of, the outermost first."""
         return " > ".join(span.what for span in self.spans) or "idle"
+
+    @property
+    def thread(self) -> int:
+        """Identity of the thread that does the innermost of it; 0 when idle."""
+        return self.spans[-1].thread if self.spans else 0
 
     @property
     def stacks_file(self) -> Path:
@@ -122,7 +127,7 @@ class _Publisher:
         self._ticks = self._version = 0
         self._files: list[Path] = []
 
-    def begin(self, directory: Path, role: str, rank: int | None, log: Path | None) -> None:
+    def begin(self, directory: Path, role: str, rank: int | None, log: str | None) -> None:
         self.end()
         directory.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"\W+", "-", role) + ("" if rank is None else f"-{rank}")
@@ -139,8 +144,7 @@ class _Publisher:
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "born": birth(os.getpid()),
-                "log": str(log) if log else None,
-                "main_thread": threading.main_thread().ident,
+                "log": log,
             }
             self._write()
         stacks.answer_requests(path.with_suffix(".stacks"))
@@ -176,7 +180,7 @@ class _Publisher:
 
     def _write(self) -> None:
         """Write the whole record; the version stands at both ends, so a reader sees whether it read half of one."""
-        spans = [[s.what, s.since, s.waits_on, s.limit, s.waits] for s in self._spans]
+        spans = [[s.what, s.since, s.waits_on, s.limit, s.waits, s.thread] for s in self._spans]
         text = json.dumps({**self._identity, "spans": spans}).encode()
         while len(text) > _ROOM and spans:  # more than a page: the innermost are of most use
             spans.pop(0)
@@ -192,16 +196,15 @@ class _Publisher:
 _publisher = _Publisher()
 
 
-def begin(directory: Path, role: str, rank: int | None = None, *, log: Path | None = None) -> None:
+def begin(directory: Path, role: str, rank: int | None = None) -> None:
     """Publish this process under ``directory`` from now on, and let its stacks be asked for.
 
     Args:
         directory: ``<run>/activity``; made if absent.
         role: what this process is to the run (``driver``, ``actor``, ``reward worker``).
         rank: which of those that play the role.
-        log: file that takes its output.
     """
-    _publisher.begin(directory, role, rank, log)
+    _publisher.begin(directory, role, rank, _own_log())
 
 
 def clear(directory: Path) -> None:
@@ -240,7 +243,7 @@ def doing(what: str, *, limit: float | None = None) -> Iterator[None]:
         what: a stage, a call, a step.
         limit: seconds in which it need not move, where that is long (loading a model).
     """
-    with _span(Span(what, time.time(), (), limit)):
+    with _span(Span(what, time.time(), (), limit, thread=threading.get_ident())):
         yield
 
 
@@ -253,7 +256,7 @@ def waiting(what: str, *, on: Sequence[str] = (), limit: float | None = None) ->
         on: names of the processes, or the roles, that can end the wait.
         limit: seconds after which the wait ends by itself; it counts as a hang only later.
     """
-    with _span(Span(what, time.time(), tuple(on), limit, waits=True)):
+    with _span(Span(what, time.time(), tuple(on), limit, waits=True, thread=threading.get_ident())):
         yield
 
 
@@ -288,12 +291,19 @@ def _read(path: Path) -> Record | None:
         version, ticks, moved, length = _HEAD.unpack_from(page)
         if version and version == _VERSION.unpack_from(page, _PAGE - _VERSION.size)[0]:
             fields = json.loads(page[_HEAD.size : _HEAD.size + length])
-            spans = tuple(
-                Span(what, since, tuple(on), limit, waits) for what, since, on, limit, waits in fields.pop("spans")
-            )
+            spans = tuple(Span(what, since, tuple(on), *others) for what, since, on, *others in fields.pop("spans"))
             return Record(**fields, spans=spans, ticks=ticks, moved=moved, path=path)
         time.sleep(0.001)
     return None
+
+
+def _own_log() -> str | None:
+    """The file that takes this process's standard error, if it is a file."""
+    try:
+        path = Path("/proc/self/fd/2").readlink()
+    except OSError:
+        return None
+    return str(path) if path.is_file() else None
 
 
 def birth(pid: int) -> int | None:

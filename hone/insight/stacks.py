@@ -26,8 +26,10 @@ REQUEST = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (7 if hasattr(signal, "S
 PATIENCE = 2.0
 """Seconds that processes get to answer."""
 
-_THREAD = re.compile(r"(Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_SPIED_THREAD = re.compile(r"Thread (?:0x)?([0-9A-Fa-f]+) \(.+\)")
+_SPIED_FRAME = re.compile(r"    (.+) \((.+):(\d+)\)$")
 _MACHINERY = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "/contextlib.py", "torch/utils/_contextlib.py")
 """Frames that stand between a caller and the collective it waits in."""
 
@@ -52,23 +54,23 @@ class Stacks:
 
     Attributes:
         text: as it was written, all threads.
-        main: frames of the main thread, the innermost first; empty when unknown.
+        frames: of the thread that does the work, the innermost first; empty when unknown.
         problem: why there is no text; empty when there is.
     """
 
     text: str
-    main: tuple[Frame, ...] = ()
+    frames: tuple[Frame, ...] = ()
     problem: str = ""
 
     @property
     def innermost(self) -> Frame | None:
-        """Where the main thread stands."""
-        return self.main[0] if self.main else None
+        """Where the process stands."""
+        return self.frames[0] if self.frames else None
 
     @property
     def collective(self) -> str | None:
-        """The function of torch.distributed that the main thread waits in, or None when it waits in none."""
-        for frame in self.main:
+        """The function of torch.distributed that the process waits in, or None when it waits in none."""
+        for frame in self.frames:
             if not frame.file.endswith(_MACHINERY):
                 return frame.function if "/torch/distributed/" in frame.file else None
         return None
@@ -91,12 +93,12 @@ def stop_answering() -> None:
         _file = None
 
 
-def collect(processes: Mapping[int, Path], main_threads: Mapping[int, int]) -> dict[int, Stacks]:
+def collect(processes: Mapping[int, Path], threads: Mapping[int, int]) -> dict[int, Stacks]:
     """Ask processes of this machine for their stacks.
 
     Args:
         processes: pid to the file in which its answer appears.
-        main_threads: pid to the identity of its main thread.
+        threads: pid to the identity of the thread that does its work; 0 is the main thread.
 
     Returns:
         Of every pid its stacks, or why there are none.
@@ -123,24 +125,28 @@ def collect(processes: Mapping[int, Path], main_threads: Mapping[int, int]) -> d
             problems.setdefault(pid, f"it does not answer ({_state(pid)})")
         if text:
             problems.pop(pid, None)
-        found[pid] = Stacks(text, parse_main(text, main_threads.get(pid, 0)), problems.get(pid, ""))
+        found[pid] = Stacks(text, parse(text, threads.get(pid, 0)), problems.get(pid, ""))
     return found
 
 
-def parse_main(text: str, main_thread: int) -> tuple[Frame, ...]:
-    """Frames of the main thread in what faulthandler or py-spy wrote, the innermost first."""
-    frames: list[Frame] = []
-    inside = False
+def parse(text: str, thread: int) -> tuple[Frame, ...]:
+    """Frames of one thread in what faulthandler or py-spy wrote, the innermost first.
+
+    Args:
+        text: as written.
+        thread: its identity; the main thread, which faulthandler writes last, if 0 or not there.
+    """
+    threads: dict[int, list[Frame]] = {}
+    last = 0
     for line in text.splitlines():
-        if thread := _THREAD.match(line):
-            inside = int(thread[2], 16) == main_thread
-        elif line.startswith("Thread ") and "(" in line:  # py-spy: Thread 4711 (idle): "MainThread"
-            inside = '"MainThread"' in line
-        elif inside and (frame := _FRAME.match(line)):
-            frames.append(Frame(frame[1], int(frame[2]), frame[3]))
-        elif inside and (spied := re.match(r"    (.+) \((.+):(\d+)\)$", line)):
-            frames.append(Frame(spied[2], int(spied[3]), spied[1]))
-    return tuple(frames)
+        if head := _THREAD.match(line) or _SPIED_THREAD.match(line):
+            last = int(head[1], 16)
+            threads[last] = []
+        elif frame := _FRAME.match(line):
+            threads.setdefault(last, []).append(Frame(frame[1], int(frame[2]), frame[3]))
+        elif spied := _SPIED_FRAME.match(line):
+            threads.setdefault(last, []).append(Frame(spied[2], int(spied[3]), spied[1]))
+    return tuple(threads.get(thread) or threads.get(last, ()))
 
 
 def _wait_for_answers(files: Mapping[int, Path], before: Mapping[int, int]) -> None:

@@ -48,7 +48,7 @@ def test_a_hang_is_reported_ended_and_resumed(world: World, hung, tmp_path, how)
     assert record["status"] == "failed" and record["exit_reason"].startswith("hang: driver stands at")
     report = (run / "hangs" / "hang_1.txt").read_text()
     assert str(run / "hangs" / "hang_1.txt") in record["exit_reason"]
-    assert "--- stacks of driver" in report and "[main]" in report and function in report
+    assert "--- stacks of driver" in report and f"[{stage}]" in report and function in report
 
     resumed = Command(arguments(world, run, setting), tmp_path / "resumed", prepare=no_fault).wait()
     assert resumed.code == 0, resumed.output

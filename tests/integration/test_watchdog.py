@@ -74,13 +74,15 @@ def test_the_hung_rank_is_named_before_the_collective_gives_up(run: Path):
         port = free.getsockname()[1]
     ranks = [start(RANK, run / activity.FOLDER, rank, port) for rank in range(2)]
     seen = Seen()
-    watchdog = Watchdog(run, 4.0, seen)
+    while len([r for r in activity.read_records(run / activity.FOLDER) if r.stage == "update_actor"]) < 2:
+        assert all(rank.poll() is None for rank in ranks)
+        time.sleep(0.05)
+    watchdog = Watchdog(run, 2.0, seen)
     try:
         with activity.waiting("update_actor", on=["actor"], limit=None):
             hang = seen.wait(60)
-        while not hang.culprits or hang.culprits[0].name == "driver":  # torch was still being imported
             seen.hangs.clear()
-            hang = seen.wait(60)
+            assert seen.wait(60).culprits == hang.culprits, "what stands still is reported again"
     finally:
         watchdog.close()
         for rank in ranks:

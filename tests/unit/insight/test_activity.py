@@ -17,7 +17,7 @@ from hone.insight import activity, stacks
 
 @pytest.fixture
 def published(tmp_path: Path):
-    activity.begin(tmp_path, "actor", 1, log=tmp_path / "actor.log")
+    activity.begin(tmp_path, "actor", 1)
     yield tmp_path
     activity.end()
 
@@ -33,7 +33,7 @@ def test_a_record_says_who_does_what_and_for_whom_it_waits(published: Path):
         inside = own(published)
         activity.tick()
         after = own(published)
-    assert inside.stage == "step 3 > scores" and inside.log == str(published / "actor.log")
+    assert inside.stage == "step 3 > scores"
     assert [(s.waits, s.waits_on, s.limit) for s in inside.spans] == [
         (False, (), None),
         (True, ("reward worker",), 2.0),
@@ -138,11 +138,11 @@ culprit()
             assert process.poll() is None
             time.sleep(0.02)
         record = own(tmp_path)
-        found = stacks.collect({record.pid: record.stacks_file}, {record.pid: record.main_thread})[record.pid]
+        found = stacks.collect({record.pid: record.stacks_file}, {record.pid: record.thread})[record.pid]
     finally:
         process.kill()
         process.wait()
-    assert found.problem == "" and "culprit" in [frame.function for frame in found.main]
+    assert found.problem == "" and "culprit" in [frame.function for frame in found.frames]
     assert found.collective is None
 
 
@@ -153,7 +153,7 @@ def test_a_dead_process_has_no_stacks(tmp_path: Path):
     assert stacks.collect({process.pid: tmp_path / "file"}, {})[process.pid].problem == "it is dead"
 
 
-def test_the_main_thread_is_found_among_others():
+def test_the_thread_that_works_is_found_among_others():
     text = """Thread 0x00007f00000000aa (most recent call first):
   File "/x/threading.py", line 5 in wait
 Current thread 0x00007f00000000bb (most recent call first):
@@ -161,10 +161,10 @@ Current thread 0x00007f00000000bb (most recent call first):
   File "/site-packages/torch/distributed/distributed_c10d.py", line 7 in all_reduce
   File "/x/user.py", line 9 in step
 """
-    main = stacks.parse_main(text, 0x7F00000000BB)
-    assert [frame.function for frame in main] == ["__call__", "all_reduce", "step"]
-    assert stacks.Stacks(text, main).collective == "all_reduce"
-    assert stacks.Stacks(text, stacks.parse_main(text, 0x7F00000000AA)).collective is None
+    frames = stacks.parse(text, 0x7F00000000BB)
+    assert [frame.function for frame in frames] == ["__call__", "all_reduce", "step"]
+    assert stacks.Stacks(text, frames).collective == "all_reduce"
+    assert stacks.Stacks(text, stacks.parse(text, 0x7F00000000AA)).collective is None
 
 
 def test_no_heavy_import():
