@@ -9,6 +9,7 @@ from __future__ import annotations
 from hone.preflight import (
     algorithm,
     batches,
+    checkpoints,
     device,
     effectless,
     environment,
@@ -36,6 +37,7 @@ __all__ = [
     "batch_plan",
     "batches",
     "check",
+    "checkpoints",
     "device",
     "effectless",
     "environment",

@@ -132,7 +132,7 @@ def model_length(config: AnyConfig) -> Iterator[Finding]:
 
 @rule("R55", *TREES.values(), stage=Stage.FILES)
 def run_directory(config: AnyConfig) -> Iterator[Finding]:
-    """The run directory can be written, and a checkpoint to resume from is there."""
+    """The run directory can be written, and a checkpoint to resume from is named."""
     trainer = config.trainer
     directory = Path(trainer.default_local_dir).expanduser().absolute()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
@@ -143,16 +143,12 @@ def run_directory(config: AnyConfig) -> Iterator[Finding]:
             fix="trainer.default_local_dir=DIR",
             where="trainer.default_local_dir",
         )
-    if trainer.resume_mode != "resume_path":
-        return
-    if trainer.resume_from_path is None:
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield error(
             "trainer.resume_mode=resume_path, and no checkpoint is named",
             fix="trainer.resume_from_path=RUN/checkpoints/step_N, or trainer.resume_mode=auto",
             where="trainer.resume_from_path",
         )
-    elif not Path(trainer.resume_from_path).is_dir():
-        yield _no_directory("trainer.resume_from_path", trainer.resume_from_path)
 
 
 def weights(key: str, path: str) -> Iterator[Finding]:

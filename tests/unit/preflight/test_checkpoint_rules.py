@@ -1,0 +1,136 @@
+"""Rules about checkpoints: of another model, and where none can be written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from support.preflight import SMALL_MODEL, change
+
+from hone.config import RLConfig, SFTConfig
+from hone.preflight import Stage, findings
+from hone.training.checkpoints.storage import Storage
+
+
+class ReadOnly(MemoryFileSystem):
+    """A store that one may read and not write."""
+
+    protocol = ("readonly",)
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if "w" in mode:
+            raise PermissionError("no put for this key")
+        return super()._open(path, mode, **kwargs)
+
+
+fsspec.register_implementation("readonly", ReadOnly, clobber=True)
+
+
+def found(config: Any) -> list[Any]:
+    """What the rules of this file say."""
+    stages = (Stage.FILES, Stage.ENVIRONMENT)
+    return [each.error for each in findings(config, stages) if each.error.code in ("R55", "R75", "E-checkpoint")]
+
+
+def write_checkpoint(folder: Path, model: dict[str, Any], adapter: dict[str, Any] | None = None, step: int = 4) -> Path:
+    """A checkpoint as far as preflight looks into it."""
+    directory = folder / f"step_{step}"
+    (directory / "actor").mkdir(parents=True)
+    name, content = ("config.json", model) if adapter is None else ("adapter_config.json", adapter)
+    (directory / "actor" / name).write_text(json.dumps(content))
+    (directory / "checkpoint.json").write_text(json.dumps({"format": 2, "step": step, "files": {}}))
+    return directory
+
+
+@pytest.mark.parametrize("tree", ["rl", "sft"])
+def test_a_checkpoint_of_the_same_model_is_taken(tree, request):
+    config: RLConfig | SFTConfig = request.getfixturevalue(tree)
+    write_checkpoint(Path(config.trainer.default_local_dir) / "checkpoints", SMALL_MODEL)
+    assert found(config) == []
+
+
+@pytest.mark.parametrize("tree", ["rl", "sft"])
+def test_a_checkpoint_of_another_model_is_refused(tree, request):
+    config: RLConfig | SFTConfig = request.getfixturevalue(tree)
+    folder = Path(config.trainer.default_local_dir) / "checkpoints"
+    write_checkpoint(folder, SMALL_MODEL, step=2)
+    write_checkpoint(folder, {**SMALL_MODEL, "hidden_size": 64, "vocab_size": 512}, step=10)
+    (problem,) = found(config)
+    assert problem.code == "R55" and "step_10" in problem.what, "the newest counts, by number"
+    assert "vocab_size 512 there, 300 here, hidden_size 64 there, 32 here" in problem.what
+    change(config, {"trainer.resume_mode": "disable"})
+    assert found(config) == []
+
+
+@pytest.mark.parametrize(
+    ("adapter", "keys", "words"),
+    [
+        ({"r": 8}, {}, ["holds an adapter (r=8)", "lora_rank=0"]),
+        ({"r": 8}, {"lora_rank": 16}, ["r=8", "lora_rank=16"]),
+        (None, {"lora_rank": 8}, ["all weights and no adapter", "lora_rank=8"]),
+        ({"r": 8}, {"lora_rank": 8}, None),
+    ],
+)
+def test_a_checkpoint_with_another_adapter_is_refused(rl: RLConfig, adapter, keys, words):
+    folder = Path(rl.trainer.default_local_dir) / "checkpoints"
+    directory = write_checkpoint(folder, SMALL_MODEL, adapter)
+    change(rl, {f"actor_rollout_ref.model.{key}": value for key, value in keys.items()})
+    change(rl, {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(directory)})
+    problems = found(rl)
+    if words is None:
+        assert problems == []
+    else:
+        assert len(problems) == 1 and all(word in problems[0].what for word in words)
+
+
+def test_what_is_no_checkpoint_is_said_before_anything_is_loaded(rl: RLConfig, tmp_path: Path):
+    change(rl, {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "nothing")})
+    (problem,) = found(rl)
+    assert "nothing" in problem.what and "step_<N>" in problem.fix
+
+
+def test_the_checkpoint_of_a_store_is_looked_at_too(rl: RLConfig):
+    root = Storage("memory://preflight-other-model")
+    (root / "step_3" / "actor").write_text("config.json", json.dumps({**SMALL_MODEL, "num_hidden_layers": 3}))
+    (root / "step_3").write_text("checkpoint.json", "{}")
+    change(rl, {"trainer.checkpoint_dir": "memory://preflight-other-model"})
+    (problem,) = found(rl)
+    assert "num_hidden_layers 3 there, 2 here" in problem.what
+
+
+def test_storage_that_can_be_written_is_fine_and_left_as_it_was(rl: RLConfig, tmp_path: Path):
+    for place in ("memory://preflight-writable", str(tmp_path / "new" / "folder")):
+        change(rl, {"trainer.checkpoint_dir": place})
+        assert found(rl) == []
+    assert Storage("memory://preflight-writable").names() == []
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("TMP/file/below", ["file is not a directory"]),
+        ("nosuchstore://bucket/run", ["nosuchstore"]),
+        ("readonly://bucket/run", ["readonly://bucket/run", "no put for this key"]),
+    ],
+)
+def test_storage_that_cannot_be_written_is_said_at_once(rl: RLConfig, tmp_path: Path, place, words):
+    (tmp_path / "file").write_text("no archive")
+    change(rl, {"trainer.checkpoint_dir": place.replace("TMP", str(tmp_path))})
+    (problem,) = {each.what: each for each in found(rl)}.values()
+    assert all(word in problem.what for word in words)
+    change(rl, {"trainer.save_freq": 0, "trainer.resume_mode": "disable"})
+    assert found(rl) == [], "nothing is going to be written"
+
+
+def test_a_protected_folder_is_named(rl: RLConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "protected")  # root may write anywhere
+    (tmp_path / "protected").mkdir(mode=0o500)
+    change(rl, {"trainer.checkpoint_dir": str(tmp_path / "protected" / "run")})
+    (problem,) = found(rl)
+    assert "write-protected" in problem.what
