@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Evidence:
     """Everything that lies outside the configuration, read when a rule first asks for it.
 
-    What cannot be read is empty or None here; the rule that owns the file (R08, R42) says why.
+    What cannot be read, or lacks a column that is needed, is empty or None here; the rule that owns the file (R08, R42) says why.
 
     Args:
         config: the configuration that is checked.
@@ -115,9 +115,10 @@ class Evidence:
         if not paths:
             return []
         try:
-            return read_rows(paths, required=(), optional=columns(self.config), max_rows=most)
+            rows = read_rows(paths, required=(), optional=columns(self.config), max_rows=most)
         except HoneError:
             return []
+        return rows if all(column in row.values for row in rows[:1] for column in required(self.config)) else []
 
 
 def columns(config: AnyConfig) -> tuple[str, ...]:
@@ -131,6 +132,13 @@ def columns(config: AnyConfig) -> tuple[str, ...]:
         *(data.prompt_key, data.chosen_key, data.rejected_key),  # type: ignore[union-attr]
         *(data.completion_key, data.label_key, data.tools_key),  # type: ignore[union-attr]
     )
+
+
+def required(config: AnyConfig) -> tuple[str, ...]:
+    """Return the columns without which nothing can be said of a row."""
+    if isinstance(config, RLConfig):
+        return (config.data.prompt_key, config.data.reward_fn_key)
+    return (config.data.messages_key,) if isinstance(config, SFTConfig) else ()
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -115,7 +115,7 @@ def _from_config(model: ModelConfig) -> int | None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        settings = AutoConfig.from_pretrained(model.path, local_files_only=True, **model.override_config)
+        settings = AutoConfig.from_pretrained(str(model.path), local_files_only=True, **model.override_config)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(settings, dtype=torch.float32).num_parameters()
     except (ValueError, KeyError, OSError, ImportError, AttributeError, TypeError):

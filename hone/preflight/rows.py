@@ -24,9 +24,8 @@ def prompts_are_sound(config: RLConfig, evidence: Evidence) -> Iterator[Finding]
     from hone.data import checks
 
     for rows in (evidence.train_rows, evidence.val_rows):
-        if rows and config.data.prompt_key in rows[0].values and config.data.reward_fn_key in rows[0].values:
-            yield from checks.prompts(rows, config.data.prompt_key)
-            yield from checks.source_names(rows, config.data.reward_fn_key)
+        yield from checks.prompts(rows, config.data.prompt_key)
+        yield from checks.source_names(rows, config.data.reward_fn_key)
 
 
 @rule("R42", SFTConfig, stage=Stage.FILES)
@@ -35,8 +34,7 @@ def conversations_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[F
     from hone.data import checks
 
     for rows in (evidence.train_rows, evidence.val_rows):
-        if rows and config.data.messages_key in rows[0].values:
-            yield from checks.conversations(rows, config.data.messages_key)
+        yield from checks.conversations(rows, config.data.messages_key)
 
 
 @rule("R43", RLConfig, stage=Stage.FILES)
@@ -72,7 +70,7 @@ def an_epoch_has_steps(config: AnyConfig, evidence: Evidence) -> Iterator[Findin
     rows, batch = len(evidence.train_rows), config.data.train_batch_size
     if 0 < rows < batch:
         yield error(
-            f"{rows} training rows, and a batch takes data.train_batch_size={batch}: 0 steps an epoch",
+            f"the training files hold {rows} rows, and a batch takes data.train_batch_size={batch}: 0 steps an epoch",
             why="an incomplete batch is left out, so nothing would be trained",
             fix=f"data.train_batch_size={rows} or less, or more data",
             where="data.train_batch_size",
@@ -88,9 +86,8 @@ def rows_differ(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     if isinstance(config, PreferenceConfig | RewardModelConfig):
         return  # several pairs of one prompt are usual
     key = config.data.prompt_key if isinstance(config, RLConfig) else config.data.messages_key
-    if train and key in train[0].values:
-        yield from checks.duplicates(train, key)
-        yield from checks.overlap(train, val, key)
+    yield from checks.duplicates(train, key)
+    yield from checks.overlap(train, val, key)
     if isinstance(config, RLConfig):
         yield from checks.rare_sources(train, config.data.reward_fn_key, config.data.train_batch_size)
 

@@ -101,6 +101,16 @@ def _golden(bench: Bench) -> Iterator[Finding]:
     failed = [uid for uid in golden if golden[uid] <= none[uid]]
     if not failed:
         return
+    if not _looks_at_truth(bench):
+        yield _finding(
+            "R49",
+            f"the reward does not depend on the ground truth, and in {len(failed)} of {len(golden)} rows garbage or nothing "
+            "scores as well as a right answer",
+            why="nothing but the form of an answer can be learned",
+            fix="compare with ground_truth in the function, unless that is what you want: preflight.allow=[R49]",
+            stops=False,
+        )
+        return
     worst = max(failed, key=lambda uid: none[uid] - golden[uid])
     truth = next(trial.probe.sample.ground_truth for trial in bench.of("golden") if trial.probe.sample.uid == worst)
     yield _finding(
@@ -111,6 +121,13 @@ def _golden(bench: Bench) -> Iterator[Finding]:
         fix="compare extraction and ground truth: `hone reward test` shows every answer and its score",
         stops=2 * len(failed) >= len(golden),
     )
+
+
+def _looks_at_truth(bench: Bench) -> bool:
+    """Whether some text scores differently beside another ground truth."""
+    seen: dict[str, float] = {}
+    trials = [trial for trial in bench.of("golden", "wrong") if trial.score.error is None]
+    return any(seen.setdefault(trial.probe.text, trial.score.total) != trial.score.total for trial in trials)
 
 
 def _traps(bench: Bench) -> Iterator[Finding]:

@@ -51,7 +51,7 @@ def test_data_files(train, run, world, tmp_path):
     require_message(train("data.train_files=empty.jsonl"), "empty.jsonl")
     rows(tmp_path / "column.jsonl", {"question": "1 + 1"})
     require_message(train("data.train_files=column.jsonl"), "prompt", "question")
-    rows(tmp_path / "types.jsonl", *({**PROMPT_ROW, "prompt": 7} for _ in range(12)))
+    rows(tmp_path / "types.jsonl", *({**PROMPT_ROW, "prompt": n} for n in range(12)))
     require_message(train("data.train_files=types.jsonl"), "prompt")
     rows(tmp_path / "messages.jsonl", {"text": "hello"})
     require_message(run(*sft_command(world, tmp_path / "sft", "data.train_files=messages.jsonl")), "messages", "text")
@@ -59,15 +59,18 @@ def test_data_files(train, run, world, tmp_path):
 
 def test_prompts_too_long(train, tmp_path):
     long = {**PROMPT_ROW, "prompt": "copy 01 " * 30}
-    rows(tmp_path / "long.jsonl", *([PROMPT_ROW] * 12), long, long)
-    require_message(train("data.train_files=long.jsonl"), "data.max_prompt_length=32", "data.truncation=")
+    short = [{**PROMPT_ROW, "prompt": f"copy {number:02d}"} for number in range(13)]
+    rows(tmp_path / "long.jsonl", *short, long)
+    require_message(
+        train("data.train_files=long.jsonl"), "longer than 32", "data.max_prompt_length=", "data.truncation="
+    )
     for policy in ("drop", "truncate"):
         directory = tmp_path / policy
         ended = train(
             "data.train_files=long.jsonl", f"data.truncation={policy}", f"trainer.default_local_dir={directory}"
         )
         assert ended.code == 0, ended.output
-        assert "2 of 14" in ended.message, "counted and shown"
+        assert "1 of 14" in ended.message, "counted and shown"
         assert max(curve(directory, "prompt_length/max")) <= 32
 
 
@@ -104,23 +107,26 @@ def test_names_numbers_and_types(train):
 
 
 @pytest.mark.parametrize(
-    ("body", "part"),
+    ("body", "part", "code"),
     [
-        ("    raise ValueError('the judge is ill')", "ill"),
-        ("    return float('nan')", "nan"),
-        ("    return [1.0, 2.0]", "list"),
-        ("    import time; time.sleep(60)", "reward.timeout"),
+        ("    raise ValueError('the judge is ill')", "ill", "R52"),
+        ("    return float('nan')", "nan", "R51"),
+        ("    return [1.0, 2.0]", "list", "R51"),
+        ("    import time; time.sleep(60)", "reward.timeout", "R52"),
     ],
     ids=["raises", "nan", "wrong-length", "hangs"],
 )
-def test_reward_functions_that_fail(train, tmp_path, body, part):
+def test_reward_functions_that_fail(train, tmp_path, body, part, code):
     (tmp_path / "reward.py").write_text(
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{body}\n"
     )
-    ended = train(
+    overrides = (
         "reward.custom_reward_function.path=reward.py", "reward.timeout=0.5", "data.train_batch_size=6",
         "actor_rollout_ref.rollout.n=2",
     )  # fmt: skip
+    require_message(train(*overrides), part, code)
+    assert not (tmp_path / "run").exists(), "said before the run starts"
+    ended = train(*overrides, "preflight.reward_rows=0")
     assert ended.code == 2, ended.output
     assert part in ended.message
     assert "E-reward" in ended.message
@@ -138,7 +144,7 @@ def test_a_reward_function_that_fails_now_and_then_is_counted(train, tmp_path):
     assert ended.code == 0, ended.output
     assert 0 < metrics(tmp_path / "run")[-1]["reward/error_rate"] < 1
     assert "ill" in ended.output, "the first traceback is in the log"
-    stopped = train(path, "reward.on_error=stop", "trainer.default_local_dir=stopped")
+    stopped = train(path, "reward.on_error=stop", "preflight.reward_rows=0", "trainer.default_local_dir=stopped")
     assert stopped.code == 2
     assert "reward.on_error=count" in stopped.message
 
@@ -165,7 +171,7 @@ def test_disk_full_while_saving(train, small_disk):
     directory = small_disk / "run"
     overrides = (
         f"trainer.default_local_dir={directory}", "trainer.total_training_steps=8", "trainer.save_freq=1",
-        "trainer.max_ckpt_to_keep=null", "data.train_batch_size=6",
+        "trainer.max_ckpt_to_keep=null", "data.train_batch_size=6", "preflight.allow=[R57]",
     )  # fmt: skip
     ended = train(*overrides)
     require_message(ended, "disk is full", "trainer.max_ckpt_to_keep=1")
