@@ -55,7 +55,10 @@ class RunConfig:
     """Checkpoint (.../checkpoints/step_N or .../checkpoints/best, a path or a URL), with resume_mode=resume_path."""
     watchdog_seconds: float = number(600.0, low=0)
     """When no process of the run moves for so long, its stacks and who waits for whom are written to hangs/ in the run
-    directory, and the run ends with exit code 3; 0 never. Below the timeout of collectives."""
+    directory, and the run ends with exit code 3, or restarts its workers; 0 never. Below the timeout of collectives."""
+    max_restarts: int = number(0, low=0)
+    """With runtime=ray: how often the run may restart lost or hung workers and go on from its last checkpoint (or its start),
+    before it ends with exit code 3."""
 
 
 @dataclass

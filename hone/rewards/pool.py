@@ -9,7 +9,6 @@ belongs to no event loop.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import pickle
@@ -46,9 +45,6 @@ _PROGRAM = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); import hone; sys.path.remove({_ROOT!r}); "
     "from hone.rewards.worker import main; main()"
 )
-
-_numbers = itertools.count()
-"""Workers are numbered in the order of their start."""
 
 logger = logging.getLogger("hone.rewards")
 
@@ -272,7 +268,7 @@ def _start(target: Target) -> _Process:
     here, there = Pipe()
     folder = activity.folder()
     popen = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(there.fileno()), *([str(folder), str(next(_numbers))] if folder else [])],
+        [sys.executable, "-c", _PROGRAM, str(there.fileno()), *([str(folder)] if folder else [])],
         pass_fds=[there.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=2,  # what a reward function prints goes to standard error: standard output belongs to the command

@@ -1,7 +1,7 @@
 """The worker process: loads one reward function and calls it for whatever the parent sends.
 
 Run with the number of an inherited file descriptor as its argument, the folder in which the run's processes publish what
-they do and its number among the workers; it speaks over the first and leaves standard output to the reward function. It is started as a fresh program, not forked: no locks or threads of the trainer come along, and a
+they do; it speaks over the first and leaves standard output to the reward function. It is started as a fresh program, not forked: no locks or threads of the trainer come along, and a
 script without ``if __name__ == "__main__"`` is not run twice.
 
     parent -> worker    a Target, once; then chunks: lists of (number, pickled keyword arguments)
@@ -81,7 +81,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     target: Target = connection.recv()
     if len(sys.argv) > 2:
-        activity.begin(Path(sys.argv[2]), "reward worker", int(sys.argv[3]))
+        activity.begin(Path(sys.argv[2]), "reward worker", os.getpid())
     try:
         with activity.doing("loading the reward function"):
             function, is_async = _load(target)
