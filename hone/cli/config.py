@@ -1,28 +1,16 @@
-"""`hone config`: show the resolved tree, explain a key, list presets."""
+"""`hone config`: show, explain, compare, check and import configurations."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from hone.cli.options import ConfigName, ConfigPath, Overrides, Preset
+from hone.cli.config_check import check
+from hone.cli.config_import import import_
+from hone.cli.options import ConfigName, ConfigPath, Json, Kind, Of, Overrides, Preset
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
-
-
-class Kind(StrEnum):
-    """The trees there are, by the command that takes them."""
-
-    train = "train"
-    sft = "sft"
-    prefer = "prefer"
-    reward_model = "reward-model"
-
-
-Of = Annotated[Kind, typer.Option("--of", help="the command whose keys are meant")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @app.callback()
@@ -37,6 +25,9 @@ def show(
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
     of: Of = Kind.train,
+    why: Annotated[
+        bool, typer.Option("--why", help="the source of each value: default, preset, file, command line, derived")
+    ] = False,
     changed: Annotated[bool, typer.Option("--changed", help="only the keys that were set, and where")] = False,
     as_json: Json = False,
 ) -> None:
@@ -45,69 +36,74 @@ def show(
     import json
 
     from hone.config import load_with_provenance, to_yaml
-    from hone.config.keys import leaf_values
+    from hone.config.sources import explained
 
     config, provenance = load_with_provenance(
         _tree(of), overrides or [], preset=preset, config_path=config_path, config_name=config_name
     )
-    if changed:
-        rows = {path: value for path, value in leaf_values(config) if path in provenance}
-        typer.echo(
-            json.dumps({path: {"value": value, "from": provenance[path]} for path, value in rows.items()}, indent=2)
-            if as_json
-            else "\n".join(f"{path}={_text(value)}  # {provenance[path]}" for path, value in rows.items())
-        )
-    elif as_json:
-        typer.echo(json.dumps(dataclasses.asdict(config), indent=2))
-    else:
-        typer.echo(to_yaml(config), nl=False)
+    if not why and not changed:
+        typer.echo(json.dumps(dataclasses.asdict(config), indent=2) if as_json else to_yaml(config), nl=as_json)
+        return
+    rows = {path: (value, source) for path, value, source in explained(config, provenance) if why or path in provenance}
+    if as_json:
+        typer.echo(json.dumps({path: {"value": v, "from": source} for path, (v, source) in rows.items()}, indent=2))
+        return
+    width = max((len(f"{path}={_text(value)}") for path, (value, _) in rows.items()), default=0)
+    for path, (value, source) in rows.items():
+        typer.echo(f"{f'{path}={_text(value)}':<{min(width, 70)}}  # {source}")
 
 
 @app.command("explain")
 def explain(
-    key: Annotated[str, typer.Argument(help="full key, its last parts, or a block")],
-    of: Annotated[
-        Kind | None, typer.Option("--of", help="the command whose keys are meant; both when left out")
-    ] = None,
+    key: Annotated[list[str], typer.Argument(help="a key, its last parts, a block, or words: batch size")],
+    of: Annotated[Kind | None, typer.Option("--of", help="the command whose keys are meant; all when left out")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a key means, what it takes and what it is by default."""
+    """Say what a key means, what it takes, what it is by default, and what it belongs together with."""
     import json
 
-    from hone.config.keys import blocks, documentation
-    from hone.config.suggest import unknown_key
+    from hone.config.explaining import answer
 
-    kinds = [of] if of else list(Kind)
-    found = [(kind, doc) for kind in kinds for doc in documentation(_tree(kind)) if f".{doc.path}".endswith(f".{key}")]
-    inside = [
-        (kind, doc)
-        for kind in kinds
-        if key in blocks(_tree(kind))
-        for doc in documentation(_tree(kind))
-        if doc.path.startswith(f"{key}.")
-    ]
-    matches = inside or found
-    if not matches:
-        raise unknown_key(key, _tree(kinds[0]))
+    words = " ".join(key)
+    kinds = [of.value] if of else [kind.value for kind in Kind]
+    found = answer(words, kinds)
+    typer.echo(json.dumps([entry.as_json() for entry in found], indent=2) if as_json else "\n".join(map(str, found)))
+
+
+@app.command("diff")
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="a YAML file, a run directory or a preset")],
+    second: Annotated[str, typer.Argument(metavar="B", help="the same")],
+    of: Of = Kind.train,
+    as_json: Json = False,
+) -> None:
+    """Show in which keys two configurations differ. Exit code 0 also when they do."""
+    import json
+
+    from hone.config.comparing import differences, read_config
+
+    tree = _tree(of)
+    changes = differences(read_config(first, tree), read_config(second, tree))
     if as_json:
-        rows = [
-            {
-                "command": kind.value,
-                "key": d.path,
-                "type": d.type,
-                "allowed": d.allowed,
-                "default": d.default,
-                "doc": d.doc,
-            }
-            for kind, d in matches
-        ]
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    for kind, doc in matches:
-        allowed = f"; {doc.allowed}" if doc.allowed else ""
-        typer.echo(f"{doc.path}  (hone {kind.value})")
-        typer.echo(f"    {doc.doc}")
-        typer.echo(f"    Takes {doc.type}{allowed}. Default: {_text(doc.default)}\n")
+        typer.echo(json.dumps({path: {"a": a, "b": b} for path, (a, b) in changes.items()}, indent=2))
+    elif not changes:
+        typer.echo("no difference")
+    for path, (a, b) in {} if as_json else changes.items():
+        typer.echo(f"{path}: {_text(a)} -> {_text(b)}")
+
+
+@app.command("schema")
+def schema(of: Of = Kind.train) -> None:
+    """Print a JSON schema of the keys, for editors: completion and checks while a file is written."""
+    import json
+
+    from hone.config.schema import json_schema
+
+    typer.echo(json.dumps(json_schema(_tree(of)), indent=2))
+
+
+app.command("check")(check)
+app.command("import")(import_)
 
 
 @app.command("presets")

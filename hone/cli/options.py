@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -13,3 +14,16 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="check everything, print
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="key=value", help="overrides in Hydra's grammar; they win over all")
 ]
+
+
+class Kind(StrEnum):
+    """The trees there are, by the command that takes them."""
+
+    train = "train"
+    sft = "sft"
+    prefer = "prefer"
+    reward_model = "reward-model"
+
+
+Of = Annotated[Kind, typer.Option("--of", help="the command whose keys are meant")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]

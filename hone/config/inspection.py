@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hone.config.check import Provenance, complaints, wrong_type
+from hone.config.check import Provenance, complaints, place, wrong_type
 from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation
+from hone.config.migration.command_line import told, unsupported
+from hone.config.migration.reading import Outcome, read_setting
 from hone.config.overrides import COMMAND_LINE, override_value
 from hone.config.problems import raise_together
 from hone.config.suggest import unknown_key
@@ -95,8 +97,22 @@ class Inspection:
             return None if _is_interpolation(value) else self._block_as_value(path, value, origin)
         leaf = self._leaf_of(path)
         if leaf is None:
-            return unknown_key(path, self.schema, origin=origin)
+            return self._stranger(path, value, origin)
         return None if leaf.path != path or self._fits(leaf, value) else wrong_type(leaf, value, origin)
+
+    def _stranger(self, path: str, value: Any, origin: str) -> ConfigError:
+        """The error for a key that the tree does not have, and that may be one of verl's."""
+        reading = read_setting(path, value, {}, self.schema)
+        if reading.outcome is Outcome.UNKNOWN:
+            return unknown_key(path, self.schema, origin=origin)
+        if reading.outcome is Outcome.UNSUPPORTED:
+            return unsupported(reading, place(path, value, origin))
+        return ConfigError(
+            f"{path} is a key of verl ({origin}); here: {told(reading)}",
+            why="a configuration file of Hone holds Hone's keys",
+            fix="write it so, or let `hone config import FILE` translate the whole file",
+            code="R09",
+        )
 
     def _leaf_of(self, path: str) -> KeyDoc | None:
         """Return the leaf at ``path``, or the mapping or list that ``path`` points into."""

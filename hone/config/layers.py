@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from hone.config.check import Provenance
 from hone.config.inspection import Inspection
+from hone.config.migration.command_line import translate_overrides
 from hone.config.overrides import is_group, one_line, parse_overrides
 from hone.errors import ConfigError, did_you_mean
 
@@ -89,7 +90,9 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
             layers.append(f"{sources.name.removesuffix('.yaml')}@_global_")
             label = sources.file_label
             inspection.layer(OmegaConf.to_container(_compose(layers[-1:], lines, label)), label)
-        lines += inspection.command_line([override for override in overrides if override not in groups])
+        own, unsupported = translate_overrides([o for o in overrides if o not in groups], sources.schema)
+        inspection.problems += unsupported
+        lines += inspection.command_line(own)
         inspection.finish()
         return _compose(["hone_schema", *layers], lines, "the configuration", _OVERRIDE_FIX), inspection.provenance
 

@@ -73,6 +73,24 @@ def override_value(override: Override) -> Any:
     return value.text if isinstance(value, QuotedString) else value
 
 
+def hydra_value(value: Any) -> str:
+    """Return a value as Hydra reads it back: strings quoted where a character in them has a meaning of its own.
+
+    >>> hydra_value(["a b", None, {"c": 1e-6}]), hydra_value("it's ${data.seed}")
+    ("['a b',null,{c:1e-06}]", "'it\\\\'s ${data.seed}'")
+    """
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(hydra_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{hydra_value(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, str):
+        quoted = value.replace("\\'", "\\\\'").replace("'", "\\'")
+        return f"'{quoted}'"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return repr(value)
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's message on one line, with that of its cause."""
     messages = [error, error.__cause__] if error.__cause__ else [error]

@@ -51,6 +51,12 @@ def _contents(value: Any, others: Others) -> dict[str, Any]:
     return {}
 
 
+def _strategy(value: Any, others: Others) -> dict[str, Any]:
+    if value in ("fsdp", "fsdp2", None):
+        return {}
+    raise Refused(f"the training backend {value}", "leave it out: sharding by parameter (fully_shard) is what there is")
+
+
 _ALWAYS_WHOLE = (
     "a checkpoint holds weights as a Hugging Face directory, optimizer and everything that an exact resume needs"
 )
@@ -122,6 +128,7 @@ ENTRIES: dict[str, Entry] = {
     f"{REF}.fsdp_config.{{dtype,mixed_precision.param_dtype}}": Settled("the reference computes as the actor does"),
     f"{_ENGINES}.mixed_precision.{{reduce_dtype,buffer_dtype}}": Settled("gradients are summed in float32"),
     f"{_ENGINES}.strategy": Settled("is actor_rollout_ref.actor.strategy"),
+    f"{ACTOR}.strategy": Changed("sharding by parameter (fully_shard)", _strategy),
     f"{{{REF},{CRITIC}}}.strategy": Settled("is actor_rollout_ref.actor.strategy"),
     f"{_ENGINES}.{{param_offload,optimizer_offload,offload_policy}}": Unsupported(
         "offloading of parameters and optimizer state to host memory", "gradient checkpointing or LoRA, to save memory"

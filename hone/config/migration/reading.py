@@ -21,6 +21,7 @@ class Outcome(StrEnum):
     RENAMED = "renamed"
     CHANGED = "changed"
     SETTLED = "always so here"
+    WITHOUT_EFFECT = "without effect beside the others"
     FOREIGN = "no meaning here"
     UNSUPPORTED = "not supported yet"
     UNKNOWN = "not understood"
@@ -68,11 +69,11 @@ def read_setting(key: str, value: Any, others: Mapping[str, Any], schema: type =
         case Settled(says, only, instead):
             if only is None or value in only:
                 return Reading(key, value, Outcome.SETTLED, says=says)
-            return Reading(key, value, Outcome.UNSUPPORTED, says=f"here {says}", instead=instead)
+            return Reading(key, value, Outcome.UNSUPPORTED, says=f"not supported yet: here {says}", instead=instead)
         case Unsupported(what, instead, off):
             if value in off:
-                return Reading(key, value, Outcome.SETTLED, says=f"{what} is not supported yet, and not asked for")
-            return Reading(key, value, Outcome.UNSUPPORTED, says=f"{what} is not supported yet", instead=instead)
+                return Reading(key, value, Outcome.SETTLED, says=f"not supported yet, and not asked for: {what}")
+            return Reading(key, value, Outcome.UNSUPPORTED, says=f"not supported yet: {what}", instead=instead)
         case Foreign(reason):
             return Reading(key, value, Outcome.FOREIGN, says=reason)
 
@@ -100,7 +101,7 @@ def _renamed(key: str, value: Any, to: str, says: str, others: Mapping[str, Any]
     """Read the value under the key's name here, which may have other words for it."""
     there = _own(to, value, others, schema)
     outcome = Outcome.RENAMED if there.outcome is Outcome.KEPT else there.outcome
-    words = "; ".join(part for part in (f"is {to}", says, there.says) if part)
+    words = "; ".join(part for part in (says, there.says) if part)
     return Reading(key, value, outcome, there.sets, words, there.instead)
 
 
@@ -108,6 +109,6 @@ def _changed(key: str, value: Any, sets: Any, says: str, others: Mapping[str, An
     try:
         found = sets(value, others)
     except Refused as refused:
-        what = f"{refused.what} is not supported yet"
+        what = f"not supported yet: {refused.what}"
         return Reading(key, value, Outcome.UNSUPPORTED, refused.stand_in, what, refused.instead)
     return Reading(key, value, Outcome.CHANGED if found else Outcome.SETTLED, found, says)

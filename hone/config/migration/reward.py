@@ -69,9 +69,9 @@ ENTRIES: dict[str, Entry] = {
     "{reward_model,reward.reward_model}.ulysses_sequence_parallel_size": Unsupported(
         "sequence parallelism of the reward model", "leave it out", (1, None)
     ),
-    "{reward_model,reward.reward_model}.{enable_resource_pool,n_gpus_per_node,nnodes}": Unsupported(
-        "a reward model on devices of its own", "leave it out: it shares those of the policy"
-    ),
+    "reward_model.enable_resource_pool": Renamed("reward.reward_model.enable_resource_pool"),
+    "reward_model.nnodes": Renamed("reward.reward_model.nnodes"),
+    "reward_model.n_gpus_per_node": Renamed("reward.reward_model.n_gpus_per_node"),
     "{reward_model,reward.reward_model}.{rollout,megatron,profiler}.**": Foreign(
         "the reward model is run by the trainer, not by a generation engine"
     ),

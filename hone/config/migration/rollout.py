@@ -59,7 +59,6 @@ ENTRIES: dict[str, Entry] = {
         "generation with quantized weights", "leave it out"
     ),
     f"{ROLLOUT}.enable_rollout_routing_replay": Unsupported("router replay", "leave it out"),
-    f"{ROLLOUT}.{{nnodes,n_gpus_per_node}}": Unsupported("generation on devices of its own", "leave it out"),
     f"{ROLLOUT}.{{profiler,trace}}.**": Foreign(PROFILER),
     f"{ROLLOUT}.val_kwargs.{{min_p,repetition_penalty}}": Unsupported(
         "this restriction in validation", "val_kwargs.top_p, top_k and temperature", (0, 0.0, 1, 1.0, None)

@@ -58,6 +58,15 @@ def _device(value: Any, others: Others) -> dict[str, Any]:
     return {"trainer.device": value}
 
 
+def _own_nodes(block: str) -> Changed:
+    """A number of nodes for a role alone; 0 is none."""
+
+    def sets(value: Any, others: Others) -> dict[str, Any]:
+        return {} if value in (0, None) else {f"{block}.nnodes": value}
+
+    return Changed("0 is no pool of its own, enable_resource_pool=false", sets)
+
+
 VALUES: dict[str, Changed] = {
     "data.truncation": Changed("left is called truncate", _truncation),
     f"{_ROLLOUT}.name": Changed("vllm, sglang and trtllm are not supported yet", _engine),
@@ -71,6 +80,8 @@ VALUES: dict[str, Changed] = {
         "the reward itself is null",
         _plain("algorithm.filter_groups.metric", dict.fromkeys(("seq_reward", "seq_final_reward", "score", "reward"))),
     ),
+    f"{_ROLLOUT}.nnodes": _own_nodes(_ROLLOUT),
+    "reward.reward_model.nnodes": _own_nodes("reward.reward_model"),
     "trainer.logger": Changed("a name is a list of one; metrics.jsonl is always written", _logger),
     "trainer.device": Changed("npu is not supported yet", _device),
     "trainer.save_freq": Changed("after_each_epoch is -1", _plain("trainer.save_freq", {"after_each_epoch": -1})),

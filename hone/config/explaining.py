@@ -1,0 +1,149 @@
+"""Answers to "what is this key?": by its path, its last parts, its block, an older name, or words that describe it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from hone.config.check import yaml_value
+from hone.config.keys import KeyDoc, blocks, documentation
+from hone.config.migration import TABLE, read_setting
+from hone.config.migration.command_line import told
+from hone.config.migration.entries import Changed, Foreign, Renamed, Settled, Unsupported
+from hone.config.suggest import unknown_key
+from hone.config.tree import RLConfig
+from hone.config.trees import TREES
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class KeyAnswer:
+    """A key of one command's tree."""
+
+    command: str
+    key: KeyDoc
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data."""
+        key = self.key
+        return {
+            "command": self.command,
+            "key": key.path,
+            "type": key.type,
+            "allowed": key.allowed,
+            "default": key.default,
+            "doc": key.doc,
+            "mentions": self.mentions,
+        }
+
+    @property
+    def mentions(self) -> list[str]:
+        """Keys that its documentation names, or whose documentation names it: they act together."""
+        return mentioned(self.key, TREES[self.command])
+
+    def __str__(self) -> str:
+        allowed = f"; {self.key.allowed}" if self.key.allowed else ""
+        lines = [
+            f"{self.key.path}  (hone {self.command})",
+            f"    {self.key.doc}",
+            f"    Takes {self.key.type}{allowed}. Default: {yaml_value(self.key.default)}",
+        ]
+        if self.mentions:
+            lines.append(f"    See also {', '.join(self.mentions)}")
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class ForeignAnswer:
+    """A key of verl that the tree does not have."""
+
+    key: str
+    words: str
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"command": "train", "key": self.key, "verl": self.words}
+
+    def __str__(self) -> str:
+        return f"{self.key}  (verl)\n    {self.words}\n"
+
+
+Answer = KeyAnswer | ForeignAnswer
+
+
+def answer(words: str, commands: list[str]) -> list[Answer]:
+    """Return what is known about a key, a block, or words.
+
+    Raises:
+        ConfigError: nothing is; it names the nearest keys.
+    """
+    if " " in words.strip():
+        found = search(words, commands)
+        if found:
+            return [*found]
+        raise unknown_key(words.replace(" ", "_"), TREES[commands[0]])
+    name = words.strip().lstrip("+~").partition("=")[0]
+    keys = [KeyAnswer(command, key) for command in commands for key in documentation(TREES[command])]
+    inside = [entry for entry in keys if name in blocks(TREES[entry.command]) and entry.key.path.startswith(f"{name}.")]
+    exact = [entry for entry in keys if f".{entry.key.path}".endswith(f".{name}")]
+    if inside or exact:
+        return [*(inside or exact)]
+    if TABLE.find(name) is not None and "train" in commands:
+        return [_of_verl(name)]
+    found = search(name.replace("_", " "), commands) if "." not in name else []
+    near = [entry for entry in found if name in entry.key.path]
+    if near:
+        return [*near]
+    raise unknown_key(name, TREES[commands[0]])
+
+
+def search(words: str, commands: list[str]) -> list[KeyAnswer]:
+    """Return the keys whose path or documentation has all the words, those with the words in their path first."""
+    wanted = re.findall(r"[a-z0-9]+", words.lower())
+    scored = []
+    for command in commands:
+        for key in documentation(TREES[command]):
+            path, text = re.findall(r"[a-z0-9]+", key.path.lower()), f"{key.path} {key.doc}".lower().replace("_", " ")
+            if all(re.search(rf"\b{re.escape(word)}", text) for word in wanted):
+                in_last = sum(word in key.last.lower().split("_") for word in wanted)
+                scored.append((-in_last, -sum(word in path for word in wanted), len(scored), KeyAnswer(command, key)))
+    return [entry for *_, entry in sorted(scored, key=lambda item: item[:3])][:_SHOWN]
+
+
+def mentioned(key: KeyDoc, tree: type) -> list[str]:
+    """Return the keys that ``key`` names in its documentation or that name it, by whole path or by last name nearby."""
+    found = []
+    block = key.path.rpartition(".")[0]
+    for other in documentation(tree):
+        near = other.path.rpartition(".")[0] == block
+        if other.path != key.path and (_names(key.doc, other, near) or _names(other.doc, key, near)):
+            found.append(other.path)
+    return found[:_SHOWN]
+
+
+def _names(text: str, key: KeyDoc, near: bool) -> bool:
+    """Tell whether a text names a key: by the end of its path, or (within its block) by its last part if that is a term."""
+    parts = key.path.split(".")
+    endings = [".".join(parts[at:]) for at in range(len(parts) - 1)]
+    if near and "_" in key.last:
+        endings.append(key.last)
+    return any(re.search(rf"(?<![\w.]){re.escape(ending)}(?![\w.]*\w)", text) for ending in endings)
+
+
+def _of_verl(name: str) -> ForeignAnswer:
+    entry = TABLE.find(name)
+    match entry:
+        case Renamed(to, _):
+            return ForeignAnswer(name, f"Another name of {to}.")
+        case Changed(says, _, to):
+            return ForeignAnswer(name, f"Taken as {', '.join(to)}: {says}." if to else f"{says}.")
+        case Settled(says, only, instead):
+            refused = f" Other values than {yaml_value(list(only))} are not supported yet: {instead}." if only else ""
+            return ForeignAnswer(name, f"Always so here: {says}.{refused}")
+        case Unsupported(what, instead, _):
+            return ForeignAnswer(name, f"Not supported yet: {what}. Instead: {instead}.")
+        case Foreign(reason):
+            return ForeignAnswer(name, f"No meaning here: {reason}.")
+    return ForeignAnswer(name, told(read_setting(name, None, {}, RLConfig)))

@@ -1,0 +1,70 @@
+"""Override lines of verl on Hone's command line: those that can be, become Hone's; the others are refused by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hone.config.migration.reading import Outcome, Reading, own_key, read_setting
+from hone.config.overrides import COMMAND_LINE, hydra_value, override_value, parse_overrides
+from hone.config.tree import RLConfig
+from hone.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+log = logging.getLogger("hone.config")
+
+
+def translate_overrides(overrides: Sequence[Override], schema: type) -> tuple[list[Override], list[ConfigError]]:
+    """Return the overrides in Hone's words, and what cannot be had.
+
+    Another name of a key is taken for the key, and what has no meaning here is left out; both are said in the log. A ``+``
+    before a key of the tree, which verl needs for some of them, is let pass.
+    """
+    from hydra.core.override_parser.types import OverrideType
+
+    if schema is not RLConfig:
+        return list(overrides), []
+    values = {override.key_or_group: override_value(override) for override in overrides if not override.is_delete()}
+    kept: list[Override] = []
+    problems: list[ConfigError] = []
+    for override in overrides:
+        key = override.key_or_group
+        if override.is_delete():
+            kept.append(override)
+            continue
+        reading = read_setting(key, override_value(override), values, schema)
+        line = str(override.input_line)
+        if reading.outcome is Outcome.UNKNOWN:
+            kept.append(override)
+        elif reading.outcome is Outcome.KEPT:
+            own = own_key(key, schema)
+            added = override.type is OverrideType.ADD and own is not None and own.path == key
+            kept += parse_overrides([line.removeprefix("+")])[0] if added else [override]
+        elif reading.outcome is Outcome.UNSUPPORTED:
+            problems.append(unsupported(reading, f"{line} ({COMMAND_LINE})"))
+        else:
+            kept += parse_overrides([f"{path}={hydra_value(value)}" for path, value in reading.sets.items()])[0]
+            log.info("%s: %s", line, told(reading))
+    return kept, problems
+
+
+def unsupported(reading: Reading, where: str) -> ConfigError:
+    """Return the error for a setting that cannot be had yet."""
+    return ConfigError(
+        reading.says,
+        why="the run would not do what its configuration says",
+        fix=reading.instead,
+        where=where,
+        code="E-unsupported",
+    )
+
+
+def told(reading: Reading) -> str:
+    """What became of a setting, in one line."""
+    sets = ", ".join(f"{path}={hydra_value(value)}" for path, value in reading.sets.items())
+    if reading.outcome in (Outcome.RENAMED, Outcome.CHANGED):
+        return f"taken as {sets}" + (f" ({reading.says})" if reading.says else "")
+    return f"{reading.outcome}; {reading.says}"

@@ -1,0 +1,27 @@
+"""Where each value of a configuration comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hone.config.check import Provenance
+from hone.config.keys import documentation, leaf_values
+
+DEFAULT, DERIVED = "default", "derived"
+
+
+def explained(config: Any, provenance: Provenance) -> Iterator[tuple[str, Any, str]]:
+    """Yield ``(path, value, source)`` of every key: where it was written, ``default``, or ``derived from`` other keys.
+
+    A default that names other keys (``runs/${trainer.project_name}``) is derived from them.
+    """
+    defaults = {key.path: key.default for key in documentation(type(config))}
+    for path, value in leaf_values(config):
+        default = defaults[path]
+        if path in provenance:
+            yield path, value, provenance[path]
+        elif isinstance(default, str) and "${" in default:
+            yield path, value, f"{DERIVED} from {default}"
+        else:
+            yield path, value, DEFAULT
