@@ -6,11 +6,12 @@ import importlib.util
 import os
 import socket
 from collections.abc import Iterator
+from math import gcd
 from pathlib import Path
 
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
-from hone.preflight.batches import mini_batches, nearest_divisor
+from hone.preflight.batches import mini_batches
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
@@ -75,23 +76,27 @@ def rows_for_every_rank(config: RLConfig) -> Iterator[Finding]:
         sequences = prompts * n
         if ranks is None or ranks == 1 or sequences % ranks == 0:
             continue
-        name = key.rpartition(".")[2]
+        name, batch = key.rpartition(".")[2], config.data.train_batch_size
         most = -(-sequences // ranks)
         idle = 1 - sequences / (most * ranks)
-        wanted = nearest_divisor(config.data.train_batch_size, -(-ranks // n))
         if sequences < ranks:
+            larger = [size for size in range(prompts, batch + 1) if batch % size == 0 and size * n >= ranks]
+            needed = -(-ranks // n)
             yield error(
                 f"{name}={prompts} prompts x {n} = {sequences} sequences for {ranks} data-parallel ranks",
                 why=f"{ranks - sequences} ranks would only repeat what others do",
-                fix=f"{key}={wanted if wanted * n >= ranks else config.data.train_batch_size}, more rollout.n, or fewer ranks",
+                fix=f"{key}={larger[0]}"
+                if larger
+                else f"data.train_batch_size={needed} {key}={needed}, or fewer ranks",
                 where=key,
             )
         elif idle > _IDLE_SHARE:
+            step = ranks // gcd(ranks, n)
             yield warning(
                 f"{name}={prompts} prompts x {n} = {sequences} sequences do not divide over {ranks} data-parallel ranks: "
                 f"some have {most}, some {sequences // ranks}",
                 why=f"ranks with fewer wait: {idle:.0%} of their time, unless lengths make up for it",
-                fix=f"{key}={-(-prompts // ranks) * ranks} with data.train_batch_size a multiple of it",
+                fix=f"{key}={-(-prompts // step) * step}, and data.train_batch_size a multiple of it",
                 where=key,
             )
 
@@ -159,6 +164,11 @@ def pools(config: RLConfig) -> list[tuple[str, int, int]]:
     """Return of every pool of devices the block of its keys, its nodes and its workers a node; the main one first."""
     from hone.cluster.plan import model_roles, pools_of
 
+    main = ("trainer", config.trainer.nnodes, config.trainer.n_gpus_per_node)
+    try:
+        roles = model_roles(config)
+    except ConfigError:  # an estimator or a loss that does not exist; R11 says so
+        return [main]
     block = {
         "main": "trainer",
         "rollout": "actor_rollout_ref.rollout",
@@ -166,7 +176,7 @@ def pools(config: RLConfig) -> list[tuple[str, int, int]]:
         "critic": "critic",
         "reward_model": "reward.reward_model",
     }
-    return [(block[pool.name], pool.nodes, pool.per_node) for pool in pools_of(config, model_roles(config))]
+    return [(block[pool.name], pool.nodes, pool.per_node) for pool in pools_of(config, roles)]
 
 
 def data_parallel_ranks(config: RLConfig) -> int | None:
