@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,17 +11,20 @@ app = typer.Typer(add_completion=False)
 
 @app.callback(invoke_without_command=True)
 def command(
-    source: Annotated[Path, typer.Argument(help="run directory, checkpoint (.../step_N), or its actor directory")],
-    out: Annotated[Path, typer.Option("--out", help="directory to write")],
+    source: Annotated[
+        str, typer.Argument(help="run directory, checkpoint (.../step_N, .../best), or its actor directory; or a URL")
+    ],
+    out: Annotated[str, typer.Option("--out", help="directory or URL to write")],
     merge: Annotated[
         bool, typer.Option(help="merge a LoRA adapter into its base; otherwise the adapter is copied")
     ] = True,
     dtype: Annotated[str, typer.Option(help="dtype of the weights written: float32, bfloat16 or float16")] = "float32",
+    max_shard_size: Annotated[str, typer.Option(help="largest safetensors file, for example 5GB or 500MB")] = "5GB",
 ) -> None:
     """Write weights, configuration and tokenizer where transformers, vLLM and PEFT load them."""
     from rich.console import Console
 
-    from hone.training.export import export
+    from hone.training.export import export, parse_size
 
-    written = export(source, out, merge=merge, dtype=dtype)
+    written = export(source, out, merge=merge, dtype=dtype, largest_file=parse_size(max_shard_size))
     Console().print(f"wrote {written}", markup=False, highlight=False)

@@ -157,8 +157,11 @@ def _whole(tensor: Tensor) -> Tensor:
 def _write_settings(model: nn.Module, directory: Path) -> None:
     """Configuration, generation settings and code of the model, or the adapter's configuration."""
     if isinstance(model, PeftModel):
-        settings = copy.deepcopy(model.peft_config[model.active_adapter])
-        settings.base_model_name_or_path = settings.base_model_name_or_path or model.get_base_model().name_or_path
+        settings, base = copy.deepcopy(model.peft_config[model.active_adapter]), model.get_base_model()
+        settings.base_model_name_or_path = settings.base_model_name_or_path or base.name_or_path or None
+        if settings.task_type is None:
+            kind = type(base)
+            settings.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         settings.inference_mode = True
         settings.save_pretrained(str(directory))
         return

@@ -330,5 +330,7 @@ def test_later_checkpoints_are_set_aside_when_an_earlier_one_goes_on(root):
     save(store, 2)
     assert store.set_aside_after(1) == [2], "a second time replaces what was set aside before"
     assert store.steps() == [1]
-    expected = ["abandoned_step_2", "abandoned_step_3", "step_1"] if store.root.is_local else ["step_1", "step_2", "step_3"]
+    expected = (
+        ["abandoned_step_2", "abandoned_step_3", "step_1"] if store.root.is_local else ["step_1", "step_2", "step_3"]
+    )
     assert below(store.root) == expected
