@@ -129,7 +129,9 @@ def test_storage_that_cannot_be_written_is_said_at_once(rl: RLConfig, tmp_path: 
 
 
 def test_a_protected_folder_is_named(rl: RLConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "protected")  # root may write anywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path) != tmp_path / "protected"
+    )  # root may write anywhere
     (tmp_path / "protected").mkdir(mode=0o500)
     change(rl, {"trainer.checkpoint_dir": str(tmp_path / "protected" / "run")})
     (problem,) = found(rl)
