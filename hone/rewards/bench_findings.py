@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hone.config.reward import RewardConfig
+from hone.data.checks.rewards import is_missing
 from hone.errors import Finding, RewardError
 from hone.rewards.bench import Bench, Trial
 from hone.rewards.manager import is_timeout
@@ -27,8 +28,7 @@ def bench_findings(bench: Bench, config: RewardConfig, sequences: int = 0) -> It
     """
     yield from _failures(bench, config)
     yield from _returns(bench)
-    if bench.totals("golden"):
-        yield from _golden(bench)
+    yield from _golden(bench)
     yield from _traps(bench)
     yield from _scale(bench)
     yield from _time(bench, config, sequences)
@@ -87,14 +87,17 @@ def _returns(bench: Bench) -> Iterator[Finding]:
 
 
 def _golden(bench: Bench) -> Iterator[Finding]:
-    golden, every = bench.best("golden"), bench.totals(*ORDINARY)
-    if len(set(every)) == 1:
+    told = {trial.probe.sample.uid for trial in bench.trials if not is_missing(trial.probe.sample.ground_truth)}
+    golden = {uid: best for uid, best in bench.best("golden").items() if uid in told}
+    every = bench.totals(*ORDINARY)
+    if len(every) > 1 and len(set(every)) == 1:
         yield _finding(
             "R49",
-            f"the reward is {every[0]:g} for all {len(every)} answers tried on {len(golden)} rows: right ones in "
-            f"{len(FORMS)} forms, wrong ones, garbage, nothing",
+            f"the reward is {every[0]:g} for all {len(every)} answers tried on {bench.rows} rows"
+            + (f": right ones in {len(FORMS)} forms, wrong ones, garbage, nothing" if golden else ""),
             why="a reward that is always the same teaches nothing",
             fix="see what the function reads: `hone reward test` shows every answer it was given",
+            stops=bool(golden),
         )
         return
     none = {uid: max(_worst(bench, uid), default=0.0) for uid in golden}

@@ -1,0 +1,241 @@
+"""Rules about the machine, against machines that lack something; and those about settings that are advised against."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.preflight import change, rows, safetensors_head, write_rows
+
+from hone.config import RLConfig, SFTConfig
+from hone.preflight import Evidence, environment, examine, findings, machine
+from hone.preflight.machine import GIB, Gpu, GpuUser, Machine, cpu_quota, look
+from hone.preflight.memory import checkpoint_size, count_parameters, resident
+
+SOUND = Machine(cpus=8, affinity=8, quota=None, memory=64 * GIB, shared_memory=8 * GIB, open_files=1 << 20)
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch):
+    """Say what the machine is like."""
+
+    def put(**changes: Any) -> None:
+        monkeypatch.setattr(machine, "look", lambda: replace(SOUND, **changes))
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("facts", "changes", "code", "stops", "words"),
+    [
+        ({"quota": 2.0}, {}, "R03", False, ["8 threads", "use 2 of 8 CPUs (a quota of 2)", "trainer.num_threads=2"]),
+        ({}, {"trainer.num_threads": 9}, "R03", False, ["9 threads", "its affinity", "trainer.num_threads=8"]),
+        ({"shared_memory": GIB // 16}, {"trainer.runtime": "ray"}, "R04", False, ["0.062 GiB", "--shm-size=8g"]),
+        ({"open_files": 1024}, {"trainer.runtime": "ray"}, "R04", False, ["1024 files", "ulimit -n 65535"]),
+        (
+            {"gpus": (Gpu(0, "H100", 80, 41),), "gpu_users": (GpuUser(0, 4711, "VLLM::EngineCore", 41),)},
+            *({"trainer.device": "auto"}, "R05", False, ["41.0 of 80 GiB", "PID 4711 (VLLM::EngineCore)", "kill 4711"]),
+        ),
+        ({"memory": GIB // 1000}, {}, "R06", False, ["AdamW", "key-value cache", "before activations", "lora_rank=32"]),
+        (
+            {"gpus": (Gpu(0, "tiny", 0.001, 0),)},
+            *({"trainer.device": "auto"}, "R31", True, ["memory of the GPU 0.0 GiB", "max_num_seqs=32"]),
+        ),
+    ],
+)
+def test_machine_rule_speaks(
+    rl: RLConfig, on: Any, facts: dict[str, Any], changes: dict[str, Any], code: str, stops: bool, words: list[str]
+) -> None:
+    change(rl, changes)
+    on(**facts)
+    found = [f for f in findings(rl) if f.error.code == code]
+    assert [f.stops for f in found] == [stops]
+    assert found[0].error.fix and found[0].error.why
+    for word in words:
+        assert word in found[0].error.render()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"quota": 8.0}, {"shared_memory": 1}, {"open_files": 20}, {"gpus": (Gpu(0, "H100", 80, 41),)}, {"memory": GIB}],
+)
+def test_machine_rules_are_silent(rl: RLConfig, on: Any, facts: dict[str, Any]) -> None:
+    on(**facts)
+    assert [f.error.render() for f in findings(rl)] == [], "one CPU process needs none of it"
+
+
+def test_disk(rl: RLConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path) -> None:
+    (model / "model.safetensors").write_bytes(safetensors_head({"w": [1000, 1000, 1000]}))
+    monkeypatch.setattr(environment, "free_disk", lambda path: (tmp_path, 20 * GIB))
+    change(rl, {"trainer.save_freq": 10, "trainer.max_ckpt_to_keep": 2})
+    found = [f for f in findings(rl) if f.error.code == "R57"]
+    assert len(found) == 1 and not found[0].stops
+    assert "3 checkpoints of about 11.2 GiB need 34 GiB" in found[0].error.what and "20 GiB free" in found[0].error.what
+    change(rl, {"trainer.save_freq": -1})
+    assert not [f for f in findings(rl) if f.error.code == "R57"]
+    monkeypatch.setattr(environment, "free_disk", lambda path: (tmp_path, GIB // 10))
+    change(rl, {"trainer.save_freq": 0})
+    assert [f.error.what for f in findings(rl) if f.error.code == "R57"] == [f"{tmp_path} has 0.1 GiB free"]
+
+
+def test_wandb_without_a_key(rl: RLConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    rl.trainer.logger = ["wandb"]
+    (found,) = findings(rl)
+    assert found.error.code == "R56" and found.stops and "WANDB_MODE=offline" in found.error.fix
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert list(findings(rl)) == []
+    monkeypatch.delenv("WANDB_MODE")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert list(findings(rl)) == []
+
+
+def test_a_package_that_does_not_load(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = environment.importlib.import_module
+
+    def broken(name: str) -> Any:
+        if name == "peft":
+            raise OSError("libcudart.so.12: undefined symbol: cudaMalloc")
+        return load(name)
+
+    monkeypatch.setattr(environment.importlib, "import_module", broken)
+    assert list(findings(rl)) == [], "not needed"
+    change(rl, {f"{MODEL}.lora_rank": 8, f"{ACTOR}.optim.lr": 1e-4})
+    (found,) = findings(rl)
+    assert found.error.code == "R01" and "'peft' cannot be imported: libcudart.so.12" in found.error.what
+
+
+# ----------------------------------------------------------------------------------------------------- what is counted
+
+
+def test_parameters_are_counted_from_heads_and_from_configurations(rl: RLConfig, model: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    assert count_parameters(rl.actor_rollout_ref.model) == 100
+    (model / "model.safetensors").write_bytes(b"damaged")
+    real = AutoModelForCausalLM.from_config(Qwen3Config(**json.loads((model / "config.json").read_text())))
+    assert count_parameters(rl.actor_rollout_ref.model) == real.num_parameters()
+    (model / "config.json").write_text("{")
+    assert count_parameters(rl.actor_rollout_ref.model) is None
+
+
+def test_what_lies_in_memory(rl: RLConfig) -> None:
+    sizes = {part.name: part.size for part in resident(rl, Evidence(rl))}
+    cache = 8 * 4 * 1024 * 2 * 2 * 8 * 2 * 4  # sequences x tokens x layers x heads x width x (key, value) x float32
+    assert sizes == {"weights, gradients and AdamW of the policy": 1600, "key-value cache": cache}
+    change(rl, {"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True})
+    more = {part.name: part.size for part in resident(rl, Evidence(rl))}
+    assert sum(more.values()) == sum(sizes.values()) + 400 + 1600
+    assert checkpoint_size(rl, Evidence(rl)) == 2 * 1200
+
+
+def test_quota_of_either_version(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("150000\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cpu_quota(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert cpu_quota(tmp_path) == 0.5
+
+
+def test_gpus_as_nvidia_smi_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\ncase "$1" in\n*index,name*) echo "0, NVIDIA H100, 81920, 42000";;\n*uuid*,pid*) '
+        'echo "GPU-x, 4711, VLLM::EngineCore, 41984";;\n*index,uuid*) echo "0, GPU-x";;\nesac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert machine._gpus() == [Gpu(0, "NVIDIA H100", 80.0, 42000 / 1024)]
+    assert machine._gpu_users() == [GpuUser(0, 4711, "VLLM::EngineCore", 41.0)]
+
+
+# -------------------------------------------------------------------------------------------------------- advised against
+
+
+def test_reference_of_an_adapter(rl: RLConfig, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/x/other"}))
+    change(rl, {f"{MODEL}.lora_adapter_path": str(tmp_path / "adapter"), f"{ACTOR}.optim.lr": 1e-4})
+    (found,) = findings(rl)
+    assert found.error.code == "R24" and "trained on '/x/other'" in found.error.what and not found.stops
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/x/model"}))
+    assert list(findings(rl)) == []
+    change(rl, {f"{ACTOR}.use_kl_loss": True})
+    (found,) = findings(rl)
+    assert found.error.code == "R24" and "the adapter that training starts from" in found.error.what
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"algorithm.use_kl_in_reward": True}, "R25", ["grpo", "in the loss", f"{ACTOR}.use_kl_loss=true"]),
+        (
+            {"algorithm.adv_estimator": "reinforce_plus_plus", f"{ACTOR}.use_kl_loss": True},
+            *("R25", ["reinforce_plus_plus", "in the reward", "algorithm.use_kl_in_reward=true"]),
+        ),
+        ({f"{ACTOR}.ppo_max_token_len_per_gpu": 2047}, "R29", ["=2047", "two sequences of 1024", "=2048"]),
+        ({f"{MODEL}.lora_rank": 8}, "R60", ["lr=1e-06", f"{ACTOR}.optim.lr=1e-05"]),
+        (
+            {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 2048},
+            *("R63", ["=2048", "8 forward passes", "log_prob_max_token_len_per_gpu=16384"]),
+        ),
+        ({"trainer.total_training_steps": 500}, "R56", ["500 steps", "trainer.save_freq=25"]),
+        (
+            {
+                "reward.custom_reward_function.path": "x.py",
+                "reward.custom_reward_function.reward_kwargs": {"api_key": "a1"},
+            },
+            *("R61", ["reward_kwargs holds what looks like a credential (api_key)", "os.environ"]),
+        ),
+    ],
+)
+def test_advice(rl: RLConfig, changes: dict[str, Any], code: str, words: list[str]) -> None:
+    assert code not in [f.error.code for f in findings(rl)]
+    change(rl, changes)
+    found = [f for f in findings(rl) if f.error.code == code]
+    assert [f.stops for f in found] == [False]
+    for word in words:
+        assert word in found[0].error.render()
+    assert "a1" not in found[0].error.render()
+
+
+def test_advice_for_sft(sft: SFTConfig, data: Path) -> None:
+    change(sft, {"model.lora_rank": 8, "optim.lr": 1e-6})
+    assert [f.error.code for f in findings(sft)] == ["R60"]
+
+
+# ------------------------------------------------------------------------------------------------------------ the report
+
+
+def test_errors_come_first_and_codes_can_be_let_pass(rl: RLConfig, data: Path) -> None:
+    write_rows(data, rows()[:1] * 10)
+    change(rl, {"actor_rollout_ref.rollout.n": 1, "trainer.save_freq": 0})
+    report = examine(rl)
+    assert [f.error.code for f in report.findings] == ["R19", "R56", "R47"] and report.stops
+    assert report.render().startswith("error R19 ") and "warning R47" in report.render()
+    assert [row["severity"] for row in report.as_json()["findings"]] == ["error", "warning", "warning"]
+    change(rl, {"preflight.allow": ["R19", "R47"]})
+    report = examine(rl)
+    assert [f.error.code for f in report.findings] == ["R56"] and not report.stops
+    assert (
+        report.silenced == {"R19": 1, "R47": 1} and "let pass by preflight.allow: R19 (1), R47 (1)" in report.render()
+    )
+    change(rl, {"preflight.allow": ["R191"]})
+    assert "no rule has the code 'R191'" in examine(rl).findings[0].error.what
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    here = look()
+    assert 1 <= here.usable_cpus <= here.cpus and here.memory > GIB and here.open_files > 0

@@ -1,0 +1,168 @@
+"""Rules about all rows of a dataset: each with rows that break it, and silent on sound ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.preflight import change, rows, write_rows
+
+from hone.config import RLConfig, SFTConfig
+from hone.preflight import findings
+
+
+def broken(at: dict[int, dict[str, Any]], count: int = 10) -> list[dict[str, Any]]:
+    """Sound rows, some with other columns."""
+    content = rows(count)
+    for number, columns in at.items():
+        content[number] = {name: value for name, value in (content[number] | columns).items() if value != "LEFT OUT"}
+    return content
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+CASES: list[tuple[dict[int, dict[str, Any]], str, bool, list[str]]] = [
+    ({3: {"prompt": []}, 4: {"prompt": None}}, "R42", True, ["row 3", "2 of 10 rows", "null or empty", "remove"]),
+    ({7: {"prompt": 5}}, "R42", True, ["row 7", "1 of 10", "a int"]),
+    ({7: {"prompt": [{"role": "user"}]}}, "R42", True, ["row 7", "prompt[0] (role user) has no 'content'"]),
+    ({2: {"prompt": [{"role": "usr", "content": "a"}]}}, "R42", True, ["'usr'", "user"]),
+    (
+        {2: {"prompt": [user("a"), {"role": "system", "content": "b"}]}},
+        "R42",
+        False,
+        ["system message", "put it first"],
+    ),
+    ({2: {"prompt": [user("a"), assistant("b")]}}, "R42", False, ["ends with an assistant message"]),
+    ({2: {"prompt": [user("a"), user("b")]}}, "R42", False, ["messages 0 and 1", "join them"]),
+    ({2: {"prompt": [user("a"), {"role": "tool", "content": "b"}]}}, "R42", False, ["follows no tool call"]),
+    ({2: {"prompt": [user("  ")]}}, "R42", False, ["a user message is empty"]),
+    ({2: {"data_source": 7}}, "R42", True, ["not a string", "(first: 7)"]),
+    ({5: {"reward_model": "42"}}, "R44", True, ["1 of 10", "missing or empty"]),
+    (
+        {5: {"data_source": "gsm9k"}, 6: {"data_source": "gsm9k"}},
+        "R43",
+        True,
+        ["'gsm9k' (2 rows) has no reward", "gsm8k", "reward.scorer=NAME"],
+    ),
+    (
+        {1: {"reward_model": {"ground_truth": ""}}, 2: {"reward_model": {}}, 3: {"reward_model": "LEFT OUT"}},
+        *("R44", True, ["row 1", "3 of 10 rows", "ground_truth is missing or empty"]),
+    ),
+    (
+        {1: {"data_source": "countdown", "reward_model": {"ground_truth": "forty"}}},
+        *("R44", True, ["cannot read", "'forty'", "row 1"]),
+    ),
+    (
+        {number: {"prompt": [user("1 + 1 = ?")]} for number in range(1, 4)},
+        *("R47", False, ["2 of 10 training prompts (20%)", "occurs 3 times"]),
+    ),
+    ({4: {"agent_name": "tool_agent"}}, "R48", True, ["'tool_agent' (1 of 10 rows)", "single_turn"]),
+    (
+        {4: {"extra_info": {"tools_kwargs": {"calc": {"x": 1}}}}},
+        *("R48", True, ["the tool 'calc', which is not registered"]),
+    ),
+    (
+        {4: {"tools": [{"type": "function", "function": {"name": "calc"}}]}},
+        *("R33", True, ["1 of 10 training rows bring tools", "never called"]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("at", "code", "stops", "words"), CASES)
+def test_rule_speaks(
+    rl: RLConfig, data: Path, at: dict[int, dict[str, Any]], code: str, stops: bool, words: list[str]
+) -> None:
+    write_rows(data, broken(at))
+    rl.preflight.reward_rows = 0
+    found = [f for f in findings(rl) if f.error.code == code]
+    assert [f.stops for f in found] == [stops], [f.error.render() for f in findings(rl)]
+    assert found[0].error.fix and found[0].error.why
+    for word in words:
+        assert word in found[0].error.render()
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        {2: {"prompt": "1 + 1 ="}},
+        {2: {"prompt": [5, 6, 7]}},
+        {2: {"prompt": [{"role": "system", "content": "b"}, user("a")]}},
+        {2: {"prompt": [user("a"), assistant("b"), user("c")]}},
+        {2: {"reward_model": {"ground_truth": ["2", "two"]}}},
+        {2: {"data_source": "exact_match"}},
+        {2: {"agent_name": "single_turn_agent"}},
+        {2: {"extra_info": {"tools_kwargs": {"calc": None}}}},
+    ],
+)
+def test_rules_are_silent(rl: RLConfig, data: Path, at: dict[int, dict[str, Any]]) -> None:
+    write_rows(data, broken(at))
+    assert [f.error.render() for f in findings(rl)] == []
+
+
+def test_parquet_with_nested_columns_is_read_alike(rl: RLConfig, tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(rows()), tmp_path / "train.parquet")
+    rl.data.train_files = str(tmp_path / "train.parquet")
+    assert [f.error.render() for f in findings(rl)] == []
+
+
+def test_a_function_of_ones_own_may_do_without_ground_truths(rl: RLConfig, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return len(solution_str) % 7 / 7\n"
+    )
+    change(rl, {"reward.custom_reward_function.path": str(tmp_path / "own.py")})
+    write_rows(data, broken({number: {"reward_model": {}} for number in range(10)}))
+    assert [f.error.code for f in findings(rl)] == []
+    write_rows(data, broken({number: {"reward_model": {}} for number in range(4)}))
+    some = [f for f in findings(rl) if f.error.code == "R44"]
+    assert len(some) == 1 and not some[0].stops and "4 of 10 rows" in some[0].error.what
+
+
+def test_a_batch_that_the_rows_do_not_fill(rl: RLConfig) -> None:
+    change(rl, {"data.train_batch_size": 16})
+    (found,) = findings(rl)
+    assert found.error.code == "R46" and "10 rows" in found.error.what and "train_batch_size=10" in found.error.fix
+
+
+def test_validation_that_occurs_in_training(rl: RLConfig, tmp_path: Path) -> None:
+    content = rows(14)[8:]
+    rl.data.val_files = str(write_rows(tmp_path / "val.jsonl", content))
+    (found,) = findings(rl)
+    assert found.error.code == "R47" and not found.stops
+    assert "2 of 6 validation prompts (33%) occur in the training data" in found.error.what
+    write_rows(tmp_path / "val.jsonl", content[2:])
+    assert list(findings(rl)) == []
+
+
+def test_kinds_of_problem_that_are_hardly_ever_met(rl: RLConfig, data: Path) -> None:
+    write_rows(data, broken({0: {"data_source": "exact_match"}}, count=200))
+    (found,) = findings(rl)
+    assert (
+        found.error.code == "R47"
+        and "'exact_match' (1)" in found.error.what
+        and "at 8 prompts a step" in found.error.why
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "stops", "words"),
+    [
+        ([user("a")], True, ["no assistant message"]),
+        ([user("a"), assistant("b"), user("c")], False, ["does not end with an assistant message"]),
+        ("text", True, ["malformed", "a str, not a list of messages"]),
+    ],
+)
+def test_conversations(sft: SFTConfig, data: Path, messages: Any, stops: bool, words: list[str]) -> None:
+    write_rows(data, broken({6: {"messages": messages}}))
+    found = [f for f in findings(sft) if f.error.code == "R42"]
+    assert [f.stops for f in found] == [stops] and "row 6" in found[0].error.where
+    for word in words:
+        assert word in found[0].error.render()
