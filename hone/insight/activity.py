@@ -39,6 +39,7 @@ _PAGE = 4096
 _HEAD = struct.Struct("<QQdI")  # version, ticks, when the last tick was, length of the text
 _TICKS = struct.Struct("<Qd")
 _VERSION = struct.Struct("<Q")
+_STAGE = "_hone_stage"
 _ROOM = _PAGE - _HEAD.size - _VERSION.size
 
 
@@ -95,7 +96,7 @@ class Record:
     @property
     def stage(self) -> str:
         """Everything it is in the middle of, the outermost first."""
-        return " > ".join(span.what for span in self.spans) or "idle"
+        return _shown(self.spans) or "idle"
 
     @property
     def thread(self) -> int:
@@ -114,6 +115,10 @@ class Record:
     def is_alive(self) -> bool:
         """Whether the process exists; one on another machine is taken to."""
         return not self.is_here() or birth(self.pid) == self.born
+
+
+def _shown(spans: Sequence[Span]) -> str:
+    return " > ".join(span.what for span in spans)
 
 
 class _Publisher:
@@ -148,6 +153,10 @@ class _Publisher:
             }
             self._write()
         stacks.answer_requests(path.with_suffix(".stacks"))
+
+    @property
+    def stage(self) -> str:
+        return _shown(self._spans)
 
     @property
     def folder(self) -> Path | None:
@@ -265,8 +274,16 @@ def _span(span: Span) -> Iterator[None]:
     _publisher.push(span)
     try:
         yield
+    except BaseException as error:
+        vars(error).setdefault(_STAGE, _publisher.stage)  # the innermost span that it passes is the first to say
+        raise
     finally:
         _publisher.pop(span)
+
+
+def stage_of(error: BaseException) -> str:
+    """What the process was in the middle of when this was raised; empty when it was raised in no span."""
+    return vars(error).get(_STAGE, "")
 
 
 def read_records(directory: Path) -> list[Record]:

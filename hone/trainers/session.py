@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hone.cluster.failures import is_out_of_memory, out_of_memory
 from hone.cluster.watchdog import Watchdog
 from hone.config import to_yaml
 from hone.config.run import RunConfig
@@ -120,12 +121,6 @@ class RunSession:
         """Let checkpoint ``step`` appear as soon as ``write()`` has filled its directory; training goes on meanwhile."""
         self.checkpoints.publish(step, state, write)
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """Write checkpoint ``step``, unless it exists."""
-        if (where := self.begin_save(step)) is not None:
-            write(Path(where))
-            self.finish_save(step, state, lambda: None)
-
     def save_due(self, step: int) -> bool:
         """Whether a checkpoint is due after ``step``: by trainer.save_freq, or because the run was told to stop."""
         return self.due(self.trainer.save_freq, step) or self.last_save_due
@@ -159,6 +154,8 @@ class RunSession:
             self._outcome = ("failed", f"{type(error).__name__}: {error}", self._logged_step)
             if isinstance(error, Exception):  # told to stop at once, it does not wait
                 self.checkpoints.settle()
+            if is_out_of_memory(error) and not isinstance(error, HoneError):
+                raise out_of_memory(error, self.config, activity.stage_of(error)) from error
             raise
         finally:
             for number, handler in self._previous.items():

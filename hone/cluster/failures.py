@@ -1,0 +1,174 @@
+"""What is said when a process of a run is lost: who it was, what it was doing, what it said last, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig
+from hone.errors import ProcessError
+from hone.insight.activity import Record
+from hone.training.engine import CPU_TOKENS
+
+LOG_LINES = 15
+"""Lines of a dead process's log that are shown."""
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "low on memory",
+    "OutOfMemoryError",
+)
+
+
+class WorkerLost(ProcessError):
+    """A worker process died, or was ended because it hung; the models it held are lost with it.
+
+    Attributes:
+        names: of the processes, such as ``main[1]``.
+    """
+
+    code = "E-worker-lost"
+
+    def __init__(self, what: str, *, names: Sequence[str], why: str = "", fix: str = "") -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.names = tuple(names)
+
+
+class OutOfMemory(ProcessError):
+    """A process asked for more memory than there is."""
+
+    code = "E-memory"
+
+
+def worker_lost(
+    name: str, record: Record | None, cause: str, *, config: AnyConfig, out_of_memory: bool = False, log: str = ""
+) -> WorkerLost:
+    """The error for one lost worker.
+
+    Args:
+        name: of the process.
+        record: what it published last; None when it never did.
+        cause: how it ended, as far as is known.
+        config: of the run.
+        out_of_memory: whether memory was the reason.
+        log: the end of its log.
+    """
+    where = f"{name} (pid {record.pid} on {record.host})" if record else name
+    stage = f", in '{record.stage}'" if record else ", before it had begun"
+    what = f"{where} {cause}{stage}"
+    if out_of_memory:
+        what += f"\n  {memory_numbers(config)}"
+    if log:
+        what += "\n  The end of its log:\n" + "\n".join(f"    {line}" for line in log.splitlines())
+    again = "the same command again goes on from the last checkpoint"
+    used_up = config.trainer.max_restarts
+    restarts = f"trainer.max_restarts={max(1, 2 * used_up)} lets the run do so by itself"
+    fix = (
+        f"{memory_knob(config, record.stage if record else '')}; then {again}"
+        if out_of_memory
+        else f"{again}; {restarts}"
+    )
+    return WorkerLost(
+        what, names=[name], why="its share of the weights and of the optimizer's state is gone with it", fix=fix
+    )
+
+
+def out_of_memory(error: BaseException, config: AnyConfig, stage: str) -> OutOfMemory:
+    """The error for an allocation that was refused."""
+    return OutOfMemory(
+        f"out of memory in '{stage}': {str(error).splitlines()[0] if str(error) else type(error).__name__}\n"
+        f"  {memory_numbers(config)}",
+        why="the step cannot be computed at this size; every saved checkpoint is intact",
+        fix=f"{memory_knob(config, stage)}; then the same command again goes on from the last checkpoint",
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or what it was raised from, says that memory ran out."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = f"{type(seen).__name__}: {seen}"
+        if isinstance(seen, MemoryError) or any(words.lower() in text.lower() for words in _OUT_OF_MEMORY):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def log_tail(path: Path | None, lines: int = LOG_LINES) -> str:
+    """The last lines of a log; empty when there is none that can be read here."""
+    if path is None or not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64 * 1024))
+        text = file.read().decode(errors="replace")
+    return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+
+# memory ------------------------------------------------------------------------------------------------------------------
+
+
+def memory_numbers(config: AnyConfig) -> str:
+    """The sizes of the batch plan that memory depends on."""
+    if not isinstance(config, RLConfig):
+        return f"The plan: micro-batches of up to {_together(config.data.max_token_len_per_gpu, config)} tokens"
+    shared, data = config.actor_rollout_ref, config.data
+    longest = data.max_prompt_length + data.max_response_length
+    rollout, actor = shared.rollout, shared.actor
+    return (
+        f"The plan: {data.train_batch_size} prompts x {rollout.n} samples of up to {longest} tokens; updates in micro-batches of up "
+        f"to {_together(actor.ppo_max_token_len_per_gpu, config)} tokens; generation of {rollout.max_num_seqs} sequences at once over a cache of "
+        f"{cache_tokens(config)} tokens"
+    )
+
+
+def memory_knob(config: AnyConfig, stage: str) -> str:
+    """The first thing to change when memory ran out in a stage, as ``key=value``."""
+    if not isinstance(config, RLConfig):
+        key, longest = "data.max_token_len_per_gpu", _longest(config)
+        return (
+            _halved(key, _together(config.data.max_token_len_per_gpu, config), longest)
+            or "model.enable_gradient_checkpointing=true"
+        )
+    shared, data = config.actor_rollout_ref, config.data
+    longest = data.max_prompt_length + data.max_response_length
+    if any(part.strip().startswith(("gen", "validate")) for part in stage.split(">")):
+        knob = _halved("actor_rollout_ref.rollout.max_cache_tokens", cache_tokens(config), longest)
+        if knob:
+            return knob
+    prefix, budget = "actor_rollout_ref.actor", shared.actor.ppo_max_token_len_per_gpu
+    if "critic" in stage and config.critic.ppo_max_token_len_per_gpu:
+        prefix, budget = "critic", config.critic.ppo_max_token_len_per_gpu
+    knob = _halved(f"{prefix}.ppo_max_token_len_per_gpu", _together(budget, config), longest)
+    if knob:
+        return knob
+    if not shared.model.enable_gradient_checkpointing:
+        return "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+    return f"data.max_response_length={data.max_response_length // 2}"
+
+
+def cache_tokens(config: RLConfig) -> int:
+    """Tokens that the key-value cache holds."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.max_cache_tokens or rollout.max_num_seqs * longest
+
+
+def _together(budget: int, config: AnyConfig) -> int:
+    """Tokens that really go together in a micro-batch."""
+    on_cpu = config.trainer.device == "cpu" or not torch.cuda.is_available()
+    return min(budget, CPU_TOKENS) if on_cpu else budget
+
+
+def _longest(config: Any) -> int:
+    return getattr(config.data, "max_length", 1) or 1
+
+
+def _halved(key: str, value: int, least: int) -> str | None:
+    """``key=<half of value>``, not below what the longest sequence needs; None when it is there already."""
+    half = max(value // 2, least)
+    return f"{key}={half}" if half < value else None
