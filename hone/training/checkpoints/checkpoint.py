@@ -40,11 +40,6 @@ class Checkpoint:
         return str(self.storage)
 
     @property
-    def path(self) -> Path:
-        """The directory, of a local checkpoint."""
-        return self.storage.local_path
-
-    @property
     def state(self) -> dict[str, Any]:
         """The trainer's state."""
         return json.loads(self.storage.read_text("state.json"))

@@ -151,7 +151,9 @@ def _by_layer(names: Iterable[str]) -> list[list[str]]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    if isinstance(tensor, DTensor):  # an offloaded shard travels between devices
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor.detach()
 
 
 def _write_settings(model: nn.Module, directory: Path) -> None:

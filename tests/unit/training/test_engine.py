@@ -157,12 +157,12 @@ def test_optimizer_state_survives_saving(model, tmp_path):
     batch, objective = random_batch(6, seed=8), imitation_objective()
     engine = engine_of(model)
     engine.train_batch(batch, objective, step=0)
-    engine.save(tmp_path / "actor", tmp_path / "optimizer.safetensors")
+    engine.stage(str(tmp_path), "actor")()
     again = engine_of(type(model).from_pretrained(tmp_path / "actor", dtype=torch.float32))
     from hone.generation.attention import use_hone_attention
 
     use_hone_attention(again.model)
-    again.load(tmp_path / "optimizer.safetensors")
+    again.restore(str(tmp_path), "actor")
     for each in (engine, again):
         each.train_batch(batch, objective, step=1)
     for a, b in zip(engine.model.parameters(), again.model.parameters(), strict=True):
