@@ -8,6 +8,7 @@ from typing import Any
 from hone.config.feedback import OnlinePreferenceConfig
 from hone.config.fields import block, choice, named, number
 from hone.config.model import OptimConfig
+from hone.config.parallel import ParallelConfig
 from hone.config.ray import OwnPoolConfig
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -39,7 +40,7 @@ class PolicyLossConfig:
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(ParallelConfig):
     """How the policy is updated."""
 
     ppo_mini_batch_size: int = number(64, low=1)

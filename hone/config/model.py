@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.fields import choice, number, numbers, texts
+from hone.config.fields import block, choice, named, number, numbers, texts
+
+
+@dataclass
+class TiledMlpConfig:
+    """The feed-forward parts of the layers in pieces."""
+
+    enabled: bool = False
+    """Compute them piece by piece, and again in the backward pass: their inner activations, the widest of a model, exist for
+    one piece at a time. For very long contexts; costs a third of a forward pass of these parts."""
+    num_shards: int = number(4, low=1)
+    """How many pieces the tokens of a micro-batch are cut into."""
 
 
 @dataclass
@@ -25,6 +36,11 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time. The first knob when memory is
     short; off by default because the models that run on a laptop do not need it."""
+    enable_activation_offload: bool = False
+    """Keep what the backward pass needs in the host's memory: less of the device's, and time for the copies. Best with
+    gradient checkpointing, which leaves little to copy. Nothing changes on a CPU."""
+    tiled_mlp: TiledMlpConfig = block(TiledMlpConfig)
+    """The feed-forward parts of the layers in pieces."""
     lora_rank: int = number(0, low=0)
     """Rank of LoRA adapters; 0 trains all weights. With LoRA the reference policy is the model with its adapter off."""
     lora_alpha: float = number(16, above=0)
@@ -37,8 +53,13 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule. The schedule advances once a step (RL) or once an update (SFT)."""
+    """The optimizer and its schedule. The schedule advances once a step (RL) or once an update (SFT)."""
 
+    optimizer: str = named("AdamW", "optimizer", instead="optim.lr")
+    """Optimizer: a class of torch.optim, or one of your own by its import path, my_module:MyOptimizer. It gets lr,
+    weight_decay, betas and eps where its constructor takes them."""
+    override_optimizer_config: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer's constructor, by name, for example {momentum: 0.9}."""
     lr: float = number(1e-6, low=0)
     """Peak learning rate."""
     lr_scheduler_type: str = choice("constant", "constant", "cosine")
@@ -52,8 +73,8 @@ class OptimConfig:
     weight_decay: float = number(0.01, low=0)
     """Decoupled weight decay, applied to matrices only (not to norms and biases)."""
     betas: list[float] = numbers([0.9, 0.999], low=0, high=1)
-    """AdamW's two decay rates."""
+    """AdamW's two decay rates; read by optimizers that take betas."""
     eps: float = number(1e-8, above=0)
-    """AdamW's epsilon."""
+    """AdamW's epsilon; read by optimizers that take eps."""
     clip_grad: float = number(1.0, above=0)
     """Largest gradient norm; larger gradients are scaled down to it."""

@@ -50,6 +50,7 @@ class PolicyLearner:
             device=device,
             dtype=config.dtype,
             max_tokens=config.data.max_token_len_per_gpu,
+            offload_activations=config.model.enable_activation_offload,
             total_steps=total_steps,
         )
         self.reference = Reference(config, self.engine) if "reference" in self.loss.needs else None
@@ -101,6 +102,7 @@ class RewardModelLearner:
             device=device,
             dtype=config.dtype,
             max_tokens=config.data.max_token_len_per_gpu,
+            offload_activations=config.model.enable_activation_offload,
             total_steps=total_steps,
         )
 

@@ -52,6 +52,7 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
             device=device,
             dtype=config.dtype,
             max_tokens=config.data.max_token_len_per_gpu,
+            offload_activations=config.model.enable_activation_offload,
             total_steps=self.total_steps,
         )
 

@@ -58,7 +58,8 @@ def build_engine(
     Raises:
         ModelError: the model cannot be loaded, or not be divided so.
     """
-    engine = {"optim": optim, "device": device, "dtype": dtype} | settings
+    offload: dict[str, Any] = {"offload_activations": config.enable_activation_offload}
+    engine = {"optim": optim, "device": device, "dtype": dtype} | offload | settings
     if meshes is None:
         if kind == "value":
             model = load_value_model(config, device=device)
@@ -79,5 +80,5 @@ def _empty(kind: Kind, config: ModelConfig, seed: int) -> tuple[nn.Module, Weigh
         return as_policy(model, config, seed=seed, trainable=kind == "policy"), files
     model, files = load_empty(AutoModelForTokenClassification, config, **VALUE_SETTINGS)
     value_head(model)
-    prepare(model, checkpointing=config.enable_gradient_checkpointing)
+    prepare(model, config)
     return model, files

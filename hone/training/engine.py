@@ -9,10 +9,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +19,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.generation.products import fast_float32_products
 from hone.insight import activity
+from hone.training.activations import activations_on_host
 from hone.training.checkpoints.model_state import ModelStager
 from hone.training.heads import Head, autocast
 from hone.training.memory import heap_watch
@@ -86,6 +85,7 @@ class TrainEngine:
         max_tokens: token budget of a micro-batch.
         max_sequences: at most this many rows a micro-batch, or None.
         total_steps: horizon of the learning-rate schedule.
+        offload_activations: keep them in the host's memory between forward and backward pass.
     """
 
     def __init__(
@@ -99,12 +99,14 @@ class TrainEngine:
         max_tokens: int = 16384,
         max_sequences: int | None = None,
         total_steps: int = 1,
+        offload_activations: bool = False,
     ) -> None:
         self.model, self.head, self.optim_config = model, head, optim
         self.device, self.dtype = device, dtype
         self.max_tokens, self.max_sequences, self.total_steps = max_tokens, max_sequences, total_steps
         self.optimizer = build_optimizer(model, optim) if optim else None
         self._stager = ModelStager(model, self.optimizer)
+        self._offload_activations = offload_activations
         self._busy = 0.0
 
     def infer_batch(
@@ -148,7 +150,8 @@ class TrainEngine:
         for rows, micro in self._micro_batches(batch, self.max_tokens):
             lengths = micro.ragged("response_ids").lengths
             packed = pack(micro, self.device)
-            with self._computing(), autocast(self.device, self.dtype):
+            on_host = activations_on_host(self.device, self._offload_activations)
+            with self._computing(), autocast(self.device, self.dtype), on_host:
                 outputs = self._forward(self.head, packed, with_entropy)
             ragged = {name: Ragged.from_lengths(values.float(), lengths) for name, values in outputs.items()}
             if rows:
@@ -179,9 +182,7 @@ class TrainEngine:
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
-    def stage(
-        self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> Callable[[], None]:
+    def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
         """Copy model and optimizer state for the checkpoint at ``location``; returns the writing, for any thread.
 
         Every rank calls it. See :class:`hone.training.checkpoints.model_state.ModelStager`.
@@ -191,24 +192,6 @@ class TrainEngine:
     def restore(self, location: str, name: str) -> None:
         """Take up the optimizer state of a checkpoint; weights come with its model directory."""
         self._stager.restore(location, name)
-
-    def save(self, model_dir: Path, optimizer_file: Path) -> None:
-        """Write the model as a Hugging Face (or, with LoRA, PEFT) directory and the optimizer state as safetensors."""
-        self.model.save_pretrained(model_dir)  # type: ignore[operator]
-        if self.optimizer is not None:
-            save_file(self._optimizer_tensors(), optimizer_file)
-
-    def load(self, optimizer_file: Path) -> None:
-        """Read back the optimizer state; weights come with the model directory."""
-        if self.optimizer is None:
-            raise RuntimeError("this engine was built without an optimizer")
-        tensors = load_file(optimizer_file)
-        for name, parameter in self._trainable():
-            for key in ("exp_avg", "exp_avg_sq", "step"):
-                if (value := tensors.get(f"{key}/{name}")) is not None:
-                    self.optimizer.state[parameter][key] = (
-                        value if key == "step" else value.to(parameter.device, copy=True)
-                    )
 
     def to(self, device: torch.device) -> None:
         """Move model and optimizer state."""
@@ -264,14 +247,6 @@ class TrainEngine:
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        assert self.optimizer is not None
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._trainable():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
-        return tensors
 
 
 def _filler() -> Batch:

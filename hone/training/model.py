@@ -27,6 +27,7 @@ from hone.config.model import ModelConfig
 from hone.data.seeding import derive_seed
 from hone.errors import ModelError, did_you_mean
 from hone.generation.attention import use_hone_attention
+from hone.training.activations import tile_mlps
 from hone.training.streaming import WeightFiles, empty_model, standing_in
 
 VALUE_SETTINGS: dict[str, Any] = {"num_labels": 1, "classifier_dropout": 0.0}
@@ -55,7 +56,7 @@ def as_policy(model: PreTrainedModel, config: ModelConfig, *, seed: int, trainab
         model.requires_grad_(False).eval()
     elif config.lora_rank > 0 or config.lora_adapter_path:
         ready = _with_adapter(model, config, seed)
-    prepare(ready, checkpointing=trainable and config.enable_gradient_checkpointing)
+    prepare(ready, config, trainable=trainable)
     return ready
 
 
@@ -68,7 +69,7 @@ def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
         if head.bias is not None:
             nn.init.zeros_(head.bias)
     model.to(device)  # type: ignore[arg-type]
-    prepare(model, checkpointing=config.enable_gradient_checkpointing)
+    prepare(model, config)
     return model
 
 
@@ -93,7 +94,7 @@ def load_reward_model(config: ModelConfig, *, device: torch.device, trainable: b
     model.to(device)  # type: ignore[arg-type]
     if not trainable:
         model.requires_grad_(False).eval()
-    prepare(model, checkpointing=trainable and config.enable_gradient_checkpointing)
+    prepare(model, config, trainable=trainable)
     return model
 
 
@@ -275,10 +276,18 @@ def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.M
             ) from error
 
 
-def prepare(model: nn.Module, *, checkpointing: bool) -> None:
-    """Give ``model`` this project's attention, and gradient checkpointing if asked for."""
+def prepare(model: nn.Module, config: ModelConfig, *, trainable: bool = True) -> None:
+    """Give ``model`` this project's attention and, if it is trained, what the config says of its activations."""
     use_hone_attention(model)
     inner = causal_lm(model)
     inner.config.use_cache = False
-    if checkpointing:
+    if trainable and config.tiled_mlp.enabled:
+        tile_mlps(layers_of(inner), config.tiled_mlp.num_shards)
+    if trainable and config.enable_gradient_checkpointing:
         inner.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's layers: the modules that transformers never splits over devices."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

@@ -1,24 +1,66 @@
-"""AdamW and the learning-rate schedule."""
+"""The optimizer and the learning-rate schedule."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
 from hone.config.model import OptimConfig
+from hone.errors import ConfigError, did_you_mean
+from hone.registry import imported
+
+KEY = "optim.optimizer"
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig) -> AdamW:
-    """AdamW over the trainable parameters; weight decay acts on matrices only (Loshchilov and Hutter 2019)."""
+def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
+    """The optimizer over the trainable parameters; weight decay acts on matrices only (Loshchilov and Hutter 2019).
+
+    Raises:
+        ConfigError: no such optimizer, or it does not take an argument.
+    """
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-    betas = (config.betas[0], config.betas[1])
-    return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    cls = _optimizer_class(config.optimizer)
+    try:
+        return cls([group for group in groups if group["params"]], **_arguments(cls, config))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{config.optimizer} cannot be made: {error}",
+            where=KEY,
+            fix="change optim.override_optimizer_config, or take optim.optimizer=AdamW",
+        ) from error
+
+
+def _optimizer_class(name: str) -> type[Optimizer]:
+    if ":" in name:
+        cls = imported(name, KEY)
+    else:
+        cls = getattr(torch.optim, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls is Optimizer:
+        known = [
+            n for n, found in vars(torch.optim).items() if isinstance(found, type) and issubclass(found, Optimizer)
+        ]
+        raise ConfigError(
+            f"'{name}' is no optimizer of torch.optim, and no import path of one",
+            where=KEY,
+            fix=f"{did_you_mean(name, known)}, or my_module:MyOptimizer",
+        )
+    return cls
+
+
+def _arguments(cls: type[Optimizer], config: OptimConfig) -> dict[str, Any]:
+    """What of the configuration the constructor takes; a fused kernel where there is one."""
+    offered = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps, "fused": True}
+    taken = inspect.signature(cls).parameters
+    return {name: value for name, value in offered.items() if name in taken} | dict(config.override_optimizer_config)
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:

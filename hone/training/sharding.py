@@ -13,7 +13,7 @@ from hone.config.parallel import FsdpConfig
 from hone.training.expert_parallel import apply_expert_parallel
 from hone.training.heads import Head
 from hone.training.layout import Meshes
-from hone.training.model import causal_lm
+from hone.training.model import causal_lm, layers_of
 from hone.training.packing import PackedSequences
 from hone.training.sequence_parallel import check_heads, of_whole_row, own_piece
 from hone.training.tensor_parallel import apply_tensor_parallel
@@ -98,12 +98,6 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return Sharded(computation, partial)
-
-
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers that are gathered one after the other: those that transformers never splits over devices."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _narrower(name: str) -> torch.dtype | None:
