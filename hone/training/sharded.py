@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hone.config.parallel import FsdpConfig
+from hone.data.balance import CostModel
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.training.engine import Statistics, Totals, TrainEngine, UpdateResult
@@ -43,6 +44,7 @@ class ShardedEngine(TrainEngine):
     ) -> None:
         super().__init__(sharded.computation.model, head, device=device, **settings)
         self.sharded, self.fsdp, self.meshes = sharded, fsdp, sharded.computation.meshes
+        self._cost = CostModel.of_model(self.model.config.to_dict())  # type: ignore[union-attr]
         self._rest()
 
     def infer_batch(
@@ -70,6 +72,12 @@ class ShardedEngine(TrainEngine):
             streams = {"all": whole_weights, "adapter": adapter_weights, "merged": merged_weights}
             yield from streams[which](self.model)
 
+    def restore(self, location: str, name: str) -> None:
+        """Take up the optimizer state of a checkpoint of any layout."""
+        super().restore(location, name)
+        if self.fsdp.optimizer_offload:
+            self._place_optimizer(torch.device("cpu"))
+
     def to(self, device: torch.device) -> None:
         """Move this rank's shards and optimizer state; passes are made where they are then."""
         self._place(self.model, device)
@@ -95,7 +103,9 @@ class ShardedEngine(TrainEngine):
             return [[] for _ in range(count)]
         if len(plan) == count and self.meshes.layout.dp_size == 1:
             return plan
-        return plan_micro_batches(prompts, responses, max_tokens, self.max_sequences, together, count=count)
+        return plan_micro_batches(
+            prompts, responses, max_tokens, self.max_sequences, together, count=count, cost=self._cost
+        )
 
     def _clip_gradients(self, trainable: list[nn.Parameter], largest: float) -> float:
         if self.meshes.layout.tensor > 1:
