@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 EXIT_FAILED = 3
 """Exit code of a run that lost a process, or in which nothing moved any more."""
@@ -34,6 +35,10 @@ class HoneError(Exception):
         self.code = code or type(self).code
         super().__init__(self.render())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as it is, for an error that a worker process raises and the driver shows."""
+        return _as_raised, (type(self), self.args, vars(self))
+
     def render(self) -> str:
         """Return the message as shown to the user: ``CODE where: what. why. Fix: ...``"""
         head = f"{self.code} {self.where}: {self.what}" if self.where else f"{self.code}: {self.what}"
@@ -43,6 +48,13 @@ class HoneError(Exception):
         if self.fix:
             lines.append(f"  Fix: {self.fix}")
         return "\n".join(lines)
+
+
+def _as_raised(kind: type[HoneError], args: tuple[Any, ...], state: dict[str, Any]) -> HoneError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(state)
+    return error
 
 
 class ConfigError(HoneError):

@@ -12,6 +12,7 @@ from hone.cluster.rollout import RolloutWorker
 from hone.config.ray import OwnPoolConfig
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
+from hone.training.layout import Layout
 
 MAIN = "main"
 """The pool of the actor, and of every role that has none of its own."""
@@ -60,6 +61,15 @@ def pools_of(config: RLConfig, roles: list[RoleSpec]) -> list[Pool]:
         if role.name in own:
             pools.append(Pool(role.name, own[role.name].nnodes, own[role.name].n_gpus_per_node, (role,)))
     return pools
+
+
+def layout_of(config: RLConfig, world: int) -> Layout:
+    """How the processes of a pool share a model.
+
+    Raises:
+        ConfigError: the sizes do not divide.
+    """
+    return Layout.plan(world, config.actor_rollout_ref.actor)
 
 
 def pool_keys(config: RLConfig) -> dict[str, OwnPoolConfig]:

@@ -14,11 +14,12 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
+from hone.training.build import build_engine
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.correction import correction_settings
 from hone.training.engine import TrainEngine, UpdateResult
 from hone.training.heads import PolicyHead, ValueHead
-from hone.training.model import adapter_off, load_policy, load_value_model, saved_model
+from hone.training.model import adapter_off, saved_model
 from hone.training.objectives import PolicyObjective, value_objective
 from hone.training.preferences import online_objective
 
@@ -71,12 +72,15 @@ class PolicyWorker(ModelRole):
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         if resume is not None:
             model = saved_model(model, model_directory(resume, "actor"))
-        self.model = load_policy(model, device=device, seed=config.trainer.seed)
-        self.engine = TrainEngine(
-            self.model,
+        self.engine = build_engine(
+            "policy",
+            model,
             PolicyHead(config.actor_rollout_ref.rollout.temperature),
-            optim=actor.optim,
+            parallel=actor,
+            meshes=context.meshes,
+            seed=config.trainer.seed,
             device=device,
+            optim=actor.optim,
             dtype=actor.dtype,
             max_tokens=actor.ppo_max_token_len_per_gpu,
             max_sequences=actor.ppo_micro_batch_size_per_gpu,
@@ -166,9 +170,13 @@ class ReferenceWorker(ModelRole):
         if policy is not None and self._shared:
             self.engine = policy.engine
             return
-        self.engine = TrainEngine(
-            load_policy(model, device=context.device, seed=config.trainer.seed, trainable=False),
+        self.engine = build_engine(
+            "frozen",
+            model,
             PolicyHead(config.actor_rollout_ref.rollout.temperature),
+            parallel=actor,
+            meshes=context.meshes,
+            seed=config.trainer.seed,
             device=context.device,
             dtype=actor.dtype,
             max_tokens=actor.ppo_max_token_len_per_gpu,
@@ -198,11 +206,15 @@ class CriticWorker(ModelRole):
         model_config = dataclasses.replace(
             policy, path=path, lora_rank=0, enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing
         )
-        self.engine = TrainEngine(
-            load_value_model(model_config, device=device),
+        self.engine = build_engine(
+            "value",
+            model_config,
             ValueHead(),
-            optim=critic.optim,
+            parallel=actor,
+            meshes=context.meshes,
+            seed=config.trainer.seed,
             device=device,
+            optim=critic.optim,
             dtype=critic.dtype or actor.dtype,
             max_tokens=critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
             max_sequences=actor.ppo_micro_batch_size_per_gpu,

@@ -34,7 +34,7 @@ class RolloutWorker:
         self.context, self.tokenizer = context, context.tokenizer
         actor = context.roles.get("actor")
         self.shares_weights = actor is not None and context.layout.world == 1
-        self.engine = engine or self._build(actor.model if actor is not None and self.shares_weights else None)
+        self.engine = engine or self._build(actor.engine.model if actor is not None and self.shares_weights else None)
 
     def _build(self, model: Any) -> Engine:
         config, context = self.context.config, self.context

@@ -1,0 +1,129 @@
+"""Columns as they lie in the object store: arrays that are read where they are, without a copy.
+
+Tensors become numpy arrays, which Ray writes and maps as they are; so do the token columns of episodes, which otherwise
+would be lists of millions of numbers. Every other object is pickled; nothing comes from outside the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hone.data.batch import Column
+from hone.data.ragged import Ragged
+from hone.data.types import Sample, Trajectory
+
+TOKENS = {"response_ids": np.int64, "response_mask": np.int64, "rollout_log_probs": np.float32, "sampling_log_probs": np.float32}  # fmt: skip
+"""Fields of an episode with one number a token, and the type that holds it exactly."""
+
+
+@dataclass(frozen=True)
+class _Array:
+    values: NDArray[Any]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Rows:
+    values: _Array
+    offsets: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Episodes:
+    """Episodes field by field; those of one prompt share its sample."""
+
+    samples: list[Sample]
+    sample_of: list[int]
+    tokens: dict[str, tuple[NDArray[Any], NDArray[np.int64]]]
+    others: dict[str, list[Any]]
+
+
+Encoded = _Array | _Rows | _Episodes | list
+
+
+def encode(columns: Mapping[str, Column]) -> dict[str, Encoded]:
+    """Make columns ready for the object store."""
+    return {name: _encoded(column) for name, column in columns.items()}
+
+
+def decode(columns: Mapping[str, Encoded]) -> dict[str, Column]:
+    """Make columns of what :func:`encode` gave; tensors share the memory of the object store and are read only."""
+    return {name: _decoded(column) for name, column in columns.items()}
+
+
+def _encoded(column: Column) -> Encoded:
+    if isinstance(column, Ragged):
+        return _Rows(_array(column.values), column.offsets.numpy())
+    if isinstance(column, Tensor):
+        return _array(column)
+    if column and all(type(item) is Trajectory for item in column):
+        return _episodes(column)
+    return column
+
+
+def _decoded(column: Encoded) -> Column:
+    if isinstance(column, _Rows):
+        return Ragged(_tensor(column.values), _tensor(_Array(column.offsets, torch.int64)))
+    if isinstance(column, _Array):
+        return _tensor(column)
+    return _trajectories(column) if isinstance(column, _Episodes) else column
+
+
+def _array(tensor: Tensor) -> _Array:
+    plain = tensor.detach().cpu().contiguous()
+    return _Array((plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy(), tensor.dtype)
+
+
+def _tensor(array: _Array) -> Tensor:
+    with warnings.catch_warnings():  # torch warns of arrays that cannot be written; columns never are
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        tensor = torch.from_numpy(array.values)
+    return tensor if tensor.dtype == array.dtype else tensor.view(array.dtype)
+
+
+def _episodes(trajectories: Sequence[Trajectory]) -> _Episodes:
+    numbers: dict[int, int] = {}
+    samples: list[Sample] = []
+    for trajectory in trajectories:
+        if numbers.setdefault(id(trajectory.sample), len(samples)) == len(samples):
+            samples.append(trajectory.sample)
+    tokens = {name: _flat([getattr(t, name) for t in trajectories], dtype) for name, dtype in TOKENS.items()}
+    others = {
+        field.name: [getattr(trajectory, field.name) for trajectory in trajectories]
+        for field in dataclasses.fields(Trajectory)
+        if field.name not in TOKENS and field.name != "sample"
+    }
+    return _Episodes(samples, [numbers[id(trajectory.sample)] for trajectory in trajectories], tokens, others)
+
+
+def _trajectories(episodes: _Episodes) -> list[Trajectory]:
+    rows = {name: _views(*found) for name, found in episodes.tokens.items()}
+    return [
+        Trajectory(
+            sample=episodes.samples[number],
+            **{name: views[row] for name, views in rows.items()},
+            **{name: values[row] for name, values in episodes.others.items()},
+        )
+        for row, number in enumerate(episodes.sample_of)
+    ]
+
+
+def _flat(rows: Sequence[Any], dtype: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    arrays = [np.asarray(row, dtype) for row in rows]
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype), offsets
+
+
+def _views(values: NDArray[Any], offsets: NDArray[np.int64]) -> list[Any]:
+    """A view of each row; it is indexed, sliced and walked through as a list of numbers is."""
+    view, bounds = memoryview(values), offsets.tolist()  # type: ignore[arg-type]
+    return [view[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,118 @@
+"""Reaching a Ray cluster: one that runs already, or one started for the length of the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass
+
+import ray
+from ray.exceptions import AuthenticationError, RaySystemError
+
+from hone.config.ray import RayConfig
+from hone.errors import ConfigError
+
+log = logging.getLogger("hone")
+
+PROBE_SECONDS = 5.0
+"""How long an address may take to accept a connection."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A connection to a cluster.
+
+    Attributes:
+        mine: whether this process made it; one that the caller had made stays open.
+    """
+
+    mine: bool
+
+    def close(self) -> None:
+        """Disconnect; a cluster that was started for the run ends with it."""
+        if self.mine:
+            ray.shutdown()
+
+
+def connect(config: RayConfig, *, workers: int) -> Connection:
+    """Connect to ``ray.address``, or start a cluster on this machine.
+
+    Args:
+        config: the block ``ray``.
+        workers: processes that will be placed.
+
+    Raises:
+        ConfigError: nothing answers there, or it refuses.
+    """
+    if ray.is_initialized():
+        return Connection(mine=False)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    shared = {"logging_level": logging.WARNING, "log_to_driver": True, "include_dashboard": None}
+    if config.address is None:
+        cpus = config.num_cpus or max(workers, len(os.sched_getaffinity(0)))
+        store = config.object_store_memory_gb
+        ray.init(
+            **{**shared, "include_dashboard": False},
+            address="local",
+            num_cpus=cpus,
+            object_store_memory=int(store * 2**30) if store else None,
+        )
+        return Connection(mine=True)
+    _probe(config.address)
+    try:
+        ray.init(**shared, address=config.address)
+    except (ConnectionError, RaySystemError, RuntimeError) as error:
+        raise _refused(config.address, error) from error
+    return Connection(mine=True)
+
+
+def capacity(resource: str) -> float:
+    """How much of a resource all nodes have together."""
+    return sum(node["Resources"].get(resource, 0.0) for node in ray.nodes() if node["Alive"])
+
+
+def _probe(address: str) -> None:
+    """Try HOST:PORT, because Ray itself waits for minutes."""
+    host, _, port = address.rpartition(":")
+    if "//" in address or not port.isdigit() or not host:
+        return
+    try:
+        socket.create_connection((host, int(port)), PROBE_SECONDS).close()
+    except OSError as error:
+        raise _unreachable(address, str(error)) from error
+
+
+def _unreachable(address: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"no Ray cluster answers at {address}: {reason}",
+        why="the workers have nowhere to start",
+        fix="ray start --head there and give what it prints; or ray.address=null to start a cluster on this machine",
+        where="ray.address",
+        code="E-ray-address",
+    )
+
+
+def _refused(address: str, error: Exception) -> ConfigError:
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, AuthenticationError):
+            return ConfigError(
+                f"the Ray cluster at {address} asks for a token",
+                why="since Ray 2.53 a cluster checks who connects once a token file exists",
+                fix="export RAY_AUTH_MODE=token in this shell (the token file of the cluster must be on this machine too)",
+                where="ray.address",
+                code="E-ray-address",
+            )
+        chain = chain.__cause__ or chain.__context__
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "ersion mismatch" in str(error):
+        return ConfigError(
+            f"the Ray cluster at {address} has other versions: {' '.join(str(error).split())}",
+            why="the two cannot talk to each other",
+            fix="install the same Python and Ray here and there",
+            where="ray.address",
+            code="E-versions",
+        )
+    return _unreachable(address, text)

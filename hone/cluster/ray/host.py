@@ -1,0 +1,203 @@
+"""One worker process: it holds the roles of its pool, and answers calls on them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import torch
+
+import hone
+from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
+from hone.cluster.dispatch import dispatch_of
+from hone.cluster.plan import layout_of
+from hone.cluster.ray.columns import decode, encode
+from hone.cluster.remote_batch import Piece, RowInfo, Shard, Stored
+from hone.config.tree import RLConfig
+from hone.data.batch import Batch
+from hone.insight import activity
+from hone.training.layout import Layout
+
+log = logging.getLogger("hone")
+
+COMPARED = ("torch", "transformers", "numpy")
+"""Packages whose version decides about numbers, or about what can be unpickled."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands, and what it needs to begin.
+
+    Attributes:
+        pool: name of its pool.
+        rank: in the pool.
+        world: processes of the pool.
+        meeting: address at which the processes of the pool find each other.
+        threads: CPU threads.
+        directory: working directory of the driver, for paths and modules of the user.
+        modules: where the driver looks for modules.
+        run: the run directory.
+    """
+
+    pool: str
+    rank: int
+    world: int
+    meeting: str
+    threads: int
+    directory: str
+    modules: Sequence[str]
+    run: str
+
+
+def versions() -> dict[str, str]:
+    """What must be the same in all processes of a run."""
+    found = {"hone": hone.__version__, "python": platform.python_version()}
+    for name in COMPARED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+class WorkerHost:
+    """The process. Ray makes it an actor; its methods are called by :class:`~hone.cluster.ray.group.WorkerGroup`."""
+
+    def __init__(self) -> None:
+        self._context: WorkerContext | None = None
+        self._fetched: dict[Any, dict[str, Any]] = {}
+
+    # beginning -------------------------------------------------------------------------------------------------------
+
+    async def facts(self) -> tuple[dict[str, str], str]:
+        """Versions, and an address on this machine that is free."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return versions(), f"{ray.util.get_node_ip_address()}:{port}"
+
+    async def begin(self, place: Place, config: RLConfig, total_steps: int, resume: str | None) -> int:
+        """Take the place: directory, threads, device, process groups. Returns the process id."""
+        if Path(place.directory).is_dir():
+            os.chdir(place.directory)
+        sys.path += [entry for entry in place.modules if entry not in sys.path]
+        logging.getLogger("hone").setLevel(logging.INFO)
+        logging.basicConfig(format=f"{place.pool}[{place.rank}] %(levelname)s %(message)s")
+        activity.begin(Path(place.run) / activity.FOLDER, place.pool, place.rank)
+        device = prepare_torch(config.trainer, threads=place.threads)
+        layout, meshes = Layout(), None
+        if place.world > 1:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            address = f"tcp://{place.meeting}"
+            with activity.waiting("all workers of the pool", on=[place.pool]):
+                torch.distributed.init_process_group(
+                    backend, init_method=address, rank=place.rank, world_size=place.world
+                )
+            layout = layout_of(config, place.world)
+            meshes = layout.meshes(device.type)
+        self._context = WorkerContext(
+            config, device, place.rank, layout, meshes, total_steps=total_steps, resume=resume
+        )
+        return os.getpid()
+
+    async def build(self, role: RoleSpec) -> None:
+        """Make a role."""
+        with activity.doing(f"making {role.name}"):
+            self._held.roles[role.name] = role.cls(self._held, **role.arguments)
+
+    # calls -----------------------------------------------------------------------------------------------------------
+
+    async def call(self, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of a role. Batches arrive as shards and leave as references."""
+        args = [await self._arrived(argument) for argument in args]
+        kwargs = {name: await self._arrived(argument) for name, argument in kwargs.items()}
+        asked = getattr(self._held.roles[role], method)
+        with activity.doing(f"{role}.{method}"):
+            if dispatch_of(type(self._held.roles[role]), method).background:
+                result = await asyncio.to_thread(asked, *args, **kwargs)
+            else:
+                result = asked(*args, **kwargs)
+            if inspect.isawaitable(result):
+                result = await result
+        return stored(result) if isinstance(result, Batch) else result
+
+    async def begin_step(self, seed: int) -> None:
+        """Seed torch, and let the columns of the last step go."""
+        torch.manual_seed(seed)
+        self._fetched.clear()
+
+    async def memory(self) -> float:
+        """Resident memory in GiB."""
+        return psutil.Process().memory_info().rss / 2**30
+
+    async def end(self) -> None:
+        """Let the roles end what they have started."""
+        for role in reversed(list(self._held.roles.values())):
+            if hasattr(role, "close"):
+                role.close()
+        self._held.roles.clear()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        activity.end()
+
+    @property
+    def _held(self) -> WorkerContext:
+        assert self._context is not None, "begin() comes first"
+        return self._context
+
+    async def _arrived(self, argument: Any) -> Any:
+        if not isinstance(argument, Shard):
+            return argument
+        columns: dict[str, Any] = {}
+        for piece in argument.pieces:
+            columns |= await self._columns(piece)
+        return Batch({**columns, "uid": argument.uids}, **argument.meta)
+
+    async def _columns(self, piece: Piece) -> dict[str, Any]:
+        """The columns of one piece, under their names in the batch."""
+        inside = list(dict.fromkeys(piece.names.values()))
+        blocks = await asyncio.gather(*(self._block(block.ref) for block in piece.blocks))
+        parts = [Batch({name: columns[name] for name in inside}) for columns in blocks]
+        whole = parts[0] if len(parts) == 1 else Batch.concat(parts)
+        if piece.index is not None:
+            starts = torch.tensor([0, *(block.size for block in piece.blocks)]).cumsum(0)
+            block, row = (torch.from_numpy(numbers) for numbers in piece.index)
+            whole = whole.reorder(starts[block] + row)
+        return {name: whole[old] for name, old in piece.names.items()}
+
+    async def _block(self, ref: Any) -> dict[str, Any]:
+        """The columns of a block; kept until the next step, for stages that need the same."""
+        if ref not in self._fetched:
+            self._fetched[ref] = decode(await ref)
+        return self._fetched[ref]
+
+
+def stored(batch: Batch) -> Stored:
+    """Put a batch into the object store: tensors in one object, Python objects in another, so that who needs only the
+    tensors fetches only them. ``uid`` goes to the driver."""
+    tensors = tuple(name for name in batch.names() if not isinstance(batch[name], list))
+    objects = tuple(name for name in batch.names() if isinstance(batch[name], list) and name != "uid")
+    own_rows = "uid" in batch and "prompt_ids" in batch
+    return Stored(
+        (tensors, objects),
+        (_put(batch, tensors), _put(batch, objects)),
+        len(batch),
+        RowInfo.of(batch) if own_rows else None,
+        batch.meta,
+    )
+
+
+def _put(batch: Batch, names: Sequence[str]) -> Any:
+    return ray.put(encode({name: batch[name] for name in names})) if names else None
