@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from hone.training.checkpoints.model_state import ModelStager
@@ -110,7 +110,7 @@ def positions_of(parameter: DTensor, positions: Tensor) -> Tensor:
     return positions.reshape(-1)
 
 
-def whole_state(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+def whole_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Every weight and every tensor of the optimizer, whole."""
 
     def whole(tensor: Tensor) -> Tensor:
@@ -166,6 +166,13 @@ def read_back(directory: Path, layout: str, **kind: bool) -> dict[str, Tensor]:
     model, optimizer = build(layout, directory, **kind)
     ModelStager(model, optimizer).restore(str(directory), "actor")
     return whole_state(model, optimizer)
+
+
+def same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Assert that the two hold the same numbers, bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 # tensors of any shape ---------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_a_saved_model_is_the_same_model(directory, tmp_path, rank):
     batch, config = random_batch(6, seed=2), ModelConfig(str(directory), lora_rank=rank)
     engine = engine_of(load_policy(config, device=CPU, seed=0))
     engine.train_batch(batch, imitation_objective(), step=0)
-    engine.save(tmp_path / "actor", tmp_path / "optimizer.safetensors")
+    engine.stage(str(tmp_path), "actor")()
     again = load_policy(saved_model(config, tmp_path / "actor"), device=CPU, seed=9)
     assert torch.equal(log_probs(again, batch), log_probs(engine.model, batch))
     trainable = [name for name, value in engine.model.named_parameters() if value.requires_grad]
@@ -87,7 +87,7 @@ def test_a_value_model_begins_at_zero_and_a_saved_one_where_it_was(directory, tm
     engine.train_batch(batch, fit, step=0)
     values = engine.infer_batch(batch)["values"].values
     assert (values != 0).any()
-    engine.save(tmp_path / "critic", tmp_path / "optimizer.safetensors")
+    engine.stage(str(tmp_path), "critic")()
     again = engine_of(load_value_model(ModelConfig(str(tmp_path / "critic")), device=CPU), ValueHead())
     assert torch.equal(again.infer_batch(batch)["values"].values, values)
 

@@ -281,7 +281,7 @@ def test_loading_a_reward_model(directory, tmp_path):
     assert not response_scores(engine, batch).any()
     for step in range(3):
         engine.train_batch(batch, bradley_terry_objective(0.0), step=step)
-    engine.save(tmp_path / "rm", tmp_path / "optimizer.safetensors")
+    engine.stage(str(tmp_path), "rm")()
     scores = response_scores(engine, batch)
     again = load_reward_model(ModelConfig(path=str(tmp_path / "rm")), device=CPU, trainable=False)
     assert not any(p.requires_grad for p in again.parameters())
