@@ -52,12 +52,40 @@ class _Linear:
 
 @dataclass(frozen=True)
 class _Layer:
+    """A layer's parts.
+
+    Attributes:
+        heads: of the queries, the keys and the values, in the order in which ``qkv`` gives them.
+        head_norm: ``[query and key heads, head_dim]`` weights of the norms of queries and keys, or None.
+    """
+
     module: Any
     qkv: _Linear
+    heads: tuple[int, int, int]
+    head_norm: Tensor | None
     out: _Linear
     gate_up: _Linear
     down: _Linear
     scoring: Scoring
+
+    @classmethod
+    def of(cls, layer: Any, dtype: torch.dtype) -> _Layer:
+        attention, projections = layer.self_attn, _attention_projections(layer)
+        heads = [projection.out_features // attention.head_dim for projection in projections]
+        norm = None
+        if hasattr(attention, "q_norm"):
+            weights = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
+            norm = torch.cat([w.expand(count, -1) for w, count in zip(weights, heads[:2], strict=True)])
+        return cls(
+            layer,
+            _Linear(projections, dtype),
+            (heads[0], heads[1], heads[2]),
+            norm,
+            _Linear([attention.o_proj], dtype),
+            _Linear(_mlp_projections(layer)[:2], dtype),
+            _Linear([layer.mlp.down_proj], dtype),
+            Scoring(attention.scaling, _window(attention)),
+        )
 
 
 class ModuleForward:
@@ -84,7 +112,7 @@ class ModuleForward:
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
-            with torch.autocast(parameters[0].device.type, dtype=torch.bfloat16, enabled=self._bfloat16):
+            with torch.no_grad(), torch.autocast(parameters[0].device.type, torch.bfloat16, self._bfloat16):
                 yield
         finally:
             for parameter in frozen:
@@ -136,19 +164,10 @@ class FusedForward:
     def computing(self) -> Iterator[None]:
         """The mode in which it computes, with the weights as they were at the first time after :meth:`release`."""
         if not self._layers:
-            self._layers = [
-                _Layer(
-                    layer,
-                    _Linear(_attention_projections(layer), self._dtype),
-                    _Linear([layer.self_attn.o_proj], self._dtype),
-                    _Linear(_mlp_projections(layer)[:2], self._dtype),
-                    _Linear([layer.mlp.down_proj], self._dtype),
-                    Scoring(layer.self_attn.scaling, _window(layer.self_attn)),
-                )
-                for layer in self._decoder.layers
-            ]
+            self._layers = [_Layer.of(layer, self._dtype) for layer in self._decoder.layers]
             self._logits = _Linear([self._causal.get_output_embeddings()], self._dtype)  # type: ignore[operator]
-        yield
+        with torch.inference_mode():
+            yield
 
     def release(self) -> None:
         """Forget the fused weights: they have changed, or nothing needs them."""
@@ -161,13 +180,13 @@ class FusedForward:
         cos, sin = self._decoder.rotary_emb(hidden, layout.position_ids)
         rotary = cos[:, :, None], _signed(sin)[:, :, None]  # [batch, length, 1, head_dim]
         for index, layer in enumerate(self._layers):
-            query, key, value = self._heads(layer, _rms_norm(layer.module.input_layernorm, hidden), rotary)
+            query, key, value = self._heads(layer, _normed(layer.module.input_layernorm, hidden), rotary)
             mixed = layout.attend(index, query, key, value, layer.scoring)
             hidden = hidden + layer.out(mixed.reshape(batch, length, -1))
-            both = layer.gate_up(_rms_norm(layer.module.post_attention_layernorm, hidden))
+            both = layer.gate_up(_normed(layer.module.post_attention_layernorm, hidden))
             gate, up = both.chunk(2, -1)
             hidden = hidden + layer.down(layer.module.mlp.act_fn(gate).mul_(up))
-        return _rms_norm(self._decoder.norm, hidden)
+        return _normed(self._decoder.norm, hidden)
 
     def logits(self, ids: Tensor, layout: Layout) -> Tensor:
         """Logits ``[batch, length, V]``."""
@@ -176,13 +195,11 @@ class FusedForward:
 
     def _heads(self, layer: _Layer, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[batch, heads, length, head_dim]``, rotated."""
-        attention = layer.module.self_attn
-        joint = layer.qkv(states).unflatten(-1, (-1, attention.head_dim))
-        kv_heads = attention.k_proj.out_features // attention.head_dim
-        query, key, value = joint.split([joint.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
-        if hasattr(attention, "q_norm"):
-            query, key = _rms_norm(attention.q_norm, query.float()), _rms_norm(attention.k_norm, key.float())
-        query, key = (_rotate(states, rotary).to(self._dtype) for states in (query, key))
+        attention, (queries, keys, values) = layer.module.self_attn, layer.heads
+        rotated, value = layer.qkv(states).unflatten(-1, (-1, attention.head_dim)).split([queries + keys, values], 2)
+        if layer.head_norm is not None:
+            rotated = _rms_norm(rotated.float(), layer.head_norm, attention.q_norm.variance_epsilon)
+        query, key = _rotate(rotated, rotary).to(self._dtype).split([queries, keys], 2)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -201,10 +218,14 @@ def _mlp_projections(layer: Any) -> list[nn.Linear]:
     return [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
 
 
-def _rms_norm(norm: Any, states: Tensor) -> Tensor:
+def _normed(norm: Any, states: Tensor) -> Tensor:
+    return _rms_norm(states, norm.weight, norm.variance_epsilon)
+
+
+def _rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Spelled out: torch's own takes ten times as long for a long prompt on the CPU."""
     mean = (states * states).mean(-1, keepdim=True)
-    return (states * mean.add_(norm.variance_epsilon).rsqrt_()).mul_(norm.weight)
+    return (states * mean.add_(epsilon).rsqrt_()).mul_(weight)
 
 
 def _signed(sin: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Runner:
         training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self._forward.computing():
+            with self._forward.computing():
                 yield
         finally:
             self.model.train(training)
@@ -160,7 +160,10 @@ class Runner:
     def abort(self, jobs: set[Job]) -> list[tuple[Job, Completion]]:
         """End these jobs with what they have."""
         rows = [row for row, job in enumerate(self.running) if job in jobs]
-        return self._leave(rows, None) if rows else []
+        if not rows:
+            return []
+        with self.computing():
+            return self._leave(rows, None)
 
     def clear(self) -> None:
         """Forget all rows."""

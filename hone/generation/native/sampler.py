@@ -52,6 +52,7 @@ class RowSampling:
     Attributes:
         penalises: whether any row has a repetition penalty.
         truncates: whether any row leaves tokens out.
+        greedy: whether any row takes the likeliest token.
     """
 
     seeds: Tensor
@@ -62,6 +63,7 @@ class RowSampling:
     repetition_penalty: Tensor
     penalises: bool
     truncates: bool
+    greedy: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> RowSampling:
@@ -79,6 +81,7 @@ class RowSampling:
             repetition_penalty=column([p.repetition_penalty for p in params]),
             penalises=any(p.repetition_penalty != 1 for p in params),
             truncates=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+            greedy=any(p.temperature == 0 for p in params),
         )
 
     def select(self, rows: Tensor) -> RowSampling:
@@ -92,6 +95,7 @@ class RowSampling:
             **columns,
             penalises=self.penalises or other.penalises,
             truncates=self.truncates or other.truncates,
+            greedy=self.greedy or other.greedy,
         )
 
 
@@ -119,15 +123,19 @@ def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | N
         scaled = torch.where(seen, penalised, logits) / temperature
     if rows.truncates:
         scaled = truncate(scaled, rows)
-    cumulative = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
+    sampled_from = scaled.log_softmax(-1)
+    cumulative = sampled_from.exp().cumsum(-1, dtype=torch.float64)
     # A draw is below the total even after rounding, so that a token of probability 0 is never found.
     draw = uniforms(rows.seeds, counters)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, draw, right=True)[:, 0]
-    tokens = torch.where(greedy, scaled.argmax(-1), tokens.clamp_(max=logits.shape[1] - 1))
-    log_probs = _log_prob(raw, tokens)
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)
+    if rows.greedy:
+        tokens = torch.where(greedy, scaled.argmax(-1), tokens)
+    sampling_log_probs = _of(sampled_from, tokens)
     if scaled is raw:
-        return tokens, log_probs, log_probs
-    return tokens, log_probs, torch.where(greedy, log_probs, _log_prob(scaled, tokens))
+        return tokens, sampling_log_probs, sampling_log_probs
+    log_probs = _of(raw.log_softmax(-1), tokens)
+    return tokens, log_probs, torch.where(greedy, log_probs, sampling_log_probs)
 
 
 def truncate(scaled: Tensor, rows: RowSampling) -> Tensor:
@@ -147,5 +155,5 @@ def truncate(scaled: Tensor, rows: RowSampling) -> Tensor:
     return torch.empty_like(scaled).scatter_(-1, order, ordered)
 
 
-def _log_prob(scores: Tensor, tokens: Tensor) -> Tensor:
-    return scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
+def _of(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    return log_probs.gather(-1, tokens[:, None])[:, 0]
