@@ -13,6 +13,8 @@ ACTOR, REF, ROLLOUT, CRITIC = (
     "actor_rollout_ref.rollout",
     "critic",
 )
+_OTHER_ENGINES = "{actor_rollout_ref.ref.fsdp_config,critic.fsdp,critic.model.fsdp_config,critic.fsdp_config}"
+_AS_ACTOR = "as for the actor, actor_rollout_ref.actor"
 _TRAINED = "{actor_rollout_ref.actor,critic}"
 _ROLES = "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}"
 _ENGINES = (
@@ -49,12 +51,6 @@ def _contents(value: Any, others: Others) -> dict[str, Any]:
     if wanted:
         raise Refused(f"checkpoints with {', '.join(sorted(wanted))}", "leave it out")
     return {}
-
-
-def _strategy(value: Any, others: Others) -> dict[str, Any]:
-    if value in ("fsdp", "fsdp2", None):
-        return {}
-    raise Refused(f"the training backend {value}", "leave it out: sharding by parameter (fully_shard) is what there is")
 
 
 _ALWAYS_WHOLE = (
@@ -122,21 +118,27 @@ ENTRIES: dict[str, Entry] = {
         "every random draw comes from trainer.seed, and runs repeat exactly"
     ),
     f"{_ENGINES}.{{qat,turbo_config}}.**": Unsupported("training for quantized weights", "leave it out"),
-    f"{{{ACTOR}.fsdp_config,critic.fsdp,critic.model.fsdp_config}}.{{dtype,mixed_precision.param_dtype}}": Changed(
+    f"{ACTOR}.fsdp_config.dtype": Changed(
         "the dtype of forward and backward; parameters and optimizer state are float32", _precision, (f"{ACTOR}.dtype",)
     ),
-    f"{REF}.fsdp_config.{{dtype,mixed_precision.param_dtype}}": Settled("the reference computes as the actor does"),
-    f"{_ENGINES}.mixed_precision.{{reduce_dtype,buffer_dtype}}": Settled("gradients are summed in float32"),
+    f"{_OTHER_ENGINES}.{{dtype,mixed_precision.param_dtype}}": Settled(_AS_ACTOR),
+    f"{_ENGINES}.mixed_precision.buffer_dtype": Settled("buffers keep their dtype"),
     f"{_ENGINES}.strategy": Settled("is actor_rollout_ref.actor.strategy"),
-    f"{ACTOR}.strategy": Changed("sharding by parameter (fully_shard)", _strategy),
-    f"{{{REF},{CRITIC}}}.strategy": Settled("is actor_rollout_ref.actor.strategy"),
-    f"{_ENGINES}.{{param_offload,optimizer_offload,offload_policy}}": Unsupported(
-        "offloading of parameters and optimizer state to host memory", "gradient checkpointing or LoRA, to save memory"
+    f"{{{REF},{CRITIC}}}.strategy": Settled(_AS_ACTOR),
+    f"{_OTHER_ENGINES}.{{param_offload,optimizer_offload,offload_policy,fsdp_size,reshard_after_forward}}": Settled(
+        _AS_ACTOR
     ),
-    f"{_ENGINES}.fsdp_size": Unsupported("sharding over part of the ranks", "leave it out", (-1, None)),
-    f"{_ENGINES}.reshard_after_forward": Unsupported("sharding over ranks", "leave it out", (True, None)),
-    f"{_ENGINES}.ulysses_sequence_parallel_size": Unsupported("sequence parallelism", "leave it out", (1, None)),
-    f"{_ROLES}.ulysses_sequence_parallel_size": Unsupported("sequence parallelism", "leave it out", (1, None)),
+    f"{_OTHER_ENGINES}.{{ulysses_sequence_parallel_size,mixed_precision.reduce_dtype}}": Settled(_AS_ACTOR),
+    f"{{{REF},{CRITIC}}}.ulysses_sequence_parallel_size": Settled(_AS_ACTOR),
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": Renamed(f"{ACTOR}.ulysses_sequence_parallel_size"),
+    f"{ACTOR}.megatron.tensor_model_parallel_size": Renamed(f"{ACTOR}.tensor_model_parallel_size"),
+    f"{ACTOR}.megatron.expert_model_parallel_size": Renamed(f"{ACTOR}.expert_parallel_size"),
+    f"{ACTOR}.megatron.context_parallel_size": Renamed(f"{ACTOR}.ulysses_sequence_parallel_size"),
+    f"{ACTOR}.megatron.{{pipeline_model_parallel_size,virtual_pipeline_model_parallel_size}}": Unsupported(
+        "pipeline parallelism", "leave it out: what it divided is sharded by parameter (fully_shard)", (1, None)
+    ),
+    f"{ACTOR}.megatron.param_offload": Renamed(f"{ACTOR}.fsdp_config.param_offload"),
+    f"{ACTOR}.megatron.optimizer_offload": Renamed(f"{ACTOR}.fsdp_config.optimizer_offload"),
     f"{_ROLES}.pad_to_length": Foreign(PADDING),
     f"{_ROLES}.megatron.**": Foreign(MEGATRON),
     f"{_ROLES}.{{veomni,torchtitan,automodel,veomni_config,torchtitan_config}}.**": Foreign(OTHER_BACKENDS),

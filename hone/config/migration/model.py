@@ -90,8 +90,6 @@ ENTRIES: dict[str, Entry] = {
         (True, 0.5, "torch.optim", None),
         "leave it out",
     ),
-    f"{_OPTIMS}.override_optimizer_config.eps": Settled("see optim.eps"),
-    f"{_OPTIMS}.override_optimizer_config.**": Foreign(MEGATRON),
     f"{_OPTIMS}.{{lr_warmup_init,lr_decay_steps,lr_decay_ratio,weight_decay_incr_style,lr_wsd_decay_style}}": Foreign(
         MEGATRON
     ),

@@ -58,6 +58,12 @@ def _device(value: Any, others: Others) -> dict[str, Any]:
     return {"trainer.device": value}
 
 
+def _strategy(value: Any, others: Others) -> dict[str, Any]:
+    if value in ("megatron", "torchtitan", "veomni", "automodel"):
+        raise Refused(f"the training backend {value}", f"{_ACTOR}.strategy=fsdp2", {f"{_ACTOR}.strategy": None})
+    return {f"{_ACTOR}.strategy": value}
+
+
 def _own_nodes(block: str) -> Changed:
     """A number of nodes for a role alone; 0 is none."""
 
@@ -80,6 +86,20 @@ VALUES: dict[str, Changed] = {
         "the reward itself is null",
         _plain("algorithm.filter_groups.metric", dict.fromkeys(("seq_reward", "seq_final_reward", "score", "reward"))),
     ),
+    f"{_ACTOR}.strategy": Changed("megatron, torchtitan and veomni are not supported yet", _strategy),
+    **{
+        f"{_ACTOR}.fsdp_config.mixed_precision.{name}": Changed(
+            "bf16 is bfloat16, fp32 is float32",
+            _plain(f"{_ACTOR}.fsdp_config.mixed_precision.{name}", {"bf16": "bfloat16", "fp32": "float32"}),
+        )
+        for name in ("param_dtype", "reduce_dtype")
+    },
+    **{
+        f"{block}.optim.optimizer": Changed(
+            "adam is AdamW", _plain(f"{block}.optim.optimizer", {"adam": "AdamW", "adamw": "AdamW", None: "AdamW"})
+        )
+        for block in (_ACTOR, "critic")
+    },
     f"{_ROLLOUT}.nnodes": _own_nodes(_ROLLOUT),
     "reward.reward_model.nnodes": _own_nodes("reward.reward_model"),
     "trainer.logger": Changed("a name is a list of one; metrics.jsonl is always written", _logger),
