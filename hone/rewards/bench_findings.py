@@ -195,9 +195,9 @@ def _raised(trial: Trial) -> bool:
 def _told(trial: Trial) -> str:
     probe = trial.probe
     form = f" ({probe.form})" if probe.form else ""
-    return f"{probe.kind} answer{form}, row {probe.sample.uid}: {trial.score.error}"
+    return f"{probe.kind} answer{form}, row {probe.sample.uid}: {str(trial.score.error)[:200]}"
 
 
 def _finding(code: str, what: str, *, why: str, fix: str, stops: bool = True) -> Finding:
-    where = "reward.custom_reward_function"
+    where = "reward"
     return Finding(RewardError(what, why=why, fix=fix, where=where, code=code), stops)

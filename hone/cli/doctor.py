@@ -1,0 +1,86 @@
+"""`hone doctor`: is this machine ready, and does a configuration fit it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hone.cli.options import ConfigName, ConfigPath, Overrides, Preset
+
+if TYPE_CHECKING:
+    from hone.preflight import Report
+    from hone.preflight.doctor import Check
+
+app = typer.Typer(add_completion=False)
+
+
+@app.callback(invoke_without_command=True)
+def command(
+    overrides: Overrides = None,
+    preset: Preset = None,
+    config_path: ConfigPath = None,
+    config_name: ConfigName = None,
+    rules: Annotated[bool, typer.Option("--rules", help="list all codes, and what each one asks")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Check versions, devices, limits, disk, ports, leftover processes, packages and credentials, each with its fix.
+
+    With key=value, a preset or a file, every rule is also run for that `hone train` configuration. Exit code 2 when something
+    must be mended. Example: hone doctor --preset grpo actor_rollout_ref.model.path=MODEL data.train_files=train.parquet
+    """
+    import dataclasses
+    import json
+
+    if rules:
+        _print_rules(as_json)
+        return
+    from hone.config import RLConfig, load_config
+    from hone.preflight import examine
+    from hone.preflight.doctor import ERROR, diagnose, worst
+
+    report = None
+    if overrides or preset or config_path or config_name:
+        config = load_config(RLConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
+        report = examine(config)
+    checks = diagnose()
+    if as_json:
+        result: dict[str, Any] = {"status": worst(checks), "checks": [dataclasses.asdict(check) for check in checks]}
+        typer.echo(json.dumps(result | (report.as_json() if report else {}), indent=2, ensure_ascii=False))
+    else:
+        _print(checks, report)
+    if worst(checks) == ERROR or (report is not None and report.stops):
+        raise typer.Exit(2)
+
+
+def _print(checks: list[Check], report: Report | None) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    colours = {"ok": "green", "warning": "yellow", "error": "bold red"}
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        console.print(
+            Text.assemble((f"{check.status:<8}", colours[check.status]), f"{check.name:<{width}}  {check.found}")
+        )
+        if check.fix:
+            console.print(Text(f"{'':<8}{'':<{width}}  Fix: {check.fix}"))
+    counts = {status: sum(check.status == status for check in checks) for status in ("error", "warning")}
+    console.print(f"\n{counts['error']} errors, {counts['warning']} warnings")
+    if report is not None:
+        console.print(Text(report.render() or "nothing is wrong with this configuration"))
+
+
+def _print_rules(as_json: bool) -> None:
+    import dataclasses
+    import json
+
+    from hone.preflight.codes import index
+
+    entries = index()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2))
+        return
+    for entry in entries:
+        typer.echo(f"{entry.code}  {entry.when:<12}{entry.question}")

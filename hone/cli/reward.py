@@ -1,0 +1,137 @@
+"""`hone reward`: try a reward before training with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hone.config.reward import RewardConfig
+    from hone.errors import Finding
+    from hone.rewards.bench import Bench
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Try rewards on answers whose worth is known."""
+
+
+@app.command("test")
+def test(
+    data: Annotated[list[str], typer.Option("--data", help="dataset file (parquet, json, jsonl); may be repeated")],
+    reward: Annotated[
+        str | None, typer.Option(help="reward function as FILE:NAME; by default the built-in scorers")
+    ] = None,
+    scorer: Annotated[str | None, typer.Option(help="built-in scorer for every row")] = None,
+    kwargs: Annotated[
+        list[str] | None, typer.Option("--set", help="argument of the reward, name=value; may be repeated")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="rows to try", min=1)] = 20,
+    reward_fn_key: Annotated[str, typer.Option(help="column of the kind of problem")] = "data_source",
+    timeout: Annotated[float, typer.Option(help="seconds one call may take")] = 10.0,
+    workers: Annotated[int, typer.Option(help="worker processes", min=1)] = 1,
+    show: Annotated[int, typer.Option(help="print this many answers of each kind with their scores")] = 0,
+    png: Annotated[Path | None, typer.Option(help="write histograms into this picture")] = None,
+    output: Annotated[Path | None, typer.Option(help="write every answer with its score to this .jsonl file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Score right answers, wrong ones, garbage, nothing, cut ones, traps and wrong types, in the reward's own workers.
+
+    Exit code 2 when the reward would harm a run: right answers that score no better than garbage, calls that fail or hang,
+    values that are no numbers. Example: hone reward test --data train.parquet --reward my_reward.py:compute_score
+    """
+    import json
+
+    from hone.data.scored_rows import scored_rows
+    from hone.insight.run_files import disk_errors
+    from hone.rewards.bench import run_bench
+    from hone.rewards.bench_findings import bench_findings
+    from hone.rewards.bench_report import draw, forms, summary, trial_record
+
+    config = _config(reward, scorer, kwargs or [], timeout, workers)
+    bench = run_bench(config, scored_rows(data, reward_fn_key=reward_fn_key, most=rows), adversarial=True)
+    found = sorted(bench_findings(bench, config), key=lambda finding: not finding.stops)
+    if png is not None:
+        with disk_errors(png):
+            draw(bench, png)
+    if output is not None:
+        with disk_errors(output):
+            output.write_text("".join(json.dumps(trial_record(trial), default=str) + "\n" for trial in bench.trials))
+    if as_json:
+        result = {
+            "kinds": summary(bench),
+            "forms": forms(bench),
+            "seconds_per_call": bench.seconds_per_call,
+            "rows": bench.rows,
+            "stopped": bench.stopped,
+            "findings": [finding.as_json() for finding in found],
+        }
+        typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        _print(bench, found, show, [path for path in (png, output) if path is not None])
+    if any(finding.stops for finding in found):
+        raise typer.Exit(2)
+
+
+def _config(reward: str | None, scorer: str | None, settings: list[str], timeout: float, workers: int) -> RewardConfig:
+    import yaml
+
+    from hone.config.reward import CustomRewardConfig, RewardConfig
+    from hone.errors import RewardError
+
+    options = {}
+    for setting in settings:
+        name, sign, value = setting.partition("=")
+        if not sign:
+            raise RewardError(f"'{setting}' has no value", where="--set", fix="--set name=value")
+        options[name] = yaml.safe_load(value)
+    path, _, name = (reward or "").rpartition(":") if reward and ":" in reward else (reward, "", "")
+    custom = CustomRewardConfig(path=path or None, name=name or "compute_score")
+    if path:
+        custom.reward_kwargs = options
+    return RewardConfig(
+        custom_reward_function=custom,
+        scorer=scorer,
+        scorer_kwargs={} if path else options,
+        timeout=timeout,
+        num_workers=workers,
+    )
+
+
+def _print(bench: Bench, found: list[Finding], show: int, written: list[Path]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from hone.rewards.bench_report import forms, summary, text_histogram
+    from hone.rewards.probes import KINDS
+
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("answers", "calls", "failed", "least", "mean", "greatest"):
+        table.add_column(column, justify="left" if column == "answers" else "right")
+    for row in summary(bench):
+        numbers = ["" if row[name] is None else f"{row[name]:.3g}" for name in ("min", "mean", "max")]
+        table.add_row(row["kind"], str(row["calls"]), str(row["failed"]) if row["failed"] else "", *numbers)
+    console.print(table)
+    typer.echo("right answers by form: " + ", ".join(f"{form} {mean:.2g}" for form, mean in forms(bench).items()))
+    typer.echo("\nrewards of right, wrong, garbage, empty and truncated answers")
+    typer.echo("\n".join(text_histogram(bench.totals("golden", "wrong", "garbage", "empty", "truncated"))))
+    typer.echo(f"\n{len(bench.trials)} calls over {bench.rows} rows, {1000 * bench.seconds_per_call:.3g} ms a call")
+    for kind in KINDS if show else ():
+        for trial in bench.of(kind)[:show]:
+            got = f"{trial.score.total:g}" if trial.score.error is None else trial.score.error
+            typer.echo(
+                f"\n{kind} ({trial.probe.form}), ground truth {str(trial.probe.sample.ground_truth)[:60]!r}: {got}"
+            )
+            typer.echo(f"    {trial.probe.text[:300]!r}")
+    for path in written:
+        typer.echo(f"wrote {path}")
+    for finding in found:
+        typer.echo(f"\n{finding.severity} {finding.error.render()}")
+    if not found:
+        typer.echo("nothing wrong with this reward")

@@ -1,0 +1,64 @@
+"""The index of codes: which question each one answers, and where it is answered."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from hone.config.trees import TREES
+from hone.preflight.rules import RULES
+
+ELSEWHERE = {
+    "R09": ("loading", "Every key exists."),
+    "R10": ("first step", "Every key that was set is read by something."),
+    "R16": (
+        "start",
+        "The batch plan: prompts, sequences, mini-batches, updates, tokens and steps, printed at each start.",
+    ),
+    "R20": ("pilot", "Few groups have answers that are all right or all wrong (`hone train --pilot`)."),
+    "R28": ("always", "Sequences are packed, which sequence parallelism needs; there is no padded path to choose."),
+    "R58": (
+        "resume",
+        "A run resumed at the end of an epoch goes on with the next one; the position is in the checkpoint.",
+    ),
+    "R59": ("first step", "The engine's log-probs agree with the trainer's after weights were published."),
+}
+"""Codes that no rule before the run bears: when they are answered instead, and the question."""
+
+PENDING = {
+    "R27": (
+        "log-prob micro-batches of another size than the update's",
+        "old log-probs are made in the update's micro-batches",
+    ),
+    "R34": ("tools with prompts that are plain strings", "episodes are single turns"),
+    "R35": ("tools that the chat template does not show", "episodes are single turns"),
+    "R37": ("tool results that are cut, tool calls that are dropped", "episodes are single turns"),
+    "R38": ("agent loops without a bound", "episodes are single turns"),
+}
+"""Codes of features that Hone does not have: what the rule will look for, and why it has nothing to look at."""
+
+
+@dataclass(frozen=True)
+class CodeEntry:
+    """A line of the index."""
+
+    code: str
+    when: str
+    question: str
+    trees: tuple[str, ...] = ()
+
+
+def index() -> list[CodeEntry]:
+    """Return every code in order; a code that several rules bear has one line each."""
+    names = {tree: name for name, tree in TREES.items()}
+    asked: dict[str, list[CodeEntry]] = defaultdict(list)
+    for entry in RULES:
+        question = " ".join((entry.check.__doc__ or "").split())
+        trees = tuple(names[tree] for tree in entry.trees)
+        asked[entry.code].append(CodeEntry(entry.code, entry.stage.name.lower(), question, trees))
+    for code, (when, question) in ELSEWHERE.items():
+        asked[code].append(CodeEntry(code, when, question))
+    for code, (what, why) in PENDING.items():
+        if code not in asked:
+            asked[code].append(CodeEntry(code, "pending", f"For {what}: {why}."))
+    return [entry for code in sorted(asked) for entry in asked[code]]

@@ -1,0 +1,270 @@
+"""Is this machine ready: every check with what was found, and the fix where something is wrong. No configuration is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from hone.preflight import machine
+from hone.preflight.environment import wandb_credentials
+from hone.preflight.machine import GIB, Machine
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+OPTIONAL = {
+    "ray": "trainer.runtime=ray",
+    "tensorboard": "trainer.logger=[tensorboard]",
+    "wandb": "trainer.logger=[wandb]",
+    "mlflow": "trainer.logger=[mlflow]",
+    "math_verify": "the scorer math",
+    "reasoning_gym": "hone data make reasoning_gym:...",
+    "fsspec": "checkpoints at a URL",
+    "flash_attn": "other attention kernels",
+    "vllm": "not used by this version",
+    "sglang": "not used by this version",
+}
+"""Packages that may be there, and what they are for."""
+PORTS = {6379: "the head of a Ray cluster", 8265: "Ray's dashboard"}
+_DISTRIBUTIONS = {
+    "math_verify": "math-verify",
+    "reasoning_gym": "reasoning-gym",
+    "flash_attn": "flash-attn",
+    "mlflow": "mlflow-skinny",
+}
+_IMPORT_SECONDS = 120
+_LEFTOVERS = re.compile(r"raylet|gcs_server|VLLM::|sglang::", re.IGNORECASE)
+_LITTLE_MEMORY, _LITTLE_DISK, _LITTLE_SHARED, _FEW_FILES = 4 * GIB, 5 * GIB, GIB, 4096
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor: what was looked at, how it is, what was found, and the fix."""
+
+    name: str
+    status: str
+    found: str
+    fix: str = ""
+
+
+def diagnose(folder: Path = Path()) -> list[Check]:
+    """Return all checks; packages are imported in processes of their own, so a broken one harms nobody.
+
+    Args:
+        folder: where runs would be written.
+    """
+    here = machine.look()
+    return [
+        *_python(),
+        *_packages(),
+        *_device(here),
+        *_processor(here),
+        *_limits(here),
+        *_disk(folder),
+        *_ports(),
+        *_leftovers(here),
+        *_credentials(),
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- software
+
+
+def _python() -> Iterator[Check]:
+    from hone import __version__
+
+    found = f"Python {platform.python_version()}, hone {__version__}, {platform.system()} {platform.machine()}"
+    old = sys.version_info < (3, 11)
+    yield Check("python", ERROR if old else OK, found, "use Python 3.11 or newer" if old else "")
+
+
+def _packages() -> Iterator[Check]:
+    needed, extras = requirements()
+    present = [name for name in OPTIONAL if importlib.util.find_spec(name) is not None]
+    with ThreadPoolExecutor(2) as pool:
+        broken = dict(zip(("torch", "transformers", "peft", *present), pool.map(import_error, ("torch", "transformers", "peft", *present)), strict=True))  # fmt: skip
+    for requirement in needed:
+        yield _required(requirement, broken.get(requirement.name))
+    for name, purpose in OPTIONAL.items():
+        if name not in present:
+            yield Check(name, OK, f"not installed ({purpose})")
+            continue
+        distribution = _DISTRIBUTIONS.get(name, name)
+        version = _version(distribution) or _version(name) or "unknown version"
+        wanted = extras.get(distribution)
+        if broken[name]:
+            fix = f"pip install --force-reinstall {distribution}, or pip uninstall {distribution}"
+            yield Check(name, WARNING, f"{version}, cannot be imported: {broken[name]}", fix)
+        elif wanted and version[0].isdigit() and not wanted.specifier.contains(version, prereleases=True):
+            yield Check(name, WARNING, f"{version}, and Hone needs {wanted.specifier}", f"pip install '{wanted}'")
+        else:
+            yield Check(name, OK, version)
+
+
+def requirements() -> tuple[list[Requirement], dict[str, Requirement]]:
+    """Return what the installed distribution of Hone requires, and what its extras do, by name."""
+    try:
+        lines = metadata.requires("hone-rl") or []
+    except metadata.PackageNotFoundError:  # run from a source tree that was never installed
+        return [], {}
+    parsed = [Requirement(line) for line in lines]
+    return [r for r in parsed if r.marker is None], {r.name: r for r in parsed if r.marker is not None}
+
+
+def import_error(package: str) -> str:
+    """Return why ``package`` cannot be imported, empty when it can."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {package}"],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"the import did not end within {_IMPORT_SECONDS} s"
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"the import ended with exit code {done.returncode}"])[-1][:300]
+
+
+def _required(requirement: Requirement, broken: str | None) -> Check:
+    version = _version(requirement.name)
+    if version is None:
+        return Check(requirement.name, ERROR, "not installed", f"pip install '{requirement}'")
+    if broken:
+        fix = f"pip install --force-reinstall '{requirement}'"
+        return Check(requirement.name, ERROR, f"{version}, cannot be imported: {broken}", fix)
+    if not requirement.specifier.contains(Version(version), prereleases=True):
+        found = f"{version}, and Hone needs {requirement.specifier}"
+        return Check(requirement.name, ERROR, found, f"pip install '{requirement}'")
+    return Check(requirement.name, OK, version)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# --------------------------------------------------------------------------------------------------------------- machine
+
+
+def _device(here: Machine) -> Iterator[Check]:
+    import torch
+
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            memory = torch.cuda.get_device_properties(index).total_memory / GIB
+            half = torch.cuda.is_bf16_supported(including_emulation=False)
+            found = f"{torch.cuda.get_device_name(index)}, {memory:.0f} GiB, float32{', bfloat16' if half else ''}"
+            yield Check(f"gpu {index}", OK if half else WARNING, found, "" if half else "dtype=float32 everywhere")
+    elif here.gpus:
+        found = f"{len(here.gpus)} GPUs in this machine, and torch {torch.__version__} sees none"
+        yield Check(
+            "device", ERROR, found, "install a CUDA build of torch that the driver supports, or trainer.device=cpu"
+        )
+    else:
+        fast = {"avx512_bf16", "amx_bf16"} & _flags()
+        found = f"CPU only: float32, bfloat16 ({'in hardware' if fast else 'emulated, slower than float32'})"
+        yield Check("device", OK, found)
+
+
+def _processor(here: Machine) -> Iterator[Check]:
+    quota = f", quota {here.quota:g}" if here.quota else ""
+    found = f"{here.cpus} CPUs, {here.affinity} usable by this process{quota}"
+    few = here.usable_cpus < here.affinity
+    fix = f"trainer.num_threads={here.usable_cpus}: more threads than the quota allows only wait" if few else ""
+    yield Check("cpu", WARNING if few else OK, found, fix)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads and threads.isdigit() and int(threads) > here.usable_cpus:
+        fix = f"OMP_NUM_THREADS={here.usable_cpus}, or unset it"
+        yield Check("OMP_NUM_THREADS", WARNING, f"{threads}, with {here.usable_cpus} usable CPUs", fix)
+    little = here.memory < _LITTLE_MEMORY
+    fix = "models beyond some 50M parameters will not fit: hone config check says what a run needs" if little else ""
+    yield Check("memory", WARNING if little else OK, f"{here.memory / GIB:.1f} GiB", fix)
+
+
+def _limits(here: Machine) -> Iterator[Check]:
+    shared = here.shared_memory
+    small = shared is None or shared < _LITTLE_SHARED
+    fix = "only Ray needs it: docker run --shm-size=8g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
+    found = "there is no /dev/shm" if shared is None else f"{shared / GIB:.2g} GiB"
+    yield Check("shared memory", WARNING if small else OK, found, fix if small else "")
+    few = here.open_files < _FEW_FILES
+    found = f"{here.open_files} a process"
+    yield Check(
+        "open files", WARNING if few else OK, found, "ulimit -n 65535 before a run with many workers" if few else ""
+    )
+
+
+def _disk(folder: Path) -> Iterator[Check]:
+    for name, path in (("disk", folder), ("disk for temporary files", Path(tempfile.gettempdir()))):
+        existing, free = machine.free_disk(path)
+        if not os.access(existing, os.W_OK):
+            yield Check(name, ERROR, f"{existing} is write-protected", "trainer.default_local_dir=DIR, or TMPDIR=DIR")
+        else:
+            little = free < _LITTLE_DISK
+            fix = "make room, or trainer.default_local_dir=DIR on a larger disk" if little else ""
+            yield Check(name, WARNING if little else OK, f"{free / GIB:.1f} GiB free in {existing}", fix)
+
+
+def _ports() -> Iterator[Check]:
+    for port, purpose in PORTS.items():
+        free = machine.port_is_free(port)
+        found = f"{purpose}: {'free' if free else 'in use'}"
+        fix = "" if free else "a Ray cluster may be running here already: ray.address=auto uses it, `ray stop` ends it"
+        yield Check(f"port {port}", OK if free else WARNING, found, fix)
+
+
+def _leftovers(here: Machine) -> Iterator[Check]:
+    import psutil
+
+    for user in here.gpu_users:
+        found = f"GPU {user.gpu}: {user.gib:.1f} GiB held by PID {user.pid} ({user.name})"
+        yield Check("gpu process", WARNING, found, f"if it is yours and not wanted: kill {user.pid}")
+    left = [p for p in psutil.process_iter(["pid", "name"]) if _LEFTOVERS.search(p.info["name"] or "")]
+    if left:
+        shown = ", ".join(f"{p.info['name']} ({p.info['pid']})" for p in left[:5])
+        fix = f"if no run needs them: kill {' '.join(str(p.info['pid']) for p in left[:5])}"
+        yield Check("other runs", WARNING, f"{len(left)} processes of Ray or an engine: {shown}", fix)
+    if not left and not here.gpu_users:
+        yield Check("other runs", OK, "no process of Ray or an engine, nobody on a GPU")
+
+
+def _credentials() -> Iterator[Check]:
+    if importlib.util.find_spec("wandb") is not None:
+        offline = os.environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun")
+        ready = offline or wandb_credentials()
+        found = "offline" if offline else "logged in" if ready else "not logged in"
+        fix = "" if ready else "wandb login, or WANDB_MODE=offline, if you want trainer.logger=[wandb]"
+        yield Check("wandb account", OK if ready else WARNING, found, fix)
+    if importlib.util.find_spec("mlflow") is not None:
+        place = os.environ.get("MLFLOW_TRACKING_URI")
+        yield Check("mlflow server", OK, "set by MLFLOW_TRACKING_URI" if place else "files in the run directory")
+
+
+def _flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    return set(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
+
+
+def worst(checks: Sequence[Check]) -> str:
+    """Return the gravest status among the checks."""
+    statuses = {check.status for check in checks}
+    return next((status for status in (ERROR, WARNING) if status in statuses), OK)

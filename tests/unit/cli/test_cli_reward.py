@@ -1,0 +1,124 @@
+"""`hone reward test`: rewards that are sound, and rewards that would harm a run."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hone.cli.reward import app
+from hone.data.scored_rows import scored_rows
+from hone.errors import HoneError
+from hone.rewards.bench_report import histogram, text_histogram
+from hone.rewards.probes import golden, ordinary, solve, traps
+
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):\n"
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["test", *map(str, words)], catch_exceptions=False)
+
+
+@pytest.fixture
+def data(tmp_path):
+    rows = [
+        {
+            "prompt": f"{n} + 1 = ?",
+            "data_source": "gsm8k",
+            "reward_model": {"ground_truth": str(n + 1)},
+            "solution": f"#### {n + 1}",
+        }
+        for n in range(6)
+    ]
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def reward(tmp_path):
+    def write(body):
+        (tmp_path / "own.py").write_text(f"{HEAD}{body}\n")
+        return f"{tmp_path}/own.py:compute_score"
+
+    return write
+
+
+def test_a_built_in_scorer(data, tmp_path):
+    shown = run("--data", data, "--rows", 4, "--show", 1, "--png", tmp_path / "h.png", "--output", tmp_path / "o.jsonl")
+    assert shown.exit_code == 0 and "nothing wrong with this reward" in shown.output
+    assert "golden (best form)" in shown.output and "ms a call" in shown.output and "####" in shown.output
+    assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
+    records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    kinds = {record["kind"] for record in records}
+    assert kinds == {"golden", "wrong", "garbage", "empty", "truncated", "adversarial", "wrong type"}
+    right = [r for r in records if r["form"] == "#### x" and r["kind"] == "golden"]
+    assert [r["score"] for r in right] == [1.0] * 4 and all(r["terms"]["acc"] == 1.0 for r in right)
+
+
+def test_json_and_arguments(data, reward):
+    own = reward("    return float(ground_truth == solution_str.strip().split(' ')[-1]) + bonus")
+    result = run("--data", data, "--reward", own, "--set", "bonus=0.5", "--rows", 3, "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.output)
+    kinds = {row["kind"]: row for row in report["kinds"]}
+    assert kinds["golden (best form)"]["min"] == 1.5 and kinds["empty"]["max"] == 0.5
+    assert report["forms"]["as it is"] == 1.5 and report["rows"] == 3 and report["seconds_per_call"] > 0
+    with pytest.raises(HoneError, match="--set name=value"):
+        run("--data", data, "--reward", own, "--set", "bonus")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("    return 0.0", "R49", "the reward is 0 for all"),
+        ("    return float(ground_truth not in solution_str)", "R49", "no better than garbage in 3 of 3 rows"),
+        ("    return float(solution_str)", "R52", "calls in a worker process failed"),
+        ("    return 'good'", "R51", "gave no finite number"),
+    ],
+)
+def test_harmful_rewards_end_with_2(data, reward, body, code, words):
+    result = run("--data", data, "--reward", reward(body), "--rows", 3, "--json")
+    assert result.exit_code == 2
+    found = [(finding["code"], finding["what"]) for finding in json.loads(result.output)["findings"]]
+    assert any(code == its and words in what for its, what in found), found
+
+
+def test_traps_that_pay_and_traps_that_hang(data, reward):
+    pays = reward("    return float(ground_truth in solution_str)")
+    result = run("--data", data, "--reward", pays, "--rows", 2, "--json")
+    assert result.exit_code == 0, "a warning"
+    said = [finding["what"] for finding in json.loads(result.output)["findings"]]
+    assert any("traps score like a right answer" in what and "every number up to 200" in what for what in said)
+    hangs = reward(
+        "    import re\n    re.match(r'(a|aa)+$', 'a' * 60 + 'b') if 'nest' or len(solution_str) > 9000 else 0\n    return 0.0"
+    )
+    result = run("--data", data, "--reward", hangs, "--rows", 2, "--timeout", 0.5, "--json")
+    assert result.exit_code == 2 and json.loads(result.output)["stopped"]
+
+
+def test_right_answers_of_all_kinds_of_ground_truth(tmp_path):
+    truths = ["42", 42, ["a", "b"], '{"target": 24, "numbers": [4, 6, 1]}', {"answer": "blue"}, None]
+    file = tmp_path / "t.jsonl"
+    file.write_text(
+        "".join(json.dumps({"data_source": "x", "reward_model": {"ground_truth": t}}) + "\n" for t in truths)
+    )
+    rows = scored_rows(file, reward_fn_key="data_source", most=6)
+    plain = [[text for form, text in golden(row) if form == "as it is"] for row in rows]
+    assert plain[:3] == [["42"], ["42"], ["a", "b"]] and plain[4:] == [["blue"], []]
+    assert eval(plain[3][0]) == 24
+    assert [probe.kind for probe in ordinary(rows, 5)] == ["garbage", "empty"]
+    assert len(list(traps(rows[0]))) == 12
+    assert solve([1, 1], 5) is None and solve(list(range(7)), 5) is None
+
+
+def test_rows_of_all_data_sources_are_taken_in_turn(tmp_path):
+    file = tmp_path / "t.jsonl"
+    file.write_text("".join(json.dumps({"data_source": "a" if n < 50 else "b"}) + "\n" for n in range(60)))
+    assert [row.sample.data_source for row in scored_rows(file, reward_fn_key="data_source", most=5)] == list("ababa")
+
+
+def test_histograms():
+    assert histogram([]) == [] and histogram([2.0, 2.0]) == [(2.0, 2.0, 2)]
+    cells = histogram([0.0, 0.05, 0.5, 1.0])
+    assert [count for *_, count in cells] == [2, 0, 0, 0, 0, 1, 0, 0, 0, 1]
+    assert [line.split()[-1] for line in text_histogram([0.0, 0.05, 1.0])] == ["2", *"00000000", "1"]
