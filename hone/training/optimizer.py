@@ -51,7 +51,7 @@ def _optimizer_class(name: str) -> type[Optimizer]:
         raise ConfigError(
             f"'{name}' is no optimizer of torch.optim, and no import path of one",
             where=KEY,
-            fix=f"{did_you_mean(name, known)}, or my_module:MyOptimizer",
+            fix=f"{did_you_mean(name, known)} One of your own is named my_module:MyOptimizer.",
         )
     return cls
 

@@ -38,6 +38,8 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+OPTIM = {"lr": 1e-3, "eps": 1e-6}
+"""With AdamW's usual eps a gradient of rounding errors alone moves a weight as far as a true one does."""
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -63,7 +65,6 @@ class Case:
     budget: int = 64
     model_settings: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
-    lr: float = 1e-3
     loss_agg_mode: str = "token-mean"
 
 
@@ -105,7 +106,7 @@ def engine_of(case: Case) -> tuple[TrainEngine, Layout]:
         meshes=layout.meshes("cpu") if world > 1 else None,
         seed=7,
         device=torch.device("cpu"),
-        optim=OptimConfig(lr=case.lr, **case.optim),
+        optim=OptimConfig(**OPTIM | case.optim),
         max_tokens=case.budget,
     )
     return engine, layout

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.config.model import OptimConfig
+from hone.errors import ConfigError
 from hone.training.optimizer import build_optimizer, learning_rate
 
 
@@ -46,3 +47,50 @@ def test_weight_decay_acts_on_matrices_only_and_frozen_weights_have_no_state():
         factor = 1 - 0.1 * 0.5 if name == "0.weight" else 1.0
         torch.testing.assert_close(value.detach(), before[name] * factor)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
+
+
+def test_an_optimizer_by_name_gets_what_it_takes():
+    model = torch.nn.Linear(3, 3)
+    sgd = build_optimizer(model, OptimConfig(lr=0.1, optimizer="SGD", override_optimizer_config={"momentum": 0.9}))
+    assert isinstance(sgd, torch.optim.SGD)
+    assert sgd.defaults["momentum"] == 0.9
+    assert {group["weight_decay"] for group in sgd.param_groups} == {0.01, 0.0}
+    nadam = build_optimizer(model, OptimConfig(optimizer="NAdam", betas=[0.8, 0.9], eps=1e-6))
+    assert nadam.defaults["betas"] == (0.8, 0.9)
+    assert nadam.defaults["eps"] == 1e-6
+
+
+def test_an_optimizer_by_import_path(tmp_path, monkeypatch):
+    (tmp_path / "sign_descent.py").write_text(
+        "import torch\n"
+        "class SignDescent(torch.optim.Optimizer):\n"
+        "    def __init__(self, params, lr, scale=1.0):\n"
+        "        super().__init__(params, {'lr': lr, 'scale': scale})\n"
+        "    @torch.no_grad()\n"
+        "    def step(self):\n"
+        "        for group in self.param_groups:\n"
+        "            for p in group['params']:\n"
+        "                p.sub_(group['lr'] * group['scale'] * p.grad.sign())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = torch.nn.Linear(2, 1, bias=False)
+    config = OptimConfig(lr=0.5, optimizer="sign_descent:SignDescent", override_optimizer_config={"scale": 2.0})
+    optimizer = build_optimizer(model, config)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before - 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"optimizer": "AdanW"}, "did you mean AdamW"),
+        ({"optimizer": "torch:Tensor"}, "no import path of one"),
+        ({"optimizer": "SGD", "override_optimizer_config": {"velocity": 1}}, "velocity"),
+    ],
+)
+def test_an_optimizer_that_is_none_is_told(changes, told):
+    with pytest.raises(ConfigError, match=f"(?i){told}"):
+        build_optimizer(torch.nn.Linear(2, 2), OptimConfig(**changes))

@@ -1,0 +1,28 @@
+"""Processes and models that the integration tests share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.ranks import Ranks
+from support.sharded_cases import save_model
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories by name: tied and untied embeddings, experts of two kinds."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "tied": save_model(root / "tied", "qwen3", tie_word_embeddings=True),
+        "untied": save_model(root / "untied", "llama", tie_word_embeddings=False),
+        "odd": save_model(root / "odd", "qwen2", tie_word_embeddings=True, vocab_size=63),
+        "olmo": save_model(root / "olmo", "olmo2", tie_word_embeddings=False),
+        "experts": save_model(root / "experts", "qwen3_moe", tie_word_embeddings=False),
+        "gpt_oss": save_model(root / "gpt_oss", "gpt_oss", tie_word_embeddings=False),
+    }

@@ -1,0 +1,138 @@
+"""However a model is divided over processes, it is trained as in one: losses, gradient norms, weights, log-probs."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.ranks import Ranks
+from support.sharded_cases import Case, Outcome, alone, train
+
+TOLERANCE = 1e-5
+TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = {"ulysses_sequence_parallel_size": 2}
+EXPERT = {"expert_parallel_size": 2}
+LORA = {"lora_rank": 4}
+
+
+def fsdp(**settings: Any) -> dict[str, Any]:
+    return {"fsdp_config": settings}
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp": ("tied", {}),
+    "fsdp kept after forward": ("tied", {"parallel": fsdp(reshard_after_forward=False)}),
+    "two copies": ("tied", {"parallel": fsdp(fsdp_size=1)}),
+    "everything offloaded": ("tied", {"parallel": fsdp(offload_policy=True)}),
+    "offloaded while at rest": ("tied", {"parallel": fsdp(param_offload=True, optimizer_offload=True)}),
+    "gradient checkpointing": ("tied", {"model_settings": {"enable_gradient_checkpointing": True}}),
+    "another optimizer": (
+        "tied",
+        {"optim": {"lr": 0.03, "optimizer": "SGD", "override_optimizer_config": {"momentum": 0.9}}},
+    ),
+    "critic": ("tied", {"kind": "value"}),
+    "lora": ("tied", {"model_settings": LORA}),
+    "tensor": ("tied", {"parallel": TENSOR}),
+    "tensor, untied": ("untied", {"parallel": TENSOR}),
+    "tensor, vocabulary that does not divide": ("odd", {"parallel": TENSOR}),
+    "tensor, a plan that gathers": ("olmo", {"parallel": TENSOR}),
+    "tensor, critic": ("tied", {"parallel": TENSOR, "kind": "value"}),
+    "tensor, lora": ("tied", {"parallel": TENSOR, "model_settings": LORA}),
+    "tensor, experts whole": ("experts", {"parallel": TENSOR}),
+    "sequence": ("tied", {"parallel": SEQUENCE}),
+    "sequence, critic": ("tied", {"parallel": SEQUENCE, "kind": "value"}),
+    "sequence, lora": ("tied", {"parallel": SEQUENCE, "model_settings": LORA}),
+    "sequence, sinks and windows": ("gpt_oss", {"parallel": SEQUENCE}),
+    "fsdp, experts": ("experts", {}),
+    "expert": ("experts", {"parallel": EXPERT}),
+    "expert, biases": ("gpt_oss", {"parallel": EXPERT}),
+    "expert, gradient checkpointing": (
+        "experts",
+        {"parallel": EXPERT, "model_settings": {"enable_gradient_checkpointing": True}},
+    ),
+}
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE)
+    assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE, abs=TOLERANCE)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, atol=TOLERANCE, rtol=0, msg=name)
+    for name, value in expected.columns.items():
+        torch.testing.assert_close(found.columns[name], value, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+
+
+def moved(outcome: Outcome, case: Case) -> bool:
+    """Whether training has changed the weights much more than the tolerance."""
+    before = alone(dataclasses.replace(case, updates=0)).weights
+    return max(float((outcome.weights[name] - before[name]).abs().max()) for name in before) > 50 * TOLERANCE
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_train_as_one(way: str, two_ranks: Ranks, tiny_models) -> None:
+    model, changes = WAYS[way]
+    case = Case(tiny_models[model], **changes)
+    expected = alone(case)
+    assert moved(expected, case)
+    for outcome in two_ranks.run(train, case):
+        assert_same(outcome, expected)
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.integers(1, 9),
+    budget=st.integers(8, 150),
+    way=st.sampled_from(["fsdp", "two copies", "sequence", "tensor"]),
+    mode=st.sampled_from(["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]),
+)
+def test_any_rows_in_any_micro_batches(seed, rows, budget, way, mode, two_ranks: Ranks, tiny_models) -> None:
+    """Ragged rows, shares of unequal size (one may be empty), micro-batches of any size."""
+    model, changes = WAYS[way]
+    case = Case(tiny_models[model], updates=1, rows=rows, seed=seed, budget=budget, loss_agg_mode=mode, **changes)
+    expected = alone(dataclasses.replace(case, budget=10**6))
+    for outcome in two_ranks.run(train, case):
+        assert_same(outcome, expected)
+
+
+def test_each_rank_holds_its_part_only(two_ranks: Ranks, tiny_models) -> None:
+    whole = alone(Case(tiny_models["experts"], updates=0)).parameters
+    for parallel in ({}, EXPERT):
+        held = [o.parameters for o in two_ranks.run(train, Case(tiny_models["experts"], parallel=parallel, updates=0))]
+        assert sum(held) == whole
+        assert max(held) < 0.51 * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("tied", {}),
+        ("tied", {"parallel": fsdp(fsdp_size=2)}),
+        ("tied", {"parallel": TENSOR}),
+        ("tied", {"parallel": SEQUENCE}),
+        ("tied", {"parallel": TENSOR | SEQUENCE}),
+        ("tied", {"parallel": TENSOR, "model_settings": LORA}),
+        ("tied", {"parallel": TENSOR | fsdp(fsdp_size=1), "kind": "value"}),
+        ("experts", {"parallel": EXPERT}),
+        ("experts", {"parallel": EXPERT | fsdp(fsdp_size=2)}),
+        ("experts", {"parallel": EXPERT | SEQUENCE}),
+        ("experts", {"parallel": EXPERT | TENSOR}),
+        ("experts", {"parallel": {"expert_parallel_size": 4}}),
+        ("untied", {"parallel": {"ulysses_sequence_parallel_size": 4}}),  # more ranks than key-value heads
+    ],
+)
+def test_four_ranks_in_two_dimensions(model: str, changes: dict[str, Any], four_ranks: Ranks, tiny_models) -> None:
+    case = Case(tiny_models[model], **changes)
+    expected = alone(case)
+    for outcome in four_ranks.run(train, case):
+        assert_same(outcome, expected)
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    with Ranks(4) as ranks:
+        yield ranks

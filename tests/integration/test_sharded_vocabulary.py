@@ -1,0 +1,47 @@
+"""Log-probs, entropies and their gradients from a vocabulary in two parts are those of the whole."""
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.ranks import Ranks
+from support.vocabulary_cases import in_parts, inputs
+
+from hone.algorithms.logits import entropy_from_logits, sum_pi_squared_from_logits, token_log_probs
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.integers(0, 8),
+    vocabulary=st.integers(2, 11),
+    bias=st.booleans(),
+    with_entropy=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.6]),
+    softcap=st.sampled_from([None, 2.0]),
+)
+def test_parts_equal_the_whole(seed, rows, vocabulary, bias, with_entropy, temperature, softcap, two_ranks: Ranks):
+    case = inputs(seed, rows, vocabulary, bias)
+    for name in ("hidden", "weight", "bias"):
+        if case[name] is not None:
+            case[name].requires_grad_()
+    logits = torch.nn.functional.linear(case["hidden"], case["weight"], case["bias"])
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = {
+        "log_probs": token_log_probs(logits, case["targets"], temperature),
+        "squares": sum_pi_squared_from_logits(logits / temperature),
+    }
+    loss = (expected["log_probs"] * case["grad_log_probs"]).sum()
+    if with_entropy:
+        expected["entropy"] = entropy_from_logits(logits / temperature)
+        loss = loss + (expected["entropy"] * case["grad_entropy"]).sum()
+    loss.backward()
+
+    settings_ = {"temperature": temperature} | ({} if softcap is None else {"softcap": softcap})
+    found = two_ranks.run(in_parts, seed, rows, vocabulary, bias, with_entropy, **settings_)
+    for of_rank in found:
+        for name, value in expected.items():
+            torch.testing.assert_close(of_rank[name], value.detach(), msg=name)
+        torch.testing.assert_close(of_rank["hidden"], case["hidden"].grad)
+    for name in ("weight", "bias") if bias else ("weight",):
+        torch.testing.assert_close(torch.cat([of_rank[name] for of_rank in found]), case[name].grad)

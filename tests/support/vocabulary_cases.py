@@ -1,0 +1,66 @@
+"""What a rank does in the tests of a vocabulary in parts."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
+
+
+def inputs(seed: int, rows: int, vocabulary: int, bias: bool) -> dict[str, Tensor | None]:
+    """Random hidden states, output embedding, targets, and gradients of what is computed from them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "hidden": normal(rows, 6),
+        "weight": normal(vocabulary, 6),
+        "bias": normal(vocabulary) if bias else None,
+        "targets": torch.randint(0, vocabulary, (rows,), generator=generator),
+        "grad_log_probs": normal(rows),
+        "grad_entropy": normal(rows),
+    }
+
+
+def in_parts(
+    seed: int, rows: int, vocabulary: int, bias: bool, with_entropy: bool, **settings: float
+) -> dict[str, Tensor]:
+    """Values and gradients of this rank's part of the vocabulary."""
+    given = inputs(seed, rows, vocabulary, bias)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    part = slice(rank * vocabulary // ranks, (rank + 1) * vocabulary // ranks)
+    hidden = given["hidden"].clone().requires_grad_()  # type: ignore[union-attr]
+    weight = given["weight"][part].clone().requires_grad_()  # type: ignore[index]
+    own_bias = given["bias"][part].clone().requires_grad_() if bias else None  # type: ignore[index]
+    group = dist.group.WORLD
+    assert group is not None
+    log_probs, entropy = vocabulary_log_probs(
+        hidden,
+        weight,
+        given["targets"],  # type: ignore[arg-type]
+        group=group,
+        start=part.start,
+        bias=own_bias,
+        with_entropy=with_entropy,
+        chunk_size=3,
+        **settings,  # type: ignore[arg-type]
+    )
+    loss = (log_probs * given["grad_log_probs"]).sum()
+    if entropy is not None:
+        loss = loss + (entropy * given["grad_entropy"]).sum()
+    loss.backward()
+    found = {
+        "log_probs": log_probs.detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+        "squares": vocabulary_sum_pi_squared(hidden, weight, group=group, bias=own_bias, chunk_size=3, **settings),  # type: ignore[arg-type]
+    }
+    if entropy is not None:
+        found["entropy"] = entropy.detach()
+    if own_bias is not None:
+        found["bias"] = own_bias.grad
+    return found  # type: ignore[return-value]

@@ -1,0 +1,60 @@
+"""Layouts: every rank in one place of every grid, and sizes that do not divide are told with their numbers."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.config.parallel import FsdpConfig, ParallelConfig
+from hone.errors import ConfigError
+from hone.training.layout import Layout
+
+
+@given(
+    replicate=st.integers(1, 3),
+    shard=st.integers(1, 4),
+    sequence=st.integers(1, 4),
+    tensor=st.integers(1, 4),
+)
+def test_the_sizes_given_are_the_sizes_planned(replicate, shard, sequence, tensor):
+    world = replicate * shard * sequence * tensor
+    config = ParallelConfig(
+        tensor_model_parallel_size=tensor,
+        ulysses_sequence_parallel_size=sequence,
+        expert_parallel_size=shard,
+        fsdp_config=FsdpConfig(fsdp_size=shard * sequence),
+    )
+    layout = Layout.plan(world, config)
+    assert layout == Layout(world, replicate, shard, sequence, tensor, shard)
+    shards = [layout.dp_rank(rank) for rank in range(world)]
+    assert shards == sorted(shards)
+    assert [shards.count(share) for share in range(layout.dp_size)] == [sequence * tensor] * layout.dp_size
+    assert [shards.index(share) for share in range(layout.dp_size)] == [r for r in range(world) if layout.leads(r)]
+    assert all(rank in layout.ranks_of(layout.dp_rank(rank)) for rank in range(world))
+
+
+@pytest.mark.parametrize(
+    ("world", "changes", "fsdp_size", "told"),
+    [
+        (6, {"tensor_model_parallel_size": 4}, -1, ("6 processes", "4 tensor")),
+        (4, {"ulysses_sequence_parallel_size": 3}, -1, ("4 processes", "3 sequence")),
+        (8, {}, 3, ("over 3 of 8 ranks", "1, 2, 4, 8")),
+        (8, {"ulysses_sequence_parallel_size": 4}, 2, ("over 2 of 8 ranks", "4, 8")),
+        (4, {"expert_parallel_size": 3}, -1, ("4 ranks", "groups of 3", "divisor of 4")),
+        (4, {"strategy": "megatron"}, -1, ("'megatron' is not supported yet", "strategy=fsdp2")),
+        (4, {"strategy": "torchtitan"}, -1, ("'torchtitan' is not supported yet",)),
+        (2, {"strategy": "local"}, -1, ("there are 2",)),
+    ],
+)
+def test_what_does_not_divide_is_told_with_its_numbers(world, changes, fsdp_size, told):
+    config = dataclasses.replace(ParallelConfig(fsdp_config=FsdpConfig(fsdp_size=fsdp_size)), **changes)
+    with pytest.raises(ConfigError) as error:
+        Layout.plan(world, config)
+    for words in told:
+        assert words in str(error.value)
+
+
+def test_sizes_must_multiply_to_the_world():
+    with pytest.raises(ConfigError, match="are not 4 processes"):
+        Layout(world=4, dp_shard=3)
