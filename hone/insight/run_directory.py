@@ -74,7 +74,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.metrics_path = self.path / METRICS_FILE
         self.rollouts, self.validation = self.path / "rollouts", self.path / "validation"
         self.checkpoints = self.path / "checkpoints"

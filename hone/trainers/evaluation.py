@@ -111,7 +111,7 @@ def ask(
     model: str, prompts: Sequence[str], sampling: SamplingParams, *, n: int, raw: bool, seed: int
 ) -> list[Trajectory]:
     """Answer prompts given as text; ``raw`` leaves the chat template out."""
-    tokenizer_only = load_tokenizer(str(find_actor(Path(model))))
+    tokenizer_only = load_tokenizer(str(find_actor(model)))
     samples = []
     for row, prompt in enumerate(prompts):
         messages = None if raw else [{"role": "user", "content": prompt}]
@@ -126,13 +126,13 @@ def ask(
 
 def weights_of(path: str) -> str:
     """The Hugging Face directory of a model, checkpoint or run directory: of an adapter, its base."""
-    actor = find_actor(Path(path))
+    actor = find_actor(path)
     return str(base_of_adapter(actor) or actor)
 
 
 def open_model(path: str, max_model_len: int) -> tuple[Engine, PreTrainedTokenizerBase]:
     """A native engine over the model in a model, adapter, checkpoint or run directory, and its tokenizer."""
-    actor = find_actor(Path(path))
+    actor = find_actor(path)
     base = base_of_adapter(actor)
     device = prepare_torch(RunConfig())
     config = ModelConfig(path=str(base or actor), lora_adapter_path=str(actor) if base else None)
