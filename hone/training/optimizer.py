@@ -58,7 +58,9 @@ def _optimizer_class(name: str) -> type[Optimizer]:
 
 def _arguments(cls: type[Optimizer], config: OptimConfig) -> dict[str, Any]:
     """What of the configuration the constructor takes; a fused kernel where there is one."""
-    offered = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps, "fused": True}
+    fused = cls in (torch.optim.Adam, torch.optim.AdamW)  # those whose kernel takes shards too
+    offered = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    offered |= {"fused": True} if fused else {}
     taken = inspect.signature(cls).parameters
     return {name: value for name, value in offered.items() if name in taken} | dict(config.override_optimizer_config)
 
