@@ -15,6 +15,12 @@ from hone.errors import ConfigError
 
 log = logging.getLogger("hone")
 
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's workers would stand back behind everything else on the machine
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a worker without a GPU keeps CUDA_VISIBLE_DEVICES as it is
+}
+"""What Ray reads from the environment; what is set there already stays."""
 PROBE_SECONDS = 5.0
 """How long an address may take to accept a connection."""
 
@@ -47,8 +53,8 @@ def connect(config: RayConfig, *, workers: int) -> Connection:
     """
     if ray.is_initialized():
         return Connection(mine=False)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     shared = {"logging_level": logging.WARNING, "log_to_driver": True, "include_dashboard": None}
     if config.address is None:
         cpus = config.num_cpus or max(workers, len(os.sched_getaffinity(0)))
