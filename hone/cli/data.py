@@ -1,4 +1,4 @@
-"""`hone data`: make datasets, tokenizers and preference pairs."""
+"""`hone data`: make, check, convert and inspect datasets; train tokenizers; mine preference pairs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from hone.cli import data_checks
+
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @app.callback()
 def group() -> None:
-    """Make datasets, tokenizers and preference pairs."""
+    """Make, check, convert and inspect datasets; train tokenizers; mine preference pairs."""
 
 
 @app.command("make")
@@ -66,3 +68,7 @@ def pairs(
     typer.echo(f"{run}: {mined.samples} answers to {mined.prompts} prompts{left_out}")
     for path, rows in zip(write_pairs(mined, out), (mined.train, mined.val), strict=False):
         typer.echo(f"{path}: {len(rows)} pairs of {len({row['uid'] for row in rows})} prompts")
+
+
+for _name in ("check", "stats", "inspect", "convert"):
+    app.command(_name)(getattr(data_checks, _name))

@@ -63,6 +63,29 @@ def read_rows(
     return rows
 
 
+def read_all(files: Sequence[str | Path] | str | Path) -> list[Row]:
+    """Read every column of all ``files``, in order.
+
+    Raises:
+        DataError: as :func:`read_rows`.
+    """
+    rows: list[Row] = []
+    for path in [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]:
+        rows += read_rows(path, required=(), optional=_columns(path))
+    return rows
+
+
+def _columns(path: Path) -> list[str]:
+    """The columns of a file; of a JSON file those of all its rows. Empty where :func:`read_rows` will say what is wrong."""
+    try:
+        if path.suffix == ".parquet":
+            return pq.read_schema(path).names
+        records = _json_records(path, path.read_text(encoding="utf-8")) if path.suffix in SUFFIXES else []
+    except (pa.ArrowException, OSError, UnicodeDecodeError, DataError):
+        return []
+    return list(dict.fromkeys(name for record in records if isinstance(record, dict) for name in record))
+
+
 def _records(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
     if path.is_dir():
         raise DataError(

@@ -1,0 +1,266 @@
+"""From the forms in which datasets are published to Hone's columns.
+
+    from       recognised by                                      row
+    sharegpt   a list of {"from": ..., "value": ...}              conversation
+    openai     a list of {"role": ..., "content": ...}            conversation
+    alpaca     instruction, input (may be empty), output          one question and its answer
+    csv        named columns                                      one question and its answer
+
+    to          prompt
+    string      the question as plain text
+    chat        the messages up to the first question
+    multi-turn  the messages up to the last question
+    multimodal  as multi-turn, every content a list of parts; <image>, <video> and <audio> become parts of their own
+    messages    no prompt, only the whole conversation (for `hone sft`)
+
+Every row also gets the whole conversation as ``messages``, and the last answer (or what is found in it) as ground truth.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hone.data.files import read_all
+from hone.data.messages import plain
+from hone.errors import ConfigError, DataError, did_you_mean
+
+Messages = list[dict[str, Any]]
+
+SOURCES = ("auto", "sharegpt", "openai", "alpaca", "csv")
+TARGETS = ("chat", "string", "multi-turn", "multimodal", "messages")
+_ROLES = {
+    "human": "user", "user": "user", "prompter": "user",
+    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "model": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "function_call": "assistant", "function": "tool",
+}
+_CONVERSATIONS = ("conversations", "conversation", "messages", "chat", "dialogue", "dialog")
+_MEDIA = re.compile(r"<(image|video|audio)>")
+_MEDIA_COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How to convert; the attributes are options of `hone data convert`.
+
+    Attributes:
+        source: a name of :data:`SOURCES`.
+        target: a name of :data:`TARGETS`.
+        data_source: written to every row; chooses the scorer.
+        question: column of the question (csv).
+        answer: column of the answer (csv).
+        system: a system message to put first, or None.
+        ground_truth: a name of :data:`GROUND_TRUTHS`.
+    """
+
+    source: str = "auto"
+    target: str = "chat"
+    data_source: str = "exact_match"
+    question: str = "question"
+    answer: str = "answer"
+    system: str | None = None
+    ground_truth: str = "whole"
+
+
+def _after_mark(text: str) -> str:
+    return text.rpartition("####")[2].strip().replace(",", "") if "####" in text else ""
+
+
+def _boxed(text: str) -> str:
+    found = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    return found[-1] if found else ""
+
+
+def _number(text: str) -> str:
+    found = re.findall(r"-?\d[\d,]*\.?\d*", text)
+    return found[-1].replace(",", "").rstrip(".") if found else ""
+
+
+GROUND_TRUTHS: dict[str, Callable[[str], str]] = {
+    "whole": str.strip,
+    "####": _after_mark,
+    "boxed": _boxed,
+    "last-number": _number,
+}
+"""How the ground truth is found in the last answer."""
+
+
+def convert(files: Sequence[Path], out: Path, options: Conversion) -> tuple[int, dict[str, int]]:
+    """Convert dataset files and write one, parquet or JSON lines by the ending of ``out``.
+
+    Returns:
+        The number of rows written, and of rows left out by reason.
+
+    Raises:
+        DataError: a file cannot be read, its form is not recognised, or no row is left.
+        ConfigError: an option is unknown.
+    """
+    for name, value, known in (("--from", options.source, SOURCES), ("--to", options.target, TARGETS),
+                               ("--ground-truth", options.ground_truth, GROUND_TRUTHS)):  # fmt: skip
+        if value not in known:
+            raise ConfigError(f"'{value}' is not known", where=name, fix=did_you_mean(value, known))
+    rows, left_out = [], {}
+    for file in files:
+        for record in _records(file, options):
+            row = _row(record, file, len(rows), options)
+            if isinstance(row, str):
+                left_out[row] = left_out.get(row, 0) + 1
+            else:
+                rows.append(row)
+    if not rows:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+        raise DataError(
+            f"no row is left ({reasons})", where=str(files[0]), fix="see the forms in `hone data convert --help`"
+        )
+    _write(rows, out)
+    return len(rows), left_out
+
+
+def _records(file: Path, options: Conversion) -> Iterator[dict[str, Any]]:
+    if file.suffix.lower() in (".csv", ".tsv"):
+        try:
+            with file.open(encoding="utf-8-sig", newline="") as stream:
+                yield from csv.DictReader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise DataError(
+                f"cannot be read as CSV: {error}", where=str(file), fix="write the file again, in UTF-8"
+            ) from error
+        return
+    for row in read_all(file):
+        yield {name: plain(value) for name, value in row.values.items()}
+
+
+def _row(record: dict[str, Any], file: Path, number: int, options: Conversion) -> dict[str, Any] | str:
+    """The converted row, or why there is none."""
+    found = _conversation(record, file, options)
+    if isinstance(found, str):
+        return found
+    messages = found
+    if options.system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": options.system}, *messages]
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        return "without an answer"
+    last = len(roles) - 1 - roles[::-1].index("assistant")
+    answer = messages[last]["content"]
+    if options.target == "messages":
+        return {"messages": messages, "data_source": options.data_source}
+    if "user" not in roles[:last]:
+        return "without a question"
+    end = roles.index("assistant", roles.index("user")) if options.target in ("chat", "string") else last
+    prompt, answer = messages[:end], (messages[end]["content"] if options.target in ("chat", "string") else answer)
+    truth = GROUND_TRUTHS[options.ground_truth](answer)
+    if not truth:
+        return f"without a ground truth ({options.ground_truth})"
+    shaped: Any = prompt
+    if options.target == "string":
+        shaped = "\n\n".join(message["content"] for message in prompt)
+    row = {
+        "prompt": shaped,
+        "data_source": options.data_source,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": number, "answer": answer},
+    }
+    if options.target != "multimodal":
+        return row | {"messages": messages}
+    media = {kind: _media(record, kind) for kind in _MEDIA_COLUMNS}
+    row["prompt"] = [{"role": m["role"], "content": _parts(m["content"])} for m in prompt]
+    marks = [part["type"] for message in row["prompt"] for part in message["content"] if part["type"] != "text"]
+    for kind, items in media.items():
+        if marks.count(kind) != len(items):
+            return f"with {marks.count(kind)} marks <{kind}> in the prompt and {len(items)} {kind}s"
+    return row | {f"{kind}s": items for kind, items in media.items() if items}
+
+
+def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Messages | str:
+    """The messages of a record, or why it has none."""
+    source = options.source if options.source != "auto" else _source_of(record, file, options)
+    if source in ("sharegpt", "openai"):
+        turns = next((record[name] for name in _CONVERSATIONS if isinstance(record.get(name), list)), None)
+        if not turns:
+            return "without a conversation"
+        return _turns(turns, record.get("system"))
+    question, answer = (
+        ("\n\n".join(part for part in (record.get("instruction"), record.get("input")) if part), record.get("output"))
+        if source == "alpaca"
+        else (record.get(options.question), record.get(options.answer))
+    )
+    if not str(question or "").strip() or not str(answer or "").strip():
+        return "without question or answer"
+    system = record.get("system")
+    first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    return [*first, {"role": "user", "content": str(question)}, {"role": "assistant", "content": str(answer)}]
+
+
+def _turns(turns: list[Any], system: Any) -> Messages | str:
+    messages: Messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    for turn in turns:
+        role = _ROLES.get(str(turn.get("role", turn.get("from"))).lower()) if isinstance(turn, dict) else None
+        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+        if role is None:
+            return "with a role that is not known"
+        if isinstance(content, list):
+            content = "".join(_text(part) for part in content)
+        messages.append({"role": role, "content": str(content or "")})
+    return messages
+
+
+def _text(part: Any) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    kind = str(part.get("type", "text")).removesuffix("_url")
+    return f"<{kind}>" if kind in _MEDIA_COLUMNS else str(part.get("text") or "")
+
+
+def _source_of(record: dict[str, Any], file: Path, options: Conversion) -> str:
+    turns = next((record[name] for name in _CONVERSATIONS if isinstance(record.get(name), list) and record[name]), None)
+    if turns and isinstance(turns[0], dict):
+        return "sharegpt" if "from" in turns[0] else "openai"
+    if "instruction" in record and "output" in record:
+        return "alpaca"
+    if options.question in record and options.answer in record:
+        return "csv"
+    raise DataError(
+        f"the form is not recognised; the columns are {', '.join(record) or '(none)'}",
+        where=str(file),
+        fix="--question NAME --answer NAME for columns of their own, or --from sharegpt, openai or alpaca",
+    )
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """Content as parts: text, and one part for each mark."""
+    parts = []
+    for number, piece in enumerate(_MEDIA.split(content)):
+        if number % 2:
+            parts.append({"type": piece})
+        elif piece.strip():
+            parts.append({"type": "text", "text": piece.strip()})
+    return parts
+
+
+def _media(record: dict[str, Any], kind: str) -> list[Any]:
+    value = next((record[name] for name in _MEDIA_COLUMNS[kind] if record.get(name)), [])
+    return value if isinstance(value, list) else [value]
+
+
+def _write(rows: list[dict[str, Any]], out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), out)
+        elif out.suffix == ".jsonl":
+            out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        else:
+            raise DataError(f"'{out}' ends in '{out.suffix}'", where="--out", fix="--out FILE.parquet or FILE.jsonl")
+    except OSError as error:
+        raise DataError(
+            f"cannot be written: {error.strerror or error}", where=str(out), fix="--out FILE elsewhere"
+        ) from error

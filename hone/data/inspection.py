@@ -1,0 +1,77 @@
+"""A row as the model sees it: the rendered text, its tokens, and which of them are learned from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.data.assistant_mask import render_conversations
+from hone.data.chat import render_prompt, special_tokens
+from hone.data.files import Row
+from hone.data.messages import check_messages, plain
+from hone.errors import DataError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token: its id, its text, whether it is special, and whether it is learned from."""
+
+    token: int
+    text: str
+    special: bool
+    learned: bool
+
+
+def inspect_row(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_key: str = "prompt",
+    messages_key: str = "messages",
+    conversation: bool = False,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> list[Piece]:
+    """Return the tokens of a row: of its prompt as generation sees it, or of its whole conversation as SFT sees it.
+
+    Args:
+        row: of a dataset file.
+        tokenizer: with a chat template where the row holds messages.
+        prompt_key: column of the prompt.
+        messages_key: column of the conversation.
+        conversation: show the conversation; without a prompt it is shown anyway.
+        chat_template_kwargs: extra arguments of the chat template.
+
+    Raises:
+        DataError: the row has neither column, or the template refuses it.
+    """
+    prompt, chat = plain(row.values.get(prompt_key)), plain(row.values.get(messages_key))
+    if prompt is None and chat is None:
+        raise DataError(
+            f"no column '{prompt_key}' or '{messages_key}'; the columns are {', '.join(row.values)}",
+            where=row.where,
+            fix="name them with --prompt-key or --messages-key",
+        )
+    if chat is not None and (conversation or prompt is None):
+        messages = check_messages(chat, where=row.where, column=messages_key)
+        ((ids, mask),) = render_conversations(tokenizer, [messages], chat_template_kwargs, [row.where])
+    else:
+        ids = _prompt_ids(prompt, row, tokenizer, prompt_key, chat_template_kwargs)
+        mask = [0] * len(ids)
+    special = special_tokens(tokenizer)
+    texts = tokenizer.convert_ids_to_tokens(ids)
+    return [
+        Piece(token, str(tokenizer.decode([token])) or str(name), token in special, bool(learned))
+        for token, name, learned in zip(ids, texts, mask, strict=True)
+    ]
+
+
+def _prompt_ids(
+    prompt: Any, row: Row, tokenizer: PreTrainedTokenizerBase, key: str, kwargs: dict[str, Any] | None
+) -> list[int]:
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt, return_attention_mask=False)["input_ids"])  # type: ignore[arg-type]
+    if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
+        return prompt
+    return render_prompt(tokenizer, check_messages(prompt, where=row.where, column=key), kwargs)

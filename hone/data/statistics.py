@@ -1,0 +1,88 @@
+"""Numbers that describe a dataset: lengths, turns, roles, kinds of problem, ground truths."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from hone.data.checks.overlap import text_of
+from hone.data.checks.rewards import is_missing
+from hone.data.files import Row
+from hone.data.messages import plain
+
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+
+
+def statistics(rows: Sequence[Row], *, prompt_key: str, messages_key: str, reward_fn_key: str) -> dict[str, Any]:
+    """Return counts and lengths in characters and turns; the parts for which there is no column are left out."""
+    columns = list(dict.fromkeys(name for row in rows for name in row.values))
+    found: dict[str, Any] = {
+        "rows": len(rows),
+        "columns": {name: sum(row.values.get(name) is not None for row in rows) for name in columns},
+    }
+    if reward_fn_key in columns:
+        found["data_sources"] = dict(Counter(str(row.values.get(reward_fn_key)) for row in rows).most_common())
+    if prompt_key in columns:
+        prompts = [plain(row.values.get(prompt_key)) for row in rows]
+        found["prompt_forms"] = dict(Counter(map(form_of, prompts)).most_common())
+        found["distinct_prompts"] = len({text_of(prompt) for prompt in prompts})
+        found["prompt_characters"] = spread([characters(prompt) for prompt in prompts])
+    if messages_key in columns:
+        chats = [plain(row.values.get(messages_key)) or [] for row in rows]
+        turns = [message for chat in chats if isinstance(chat, list) for message in chat if isinstance(message, dict)]
+        found["roles"] = dict(Counter(str(message.get("role")) for message in turns).most_common())
+        found["turns"] = spread([len(chat) for chat in chats])
+        answers = [message for message in turns if message.get("role") == "assistant"]
+        found["answer_characters"] = spread([len(str(message.get("content") or "")) for message in answers])
+    if "reward_model" in columns:
+        truths = [_truth(row) for row in rows]
+        kinds = Counter("missing" if is_missing(truth) else type(truth).__name__ for truth in truths)
+        found["ground_truths"] = dict(kinds.most_common())
+    return found
+
+
+def form_of(prompt: Any) -> str:
+    """Return the form of a prompt: string, token ids, chat, multi-turn, multimodal, or what it is instead."""
+    if isinstance(prompt, str):
+        return "string"
+    if not isinstance(prompt, list) or not prompt:
+        return "empty" if prompt in (None, []) else type(prompt).__name__
+    if all(type(item) is int for item in prompt):
+        return "token ids"
+    messages = [item for item in prompt if isinstance(item, dict)]
+    if any(isinstance(part, dict) and part.get("type") in ("image", "video", "audio", "image_url") for m in messages
+           for part in (m.get("content") if isinstance(m.get("content"), list) else [])):  # fmt: skip
+        return "multimodal"
+    return "multi-turn" if any(message.get("role") == "assistant" for message in messages) else "chat"
+
+
+def characters(prompt: Any) -> int:
+    """Return the characters of a prompt's text; of token ids their number."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if not isinstance(prompt, list):
+        return 0
+    if prompt and isinstance(prompt[0], int):
+        return len(prompt)
+    return sum(_length(message.get("content")) for message in prompt if isinstance(message, dict))
+
+
+def spread(numbers: Sequence[float]) -> dict[str, float]:
+    """Return mean and quantiles by name (``p50``, ...), empty without numbers."""
+    if not numbers:
+        return {}
+    ordered = sorted(numbers)
+    places = {f"p{share * 100:g}": ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in QUANTILES}
+    return {"mean": round(sum(ordered) / len(ordered), 2), **places}
+
+
+def _length(content: Any) -> int:
+    if isinstance(content, list):
+        return sum(len(str(part.get("text") or "")) for part in content if isinstance(part, dict))
+    return len(str(content or ""))
+
+
+def _truth(row: Row) -> Any:
+    reward = plain(row.values.get("reward_model"))
+    return reward.get("ground_truth") if isinstance(reward, dict) else None
