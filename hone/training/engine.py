@@ -21,6 +21,7 @@ from hone.generation.products import fast_float32_products
 from hone.insight import activity
 from hone.training.activations import activations_on_host
 from hone.training.checkpoints.model_state import ModelStager
+from hone.training.export_stream import STREAMS
 from hone.training.heads import Head, autocast
 from hone.training.memory import heap_watch
 from hone.training.optimizer import build_optimizer, learning_rate
@@ -177,10 +178,14 @@ class TrainEngine:
         """Learning rate of schedule position ``step``."""
         return learning_rate(self.optim_config, step, self.total_steps) if self.optim_config else 0.0
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and parameters, as Hugging Face names them, one at a time; no copies."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+    def export_weights(self, which: str = "all") -> Iterator[tuple[str, Tensor]]:
+        """Names and parameters, as Hugging Face names them, one at a time; no copies of those that are there.
+
+        Args:
+            which: ``all`` parameters by the module's names; only the ``adapter``; or ``merged``, the adapter worked into the
+                base and names as without it.
+        """
+        yield from STREAMS[which](self.model)
 
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
         """Copy model and optimizer state for the checkpoint at ``location``; returns the writing, for any thread.

@@ -21,7 +21,6 @@ from hone.data.balance import CostModel
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.training.engine import Statistics, Totals, TrainEngine, UpdateResult
-from hone.training.export_stream import adapter_weights, merged_weights, whole_weights
 from hone.training.heads import Head
 from hone.training.packing import PackedSequences, plan_micro_batches
 from hone.training.sharding import Sharded
@@ -62,15 +61,9 @@ class ShardedEngine(TrainEngine):
             return super().train_batch(batch, *args, **kwargs)
 
     def export_weights(self, which: str = "all") -> Iterator[tuple[str, Tensor]]:
-        """Names and whole parameters, in buckets; every rank must take them all, and gets the same.
-
-        Args:
-            which: ``all`` parameters by the module's names; only the ``adapter``; or ``merged``, the adapter worked into the
-                base and names as without it.
-        """
+        """Names and whole parameters, one at a time; every rank must take them all, and gets the same."""
         with self._in_use(optimizer=False):
-            streams = {"all": whole_weights, "adapter": adapter_weights, "merged": merged_weights}
-            yield from streams[which](self.model)
+            yield from super().export_weights(which)
 
     def restore(self, location: str, name: str) -> None:
         """Take up the optimizer state of a checkpoint of any layout."""
