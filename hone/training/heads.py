@@ -16,6 +16,7 @@ from hone.algorithms.logits import (
     token_log_probs,
 )
 from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
+from hone.training import fused
 from hone.training.model import causal_lm, value_head
 from hone.training.packing import PackedSequences
 
@@ -84,13 +85,15 @@ class ValueHead:
 
 def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
     """Last hidden states ``[R, H]`` where response tokens are predicted."""
-    backbone = model.get_decoder()  # type: ignore[operator]
-    hidden = backbone(
-        input_ids=packed.input_ids,
-        position_ids=packed.layout.position_ids,
-        layout=packed.layout,
-        use_cache=False,
-    ).last_hidden_state
+    if fused.fits(model):
+        hidden = fused.hidden_states(model, packed.input_ids, packed.layout)
+    else:
+        hidden = model.get_decoder()(  # type: ignore[operator]
+            input_ids=packed.input_ids,
+            position_ids=packed.layout.position_ids,
+            layout=packed.layout,
+            use_cache=False,
+        ).last_hidden_state
     return hidden[0].index_select(0, packed.output_index)
 
 

@@ -1,0 +1,135 @@
+"""The forward pass of a Llama-shaped model for training on the CPU, in few operations with their gradients written out.
+
+There elementwise operations cost as much as they read and write, and autograd makes many of them from a norm or a rotation. So
+models whose layers are of a known kind are computed here, as :mod:`hone.generation.native.forward` does for generation:
+
+    hidden -> rms norm -> [q k v] -> (head norms) -> rotary -> attention -> o -> + hidden
+           -> rms norm -> mlp -> + hidden
+
+Every other model (adapters, sharded weights, hooks, gradient checkpointing) goes through its own module, the golden path; a test
+holds the two together, gradients included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.generation.attention import Layout, Scoring
+from hone.generation.native.forward import FusedForward, attention_window
+
+
+def fits(causal: nn.Module) -> bool:
+    """Whether ``causal`` can be computed here: on the CPU, of a known kind, nothing in place of its parts or between them."""
+    if next(causal.parameters()).device.type != "cpu" or getattr(causal, "is_gradient_checkpointing", False):
+        return False
+    return FusedForward.fits(causal)
+
+
+def hidden_states(causal: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
+    """Last hidden states ``[1, N, H]`` of packed ``ids [1, N]``, after the final norm; autocast decides the products' dtype."""
+    decoder: Any = causal.get_decoder()  # type: ignore[operator]
+    hidden = decoder.embed_tokens(ids)
+    cos, sin = (
+        angles[0].unsqueeze(1) for angles in decoder.rotary_emb(hidden, layout.position_ids)
+    )  # [N, 1, head_dim]
+    half = sin.shape[-1] // 2
+    rotary = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+    hidden = hidden[0]
+    for index, layer in enumerate(decoder.layers):
+        hidden = hidden + _attention(layer.self_attn, index, _norm(layer.input_layernorm, hidden), rotary, layout)
+        hidden = hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
+    return _norm(decoder.norm, hidden)[None]
+
+
+def _attention(module: Any, index: int, states: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    queries, keys, _ = (projection.out_features // module.head_dim for projection in projections)
+    weight, epsilon = None, 0.0
+    if hasattr(module, "q_norm"):
+        norms = ((module.q_norm.weight, queries), (module.k_norm.weight, keys))
+        weight, epsilon = torch.cat([w.expand(count, -1) for w, count in norms]), module.q_norm.variance_epsilon
+    joint = _joint(projections, states).unflatten(-1, (-1, module.head_dim))
+    rotated, value = _Heads.apply(joint, weight, epsilon, queries + keys, *rotary)  # type: ignore[misc]
+    query, key = rotated.split([queries, keys], 1)
+    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+    mixed = layout.attend(index, query, key, value, Scoring(module.scaling, attention_window(module)))
+    return module.o_proj(mixed[0].flatten(1))
+
+
+def _joint(modules: tuple[nn.Linear, ...], states: Tensor) -> Tensor:
+    """The outputs of several projections of ``states``, side by side, by one product."""
+    biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
+    weights: list[Tensor] = [module.weight for module in modules]
+    return F.linear(states, torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+def _norm(module: Any, states: Tensor) -> Tensor:
+    return _RMSNorm.apply(states, module.weight, module.variance_epsilon)  # type: ignore[return-value]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """``weight * x / sqrt(mean(x**2) + epsilon)`` over the last dimension (Zhang and Sennrich 2019)."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        scale = _inverse_rms(states, epsilon)
+        ctx.save_for_backward(states, weight, scale)
+        return (states * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_states, grad_weight = _rms_norm_gradients(grads[0], *ctx.saved_tensors)
+        return grad_states, grad_weight, None
+
+
+class _Heads(torch.autograd.Function):
+    """From queries, keys and values of all heads ``[N, heads, d]`` to the first ``rotated`` of them, normed (when there is a
+    ``weight [rotated, d]``) and turned by their positions (Su et al. 2021, in halves), in float32; and the rest as they are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, joint: Tensor, weight: Tensor | None, epsilon: float, rotated: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        turned, rest = joint.split([rotated, joint.shape[1] - rotated], 1)
+        turned, scale = turned.float(), None
+        if weight is not None:
+            scale = _inverse_rms(turned, epsilon)
+            turned = (turned * scale).mul_(weight)
+        ctx.save_for_backward(joint, weight, scale, cos, sin)
+        return _rotate(turned, cos, sin), rest.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        joint, weight, scale, cos, sin = ctx.saved_tensors
+        grad, grad_rest = grads
+        rotated, grad_weight = grad.shape[1], None
+        grad = _rotate(grad, cos, -sin)  # back by the same angle
+        if weight is not None:
+            grad, grad_weight = _rms_norm_gradients(grad, joint[:, :rotated].float(), weight, scale)
+        grad_joint = torch.empty_like(joint)
+        grad_joint[:, :rotated], grad_joint[:, rotated:] = grad, grad_rest
+        return grad_joint, grad_weight, None, None, None, None
+
+
+def _inverse_rms(states: Tensor, epsilon: float) -> Tensor:
+    norm = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
+    return norm.square_().div_(states.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def _rms_norm_gradients(grad: Tensor, states: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ``states [..., H]`` and ``weight``, whose shape ends the states' own."""
+    normed = states * scale
+    through = grad * normed
+    grad_weight = through.flatten(0, -1 - weight.dim()).sum(0)
+    along = through.mul_(weight).mean(-1, keepdim=True)
+    return (grad * weight).addcmul_(normed, along, value=-1).mul_(scale), grad_weight
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each half of a head turned with the other; ``sin`` has its first half negative."""
+    return (states * cos).addcmul_(states.roll(states.shape[-1] // 2, -1), sin)
