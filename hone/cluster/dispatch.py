@@ -46,6 +46,9 @@ class Collect(Enum):
     """The answer of the first worker."""
     EACH = "each"
     """A list with the answer of every worker."""
+    KEPT = "kept"
+    """The first worker's answer, a list of named tensors, stays out there; the caller gets a reference, to be handed to
+    another call. None comes back as it is."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,17 @@ class RowGroups:
 
     def __len__(self) -> int:
         return len(self.groups)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Named tensors that stay out there.
+
+    Attributes:
+        ref: a reference as the transport has it.
+    """
+
+    ref: Any
 
 
 class Answer:

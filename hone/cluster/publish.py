@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from hone.cluster.rollout import Weights
 from hone.cluster.runtime import AnyBatch, Group
 from hone.config.tree import RLConfig
 from hone.data.types import Sample
@@ -18,8 +19,9 @@ class Publisher:
     """Takes weights from the actor to the engines.
 
     While an engine reads the actor's own parameters there is nothing to take, and every batch is compared with the trainer
-    anyway. Otherwise weights go bucket by bucket, by the memory that the processes of a node share and from node to node; then
-    every engine answers a fixed prompt, and the trainer says how likely it finds the answer.
+    anyway. Otherwise the engines have copies. Those beside the actor gather its parts in their own process; to those apart weights go
+    bucket by bucket, through the object store: the memory that the processes of a node share, copied once to every other
+    node. Then every engine answers a fixed prompt, and the trainer says how likely it finds the answer.
 
     Attributes:
         copies: whether engines hold weights of their own.
@@ -33,7 +35,8 @@ class Publisher:
 
     def __init__(self, config: RLConfig, actor: Group, rollout: Group, prompt: Sample) -> None:
         self.actor, self.rollout = actor, rollout
-        self.copies = not rollout.shares().result()
+        self._source: Weights = rollout.source().result()
+        self.copies = self._source is not Weights.OWN
         self._prompts = [dataclasses.replace(prompt, uid=f"canary {number}") for number in range(rollout.dp_size)]
         self._sampling = SamplingParams(
             max_tokens=CANARY_TOKENS, temperature=config.actor_rollout_ref.rollout.temperature, ignore_eos=True
@@ -49,10 +52,16 @@ class Publisher:
         if not self.copies:
             await self.rollout.load_weights([], version)
             return None
+        if self._source is Weights.GATHERED:
+            await self.rollout.gather_weights(version)
+        else:
+            await self._send(version)
+        played = await self.rollout.play(self._prompts, self._sampling, n=1, seeding=(0, "canary"))
+        return played.updated(await self.actor.log_probs(played))
+
+    async def _send(self, version: int) -> None:
         await self.actor.export_weights()
         bucket = await self.actor.next_weights(BUCKET_BYTES)
         while bucket is not None:
             await self.rollout.load_weights(bucket, version)
             bucket = await self.actor.next_weights(BUCKET_BYTES)
-        played = await self.rollout.play(self._prompts, self._sampling, n=1, seeding=(0, "canary"))
-        return played.updated(await self.actor.log_probs(played))

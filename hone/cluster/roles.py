@@ -54,9 +54,9 @@ class ModelRole:
         return self.engine.take_busy_seconds()
 
     def _updates(self, batch: Batch, minis: RowGroups) -> Iterator[Batch]:
-        """The mini-batches; where this rank has no row of one, a row that counts for nothing."""
+        """The mini-batches as far as their rows are here."""
         for rows in minis:
-            yield batch.reorder(rows) if len(rows) else _idle(batch)
+            yield batch.reorder(rows)
 
 
 class PolicyWorker(ModelRole):
@@ -125,10 +125,10 @@ class PolicyWorker(ModelRole):
 
     @dispatch(Split.ALL, Collect.FIRST)
     def export_weights(self) -> None:
-        """Begin to publish the present weights: :meth:`next_weights` gives them bucket by bucket."""
-        self._exported = self.engine.export_weights()
+        """Begin to publish the present weights, adapters worked in: :meth:`next_weights` gives them bucket by bucket."""
+        self._exported = self.engine.export_weights("merged")
 
-    @dispatch(Split.ALL, Collect.FIRST)
+    @dispatch(Split.ALL, Collect.KEPT)
     def next_weights(self, max_bytes: int) -> list[tuple[str, Tensor]] | None:
         """The next weights, whole, at most ``max_bytes`` of them (but at least one); None when all have been given."""
         bucket, used = [], 0
@@ -264,10 +264,3 @@ def mini_batches(uids: Sequence[str], prompts: int, epochs: int, seed: int | Non
         for start in range(0, len(order), prompts):
             minis.append([row for group in order[start : start + prompts] for row in members[group]])
     return RowGroups(minis)
-
-
-def _idle(batch: Batch) -> Batch:
-    """One row without a token to learn from."""
-    row = batch.slice(0, 1)
-    mask = row.ragged("response_mask")
-    return row.with_columns(response_mask=mask.with_values(torch.zeros_like(mask.values)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -19,11 +20,22 @@ from hone.generation.protocol import Engine, SamplingParams
 from hone.training.model import load_policy
 
 
+class Weights(Enum):
+    """Where an engine's weights come from."""
+
+    OWN = "own"
+    """It reads the very parameters that are trained."""
+    GATHERED = "gathered"
+    """It has a whole copy, put together from the parts of the model that the processes of its pool hold."""
+    APART = "apart"
+    """It has a whole copy, and the actor lives elsewhere."""
+
+
 class RolloutWorker:
     """Episodes, played next to the engine.
 
     In the actor's process the engine reads the actor's own parameters while one process holds all of them. Otherwise it has
-    a whole copy, which takes every new version of the weights bucket by bucket.
+    a whole copy, which takes every new version of the weights. See :class:`Weights`.
 
     Args:
         context: of the process.
@@ -33,8 +45,10 @@ class RolloutWorker:
     def __init__(self, context: WorkerContext, engine: Engine | None = None) -> None:
         self.context, self.tokenizer = context, context.tokenizer
         actor = context.roles.get("actor")
-        self.shares_weights = actor is not None and context.layout.world == 1
-        self.engine = engine or self._build(actor.engine.model if actor is not None and self.shares_weights else None)
+        self.weights = Weights.APART
+        if actor is not None:
+            self.weights = Weights.OWN if context.meshes is None else Weights.GATHERED
+        self.engine = engine or self._build(actor.engine.model if self.weights is Weights.OWN else None)
 
     def _build(self, model: Any) -> Engine:
         config, context = self.context.config, self.context
@@ -56,9 +70,9 @@ class RolloutWorker:
         )
 
     @dispatch(Split.ZERO)
-    def shares(self) -> bool:
-        """Whether the engine reads the trainer's own parameters."""
-        return self.shares_weights
+    def source(self) -> Weights:
+        """Where the engine's weights come from."""
+        return self.weights
 
     @dispatch(Split.ROWS)
     async def play(
@@ -80,6 +94,11 @@ class RolloutWorker:
         place = {sample.uid: number for number, sample in enumerate(samples)}
         played = sorted([t async for t in episodes], key=lambda t: (place[t.uid], t.index))
         return to_batch(played)
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    async def gather_weights(self, version: int) -> None:
+        """Take the weights of this version from the actor in this process, of which every process holds a part."""
+        await self.engine.load_weights(self.context.roles["actor"].engine.export_weights("merged"), version)
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def load_weights(self, weights: Sequence[tuple[str, Tensor]], version: int) -> None:

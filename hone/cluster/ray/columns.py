@@ -60,6 +60,16 @@ def decode(columns: Mapping[str, Encoded]) -> dict[str, Column]:
     return {name: _decoded(column) for name, column in columns.items()}
 
 
+def encode_named(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, _Array]]:
+    """Make named tensors ready for the object store."""
+    return [(name, _array(tensor)) for name, tensor in tensors]
+
+
+def decode_named(tensors: Sequence[tuple[str, _Array]]) -> list[tuple[str, Tensor]]:
+    """What :func:`encode_named` was given; tensors share the memory of the object store and are read only."""
+    return [(name, _tensor(array)) for name, array in tensors]
+
+
 def _encoded(column: Column) -> Encoded:
     if isinstance(column, Ragged):
         return _Rows(_array(column.values), column.offsets.numpy())

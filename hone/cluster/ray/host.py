@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import logging
 import os
@@ -21,10 +22,11 @@ import torch
 
 import hone
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
-from hone.cluster.dispatch import dispatch_of
+from hone.cluster.dispatch import Collect, Kept, dispatch_of
 from hone.cluster.plan import layout_of
-from hone.cluster.ray.columns import decode, encode
+from hone.cluster.ray.columns import decode, decode_named, encode, encode_named
 from hone.cluster.remote_batch import Piece, RowInfo, Shard, Stored
+from hone.config.reads import watch
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.insight import activity
@@ -107,6 +109,7 @@ class WorkerHost:
                 )
             layout = layout_of(config, place.world)
             meshes = layout.meshes(device.type)
+        self._reads = watch(config)
         self._context = WorkerContext(
             config, device, place.rank, layout, meshes, total_steps=total_steps, resume=resume
         )
@@ -123,14 +126,16 @@ class WorkerHost:
         """Call a method of a role. Batches arrive as shards and leave as references."""
         args = [await self._arrived(argument) for argument in args]
         kwargs = {name: await self._arrived(argument) for name, argument in kwargs.items()}
-        asked = getattr(self._held.roles[role], method)
+        asked, spec = getattr(self._held.roles[role], method), dispatch_of(type(self._held.roles[role]), method)
         with activity.doing(f"{role}.{method}"):
-            if dispatch_of(type(self._held.roles[role]), method).background:
+            if spec.background:
                 result = await asyncio.to_thread(asked, *args, **kwargs)
             else:
                 result = asked(*args, **kwargs)
             if inspect.isawaitable(result):
                 result = await result
+        if spec.collect is Collect.KEPT and result is not None:
+            return Kept(ray.put(encode_named(result))) if self._held.rank == 0 else None
         return stored(result) if isinstance(result, Batch) else result
 
     async def begin_step(self, seed: int) -> None:
@@ -138,18 +143,28 @@ class WorkerHost:
         torch.manual_seed(seed)
         self._fetched.clear()
 
+    async def reads(self) -> set[str]:
+        """The keys of the configuration that this process has read."""
+        self._reads.stop()
+        return self._reads.read
+
     async def memory(self) -> float:
         """Resident memory in GiB."""
         return psutil.Process().memory_info().rss / 2**30
 
     async def end(self) -> None:
-        """Let the roles end what they have started."""
+        """Let go of the roles, which end what they have started; :meth:`begin` may follow."""
+        if self._context is None:
+            return
         for role in reversed(list(self._held.roles.values())):
             if hasattr(role, "close"):
                 role.close()
         self._held.roles.clear()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        self._context = None
+        self._fetched.clear()
+        gc.collect()
         activity.end()
 
     @property
@@ -158,6 +173,8 @@ class WorkerHost:
         return self._context
 
     async def _arrived(self, argument: Any) -> Any:
+        if isinstance(argument, Kept):
+            return decode_named(await argument.ref)
         if not isinstance(argument, Shard):
             return argument
         columns: dict[str, Any] = {}
