@@ -96,6 +96,10 @@ class LocalRuntime:
         """Seed torch."""
         torch.manual_seed(seed)
 
+    def reads(self) -> set[str]:
+        """None: there is no other process."""
+        return set()
+
     def close(self) -> None:
         """Let the roles end what they have started."""
         for role in reversed(list(self.context.roles.values())):

@@ -54,6 +54,10 @@ class Runtime(Protocol):
         """Seed torch in every process, and let what was kept of the last step go."""
         ...
 
+    def reads(self) -> set[str]:
+        """The keys of the configuration that processes apart from this one have read."""
+        ...
+
     def close(self) -> None:
         """End what was started."""
         ...

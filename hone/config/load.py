@@ -54,6 +54,7 @@ def load_with_provenance(
     composed, provenance = compose(Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides)))
     config = _resolved(composed)
     raise_together(check_values(config, provenance))
+    config._provenance = provenance
     return config, provenance
 
 
@@ -61,7 +62,10 @@ def to_yaml(config: Any) -> str:
     """Return a tree as YAML; as a file for ``--config-path`` it gives the same tree again."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    from hone.config.reads import unrecorded
+
+    with unrecorded():
+        return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 def _file(config_path: str | Path | None, config_name: str | None) -> tuple[Path | None, str | None]:

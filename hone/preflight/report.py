@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.problems import raise_together
+from hone.config.reads import UNREAD
 from hone.config.trees import AnyConfig
 from hone.errors import ConfigError, Finding, did_you_mean
 from hone.preflight.evidence import Evidence
@@ -62,7 +63,7 @@ class Report:
 def examine(config: AnyConfig, stages: tuple[Stage, ...] = tuple(Stage), evidence: Evidence | None = None) -> Report:
     """Run all rules of these stages and collect what they find; nothing is raised, no weights are loaded."""
     allowed = set(config.preflight.allow)
-    codes = {entry.code for entry in RULES}
+    codes = {entry.code for entry in RULES} | {UNREAD}
     kept = [
         Finding(
             ConfigError(

@@ -16,6 +16,7 @@ import torch
 from hone.cluster.context import prepare_torch
 from hone.config.model import ModelConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
+from hone.config.reads import watch
 from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
@@ -45,6 +46,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
 
     def __init__(self, config: ConfigT) -> None:
         self.config: ConfigT = config
+        self.reads = watch(config)
         self.session = RunSession(config)
         device = prepare_torch(config.trainer)
         resume = self.session.resumed_from
@@ -104,6 +106,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
                     session.log(self.step, self.train_step())
                 if session.save_due(self.step):
                     self.save()
+                self.reads.finish()
             if session.last_save_due:
                 self.save()
             session.completed(self.step)
