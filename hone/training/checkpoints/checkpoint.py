@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,21 @@ def complete_steps(root: Storage) -> list[int]:
     found = (re.fullmatch(r"step_(\d+)", name) for name in root.names())
     steps = sorted(int(match[1]) for match in found if match)
     return steps if root.is_local else [step for step in steps if (root / f"step_{step}").is_file(MANIFEST)]
+
+
+def files_named(checkpoint: Storage, files: Iterable[str]) -> set[str]:
+    """The files that the indices among ``files`` name: weights of several files, and the shards of all ranks."""
+    named: set[str] = set()
+    for name in files:
+        folder, _, file = name.rpartition("/")
+        if file == "index.json":
+            tensors = json.loads(checkpoint.read_text(name))["tensors"].values()
+            named |= {f"{folder}/{piece[0]}" for tensor in tensors for piece in tensor["pieces"]}
+        elif file.endswith(".safetensors.index.json"):
+            named |= {
+                f"{folder}/{weights}" for weights in json.loads(checkpoint.read_text(name))["weight_map"].values()
+            }
+    return named
 
 
 def model_directory(location: str | Path, name: str) -> Path:

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from hone.errors import CheckpointError
-from hone.training.checkpoints.checkpoint import BEST, FORMAT, MANIFEST, Checkpoint, complete_steps
+from hone.training.checkpoints.checkpoint import BEST, FORMAT, MANIFEST, Checkpoint, complete_steps, files_named
 from hone.training.checkpoints.storage import Storage
 
 
@@ -157,6 +157,7 @@ class CheckpointStore:
 
     def _seal(self, step: int, texts: dict[str, str], manifest: dict[str, Any]) -> None:
         partial = self._partial(step)
+        self._require_all(partial, step)
         for name, text in texts.items():
             partial.write_text(name, text)
         partial.replace_text(MANIFEST, json.dumps({**manifest, "files": partial.sizes()}, indent=1))
@@ -165,6 +166,19 @@ class CheckpointStore:
             self._remove(step)
             partial.local_path.rename((self.root / f"step_{step}").local_path)
             self.root.sync()
+
+    def _require_all(self, partial: Storage, step: int) -> None:
+        """Check that what all ranks wrote has come to one place."""
+        found = partial.sizes()
+        missing = sorted(files_named(partial, found) - found.keys())
+        if missing or not found:
+            raise CheckpointError(
+                f"the checkpoint of step {step} is not whole: {', '.join(missing[:3]) or 'all files'} of other processes "
+                f"cannot be seen in '{partial}'",
+                why="nodes that each write on a disk of their own leave pieces that nobody can put together",
+                where="trainer.checkpoint_dir",
+                fix="trainer.checkpoint_dir=<directory that all nodes share, or URL of an object store>",
+            )
 
     def _partial(self, step: int) -> Storage:
         return self.root / (f".partial-step_{step}" if self.root.is_local else f"step_{step}")

@@ -146,6 +146,23 @@ def test_other_failures_are_no_user_errors_and_leave_nothing_that_counts(store):
     assert below(store.root) == ["step_2"]
 
 
+@pytest.mark.parametrize("index", ["actor/model.safetensors.index.json", "actor_optimizer/index.json", None])
+def test_nodes_that_share_no_disk(store, index):
+    save(store, 1)
+    directory = store.begin(2)
+    content = {
+        "weight_map": {"w": "model-00002-of-00002.safetensors"},
+        "tensors": {"w": {"pieces": [["rank_00001.safetensors", [0], [1]]]}},
+    }
+    elsewhere = Storage(f"memory://{uuid.uuid4().hex}")
+    with pytest.raises(CheckpointError, match="is not whole: .* of other processes") as caught:
+        store.publish(
+            2, {}, CONFIG, lambda: (directory if index else elsewhere).write_text(index or "x", json.dumps(content))
+        )
+    assert "trainer.checkpoint_dir=" in caught.value.fix
+    assert store.steps() == [1]
+
+
 def test_an_unwritable_place(disk):
     disk.root.parent.make()
     disk.root.local_path.write_text("a file stands where the folder should be")
