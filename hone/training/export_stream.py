@@ -1,4 +1,4 @@
-"""Whole parameters out of a divided model: bucket by bucket, one collective a bucket, never more than one in memory."""
+"""Whole parameters out of a model, divided or not: bucket by bucket, one collective a bucket, never more than one in memory."""
 
 from __future__ import annotations
 
@@ -46,10 +46,6 @@ def merged_weights(model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> Iterat
 
 
 @torch.no_grad()
-STREAMS = {"all": whole_weights, "adapter": adapter_weights, "merged": merged_weights}
-"""What may be exported, by name."""
-
-
 def in_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
     """The same names with whole tensors. Collective: every rank of the tensors' meshes takes them all."""
     bucket: list[tuple[str, Tensor]] = []
@@ -123,3 +119,7 @@ def _cut(parameter: DTensor, dimension: int) -> tuple[int, int]:
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part, on the device where its mesh talks (offloaded shards are elsewhere)."""
     return tensor.to_local().to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor
+
+
+STREAMS = {"all": whole_weights, "adapter": adapter_weights, "merged": merged_weights}
+"""What may be exported, by name."""

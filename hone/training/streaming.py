@@ -168,14 +168,23 @@ def local_part(full: Tensor, parameter: Tensor) -> Tensor:
         return full
     mesh = parameter.device_mesh
     for dimension in reversed(range(mesh.ndim)):
-        placement = parameter.placements[dimension]
-        dim = getattr(placement, "dim", None)  # of a shard, plain or strided; a replica has none
+        dim = sharded_dim(parameter, dimension)
         if dim is not None:
-            pieces, place = mesh.size(dimension), mesh.get_local_rank(dimension)
-            piece = -(-full.shape[dim] // pieces)
-            start = min(piece * place, full.shape[dim])
-            full = full.narrow(dim, start, min(piece, full.shape[dim] - start))
+            start, length = piece(full.shape[dim], mesh.size(dimension), mesh.get_local_rank(dimension))
+            full = full.narrow(dim, start, length)
     return full
+
+
+def sharded_dim(parameter: DTensor, dimension: int) -> int | None:
+    """Which dimension of the tensor is cut over ``dimension`` of its mesh, None when each rank there has a copy."""
+    return getattr(parameter.placements[dimension], "dim", None)  # of a shard, plain or strided
+
+
+def piece(size: int, pieces: int, place: int) -> tuple[int, int]:
+    """Start and length of piece number ``place`` when ``size`` is cut in ``pieces``; the last ones may be short or empty."""
+    length = -(-size // pieces)
+    start = min(length * place, size)
+    return start, min(length, size - start)
 
 
 def _files(directory: Path) -> dict[str, Path]:
