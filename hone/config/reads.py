@@ -164,7 +164,7 @@ def _values(block: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(cls: type, values: dict[str, Any]) -> Any:
-    block = cls.__new__(cls)
+    block = object.__new__(cls)
     block.__dict__.update(values)
     return block
 

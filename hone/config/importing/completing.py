@@ -1,0 +1,63 @@
+"""What verl takes for granted and Hone does otherwise: written out, so that the translation means the same."""
+
+from __future__ import annotations
+
+from hone.config.importing.translation import Translation
+from hone.config.keys import documentation
+from hone.config.launch import Trouble
+from hone.config.migration.defaults import VERL_DEFAULTS
+from hone.config.trees import TREES
+
+
+def complete(translation: Translation) -> None:
+    """Add what verl takes for granted and Hone does otherwise."""
+    if translation.command != "train":
+        return
+    values = translation.values
+    for key, value in VERL_DEFAULTS.items():
+        if key not in values:
+            translation.add(key, value, "verl's default")
+    batch, mini = values["data.train_batch_size"], values["actor_rollout_ref.actor.ppo_mini_batch_size"]
+    if isinstance(batch, int) and isinstance(mini, int) and mini > batch:
+        translation.add("actor_rollout_ref.actor.ppo_mini_batch_size", batch, f"{mini} is more than a batch has")
+    _placement(translation)
+    _token_budgets(translation)
+    if values.get("trainer.test_freq", -1) == -1:
+        translation.remarks.append(Trouble(0, "trainer.test_freq=-1 validates once, at the end; 0 never does"))
+    if values.get("trainer.save_freq", -1) == -1:
+        translation.remarks.append(Trouble(0, "trainer.save_freq=-1 saves once, at the end; 0 never does"))
+
+
+def _placement(translation: Translation) -> None:
+    """Several devices, or a pool for generation alone, are the business of Ray."""
+    values, rollout = translation.values, "actor_rollout_ref.rollout"
+    if f"{rollout}.nnodes" in values:
+        translation.add(f"{rollout}.enable_resource_pool", True, "generation has nodes of its own")
+    elif f"{rollout}.n_gpus_per_node" in values:
+        translation.leave_out(f"{rollout}.n_gpus_per_node", f"{rollout}.enable_resource_pool=false")
+    sizes = [values.get(f"trainer.{name}", 1) for name in ("nnodes", "n_gpus_per_node")]
+    pools = any(key.endswith(".enable_resource_pool") and value is True for key, value in values.items())
+    if "trainer.runtime" not in values and (pools or any(size != 1 for size in sizes)):
+        translation.add("trainer.runtime", "ray", "several devices are several processes")
+
+
+def _token_budgets(translation: Translation) -> None:
+    """Let every token budget take the longest sequence, and as many as a micro-batch of verl has."""
+    values = translation.values
+    defaults = {key.path: key.default for key in documentation(TREES["train"])}
+    prompt, response = (
+        values.get(key, defaults[key]) for key in ("data.max_prompt_length", "data.max_response_length")
+    )
+    if not isinstance(prompt, int) or not isinstance(response, int):
+        return
+    longest, actor = prompt + response, "actor_rollout_ref.actor"
+    by_tokens = any(
+        line.reading.key == f"{actor}.use_dynamic_bsz" and line.reading.value is True for line in translation.lines
+    )
+    micro, budget = values.get(f"{actor}.ppo_micro_batch_size_per_gpu"), f"{actor}.ppo_max_token_len_per_gpu"
+    if isinstance(micro, int) and not by_tokens:
+        translation.add(budget, max(1, micro) * longest, f"{micro} sequences of at most {longest} tokens")
+    for key in (budget, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"):
+        present = values.get(key, defaults[key])
+        if isinstance(present, int) and present < longest:
+            translation.add(key, longest, f"{present} tokens are less than the longest sequence has, {longest}")

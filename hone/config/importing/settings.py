@@ -1,0 +1,82 @@
+"""Reading settings one by one with the one table, into a translation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hone.config.check import yaml_value
+from hone.config.importing.translation import Line, Translation
+from hone.config.launch import ALWAYS_SET, UNDECIDED, Argument, Trouble, open_names, opened
+from hone.config.migration import TABLE, Outcome, Reading, read_setting
+from hone.config.migration.entries import Foreign, Unsupported
+from hone.config.migration.reading import own_key
+from hone.config.overrides import override_value, parse_overrides
+from hone.config.suggest import nearest_keys
+from hone.config.trees import TREES
+
+
+def translate(lines: list[Argument], translation: Translation) -> None:
+    settings = [setting for line in lines for setting in _settings(line, translation)]
+    others = {key: value for _, key, value, _ in settings}
+    schema = TREES[translation.command]
+    for line, key, value, removed in settings:
+        reading = _removal(key, schema) if removed else read_setting(key, value, others, schema)
+        if reading.outcome is Outcome.UNKNOWN:
+            near = [candidate.path for candidate in nearest_keys(key, schema)]
+            meant = f"; did you mean {', '.join(near)}?" if near else ""
+            translation.not_understood.append(Trouble(line.line, f"{opened(line.text)}: unknown key {key}{meant}"))
+            continue
+        translation.lines.append(Line(line.line, opened(line.text), reading))
+        for path, item in reading.sets.items():
+            translation.values[path] = _typed(path, item, schema)
+    for name in dict.fromkeys(name for line in lines for name in open_names(line.text)):
+        if name in UNDECIDED:
+            translation.remarks.append(Trouble(0, f"what a command prints is left open: write it in place of {name}"))
+        elif name not in ALWAYS_SET:
+            translation.remarks.append(
+                Trouble(0, f"the script does not set {name}: give it as an environment variable")
+            )
+
+
+def _settings(line: Argument, translation: Translation) -> Iterator[tuple[Argument, str, Any, bool]]:
+    """``(line, key, value, removed)`` of an override, which may set several keys of a block."""
+    overrides, problems = parse_overrides([_without_tilde(opened(line.text))])
+    if problems:
+        translation.not_understood.append(Trouble(line.line, f"{opened(line.text)}: {problems[0].what}"))
+        return
+    (override,) = overrides
+    path = override.key_or_group
+    if override.is_delete():
+        yield line, path, None, True
+        return
+    for key, value in _spread(path, override_value(override), TREES[translation.command]):
+        yield line, key, value, False
+
+
+def _without_tilde(text: str) -> str:
+    """``key=~/data`` with the home directory by its name: Hydra cannot read the tilde."""
+    return re.sub(r"^([^=]+=['\"]?)~/", r"\1${oc.env:HOME}/", text)
+
+
+def _spread(path: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
+    whole = own_key(path, schema) is not None or isinstance(TABLE.find(path), Foreign | Unsupported)
+    if isinstance(value, dict) and value and not whole:
+        for name, item in value.items():
+            yield from _spread(f"{path}.{name}", item, schema)
+    else:
+        yield path, value
+
+
+def _removal(key: str, schema: type) -> Reading:
+    known = own_key(key, schema) is not None or TABLE.find(key) is not None
+    return Reading(key, None, Outcome.SETTLED if known else Outcome.UNKNOWN, says="left at its default")
+
+
+def _typed(path: str, value: Any, schema: type) -> Any:
+    """The value; where a number is read from an environment that may lack it, the key's default stands in."""
+    key = own_key(path, schema)
+    if key is None or not isinstance(value, str) or "string" in key.type or "path" in key.type:
+        return value
+    return re.sub(r"\$\{oc\.env:(\w+),\1\}", lambda m: f"${{oc.env:{m[1]},{yaml_value(key.default)}}}", value)

@@ -1,0 +1,78 @@
+"""What a translation holds: lines with what became of them, values, and what is to be said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.config.keys import documentation
+from hone.config.launch import Trouble
+from hone.config.migration import Outcome, Reading
+from hone.config.trees import TREES
+
+
+@dataclass(frozen=True)
+class Line:
+    """A setting, where it stands, and what became of it."""
+
+    number: int
+    text: str
+    reading: Reading
+
+
+@dataclass(frozen=True)
+class Addition:
+    """A value that no line states and that the translation needs."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass
+class Translation:
+    """A run of verl, translated.
+
+    Attributes:
+        command: the command that takes the configuration: train or sft.
+        lines: every setting that was understood.
+        values: key to value, in Hone's tree.
+        additions: values that no line states.
+        not_understood: lines of which nothing could be made.
+        remarks: what else is to be known.
+        environment: names of variables that the launch sets for itself; they are not part of a configuration.
+    """
+
+    command: str = "train"
+    lines: list[Line] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    additions: list[Addition] = field(default_factory=list)
+    not_understood: list[Trouble] = field(default_factory=list)
+    remarks: list[Trouble] = field(default_factory=list)
+    environment: tuple[str, ...] = ()
+
+    def leave_out(self, key: str, why: str) -> None:
+        """Take a value back that would have no effect, and say so at the line that set it."""
+        del self.values[key]
+        self.additions = [addition for addition in self.additions if addition.key != key]
+        for at, line in enumerate(self.lines):
+            if key in line.reading.sets:
+                told = Reading(line.reading.key, line.reading.value, Outcome.WITHOUT_EFFECT, says=why)
+                self.lines[at] = Line(line.number, line.text, told)
+
+    def add(self, key: str, value: Any, why: str) -> None:
+        """Set a value that no line states."""
+        self.values[key] = value
+        self.additions.append(Addition(key, value, why))
+
+    def tree(self) -> dict[str, Any]:
+        """The values as nested mappings, in the order of the tree."""
+        order = {key.path: at for at, key in enumerate(documentation(TREES[self.command]))}
+        nested: dict[str, Any] = {}
+        for path in sorted(self.values, key=lambda path: order.get(path, len(order))):
+            *blocks, last = path.split(".")
+            inner = nested
+            for block in blocks:
+                inner = inner.setdefault(block, {})
+            inner[last] = self.values[path]
+        return nested
