@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from support.models import VOCABULARY, random_batch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.config.actor import ActorConfig
@@ -169,3 +170,19 @@ def _held(parameter: Tensor) -> int:
 def alone(case: Case) -> Outcome:
     """The same training in one process."""
     return train(dataclasses.replace(case, parallel={}))
+
+
+def exported(case: Case, which: str, bucket_bytes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is exported after training, by way of buckets and by DTensor's own gathering of each parameter."""
+    from hone.training import export_stream
+
+    engine, layout = engine_of(case)
+    for update in range(case.updates):
+        engine.train_batch(share_of(batch_of(case, update), layout), objective_of(case), step=update, with_entropy=True)
+    stream = getattr(export_stream, f"{which}_weights")
+    found = {name: value.clone() for name, value in stream(engine.model, bucket_bytes)}
+    singly = {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in engine.model.named_parameters()
+    }
+    return found, singly
