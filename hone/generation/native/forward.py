@@ -84,7 +84,7 @@ class _Layer:
             _Linear([attention.o_proj], dtype),
             _Linear(_mlp_projections(layer)[:2], dtype),
             _Linear([layer.mlp.down_proj], dtype),
-            Scoring(attention.scaling, _window(attention)),
+            Scoring(attention.scaling, attention_window(attention)),
         )
 
 
@@ -207,7 +207,7 @@ def _attention_projections(layer: Any) -> list[nn.Linear]:
     return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
 
 
-def _window(attention: Any) -> int | None:
+def attention_window(attention: Any) -> int | None:
     """Qwen's layers know their own window, Mistral's read it from the config, Llama's have none."""
     if type(attention) is MistralAttention:
         return attention.config.sliding_window
