@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
@@ -16,6 +18,10 @@ def command(
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
     dry_run: DryRun = False,
+    pilot: Annotated[
+        bool,
+        typer.Option("--pilot", help="answer 32 prompts, report lengths, pass rate and dead groups, train nothing"),
+    ] = False,
 ) -> None:
     """Train a model by reinforcement learning.
 
@@ -28,7 +34,14 @@ def command(
     config = load_config(RLConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
     check(config)
     typer.echo(batch_plan(config, training_rows(config)))
-    if dry_run:
+    if pilot:
+        from hone.trainers.pilot import describe, pilot_findings, run_pilot
+
+        shown = run_pilot(config)
+        typer.echo(describe(shown, config))
+        for found in pilot_findings(shown, config):
+            typer.echo(f"{found.severity} {found.error.render()}")
+    if dry_run or pilot:
         return
     from hone.trainers.rl import train
 

@@ -22,6 +22,7 @@ ELSEWHERE = {
         "A run resumed at the end of an epoch goes on with the next one; the position is in the checkpoint.",
     ),
     "R59": ("first step", "The engine's log-probs agree with the trainer's after weights were published."),
+    "R64": ("pilot", "Responses end before the limit (`hone train --pilot`)."),
 }
 """Codes that no rule before the run bears: when they are answered instead, and the question."""
 

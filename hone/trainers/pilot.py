@@ -1,0 +1,245 @@
+"""One real generation before a run: how long answers are, how many are right, how many groups would teach nothing.
+
+The probability that all n answers to a prompt are equally good (a dead group: no advantage, no gradient) comes from a
+beta-binomial model of the pass rates: prompts differ, so it is more than ``p^n + (1 - p)^n`` of the mean pass rate p. Mean and
+spread are fitted by moments to the answers seen; with one answer a prompt the spread is taken as 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from hone.agents import single_turn
+from hone.algorithms import advantage_estimators
+from hone.cluster.context import prepare_torch
+from hone.config.tree import RLConfig
+from hone.data.seeding import derive_seed
+from hone.data.statistics import spread
+from hone.data.tokenizer import load_tokenizer
+from hone.data.types import Sample, StopReason, Trajectory
+from hone.errors import ConfigError, Finding
+from hone.generation import ENGINES
+from hone.rewards.manager import RewardManager
+from hone.rewards.score import Score
+from hone.trainers.inputs import prompt_dataset, training_sampling
+from hone.training.model import load_policy
+
+PROMPTS = 32
+GROUP_SIZES = (2, 4, 8, 16, 32)
+_MOST_ANSWERS = 8
+_MANY_DEAD, _MANY_CUT, _LONG_SCORING = 0.5, 0.25, 0.3
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """What the generation showed.
+
+    Attributes:
+        prompts: asked.
+        answers: to each of them.
+        prompt_lengths: tokens, by quantile.
+        response_lengths: tokens, by quantile.
+        cut: share of responses that reached the limit.
+        pass_rate: share of responses that are right: with ``acc`` = 1, or a positive reward where there is no ``acc``.
+        reward: mean reward.
+        failed: share of responses that could not be scored.
+        dead_groups: probability that a group of n teaches nothing, by n.
+        generation_seconds: of the whole pilot.
+        reward_seconds: of the whole pilot.
+        tokens: generated.
+    """
+
+    prompts: int
+    answers: int
+    prompt_lengths: dict[str, float]
+    response_lengths: dict[str, float]
+    cut: float
+    pass_rate: float
+    reward: float
+    failed: float
+    dead_groups: dict[int, float]
+    generation_seconds: float
+    reward_seconds: float
+    tokens: int
+
+
+def run_pilot(config: RLConfig, prompts: int = PROMPTS) -> Pilot:
+    """Load the policy, answer the first prompts as training would, and score the answers.
+
+    Raises:
+        HoneError: model, data or reward cannot be used.
+    """
+    model_config, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    device = prepare_torch(config.trainer)
+    tokenizer = load_tokenizer(
+        model_config.tokenizer_path or model_config.path,
+        trust_remote_code=model_config.trust_remote_code,
+        custom_chat_template=model_config.custom_chat_template,
+    )
+    most = config.data.train_max_samples
+    dataset = prompt_dataset(
+        config.data, config.data.train_files, tokenizer, prompts if most < 0 else min(prompts, most)
+    )
+    samples = [dataset[index] for index in range(len(dataset))]
+    with torch.no_grad():
+        model = load_policy(model_config, device=device, seed=config.trainer.seed).eval()
+    engine = ENGINES.get(rollout.name)(
+        model=model,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=config.actor_rollout_ref.actor.dtype if rollout.dtype == "auto" else rollout.dtype,
+        max_num_seqs=rollout.max_num_seqs,
+        max_cache_tokens=rollout.max_cache_tokens,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+    )
+    manager = RewardManager(config.reward)
+    try:
+        manager.check(dataset.data_sources())
+        return asyncio.run(_pilot(config, samples, engine, tokenizer, manager))
+    finally:
+        manager.close()
+
+
+async def _pilot(config: RLConfig, samples: list[Sample], engine: Any, tokenizer: Any, manager: RewardManager) -> Pilot:
+    n = min(config.actor_rollout_ref.rollout.n, _MOST_ANSWERS)
+
+    def seed_of(uid: str, index: int) -> int:
+        return derive_seed(config.trainer.seed, "pilot", uid, index)
+
+    begun = time.monotonic()
+    sampling = training_sampling(config, tokenizer)
+    played = [t async for t in single_turn.play(samples, engine, tokenizer, sampling, n=n, seed_of=seed_of)]
+    played.sort(key=lambda t: (t.uid, t.index))
+    generated = time.monotonic()
+    scores = await manager.score(played)
+    return summarise(played, scores, n, generated - begun, time.monotonic() - generated)
+
+
+def summarise(
+    played: Sequence[Trajectory], scores: Sequence[Score], n: int, generation_seconds: float, reward_seconds: float
+) -> Pilot:
+    """Return the numbers of answers that stand in groups, ``n`` to a prompt."""
+    right = [is_right(score) for score in scores]
+    groups = [
+        [passed for _, passed in group] for _, group in groupby(zip(played, right, strict=True), lambda p: p[0].uid)
+    ]
+    passes = [sum(group) for group in groups]
+    lengths = [len(t.response_ids) for t in played]
+    return Pilot(
+        prompts=len(groups),
+        answers=n,
+        prompt_lengths=spread([len(t.prompt_ids) for t in played]),
+        response_lengths=spread(lengths),
+        cut=sum(t.stop_reason is StopReason.LENGTH for t in played) / len(played),
+        pass_rate=sum(right) / len(right),
+        reward=sum(score.total for score in scores) / len(scores),
+        failed=sum(score.error is not None for score in scores) / len(scores),
+        dead_groups={size: dead_probability(passes, n, size) for size in GROUP_SIZES},
+        generation_seconds=generation_seconds,
+        reward_seconds=reward_seconds,
+        tokens=sum(lengths),
+    )
+
+
+def is_right(score: Score) -> bool:
+    """Tell whether a response passes: ``acc`` is 1, or without ``acc`` the reward is positive."""
+    return score.terms.get("acc", float(score.total > 0)) >= 1.0
+
+
+def dead_probability(passes: Sequence[int], k: int, n: int) -> float:
+    """Probability that n answers to one prompt all pass or all fail.
+
+    Args:
+        passes: how many of ``k`` answers passed, for each prompt seen.
+        k: answers to each prompt.
+        n: size of the group.
+    """
+    mean = sum(passes) / (k * len(passes))
+    if mean in (0.0, 1.0):
+        return 1.0
+    spread_of = sum((count / k - mean) ** 2 for count in passes) / max(1, len(passes) - 1)
+    correlation = (k * spread_of / (mean * (1 - mean)) - 1) / (k - 1) if k > 1 else 0.0
+    if correlation <= 1e-6:
+        return mean**n + (1 - mean) ** n
+    strength = 1 / min(correlation, 0.999) - 1
+    a, b = mean * strength, (1 - mean) * strength
+    return _rising(a, a + b, n) + _rising(b, a + b, n)
+
+
+def pilot_findings(pilot: Pilot, config: RLConfig) -> list[Finding]:
+    """Return what the numbers warn of."""
+    found: list[Finding] = []
+
+    def warn(code: str, what: str, why: str, fix: str, where: str) -> None:
+        found.append(Finding(ConfigError(what, why=why, fix=fix, where=where, code=code), stops=False))
+
+    n, key = config.actor_rollout_ref.rollout.n, "actor_rollout_ref.rollout.n"
+    dead = _at(pilot, n)
+    if "groups" in advantage_estimators.get(config.algorithm.adv_estimator).needs and dead > _MANY_DEAD:
+        better = next((size for size in GROUP_SIZES if size > n and pilot.dead_groups[size] <= _MANY_DEAD), None)
+        fix = (
+            f"{key}={better} ({pilot.dead_groups[better]:.0%})"
+            if better
+            else "easier prompts, or a better starting model"
+        )
+        what = f"pass rate {pilot.pass_rate:.0%}, n={n}: {dead:.0%} of the groups would give no gradient"
+        warn("R20", what, "their answers are all right or all wrong, so none is better than its group", fix, key)
+    if pilot.cut > _MANY_CUT:
+        limit = config.data.max_response_length
+        what = f"{pilot.cut:.0%} of the responses reach data.max_response_length={limit} tokens"
+        why = "an answer that is cut is seldom right, and the policy learns to hurry"
+        warn("R64", what, why, f"data.max_response_length={2 * limit}", "data.max_response_length")
+    together = pilot.generation_seconds + pilot.reward_seconds
+    if pilot.reward_seconds > _LONG_SCORING * together and pilot.reward_seconds > 1:
+        what = f"scoring takes {pilot.reward_seconds:.1f} s, generation {pilot.generation_seconds:.1f} s"
+        fix = f"reward.num_workers={2 * config.reward.num_workers}, or an asynchronous function"
+        warn("R53", what, "the model waits for it", fix, "reward.num_workers")
+    return found
+
+
+def describe(pilot: Pilot, config: RLConfig) -> str:
+    """Return the numbers as lines of text."""
+    count = pilot.prompts * pilot.answers
+    sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    quantiles = ("p50", "p90", "p99", "p100")
+
+    def shown(lengths: dict[str, float]) -> str:
+        return ", ".join(f"{'max' if name == 'p100' else name} {lengths[name]:g}" for name in quantiles)
+
+    dead = ", ".join(f"{size}: {share:.0%}" for size, share in pilot.dead_groups.items())
+    rate = pilot.tokens / max(pilot.generation_seconds, 1e-9)
+    generation, reward = (seconds * sequences / count for seconds in (pilot.generation_seconds, pilot.reward_seconds))
+    return "\n".join(
+        [
+            f"pilot: {pilot.prompts} prompts x {pilot.answers} = {count} responses",
+            f"  prompt tokens      {shown(pilot.prompt_lengths)}",
+            f"  response tokens    {shown(pilot.response_lengths)}; {pilot.cut:.0%} reach the limit",
+            f"  reward             mean {pilot.reward:.3g}, pass rate {pilot.pass_rate:.1%}, {pilot.failed:.0%} not scored",
+            f"  dead groups by n   {dead}",
+            f"  generation         {pilot.generation_seconds:.1f} s, {rate:,.0f} tokens/s",
+            f"  scoring            {1000 * pilot.reward_seconds / count:.2g} ms a response",
+            f"  a step of {sequences} sequences: about {generation:.0f} s of generation and {reward:.2g} s of scoring",
+        ]
+    )
+
+
+def _at(pilot: Pilot, n: int) -> float:
+    """The dead-group probability at ``n``, between the sizes that were computed on a line."""
+    sizes = sorted(pilot.dead_groups)
+    low = max((size for size in sizes if size <= n), default=sizes[0])
+    high = min((size for size in sizes if size >= n), default=sizes[-1])
+    share = (n - low) / (high - low) if high > low else 0.0
+    return (1 - share) * pilot.dead_groups[low] + share * pilot.dead_groups[high]
+
+
+def _rising(a: float, total: float, n: int) -> float:
+    """E[p^n] of a beta distribution: the ratio of gamma functions, in logarithms."""
+    return math.exp(math.lgamma(a + n) - math.lgamma(a) + math.lgamma(total) - math.lgamma(total + n))
