@@ -127,7 +127,7 @@ class Variables:
             return self.arguments if part.quoted else [" ".join(self.arguments)], not part.quoted
         value = self._value(part)
         if isinstance(value, list):
-            if part.operator == "#":
+            if part.operator == "length":
                 return [str(len(value))], False
             whole = part.index in ("@", "*")
             items = [self._apply(part, item) for item in (value if whole else value[:1])]
@@ -165,10 +165,10 @@ class Variables:
             return "" if unset else self.of(argument)
         if value is None:
             return mark(f"ARG{part.name}" if part.name.isdigit() else part.name)
-        if operator_ == "!":
+        if operator_ == "indirect":
             target = self.values.get(value)
             return target if isinstance(target, str) else mark(value)
-        if operator_ == "#":
+        if operator_ == "length":
             return str(len(value))
         return _edited(value, operator_, self.of(argument))
 

@@ -231,7 +231,7 @@ def _braced(body: str, quoted: bool, line: int) -> Parameter:
         raise ShellSyntaxError(f"'${{{body}}}' cannot be read", line)
     prefix, name, index, rest = match.groups()
     if prefix:
-        return Parameter(name, prefix, "", index or "", quoted)
+        return Parameter(name, {"#": "length", "!": "indirect"}[prefix], "", index or "", quoted)
     operator = re.match(r":[-=?+]|[-=?+]|##?|%%?|//?[#%]?|\^\^?|,,?|:", rest)
     if rest and not operator:
         raise ShellSyntaxError(f"'${{{body}}}' cannot be read", line)

@@ -11,6 +11,7 @@ from hone.config.launch.words import ArrayValue, Operator, ShellSyntaxError, Tex
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _SEPARATORS = ("\n", ";", "&")
+_CLOSING = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
 _CONNECTORS = ("&&", "||", "|", "|&")
 
 
@@ -165,8 +166,8 @@ class _Parser:
             return Group(body, line)
         if text == "function" or self._is_definition():
             return self._function(line)
-        if isinstance(token, Operator):
-            raise ShellSyntaxError(f"'{token.text}' where a command is expected", line)
+        if isinstance(token, Operator) or text in _CLOSING:
+            raise ShellSyntaxError(f"'{text}' where a command is expected", line)
         return self._simple(line)
 
     def _is_definition(self) -> bool:

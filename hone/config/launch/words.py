@@ -15,7 +15,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Parameter:
-    """``$name``, ``${name}``, or ``${name<operator>argument}``; ``index`` is that of ``${name[index]}``."""
+    """``$name``, ``${name}``, or ``${name<operator>argument}``; ``index`` is that of ``${name[index]}``. The operators before
+    the name are called ``length`` (``${#name}``) and ``indirect`` (``${!name}``)."""
 
     name: str
     operator: str = ""

@@ -1,0 +1,134 @@
+"""Launch scripts are followed as a shell would follow them: the shell itself is the oracle, its programs replaced by ones
+that print what they are given."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.config.launch import follow, launches, open_names, opened
+from hone.config.launch.expansion import Variables
+from hone.config.launch.parser import parse
+from hone.config.launch.words import ShellSyntaxError
+
+SCRIPTS = sorted((Path(__file__).parent / "launch_scripts").glob("*.sh"))
+PROGRAMS = ("python3", "python", "ray", "srun", "docker", "scontrol", "sleep", "tee")
+STUB = """{name}() {{ {{ printf '%s\\1' {name} "$@"; printf '\\n'; }} >&3; }}
+"""
+
+
+def printed_by_bash(script: str, folder: Path, environment: dict[str, str]) -> list[list[str]]:
+    """The commands that the script runs, as bash hands them their words."""
+    stubs = "".join(STUB.format(name=name) for name in PROGRAMS)
+    file = folder / "script.sh"
+    file.write_text(f"exec 3>'{folder}/words'\n{stubs}{script}")
+    subprocess.run(
+        ["bash", str(file)],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        timeout=20,
+        check=False,
+    )
+    lines = (folder / "words").read_text().split("\x01\n")
+    return [line.split("\x01") for line in lines if line]
+
+
+def with_values(text: str, values: dict[str, str]) -> str:
+    return re.sub(r"\$\{oc\.env:(\w+)(,\w+)?\}", lambda m: values[m[1]], text)
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if "docker run" not in s.read_text()], ids=lambda path: path.stem)
+def test_words_are_those_of_bash(script: Path, tmp_path: Path) -> None:
+    source = script.read_text()
+    found, lost = launches(follow(source).started)
+    assert not lost
+    (launch,) = found
+    names = {name for argument in launch.settings for name in open_names(argument.text)}
+    values = {name: name for name in names} | {"HOME": "/home/u", "SLURM_JOB_NUM_NODES": "SLURM_JOB_NUM_NODES"}
+    commands = printed_by_bash(source, tmp_path, {**values, "PWD": str(tmp_path)})
+    wanted = next(words for words in commands if any("data.train_files=" in word for word in words))
+    given = [word for word in wanted if re.match(r"[+~]*[a-z_]+\.\S*=", word) and not word.startswith("--")]
+    ours = [with_values(opened(argument.text), values) for argument in launch.settings]
+    # the working directory is known to bash alone; a clock moves on between the two
+    assert [word.replace(str(tmp_path), ".").replace("./.", ".") for word in given] == pytest.approx(ours) or [
+        re.sub(r"\d\d-\d\d-\d\d|\d{4}$", "T", word.replace(str(tmp_path), ".")) for word in given
+    ] == [re.sub(r"\d\d-\d\d-\d\d|\d{4}$", "T", word.replace("${oc.env:PWD,PWD}", ".")) for word in ours]
+
+
+PIECES = st.sampled_from(
+    ["a", "b c", "$x", "${y}", '"$x y"', "'$x'", "${z:-d}", "${u:-$x}", '"${z:-"q r"}"', "$((n * 2))", "$((n / 3 + 1))"]
+    + ["\\$", '"${arr[@]}"', "${arr[0]}", "${#arr[@]}", "${x#p}", "${x%q}", "${y/ /_}", "${x^^}", "=", ".", "$(echo $x)"]
+    + ['""', "$e", '"$e"', "${e:+set}", "${x:+set}", "${#x}", "`echo hi`", "a\\ b", "$'t'", "$((n > 3 ? 1 : 2))"]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(words=st.lists(st.lists(PIECES, min_size=1, max_size=4), min_size=1, max_size=3))
+def test_expansion_is_that_of_bash(words: list[list[str]]) -> None:
+    line = " ".join("".join(pieces) for pieces in words)
+    setup = "x=pxq; y='one two'; n=7; e=; arr=(i 'j k')\n"
+    try:
+        (started,) = follow(f"{setup}python3 w {line}\n").started
+    except ValueError:
+        started = None
+    shell = subprocess.run(
+        ["bash", "-c", f"{setup}printf '%s\\1' w {line}"], capture_output=True, text=True, env={}, timeout=20, check=False
+    )
+    if shell.returncode == 0 and "? " not in line:
+        assert started is not None
+        assert [argument.text for argument in started.words[1:]] == shell.stdout.split("\x01")[:-1]
+
+
+def started(source: str) -> list[list[str]]:
+    return [[argument.text for argument in command.words] for command in follow(source).started]
+
+
+@pytest.mark.parametrize(
+    ("source", "commands"),
+    [
+        ("if [ 1 -eq 1 ]; then run a.b=1; else run a.b=2; fi", [["run", "a.b=1"]]),
+        ("x=no; if [[ $x == yes || -z $x ]]; then run 1; elif [[ $x == n* ]]; then run 2; fi", [["run", "2"]]),
+        ("[ -f /nowhere ] && run 1; run 2", [["run", "1"], ["run", "2"]]),
+        ("false && run 1 || run 2", [["run", "2"]]),
+        ("for i in 1 2; do run $i; done", [["run", "1"], ["run", "2"]]),
+        ("case b in a) run 1;; b|c) run 2;; *) run 3;; esac", [["run", "2"]]),
+        ("f() { run $1 $#; }; f x", [["run", "x", "1"]]),
+        ("cat <<EOF\nrun $(rm -rf /) '\nEOF\nrun 2", [["cat"], ["run", "2"]]),
+        ("A=(1 '2 3' # four\n 4)\nA+=(5); run \"${A[@]}\"", [["run", "1", "2 3", "4", "5"]]),
+        ("C='run a b'; $C; eval \"$C c\"; bash -c \"$C d\"", [["run", "a", "b"], ["run", "a", "b", "c"], ["run", "a", "b", "d"]]),
+        ("run a > log 2>&1 < in &", [["run", "a"]]),
+        ("exit 0\nrun a", []),
+        ("while true; do run a; done\nrun b", [["run", "b"]]),
+    ],
+)
+def test_commands(source: str, commands: list[list[str]]) -> None:
+    assert started(source) == commands
+
+
+@pytest.mark.parametrize("source", ["run 'a", 'run "a', "x=(1 2", "if true; then run", "run $(", "done", "case x in"])
+def test_what_is_no_script_is_said(source: str) -> None:
+    with pytest.raises(ShellSyntaxError):
+        parse(source)
+    assert follow(source).troubles
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    follow(f"touch {tmp_path}/made; x=$(touch {tmp_path}/made); `touch {tmp_path}/made`; echo > {tmp_path}/made")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_function_that_calls_itself_ends() -> None:
+    assert follow("f() { f; }; f").started == []
+
+
+def test_arithmetic_without_an_answer_is_a_trouble() -> None:
+    assert Variables().arithmetic("2 + 3 * 4") == "14"
+    (trouble,) = follow("run $((1 / 0))").troubles
+    assert "1 / 0" in trouble.what
