@@ -147,3 +147,7 @@ class Answer:
     def result(self) -> Any:
         """Block until it is there."""
         raise NotImplementedError
+
+    def balance(self) -> dict[str, float]:
+        """Metrics of how a batch was divided over data-parallel ranks; none where there is one."""
+        return {}

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.cluster.dispatch import RowGroups
-from hone.data.balance import Lengths, balance, in_order
+from hone.data.balance import CostModel, Lengths, balance, in_order
 
 Rows = NDArray[np.int64]
 
@@ -69,6 +69,11 @@ class Partition:
             raise ValueError(f"the ranks do not have each of {count} rows once")
         return rank, place
 
+    @property
+    def own(self) -> list[Rows]:
+        """Rows of every rank without repetitions."""
+        return [rows[: len(rows) - extra] for rows, extra in zip(self.rows, self.padded, strict=True)]
+
     def local(self, groups: RowGroups, rank: int) -> RowGroups:
         """Groups of rows of the batch as one rank sees them: of each group the rows that it has, by their place there."""
         rows = self.rows[rank][: len(self.rows[rank]) - self.padded[rank]]
@@ -77,7 +82,13 @@ class Partition:
 
 
 def balanced(
-    lengths: Lengths, ranks: int, *, groups: RowGroups | None = None, equal: bool = False, by_work: bool = True
+    lengths: Lengths,
+    ranks: int,
+    *,
+    groups: RowGroups | None = None,
+    equal: bool = False,
+    by_work: bool = True,
+    cost: CostModel | None = None,
 ) -> Partition:
     """Give every rank the same work, in each of ``groups`` (the mini-batches of a step) if there are any.
 
@@ -88,21 +99,24 @@ def balanced(
         ranks: data-parallel ranks.
         equal: whether every rank must have equally many rows.
         by_work: whether to give the ranks equal work; otherwise rows go in order.
+        cost: how work is counted.
     """
     parts: list[list[int]] = [[] for _ in range(ranks)]
     taken = np.zeros(len(lengths), bool)
     for group in groups or [range(len(lengths))]:
         rows = np.asarray([row for row in group if not taken[row]], np.int64)
         taken[rows] = True
-        for part, chosen in zip(parts, _divided(lengths, rows, ranks, equal, by_work), strict=True):
+        for part, chosen in zip(parts, _divided(lengths, rows, ranks, equal, by_work, cost), strict=True):
             part += chosen
     return Partition.of([np.asarray(sorted(part), np.int64) for part in parts], equal=equal)
 
 
-def _divided(lengths: Lengths, rows: Rows, ranks: int, equal: bool, by_work: bool) -> list[list[int]]:
+def _divided(
+    lengths: Lengths, rows: Rows, ranks: int, equal: bool, by_work: bool, cost: CostModel | None
+) -> list[list[int]]:
     if len(rows) <= ranks:
         return [[int(rows[rank])] if rank < len(rows) else [] for rank in range(ranks)]
     units = None if lengths.unit_of is None else lengths.unit_of[rows]
     part = Lengths(lengths.prompts[rows], lengths.responses[rows], lengths.group_of[rows], units)
-    found = (by_work and balance(part, ranks, equal_count=equal)) or in_order(len(rows), ranks)
+    found = (by_work and balance(part, ranks, cost, equal_count=equal)) or in_order(len(rows), ranks)
     return [rows[chosen].tolist() for chosen in found]

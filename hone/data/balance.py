@@ -7,8 +7,10 @@ so a group is cut only where that makes the slowest part faster. Where a row goe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,14 @@ class CostModel:
         attention = 2 * hidden * head_dim * (heads + key_value_heads)
         output = hidden * config.get("vocab_size", 0) / layers
         return cls((attention + 3 * hidden * width * max(experts, 1) + output) / (2 * heads * head_dim))
+
+    @classmethod
+    def of_directory(cls, path: str | Path | None) -> CostModel:
+        """The model of the decoder in a Hugging Face directory; the default when it has no readable ``config.json``."""
+        try:
+            return cls.of_model(json.loads((Path(path or "") / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return cls()
 
     def cost(self, tokens: NDArray[np.int64], pairs: NDArray[Any]) -> NDArray[np.float64]:
         """Work in tokens."""
@@ -178,15 +188,17 @@ def in_order(rows: int, parts: int) -> list[list[int]]:
     return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def part_of_rows(parts: list[list[int]]) -> NDArray[np.int64]:
+def part_of_rows(parts: Sequence[Sequence[int] | NDArray[np.int64]]) -> NDArray[np.int64]:
     """``[B]``, of each row the part that it stands in."""
     part_of = np.empty(sum(map(len, parts)), np.int64)
     for part, rows in enumerate(parts):
-        part_of[rows] = part
+        part_of[np.asarray(rows, np.int64)] = part
     return part_of
 
 
-def balance_metrics(lengths: Lengths, parts: list[list[int]], model: CostModel | None = None) -> dict[str, float]:
+def balance_metrics(
+    lengths: Lengths, parts: Sequence[Sequence[int] | NDArray[np.int64]], model: CostModel | None = None
+) -> dict[str, float]:
     """How far ranks are apart, in tokens and in work, with rows in order (before) and with ``parts`` (after)."""
     model = model or CostModel()
     ranks = len(parts)
