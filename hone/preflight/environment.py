@@ -124,11 +124,12 @@ def disk_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     kept = (trainer.max_ckpt_to_keep or 1) + 1 if trainer.save_freq > 0 else 1  # one more while the next is written
     if size is not None and size * kept > free:
         yield warning(
-            f"{kept} checkpoints of about {size / GIB:.1f} GiB need {size * kept / GIB:.0f} GiB, and {folder} has "
+            f"{kept} checkpoint{'s' * (kept > 1)} of about {size / GIB:.1f} GiB need{'s' * (kept == 1)} {size * kept / GIB:.0f} GiB, and {folder} has "
             f"{free / GIB:.0f} GiB free",
             why="a checkpoint that cannot be written stops the run",
-            fix="trainer.max_ckpt_to_keep=1, or trainer.default_local_dir=DIR on a larger disk",
-            where="trainer.max_ckpt_to_keep",
+            fix=("trainer.max_ckpt_to_keep=1, or " if kept > 2 else "")
+            + "trainer.default_local_dir=DIR on a larger disk",
+            where="trainer.max_ckpt_to_keep" if kept > 2 else "trainer.default_local_dir",
         )
     elif free < _LITTLE_DISK:
         yield warning(

@@ -17,7 +17,7 @@ MANY_DUPLICATES = 0.05
 
 def duplicates(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     """Warn when more than 5 % of the prompts in column ``key`` occur before in the same rows."""
-    counts = Counter(hash(text_of(row.values.get(key))) for row in rows)
+    counts = Counter(_same(row.values.get(key)) for row in rows)
     repeated = len(rows) - len(counts)
     if repeated > MANY_DUPLICATES * len(rows):
         often = max(counts.values())
@@ -31,8 +31,8 @@ def duplicates(rows: Sequence[Row], key: str) -> Iterator[Finding]:
 
 def overlap(train: Sequence[Row], val: Sequence[Row], key: str) -> Iterator[Finding]:
     """Warn when prompts of the validation rows occur in the training rows."""
-    known = {hash(text_of(row.values.get(key))) for row in train}
-    seen = [row for row in val if hash(text_of(row.values.get(key))) in known]
+    known = {_same(row.values.get(key)) for row in train} if val else set()
+    seen = [row for row in val if _same(row.values.get(key)) in known]
     if seen:
         yield _warning(
             f"{len(seen)} of {len(val)} validation prompts ({len(seen) / len(val):.0%}) occur in the training data",
@@ -58,6 +58,15 @@ def rare_sources(rows: Sequence[Row], key: str, batch_size: int) -> Iterator[Fin
 def text_of(value: Any) -> str:
     """A prompt as text that is the same for equal prompts."""
     return value if isinstance(value, str) else json.dumps(plain(value), sort_keys=True, default=str)
+
+
+def _same(value: Any) -> int:
+    """A number that is the same for equal prompts; of messages, role and content count."""
+    if isinstance(value, list) and all(
+        isinstance(item, dict) and isinstance(item.get("content"), str) for item in value
+    ):
+        return hash(tuple((item.get("role"), item["content"]) for item in value))
+    return hash(text_of(value))
 
 
 def _warning(what: str, *, why: str, fix: str, where: str = "") -> Finding:

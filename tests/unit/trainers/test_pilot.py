@@ -86,7 +86,7 @@ def test_a_sound_start_is_silent():
 def test_one_real_generation(tmp_path):
     """From nothing to a pilot, as a user types it; nothing is trained."""
     steps = [
-        ("data", "make", "digit_sequence", "length=3", "digits=2", "--out", tmp_path, "--size", 8, "--val-size", 4),
+        ("data", "make", "digit_sequence", "length=4", "digits=2", "--out", tmp_path, "--size", 8, "--val-size", 4),
         ("data", "tokenizer", "--files", tmp_path / "train.parquet", "--out", tmp_path / "t", "--vocab-size", 280),
         ("init", "--arch", "qwen3", "--size", "200k", "--tokenizer", tmp_path / "t", "--out", tmp_path / "m"),
     ]
