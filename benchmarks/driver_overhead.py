@@ -126,7 +126,7 @@ def main() -> None:
         try:
             report(asyncio.run(steps(trainer, 2, arguments.repeats, profile)))
         finally:
-            trainer.rewards.close()
+            trainer.close()
     if profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 

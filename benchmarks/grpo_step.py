@@ -164,7 +164,7 @@ class Hone:
 
     def close(self) -> None:
         """End the reward workers."""
-        self.trainer.rewards.close()
+        self.trainer.close()
 
 
 class Trl:

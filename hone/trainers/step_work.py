@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
 from hone.cluster.context import WorkerContext
@@ -74,14 +75,8 @@ class StepWork:
 
     @dispatch(Split.ZERO, objects=True)
     def values_of(self, batch: Batch, metric: str | None) -> tuple[list[float], list[str] | None]:
-        """What dynamic sampling compares: of each row the reward or the term ``metric``; and, when no score has that term,
-        the names of those there are."""
-        scores = batch.objects("score")
-        values = [score.quality if metric is None else score.terms.get(metric, 0.0) for score in scores]
-        sound = [score for score in scores if score.error is None]
-        if metric is None or not sound or any(metric in score.terms for score in sound):
-            return values, None
-        return values, sorted({name for score in sound for name in score.terms})
+        """What dynamic sampling compares; see :func:`values_of`."""
+        return values_of(batch, metric)
 
     @dispatch(Split.ZERO, objects=True)
     def place_rewards(self, batch: Batch) -> Batch:
@@ -96,8 +91,7 @@ class StepWork:
     @dispatch(Split.ZERO, objects=True)
     def baselines(self, batch: Batch, greedy: Batch) -> Batch:
         """``reward_baselines``: the reward of the greedy response to each row's prompt (ReMax)."""
-        totals = {uid: score.total for uid, score in zip(greedy.uids, greedy.objects("score"), strict=True)}
-        return Batch({"reward_baselines": torch.tensor([totals[uid] for uid in batch.uids], dtype=torch.float32)})
+        return Batch({"reward_baselines": baselines(batch, greedy)})
 
     @dispatch(Split.ZERO, objects=True)
     def validation(self, batch: Batch, n: int, shown: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -226,3 +220,21 @@ class StepWork:
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.invariants.load_state_dict(state["invariants"])
         self.published.load_state_dict(state["published"])
+
+
+def values_of(batch: Batch, metric: str | None) -> tuple[list[float], list[str] | None]:
+    """Of each row the reward (before the punishment of length) or the term ``metric``; and, when no score has that term, the
+    names of those there are.
+    """
+    scores = batch.objects("score")
+    values = [score.quality if metric is None else score.terms.get(metric, 0.0) for score in scores]
+    sound = [score for score in scores if score.error is None]
+    if metric is None or not sound or any(metric in score.terms for score in sound):
+        return values, None
+    return values, sorted({name for score in sound for name in score.terms})
+
+
+def baselines(batch: Batch, greedy: Batch) -> Tensor:
+    """The reward of the greedy response to each row's prompt, ``[B]``."""
+    totals = {uid: score.total for uid, score in zip(greedy.uids, greedy.objects("score"), strict=True)}
+    return torch.tensor([totals[uid] for uid in batch.uids], dtype=torch.float32)

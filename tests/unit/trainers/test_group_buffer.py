@@ -5,25 +5,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hone.data.types import Sample, StopReason, Trajectory
+from hone.data.batch import Batch
+from hone.data.types import Sample
 from hone.trainers.group_buffer import GroupBuffer
 
 
-def trajectory(uid: str, index: int) -> Trajectory:
-    return Trajectory(
-        uid=uid,
-        index=index,
-        prompt_ids=[1],
-        response_ids=[2],
-        response_mask=[1],
-        rollout_log_probs=[0.0],
-        sampling_log_probs=[0.0],
-        text="",
-        stop_reason=StopReason.STOP,
-        sample=Sample(uid=uid, prompt_ids=[1], messages=None, data_source="x"),
-        weight_versions=(0, 0),
-        seconds=0.0,
-    )
+def sample(uid: str) -> Sample:
+    return Sample(uid=uid, prompt_ids=[1], messages=None, data_source="x")
+
+
+def rows(uid: str) -> Batch:
+    return Batch({"uid": [uid, uid], "index": [0, 1]})
 
 
 class Turns(RuleBasedStateMachine):
@@ -61,7 +53,7 @@ class Turns(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data):
         uid = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        self.buffer.put(uid, [trajectory(uid, index) for index in (1, 0)])
+        self.buffer.put(sample(uid), rows(uid))
 
     @precondition(lambda self: self.buffer.ready)
     @rule()
@@ -71,7 +63,7 @@ class Turns(RuleBasedStateMachine):
         assert self.taken == self.expected[: self.per_batch]
         self.expected = self.expected[self.per_batch :]
         for group in groups:
-            assert [t.index for t in group.trajectories] == [0, 1]
+            assert group.batch.uids == [group.uid, group.uid]
             assert group.version == self.admitted_at[group.uid]
             assert self.buffer.staleness(group) == self.version - group.version <= self.bound
 
@@ -116,7 +108,7 @@ def test_the_bound_is_reached_by_a_greedy_rollouter():
         names = [f"{step}.{number}" for number in range(buffer.free_slots)]
         buffer.admit(names)
         for name in names:
-            buffer.put(name, [trajectory(name, 0)])
+            buffer.put(sample(name), rows(name))
         (group,) = buffer.take()
         seen.append(buffer.staleness(group))
         buffer.release(step)
@@ -135,7 +127,7 @@ def test_errors():
             buffer.admit(twice)
     assert buffer.free_slots == 3, "nothing of a refused call is admitted"
     with pytest.raises(KeyError, match="not admitted"):
-        buffer.put("b", [])
-    buffer.put("a", [trajectory("a", 0)])
+        buffer.put(sample("b"), rows("b"))
+    buffer.put(sample("a"), rows("a"))
     with pytest.raises(ValueError, match="finished before"):
-        buffer.put("a", [trajectory("a", 0)])
+        buffer.put(sample("a"), rows("a"))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.cluster.rollout import RolloutWorker
 from hone.config.algorithm import FilterGroupsConfig
+from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
-from hone.data.types import Sample, StopReason, Trajectory
+from hone.data.types import Sample, StopReason
 from hone.errors import ConfigError
 from hone.generation.protocol import Completion, SamplingParams
 from hone.insight.metrics import MetricStore
@@ -20,6 +23,7 @@ from hone.rewards.score import Score
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
 from hone.trainers.rollouter import Rollouter
+from hone.trainers.step_work import values_of
 
 N = 3
 
@@ -67,19 +71,34 @@ def rollouter(
 ) -> Rollouter:
     dataset: Any = [Sample(uid=str(row), prompt_ids=[row], messages=None, data_source="x") for row in range(size)]
     sampler = EpochSampler(size, batch, shuffle=shuffle, seed=3)
-    filtering = GroupFilter(FilterGroupsConfig(True, metric, limit), scorer, batch)
-    engine: Any = Shuffled(engine_seed)
-    words: Any = Words()
-    return Rollouter(
-        dataset, sampler, engine, words, GroupBuffer(batch), SamplingParams(), n=N, seed=5, group_filter=filtering
-    )
+    context: Any = SimpleNamespace(tokenizer=Words(), roles={})
+    worker = RolloutWorker(context, engine=Shuffled(engine_seed))  # type: ignore[arg-type]
+
+    async def play(samples, seeding):
+        return await worker.play(samples, SamplingParams(), n=N, seeding=seeding)
+
+    async def scored(batch):
+        return batch.with_columns(score=await scorer(batch.objects("trajectory")))
+
+    async def values(batch, name):
+        return values_of(batch, name)
+
+    filtering = GroupFilter(FilterGroupsConfig(True, metric, limit), scored, values, batch)
+    made = Rollouter(dataset, sampler, play, GroupBuffer(batch), n=N, seed=5, group_filter=filtering)
+    made.asked = worker.engine.asked  # type: ignore[attr-defined]
+    return made
 
 
 def step(rollouter: Rollouter, number: int) -> list:
     groups = asyncio.run(rollouter.next_batch(number))
     rollouter.buffer.release(number)
     return [
-        (group.uid, [t.response_ids for t in group.trajectories], [s.total for s in group.scores]) for group in groups
+        (
+            group.uid,
+            [t.response_ids for t in group.batch.objects("trajectory")],
+            [s.total for s in group.batch.objects("score")],
+        )
+        for group in groups
     ]
 
 
@@ -155,7 +174,7 @@ def test_the_bound_is_never_exceeded():
     one = rollouter(5, 2, scorer=hopeless, limit=3)
     with pytest.raises(ConfigError, match="6 groups were tried.*in 0 of the 2"):
         step(one, 1)
-    assert len(one.engine.asked) == 3 * 2 * N  # type: ignore[attr-defined]
+    assert len(one.asked) == 3 * 2 * N  # type: ignore[attr-defined]
 
 
 def test_an_unknown_metric_names_those_there_are():
@@ -194,7 +213,7 @@ def test_evicting_what_is_not_there():
     buffer.admit(["a"])
     with pytest.raises(KeyError):
         buffer.evict("a")
-    buffer.put("a", [Trajectory("a", 0, [1], [2], [1], [0.0], [0.0], "", StopReason.STOP, Sample("a", [1], None, "x"))])
+    buffer.put(Sample("a", [1], None, "x"), Batch({"uid": ["a"]}))
     buffer.evict("a")
     assert buffer.free_slots == 1 and not buffer.ready
     buffer.admit(["a"])

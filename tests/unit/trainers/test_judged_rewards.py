@@ -9,29 +9,21 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
+from hone.cluster.context import WorkerContext
 from hone.cluster.reward_model import RewardModelWorker
 from hone.config.feedback import RewardModelUseConfig
 from hone.config.reward import RewardConfig
 from hone.config.tree import RLConfig
+from hone.data.batch import Batch
 from hone.data.chat import render_prompt
 from hone.data.tokenizer import load_tokenizer
 from hone.data.train_tokenizer import train_tokenizer
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
+from hone.rewards.score import Score
 from hone.trainers.judged_rewards import JudgedRewards
 
 ASK = [{"role": "user", "content": "copy 12"}]
-
-
-class Judge:
-    """Scores as told."""
-
-    def __init__(self, *scores: float) -> None:
-        self.scores = list(scores)
-
-    def score(self, trajectories):
-        assert len(trajectories) == len(self.scores)
-        return self.scores
 
 
 def answer(text: str, source: str = "digit_sequence", prompt=(1, 2), ids=(3,), messages=ASK) -> Trajectory:
@@ -40,37 +32,41 @@ def answer(text: str, source: str = "digit_sequence", prompt=(1, 2), ids=(3,), m
     return Trajectory("u", 0, list(prompt), list(ids), [1] * len(ids), zeros, zeros, text, StopReason.STOP, sample)
 
 
-def rewards_of(*scores: float, **settings) -> JudgedRewards:
-    return JudgedRewards(RewardConfig(reward_model=RewardModelUseConfig(True, "x", **settings)), Judge(*scores))  # type: ignore[arg-type]
+def rewards_of(**settings) -> JudgedRewards:
+    return JudgedRewards(RewardConfig(reward_model=RewardModelUseConfig(True, "x", **settings)))
+
+
+def scored(rewards: JudgedRewards, *judged: tuple[float, Trajectory]) -> list[Score]:
+    return asyncio.run(rewards.score([found for _, found in judged], [value for value, _ in judged]))
 
 
 def test_the_model_replaces_the_rule_which_is_still_seen():
-    rewards = rewards_of(0.3, -2.0, coef=2.0)
+    rewards = rewards_of(coef=2.0)
     rewards.check({"digit_sequence": 2})
-    first, second = asyncio.run(rewards.score([answer("12"), answer("1")]))
+    first, second = scored(rewards, (0.3, answer("12")), (-2.0, answer("1")))
     assert (first.total, second.total) == (0.6, -4.0)
     assert first.terms == {"rm": 0.3, "rule": 1.0, "acc": 1.0} and second.terms["rule"] == 0.5
 
 
 def test_the_two_are_added():
-    rewards = rewards_of(0.25, combine="add", coef=2.0)
+    rewards = rewards_of(combine="add", coef=2.0)
     rewards.check({"digit_sequence": 1})
-    (score,) = asyncio.run(rewards.score([answer("12")]))
+    (score,) = scored(rewards, (0.25, answer("12")))
     assert score.total == 1.5 and score.terms["rm"] == 0.25
 
 
 def test_a_data_source_without_a_scorer():
-    alone = rewards_of(0.7)
+    alone = rewards_of()
     alone.check({"chat": 3, "digit_sequence": 1})
-    (score,) = asyncio.run(alone.score([answer("hello", "chat")]))
+    (score,) = scored(alone, (0.7, answer("hello", "chat")))
     assert score.total == 0.7 and score.terms == {"rm": 0.7}
     with pytest.raises(RewardError, match="no reward for data_source 'chat'"):
-        rewards_of(0.7, combine="add").check({"chat": 3})
+        rewards_of(combine="add").check({"chat": 3})
 
 
 def test_a_score_that_is_no_number_ends_the_run():
     with pytest.raises(RewardError, match="gives nan to row u"):
-        asyncio.run(rewards_of(math.nan).score([answer("12")]))
+        scored(rewards_of(), (math.nan, answer("12")))
 
 
 # ---------------------------------------------------------------------------------------------------------- the model
@@ -101,7 +97,13 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
 def worker(path: Path | None, tokenizer) -> RewardModelWorker:
     config = RLConfig()
     config.reward.reward_model = RewardModelUseConfig(True, None if path is None else str(path))
-    return RewardModelWorker(config, tokenizer, device=torch.device("cpu"))
+    context = WorkerContext(config, torch.device("cpu"))
+    context.tokenizer = tokenizer
+    return RewardModelWorker(context)
+
+
+def judged_by(judge: RewardModelWorker, *trajectories: Trajectory) -> list[float]:
+    return judge.score(Batch({"trajectory": list(trajectories)})).tensor("rm_score").tolist()
 
 
 def by_transformers(directory: Path, ids: list[int]) -> float:
@@ -116,7 +118,7 @@ def test_it_reads_the_tokens_sampled_where_vocabularies_agree(models):
     assert judge.same_tokens
     prompt = render_prompt(tokenizer, ASK)
     odd = [tokenizer.convert_tokens_to_ids("1"), tokenizer.convert_tokens_to_ids("2")]  # not ended, as sampled
-    scores = judge.score([answer("12", prompt=prompt, ids=odd), answer("1", prompt=prompt, ids=odd[:1])])
+    scores = judged_by(judge, answer("12", prompt=prompt, ids=odd), answer("1", prompt=prompt, ids=odd[:1]))
     assert scores == pytest.approx([by_transformers(models[0], prompt + odd[:n]) for n in (2, 1)], abs=1e-5)
 
 
@@ -124,12 +126,12 @@ def test_it_renders_in_its_own_template_where_they_do_not(models):
     policy, own = (load_tokenizer(str(path)) for path in models)
     judge = worker(models[1], policy)
     assert not judge.same_tokens
-    (score,) = judge.score([answer("12", prompt=render_prompt(policy, ASK), ids=[5])])
+    (score,) = judged_by(judge, answer("12", prompt=render_prompt(policy, ASK), ids=[5]))
     whole = own.apply_chat_template([*ASK, {"role": "assistant", "content": "12"}], tokenize=False)
     ids = own(whole.rstrip("\n"), add_special_tokens=False)["input_ids"]
     assert score == pytest.approx(by_transformers(models[1], ids), abs=1e-5)
     text = policy("copy 12 ")["input_ids"]
-    (score,) = judge.score([answer("12", prompt=text, messages=None)])
+    (score,) = judged_by(judge, answer("12", prompt=text, messages=None))
     ids = own("copy 12 ")["input_ids"] + own("12")["input_ids"] + [own.eos_token_id]
     assert score == pytest.approx(by_transformers(models[1], ids), abs=1e-5)
 

@@ -4,13 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.cluster.roles import mini_batches
-from hone.data.batch import Batch
 
 
 def cut(groups: list[int], size: int, epochs: int, seed: int | None) -> list[list[tuple[str, int]]]:
     rows = [(f"g{group}", index) for group, count in enumerate(groups) for index in range(count)]
-    batch = Batch({"uid": [uid for uid, _ in rows], "row": rows})
-    return [list(mini.objects("row")) for mini in mini_batches(batch, size, epochs, seed)]
+    return [[rows[row] for row in mini] for mini in mini_batches([uid for uid, _ in rows], size, epochs, seed)]
 
 
 @given(

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hone.cluster.rollout import RolloutWorker
 from hone.config.reward import OverlongBufferConfig
+from hone.data.batch import Batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.generation.protocol import Completion, SamplingParams
 from hone.rewards.score import Score
-from hone.trainers.baselines import greedy_baselines
+from hone.trainers.episodes import Episodes
 from hone.trainers.scoring import TrainingRewards
+from hone.trainers.step_work import baselines
 
 
 class Fixed:
     """A reward function that has an opinion of its own on each length."""
 
-    async def score(self, trajectories):
+    async def score(self, trajectories, judged):
+        assert judged is None
         return [Score(float(len(t.response_ids) % 2), terms={"acc": 1.0}, extra={"pred": t.uid}) for t in trajectories]
 
 
@@ -70,16 +75,23 @@ class Words:
         return str(ids[0])
 
 
-def test_every_prompt_is_asked_once_and_its_score_goes_to_all_its_rows():
-    async def score(trajectories):
-        return [Score(float(t.text)) for t in trajectories]
+class Work:
+    async def score(self, batch, *, training):
+        assert training
+        return Batch({"score": [Score(float(t.text)) for t in batch.objects("trajectory")]})
 
-    engine, words = Greedy(), Words()
-    samples = [Sample(uid, [number], None, "x") for uid, number in (("b", 5), ("a", 7), ("b", 5), ("a", 7), ("c", 9))]
+
+def test_every_prompt_is_asked_once_and_its_score_goes_to_all_its_rows():
+    engine: Any = Greedy()
+    context: Any = SimpleNamespace(tokenizer=Words(), roles={})
+    work: Any = Work()
+    episodes = Episodes(RolloutWorker(context, engine), work, None)  # type: ignore[arg-type]
+    samples = [Sample(uid, [number], None, "x") for uid, number in (("b", 5), ("a", 7), ("c", 9), ("b", 5))]
     sampling = SamplingParams(max_tokens=6, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop=("x",))
-    found = asyncio.run(greedy_baselines(samples, engine, words, sampling, score))  # type: ignore[arg-type]
-    assert found.tolist() == [5, 7, 5, 7, 9]
+    greedy: Any = asyncio.run(episodes.answer_greedily(samples, sampling))
     assert len(engine.requests) == 3
     assert {request.sampling for request in engine.requests} == {
         SamplingParams(max_tokens=6, temperature=0.0, stop=("x",))
     }
+    rows = Batch({"uid": ["b", "a", "b", "a", "c"]})
+    assert baselines(rows, greedy).tolist() == [5, 7, 5, 7, 9]
