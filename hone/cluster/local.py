@@ -10,7 +10,7 @@ import torch
 
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Answer, Split, dispatch_of
-from hone.cluster.plan import check_local
+from hone.cluster.pool_keys import check_local
 from hone.config.tree import RLConfig
 
 

@@ -22,7 +22,7 @@ _IDLE_SHARE = 0.2  # of the ranks' time, lost to rows that do not divide
 @rule("R02", RLConfig)
 def enough_processes(config: RLConfig) -> Iterator[Finding]:
     """One process is not asked to be several, nor one machine several nodes."""
-    from hone.cluster.plan import check_local
+    from hone.cluster.pool_keys import check_local
 
     if config.trainer.runtime == "local":
         try:
