@@ -34,9 +34,17 @@ ROWS, TOKENS, WORDS = 8, 128, 8192
 def make_engine(layers: int) -> TrainEngine:
     """An engine over a model of about ``10 + 4.2 * layers`` million parameters."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    shape = {"vocab_size": WORDS, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": layers}
-    model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True))
+    config = Qwen3Config(
+        vocab_size=WORDS,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config)
     use_hone_attention(model)
     return TrainEngine(model, PolicyHead(1.0), optim=OptimConfig(lr=1e-4), device=torch.device("cpu"))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hone.errors import CheckpointError
+from hone.insight import activity
 from hone.training.checkpoints.storage import as_bytes
 
 DTYPES = {
@@ -94,6 +95,7 @@ def write_tensors(
         if TensorSpec.of(tensor) != spec:
             raise ValueError(f"{name} was announced as {spec}, and is {TensorSpec.of(tensor)}")
         file.write(_bytes_of(tensor))
+        activity.tick()
 
 
 class TensorFile:
@@ -135,6 +137,7 @@ class TensorFile:
         return rows
 
     def _rows(self, spec: TensorSpec, start: int) -> Tensor:
+        activity.tick()
         self._file.seek(start)
         try:
             content = bytearray(as_bytes(self._file, spec.size))
@@ -148,4 +151,4 @@ class TensorFile:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The elements in memory order, without a copy when they are contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

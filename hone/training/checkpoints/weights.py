@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from hone.insight import activity
 from hone.training.checkpoints.shards import settle, to_host
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.tensor_files import TensorSpec, write_tensors
@@ -54,6 +56,7 @@ def stage_weights(
             if shelf.place(name, TensorSpec.of(tensor)) == rank:
                 kept[name] = to_host(tensor)
         settle(layer.values())
+        activity.tick()
     small = Path(tempfile.mkdtemp(prefix="hone-model-")) if rank == 0 else None
     if small is not None:
         _write_settings(model, small)
@@ -152,15 +155,15 @@ def _by_layer(names: Iterable[str]) -> list[list[str]]:
 
 def _whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):  # an offloaded shard travels between devices
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+        return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor().detach()
     return tensor.detach()
 
 
 def _write_settings(model: nn.Module, directory: Path) -> None:
     """Configuration, generation settings and code of the model, or the adapter's configuration."""
     if isinstance(model, PeftModel):
-        settings, base = copy.deepcopy(model.peft_config[model.active_adapter]), model.get_base_model()
-        settings.base_model_name_or_path = settings.base_model_name_or_path or base.name_or_path or None
+        settings, base = copy.deepcopy(model.peft_config[str(model.active_adapter)]), model.get_base_model()
+        settings.base_model_name_or_path = settings.base_model_name_or_path or str(base.name_or_path) or None
         if settings.task_type is None:
             kind = type(base)
             settings.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
@@ -172,7 +175,7 @@ def _write_settings(model: nn.Module, directory: Path) -> None:
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     if model.is_remote_code():
-        custom_object_save(model, directory, config=config)
+        custom_object_save(model, directory, config=cast(Any, config))  # annotated as a dict, used as a config
     config.save_pretrained(directory)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
