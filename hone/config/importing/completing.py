@@ -39,6 +39,8 @@ def _placement(translation: Translation) -> None:
     pools = any(key.endswith(".enable_resource_pool") and value is True for key, value in values.items())
     if "trainer.runtime" not in values and (pools or any(size != 1 for size in sizes)):
         translation.add("trainer.runtime", "ray", "several devices are several processes")
+    if "ray.address" not in values and sizes[0] != 1:
+        translation.add("ray.address", "auto", "several nodes are a cluster that runs already")
 
 
 def _token_budgets(translation: Translation) -> None:

@@ -44,7 +44,9 @@ def with_values(text: str, values: dict[str, str]) -> str:
     return re.sub(r"\$\{oc\.env:(\w+)(,\w+)?\}", lambda m: values[m[1]], text)
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if "docker run" not in s.read_text()], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", [s for s in SCRIPTS if "docker run" not in s.read_text()], ids=lambda path: path.stem
+)
 def test_words_are_those_of_bash(script: Path, tmp_path: Path) -> None:
     source = script.read_text()
     found, lost = launches(follow(source).started)
@@ -64,7 +66,19 @@ def test_words_are_those_of_bash(script: Path, tmp_path: Path) -> None:
 
 PIECES = st.sampled_from(
     ["a", "b c", "$x", "${y}", '"$x y"', "'$x'", "${z:-d}", "${u:-$x}", '"${z:-"q r"}"', "$((n * 2))", "$((n / 3 + 1))"]
-    + ["\\$", '"${arr[@]}"', "${arr[0]}", "${#arr[@]}", "${x#p}", "${x%q}", "${y/ /_}", "${x^^}", "=", ".", "$(echo $x)"]
+    + [
+        "\\$",
+        '"${arr[@]}"',
+        "${arr[0]}",
+        "${#arr[@]}",
+        "${x#p}",
+        "${x%q}",
+        "${y/ /_}",
+        "${x^^}",
+        "=",
+        ".",
+        "$(echo $x)",
+    ]
     + ['""', "$e", '"$e"', "${e:+set}", "${x:+set}", "${#x}", "`echo hi`", "a\\ b", "$'t'", "$((n > 3 ? 1 : 2))"]
 )
 
@@ -79,7 +93,12 @@ def test_expansion_is_that_of_bash(words: list[list[str]]) -> None:
     except ValueError:
         started = None
     shell = subprocess.run(
-        ["bash", "-c", f"{setup}printf '%s\\1' w {line}"], capture_output=True, text=True, env={}, timeout=20, check=False
+        ["bash", "-c", f"{setup}printf '%s\\1' w {line}"],
+        capture_output=True,
+        text=True,
+        env={},
+        timeout=20,
+        check=False,
     )
     if shell.returncode == 0 and "? " not in line:
         assert started is not None
@@ -102,7 +121,10 @@ def started(source: str) -> list[list[str]]:
         ("f() { run $1 $#; }; f x", [["run", "x", "1"]]),
         ("cat <<EOF\nrun $(rm -rf /) '\nEOF\nrun 2", [["cat"], ["run", "2"]]),
         ("A=(1 '2 3' # four\n 4)\nA+=(5); run \"${A[@]}\"", [["run", "1", "2 3", "4", "5"]]),
-        ("C='run a b'; $C; eval \"$C c\"; bash -c \"$C d\"", [["run", "a", "b"], ["run", "a", "b", "c"], ["run", "a", "b", "d"]]),
+        (
+            'C=\'run a b\'; $C; eval "$C c"; bash -c "$C d"',
+            [["run", "a", "b"], ["run", "a", "b", "c"], ["run", "a", "b", "d"]],
+        ),
         ("run a > log 2>&1 < in &", [["run", "a"]]),
         ("exit 0\nrun a", []),
         ("while true; do run a; done\nrun b", [["run", "b"]]),

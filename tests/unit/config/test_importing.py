@@ -1,0 +1,353 @@
+"""Runs of verl become configurations of Hone: what they set is there, what differs is named, and they pass the check."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from hone.cli.config import app
+from hone.config import RLConfig, documentation, load_config
+from hone.config.importing import Translation, import_overrides, import_script, import_yaml
+from hone.config.keys import leaf_values
+from hone.config.launch import Argument
+from hone.config.migration import Outcome
+from hone.errors import ConfigError
+from hone.preflight import Stage, examine
+
+SCRIPTS = Path(__file__).parent / "launch_scripts"
+POLICY, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
+
+EXPECTED: dict[str, dict[str, Any]] = {
+    "ppo_critic": {
+        "algorithm.adv_estimator": "gae",
+        "data.train_files": ["${oc.env:HOME}/data/gsm8k/train.parquet", "${oc.env:HOME}/data/math/train.parquet"],
+        "data.filter_overlong_prompts": True,
+        "critic.optim.lr": 1e-5,
+        "critic.model.path": "Qwen/Qwen2-7B-Instruct",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": 16,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": 16 * 1536,
+        "trainer.runtime": "ray",
+        "trainer.n_gpus_per_node": 8,
+    },
+    "ppo_old_spellings": {
+        "algorithm.adv_estimator": "gae",
+        "data.val_batch_size": 1312,
+        f"{ACTOR}.optim.clip_grad": 0.5,
+        f"{ACTOR}.optim.lr_scheduler_type": "constant",
+        "critic.optim.lr_scheduler_type": "cosine",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
+        "reward.custom_reward_function.path": "my_reward.py",
+        "reward.custom_reward_function.name": "score",
+        "reward.custom_reward_function.reward_kwargs": {"bonus": 0.5},
+        "trainer.val_before_train": False,
+        "trainer.log_val_generations": 4,
+        "trainer.max_ckpt_to_keep": 1,
+        "trainer.runtime": "local",
+    },
+    "grpo": {
+        f"{POLICY}.path": "Qwen/Qwen2.5-3B-Instruct",
+        "data.shuffle": False,
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ROLLOUT}.n": 5,
+        f"{ACTOR}.dtype": "bfloat16",
+        "trainer.logger": ["console", "tensorboard"],
+    },
+    "dapo_ray_job": {
+        "data.truncation": "truncate",
+        "data.max_response_length": 20480,
+        f"{ACTOR}.clip_ratio_high": 0.28,
+        f"{ACTOR}.clip_ratio_c": 10.0,
+        f"{ACTOR}.optim.weight_decay": 0.1,
+        "reward.overlong_buffer.len": 4096,
+        "algorithm.filter_groups.metric": "acc",
+        f"{ROLLOUT}.val_kwargs.top_p": 0.7,
+        "trainer.default_local_dir": "${oc.env:HOME}/verl/ckpts/DAPO/DAPO-Qwen2.5-7B",
+        "trainer.nnodes": 16,
+        "ray.address": "auto",
+        f"{ACTOR}.ulysses_sequence_parallel_size": 8,
+    },
+    "rloo": {
+        "algorithm.adv_estimator": "rloo",
+        "data.train_files": "${oc.env:HOME}/data/gsm8k/train.parquet",
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": 0.001,
+    },
+    "remax_arrays": {
+        "algorithm.adv_estimator": "remax",
+        f"{ACTOR}.ppo_max_token_len_per_gpu": 30000,
+        "trainer.experiment_name": "qwen2.5_3b_remax",
+    },
+    "gspo": {
+        f"{ACTOR}.policy_loss.loss_mode": "gspo",
+        f"{ACTOR}.clip_ratio_low": 0.0003,
+        f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean",
+        f"{ACTOR}.ppo_max_token_len_per_gpu": 20480,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 30720,
+        "trainer.total_training_steps": 500,
+    },
+    "lora": {
+        f"{POLICY}.lora_rank": 32,
+        f"{POLICY}.lora_alpha": 32,
+        "data.train_batch_size": 116,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": 116,
+        f"{ROLLOUT}.max_num_seqs": 512,
+    },
+    "multi_turn_sglang": {f"{ROLLOUT}.n": 16, f"{ROLLOUT}.name": "native", "data.train_batch_size": 256},
+    "megatron": {f"{ACTOR}.tensor_model_parallel_size": 4, f"{ACTOR}.strategy": None, "trainer.device": "cuda"},
+    "reinforce_plus_plus_slurm": {
+        "algorithm.adv_estimator": "reinforce_plus_plus_baseline",
+        "data.seed": 7,
+        "trainer.rollout_dump_freq": 1,
+        "trainer.max_ckpt_to_keep": 2,
+        "algorithm.rollout_correction.rollout_is": "token",
+        "trainer.nnodes": "${oc.env:SLURM_JOB_NUM_NODES,1}",
+        "ray.num_cpus": 64,
+        f"{ACTOR}.kl_loss_type": "mse",
+    },
+    "rollout_correction": {
+        "algorithm.rollout_correction.rollout_is": "sequence",
+        "algorithm.rollout_correction.rollout_is_threshold": 5.0,
+        "data.val_files": ["val_a.parquet", "val_b.parquet"],
+        f"{POLICY}.path": "${oc.env:HOME}/models/qwen",
+        "algorithm.norm_adv_by_std_in_grpo": False,
+    },
+    "reward_model_bash_c": {
+        "reward.reward_model.enable": True,
+        "reward.reward_model.path": "/models/rm",
+        f"{ROLLOUT}.name": "hf",
+        f"{ROLLOUT}.top_k": -1,
+        "algorithm.kl_ctrl.type": "adaptive",
+        "trainer.critic_warmup": 5,
+    },
+}
+
+UNSUPPORTED = {
+    "multi_turn_sglang": {f"{ROLLOUT}.multi_turn.enable", f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.name"},
+    "megatron": {f"{ACTOR}.strategy", f"{ACTOR}.megatron.pipeline_model_parallel_size", f"{ROLLOUT}.name"},
+}
+"""What is refused, where it is more than the engine."""
+
+
+def translated(name: str, folder: Path) -> tuple[dict[str, Any], Path]:
+    """The report and the file that `hone config import` writes."""
+    out = folder / f"{name}.yaml"
+    result = CliRunner().invoke(app, ["import", str(SCRIPTS / f"{name}.sh"), "--json", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout[: result.stdout.rindex("}") + 1]), out
+
+
+def flat(tree: dict[str, Any]) -> dict[str, Any]:
+    leaves = {key.path for key in documentation(RLConfig)}
+    found: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, dict) and path not in leaves:
+            for name, inner in value.items():
+                walk(inner, f"{path}.{name}" if path else name)
+        else:
+            found[path] = value
+
+    walk(tree, "")
+    return found
+
+
+def test_every_script_has_expectations() -> None:
+    assert sorted(EXPECTED) == sorted(path.stem for path in SCRIPTS.glob("*.sh"))
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_scripts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, out = translated(name, tmp_path)
+    values = {key.path: key.default for key in documentation(RLConfig)} | flat(yaml.safe_load(out.read_text()))
+    assert {key: values[key] for key in EXPECTED[name]} == EXPECTED[name]
+    unsupported = {line["key"] for line in report["lines"] if line["outcome"] == "not supported yet"}
+    assert unsupported >= UNSUPPORTED.get(name, set())
+    assert all(line["instead"] for line in report["lines"] if line["outcome"] == "not supported yet")
+    assert all(line["says"] or line["sets"] for line in report["lines"])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config(RLConfig, config_path=out.parent, config_name=out.name)
+    found = examine(config, (Stage.ARITHMETIC,))
+    stops = [error for error in found.errors if "tracker" not in error.error.what]  # wandb is not installed here
+    assert [error.error.render() for error in stops if not _concerns_paths(error.error.code)] == []
+
+
+def _concerns_paths(code: str) -> bool:
+    return code in ("R08", "R42")
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_every_line_is_accounted_for(name: str, tmp_path: Path) -> None:
+    """Each word of the launch that sets a key is a line of the report, at its place in the script."""
+    report, _ = translated(name, tmp_path)
+    translation = import_script((SCRIPTS / f"{name}.sh").read_text(), directory=SCRIPTS)
+    assert [line["text"] for line in report["lines"]] == [line.text for line in translation.lines]
+    source = (SCRIPTS / f"{name}.sh").read_text()
+    assert len(translation.lines) >= source.count("actor_rollout_ref.rollout.") and not translation.not_understood
+
+
+def overrides(*lines: str) -> Translation:
+    return import_overrides([Argument(line, number) for number, line in enumerate(lines, start=1)])
+
+
+@pytest.mark.parametrize(
+    ("line", "outcome", "sets"),
+    [
+        ("data.train_batch_size=8", Outcome.KEPT, {"data.train_batch_size": 8}),
+        ("+trainer.val_before_train=False", Outcome.KEPT, {"trainer.val_before_train": False}),
+        ("++data.seed=3", Outcome.KEPT, {"data.seed": 3}),
+        ("~critic.optim.lr", Outcome.SETTLED, {}),
+        ("~reward_model.reward_kwargs", Outcome.SETTLED, {}),
+        ("reward_model.enable=true", Outcome.RENAMED, {"reward.reward_model.enable": True}),
+        ("+reward_model.reward_kwargs={a: 1}", Outcome.RENAMED, {"reward.custom_reward_function.reward_kwargs.a": 1}),
+        ("actor_rollout_ref.rollout.do_sample=False", Outcome.CHANGED, {f"{ROLLOUT}.temperature": 0.0}),
+        ("actor_rollout_ref.rollout.do_sample=True", Outcome.SETTLED, {}),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm={a: 1}", Outcome.FOREIGN, {}),
+        ("actor_rollout_ref.rollout.nnodes=0", Outcome.SETTLED, {}),
+        ("actor_rollout_ref.model.use_remove_padding=False", Outcome.UNSUPPORTED, {}),
+        ("data.custom_cls.path=x.py", Outcome.UNSUPPORTED, {}),
+        ("data.custom_cls.path=null", Outcome.SETTLED, {}),
+        ("trainer.logger=[console,swanlab]", Outcome.UNSUPPORTED, {"trainer.logger": ["console"]}),
+        ("trainer.logger=[console,file]", Outcome.CHANGED, {"trainer.logger": ["console"]}),
+        ("trainer.device=npu", Outcome.UNSUPPORTED, {"trainer.device": "auto"}),
+        ("algorithm.rollout_is=True", Outcome.CHANGED, {"algorithm.rollout_correction.rollout_is": "token"}),
+        ("trainer.v1.trainer_mode=separate_async", Outcome.UNSUPPORTED, {}),
+        (
+            "actor_rollout_ref.actor.optim.warmup_style=linear",
+            Outcome.UNSUPPORTED,
+            {f"{ACTOR}.optim.lr_scheduler_type": "cosine"},
+        ),
+        ("reward.reward_manager.name=batch", Outcome.UNSUPPORTED, {}),
+    ],
+)
+def test_single_lines(line: str, outcome: Outcome, sets: dict[str, Any]) -> None:
+    translation = overrides(line)
+    assert [entry.reading.outcome for entry in translation.lines] == [outcome], translation.lines
+    assert translation.lines[0].reading.sets == sets
+    assert sets.items() <= translation.values.items()
+
+
+def test_a_line_sets_a_block() -> None:
+    translation = overrides("actor_rollout_ref.rollout.val_kwargs={n: 4, do_sample: true, temperature: 0.6}")
+    assert {line.reading.key for line in translation.lines} == {
+        f"{ROLLOUT}.val_kwargs.{k}" for k in ("n", "do_sample", "temperature")
+    }
+    assert translation.values[f"{ROLLOUT}.val_kwargs.n"] == 4
+
+
+def test_the_global_micro_batch_is_divided_by_the_devices() -> None:
+    translation = overrides(f"{ACTOR}.ppo_micro_batch_size=64", "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
+    assert translation.values[f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == 4
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["data.nonsense=1"], "unknown key data.nonsense"),
+        (["actor_rollout_ref.actor.ppo_minibatch_size=3"], "did you mean actor_rollout_ref.actor.ppo_mini_batch_size"),
+        (["data.train_files=[a"], "cannot be read"),
+        (["gibberish"], "gibberish"),
+    ],
+)
+def test_what_is_not_understood_is_said(lines: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["import", "data.train_batch_size=4", *lines])
+    assert result.exit_code == 2 and words in result.stderr
+
+
+def test_standard_input_has_a_line_each(tmp_path: Path) -> None:
+    lines = "# a comment\ndata.train_batch_size=4 \\\ntrainer.logger='[\"console\"]'\n\n+data.seed=1\n"
+    result = CliRunner().invoke(app, ["import", "-", "--json"], input=lines)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["config"]["data"] == {"train_batch_size": 4, "seed": 1}
+    assert report["config"]["trainer"]["logger"] == ["console"]
+    assert [line["line"] for line in report["lines"]] == [2, 3, 5] and report["understood"]
+
+
+def test_what_verl_takes_for_granted_is_written_out() -> None:
+    values = overrides("data.max_prompt_length=100").values
+    assert values["algorithm.adv_estimator"] == "gae" and values["data.train_batch_size"] == 1024
+    assert values["trainer.total_epochs"] == 30 and values[f"{ACTOR}.ppo_mini_batch_size"] == 256
+    assert overrides("data.train_batch_size=64").values[f"{ACTOR}.ppo_mini_batch_size"] == 64
+
+
+def test_yaml_files(tmp_path: Path) -> None:
+    source = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref:\n  rollout: {name: sglang, n: 4, multi_turn: {enable: true}}\n"
+    translation = import_yaml(source)
+    assert translation.values[f"{ROLLOUT}.n"] == 4
+    assert [line.reading.key for line in translation.lines if line.reading.outcome is Outcome.UNSUPPORTED] == [
+        f"{ROLLOUT}.name",
+        f"{ROLLOUT}.multi_turn.enable",
+    ]
+    with pytest.raises(ConfigError, match="valid YAML"):
+        import_yaml("a: [")
+
+
+def test_a_named_file_beside_the_script_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").write_text("data: {max_prompt_length: 77, train_batch_size: 5}\n")
+    source = "python3 -m verl.trainer.main_ppo --config-path=config --config-name=mine data.train_batch_size=6"
+    translation = import_script(source, directory=tmp_path)
+    assert (translation.values["data.max_prompt_length"], translation.values["data.train_batch_size"]) == (77, 6)
+    elsewhere = import_script(source, directory=tmp_path / "config")
+    assert elsewhere.values["data.max_prompt_length"] == 77
+    assert "mine.yaml" in import_script(source, directory=tmp_path / "nowhere").remarks[0].what
+
+
+def test_several_runs_ask_which() -> None:
+    source = "for n in 2 4; do python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$n; done"
+    with pytest.raises(ConfigError, match="2 training commands"):
+        import_script(source, directory=Path())
+    assert import_script(source, directory=Path(), number=2).values[f"{ROLLOUT}.n"] == 4
+
+
+def test_arguments_of_the_script() -> None:
+    source = 'n=${1:-2}; shift; python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$n "$@"'
+    given = import_script(source, directory=Path(), arguments=["8", "data.seed=5"])
+    assert (given.values[f"{ROLLOUT}.n"], given.values["data.seed"]) == (8, 5)
+    assert import_script(source, directory=Path()).values[f"{ROLLOUT}.n"] == 2
+
+
+def test_settings_after_a_comment_are_taken_and_said() -> None:
+    source = "python3 -m verl.trainer.main_ppo \\\n data.seed=1 \\\n # data.seed=2 \\\n data.max_prompt_length=9\n"
+    translation = import_script(source, directory=Path())
+    assert translation.values["data.max_prompt_length"] == 9
+    assert any("comment above ends the command" in remark.what for remark in translation.remarks)
+
+
+def test_a_number_of_the_environment_has_a_default() -> None:
+    translation = import_script(
+        "python3 -m verl.trainer.main_ppo trainer.nnodes=$NODES trainer.experiment_name=$NAME", directory=Path()
+    )
+    assert translation.values["trainer.nnodes"] == "${oc.env:NODES,1}"
+    assert translation.values["trainer.experiment_name"] == "${oc.env:NAME,NAME}"
+
+
+def test_keys_without_effect_are_left_out(tmp_path: Path) -> None:
+    report, out = translated("dapo_ray_job", tmp_path)
+    left = {line["key"]: line["says"] for line in report["lines"] if line["outcome"].startswith("without effect")}
+    assert left.keys() >= {"algorithm.kl_ctrl.kl_coef", f"{ACTOR}.kl_loss_coef"}
+    assert "use_kl_loss=false" in left[f"{ACTOR}.kl_loss_coef"]
+    assert "kl_ctrl" not in yaml.safe_load(out.read_text())["algorithm"]
+
+
+@pytest.mark.parametrize("arguments", [["nothere.sh"], ["--launch", "3", str(SCRIPTS / "grpo.sh")]])
+def test_wrong_arguments_are_said(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["import", *arguments])
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_a_script_of_hone_is_read_too() -> None:
+    translation = import_script("hone train data.train_files=x.parquet algorithm.lam=0.9", directory=Path())
+    assert translation.values == {"data.train_files": "x.parquet", "algorithm.lam": 0.9}
+
+
+def test_translation_loads_to_what_it_says(tmp_path: Path) -> None:
+    _, out = translated("lora", tmp_path)
+    config = load_config(RLConfig, config_path=tmp_path, config_name=out.name)
+    loaded, written = dict(leaf_values(config)), flat(yaml.safe_load(out.read_text()))
+    assert {key: loaded[key] for key in written} == written
