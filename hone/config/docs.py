@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from hone.config.check import yaml_value
 from hone.config.keys import KeyDoc, blocks, documentation
+from hone.config.migration import TABLE
+from hone.config.migration.values import VALUES
+from hone.config.migration.wording import described, kind
 from hone.config.trees import TREES
 
 _HEAD = """# Configuration
@@ -19,12 +22,24 @@ The command line and the files follow [Hydra](https://hydra.cc): quote lists for
 (`'data.train_files=[a.parquet,b.parquet]'`), refer to other keys with `${data.max_prompt_length}`, and name presets or
 other files in a `defaults:` list (`- /presets/rl/grpo@_global_`). An unknown key is an error.
 
-`hone config show` prints the configuration that a run would have (`--changed`: what was set, and where),
-`hone config explain KEY` tells about a key, and `hone config presets` lists the presets.
+`hone config show` prints the configuration that a run would have (`--why`: where each value comes from), `hone config
+explain KEY` tells about a key, also by an older name or by words (`explain "batch size"`), `hone config check` runs every
+check that a run makes before it starts, `hone config diff A B` compares two files, runs or presets, `hone config schema`
+prints a JSON schema for editors, and `hone config presets` lists the presets.
+
+A key that you set, and that nothing read by the end of the first step, ends the run with R10.
 
 Units: a *prompt* is a dataset row; a *sequence* is a sampled response with its prompt (`rollout.n` of them a prompt); a
 *step* is one pass of the RL loop over one batch of prompts, and may hold several optimizer *updates*. Codes such as
 R14 in error messages are stable names of checks.
+"""
+
+
+_VERL = """## Keys of verl
+
+`hone train` takes the override lines of verl: keys with other names are understood, keys without meaning here are left out
+and named, and what is not supported yet is refused with what to do instead. `hone config import SCRIPT` translates a whole
+launch script. A `*` stands for one part of a key, `**` for all that is in a block.
 """
 
 
@@ -39,7 +54,25 @@ def config_page() -> str:
                 parts += [f"### {block}\n", f"{doc}\n", "| Key | Default | Takes | Meaning |", "|---|---|---|---|"]
                 parts += [_row(key) for key in keys]
                 parts.append("")
-    return "\n".join(parts)
+    return "\n".join([*parts, *_verl_section()])
+
+
+def _verl_section() -> list[str]:
+    """The keys of verl that the trees do not have, and the values that they take otherwise."""
+    parts = [_VERL]
+    rows: dict[str, dict[str, list[str]]] = {}
+    for path, entry in TABLE.paths().items():
+        rows.setdefault(kind(entry), {}).setdefault(described(entry), []).append(f"`{path}`")
+    for heading in ("Other names", "Always so here", "Not supported yet", "Without meaning here"):
+        parts += [f"### {heading}\n", "| Key of verl | Here |", "|---|---|"]
+        parts += [
+            f"| {', '.join(paths)} | {says} |".replace("\\|", "|") for says, paths in sorted(rows[heading].items())
+        ]
+        parts.append("")
+    parts += ["### Values\n", "| Key | Values of verl |", "|---|---|"]
+    parts += [f"| `{path}` | {change.says} |" for path, change in VALUES.items()]
+    parts.append("")
+    return parts
 
 
 def _row(key: KeyDoc) -> str:

@@ -8,11 +8,9 @@ from typing import Any
 
 from hone.config.check import yaml_value
 from hone.config.keys import KeyDoc, blocks, documentation
-from hone.config.migration import TABLE, read_setting
-from hone.config.migration.command_line import told
-from hone.config.migration.entries import Changed, Foreign, Renamed, Settled, Unsupported
+from hone.config.migration import TABLE
+from hone.config.migration.wording import described
 from hone.config.suggest import unknown_key
-from hone.config.tree import RLConfig
 from hone.config.trees import TREES
 
 _SHOWN = 8
@@ -91,7 +89,7 @@ def answer(words: str, commands: list[str]) -> list[Answer]:
     if inside or exact:
         return [*(inside or exact)]
     if TABLE.find(name) is not None and "train" in commands:
-        return [_of_verl(name)]
+        return [ForeignAnswer(name, described(TABLE.find(name)))]
     found = search(name.replace("_", " "), commands) if "." not in name else []
     near = [entry for entry in found if name in entry.key.path]
     if near:
@@ -130,20 +128,3 @@ def _names(text: str, key: KeyDoc, near: bool) -> bool:
     if near and "_" in key.last:
         endings.append(key.last)
     return any(re.search(rf"(?<![\w.]){re.escape(ending)}(?![\w.]*\w)", text) for ending in endings)
-
-
-def _of_verl(name: str) -> ForeignAnswer:
-    entry = TABLE.find(name)
-    match entry:
-        case Renamed(to, _):
-            return ForeignAnswer(name, f"Another name of {to}.")
-        case Changed(says, _, to):
-            return ForeignAnswer(name, f"Taken as {', '.join(to)}: {says}." if to else f"{says}.")
-        case Settled(says, only, instead):
-            refused = f" Other values than {yaml_value(list(only))} are not supported yet: {instead}." if only else ""
-            return ForeignAnswer(name, f"Always so here: {says}.{refused}")
-        case Unsupported(what, instead, _):
-            return ForeignAnswer(name, f"Not supported yet: {what}. Instead: {instead}.")
-        case Foreign(reason):
-            return ForeignAnswer(name, f"No meaning here: {reason}.")
-    return ForeignAnswer(name, told(read_setting(name, None, {}, RLConfig)))

@@ -64,6 +64,10 @@ ENTRIES: dict[str, Entry] = {
         "this restriction in validation", "val_kwargs.top_p, top_k and temperature", (0, 0.0, 1, 1.0, None)
     ),
     # episodes
+    f"{ROLLOUT}.multi_turn.{{enable,tool_config_path,function_tool_path,interaction_config_path}}": Unsupported(
+        SEVERAL_TURNS, SINGLE_TURN
+    ),
+    f"{ROLLOUT}.multi_turn.{{max_assistant_turns,max_user_turns,max_turns}}": Unsupported(SEVERAL_TURNS, SINGLE_TURN),
     f"{ROLLOUT}.multi_turn.**": Unsupported(SEVERAL_TURNS, SINGLE_TURN),
     f"{ROLLOUT}.multi_turn.{{max_parallel_calls,max_tool_response_length,tool_response_truncate_side,format}}": Settled(
         "acts only on episodes of several turns, which are not supported yet"
