@@ -56,14 +56,14 @@ def tensor_parallel_divides(config: RLConfig, evidence: Evidence) -> Iterator[Fi
 @rule("R72", RLConfig)
 def sequence_parallel_divides(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """The heads of a tensor-parallel rank divide over the ranks that share a row's tokens."""
-    from hone.training.sequence_parallel import check_heads
-
     actor, model = config.actor_rollout_ref.actor, evidence.model_settings
     tensor, sequence = actor.tensor_model_parallel_size, actor.ulysses_sequence_parallel_size
     heads = model.get("num_attention_heads")
     key_value = model.get("num_key_value_heads") or heads
     if sequence == 1 or not heads or not key_value or heads % tensor or key_value % tensor:
         return  # R71 has told what does not divide over tensor-parallel ranks
+    from hone.training.sequence_parallel import check_heads  # slow to import
+
     try:
         check_heads(heads // tensor, key_value // tensor, sequence)
     except ModelError as found:
