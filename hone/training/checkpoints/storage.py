@@ -16,6 +16,9 @@ from fsspec.spec import AbstractBufferedFile
 
 from hone.errors import CheckpointError, HoneError
 
+OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "hf"))
+"""Protocols of stores that know no directories."""
+
 
 class Storage:
     """A directory, local or remote; nothing is created until something is written.
@@ -161,7 +164,11 @@ class Storage:
                 shutil.copyfileobj(source, target, 1 << 20)
 
     def make(self) -> None:
-        """Create the directory, where the store knows such a thing."""
+        """Create the directory, where the store knows such a thing. A bucket is never made: its name would be a typing error."""
+        if OBJECT_STORES.intersection(
+            [self.files.protocol] if isinstance(self.files.protocol, str) else self.files.protocol
+        ):
+            return
         with self._translated():
             self.files.makedirs(self.path, exist_ok=True)
 
