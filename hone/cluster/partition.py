@@ -28,8 +28,8 @@ class Partition:
 
     @classmethod
     def chunks(cls, count: int, ranks: int) -> Partition:
-        """Consecutive rows; sizes differ by at most one, the larger ones first."""
-        return cls.of(np.array_split(np.arange(count), ranks), equal=False)
+        """Consecutive rows; sizes differ by at most one, the larger ones first, and some ranks may have none."""
+        return cls(np.array_split(np.arange(count), ranks), [0] * ranks)
 
     @classmethod
     def of(cls, rows: Sequence[Rows], *, equal: bool) -> Partition:

@@ -10,6 +10,7 @@ import os
 import platform
 import socket
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -97,6 +98,7 @@ class WorkerHost:
         sys.path += [entry for entry in place.modules if entry not in sys.path]
         logging.getLogger("hone").setLevel(logging.INFO)
         logging.basicConfig(format=f"{place.pool}[{place.rank}] %(levelname)s %(message)s")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT and torch read a renamed property
         activity.begin(Path(place.run) / activity.FOLDER, place.pool, place.rank)
         device = prepare_torch(config.trainer, threads=place.threads)
         layout, meshes = Layout(), None
