@@ -46,7 +46,14 @@ class OutOfMemory(ProcessError):
 
 
 def worker_lost(
-    name: str, record: Record | None, cause: str, *, config: AnyConfig, out_of_memory: bool = False, log: str = ""
+    name: str,
+    record: Record | None,
+    cause: str,
+    *,
+    config: AnyConfig,
+    run_stage: str = "",
+    out_of_memory: bool = False,
+    log: str = "",
 ) -> WorkerLost:
     """The error for one lost worker.
 
@@ -55,12 +62,19 @@ def worker_lost(
         record: what it published last; None when it never did.
         cause: how it ended, as far as is known.
         config: of the run.
+        run_stage: what the run was in the middle of.
         out_of_memory: whether memory was the reason.
         log: the end of its log.
     """
     where = f"{name} (pid {record.pid} on {record.host})" if record else name
-    stage = f", in '{record.stage}'" if record else ", before it had begun"
-    what = f"{where} {cause}{stage}"
+    own = (
+        f", in '{record.stage}'"
+        if record and record.spans
+        else ", between two calls"
+        if record
+        else ", before it had begun"
+    )
+    what = f"{where} {cause}{own}" + (f"; the run was in '{run_stage}'" if run_stage else "")
     if out_of_memory:
         what += f"\n  {memory_numbers(config)}"
     if log:
@@ -68,11 +82,10 @@ def worker_lost(
     again = "the same command again goes on from the last checkpoint"
     used_up = config.trainer.max_restarts
     restarts = f"trainer.max_restarts={max(1, 2 * used_up)} lets the run do so by itself"
-    fix = (
-        f"{memory_knob(config, record.stage if record else '')}; then {again}"
-        if out_of_memory
-        else f"{again}; {restarts}"
-    )
+    fix = f"{again}; {restarts}"
+    if out_of_memory:
+        stage = f"{run_stage} > {record.stage if record else name}"
+        fix = f"{memory_knob(config, stage)}; then {again}"
     return WorkerLost(
         what, names=[name], why="its share of the weights and of the optimizer's state is gone with it", fix=fix
     )
@@ -99,14 +112,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def log_tail(path: Path | None, lines: int = LOG_LINES) -> str:
-    """The last lines of a log; empty when there is none that can be read here."""
+def log_tail(path: Path | None, lines: int = LOG_LINES, *, without: tuple[str, ...] = ()) -> str:
+    """The last lines of a log, blank ones and those that begin ``without`` left out; empty when there is none."""
     if path is None or not path.is_file():
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64 * 1024))
         text = file.read().decode(errors="replace")
-    return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+    return "\n".join([line for line in text.splitlines() if line.strip() and not line.startswith(without)][-lines:])
 
 
 # memory ------------------------------------------------------------------------------------------------------------------

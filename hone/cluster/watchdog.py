@@ -53,6 +53,12 @@ class Hang:
     culprits: tuple[Culprit, ...]
 
 
+def end_run(hang: Hang) -> bool:
+    """What is done about a hang where nothing can be restarted: the run ends."""
+    del hang
+    return False
+
+
 class Watchdog:
     """Ends, or lets recover, a run in which nothing moves.
 
@@ -63,7 +69,7 @@ class Watchdog:
             When it does not, the process ends with exit code 3.
     """
 
-    def __init__(self, run: Path, seconds: float, on_hang: Callable[[Hang], bool] = lambda hang: False) -> None:
+    def __init__(self, run: Path, seconds: float, on_hang: Callable[[Hang], bool] = end_run) -> None:
         self.run, self._on_hang = run, on_hang
         watched = Watched(str(run.resolve()), seconds, os.getpid())
         self._process = subprocess.Popen(

@@ -110,11 +110,16 @@ class Record:
 
     def is_here(self) -> bool:
         """Whether it runs on this machine."""
-        return self.host == socket.gethostname()
+        return is_here(self.host)
 
     def is_alive(self) -> bool:
         """Whether the process exists; one on another machine is taken to."""
         return not self.is_here() or birth(self.pid) == self.born
+
+
+def is_here(host: str) -> bool:
+    """Whether a host is this machine."""
+    return host == socket.gethostname()
 
 
 def _shown(spans: Sequence[Span]) -> str:

@@ -181,7 +181,8 @@ class RunDirectory:
         hidden = redact_tree(tree)
         text = config_yaml if hidden == tree else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
         self._write_atomically(self.path / CONFIG, text)
-        earlier = self._run() if last_step is not None else {}
+        before = self._run()
+        earlier = before if last_step is not None else {}
         now = _now()
         resumed = [] if last_step is None else [*earlier.get("resumed", []), {"at": now, "from_step": last_step}]
         self._write_run(
@@ -190,6 +191,7 @@ class RunDirectory:
                 "exit_reason": "",
                 "started": earlier.get("started", now),
                 "resumed": resumed,
+                "restarts": before.get("restarts", []) if before.get("pid") == os.getpid() else [],
                 "ended": None,
                 "last_step": last_step,
                 "seed": seed,
@@ -218,6 +220,12 @@ class RunDirectory:
             record["exit_reason"] = redact_text(exit_reason)
         if last_step is not None:
             record["last_step"] = last_step
+        self._write_run(record)
+
+    def add_restart(self, reason: str) -> None:
+        """Note in ``run.json`` that workers were lost and the run goes on in this process."""
+        record = self._run()
+        record.setdefault("restarts", []).append({"at": _now(), "reason": redact_text(reason)})
         self._write_run(record)
 
     def tracker_id(self, tracker: str) -> str | None:

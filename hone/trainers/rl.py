@@ -18,15 +18,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 from hone.algorithms import advantage_estimators
 from hone.cluster.context import RoleSpec, run_tokenizer
 from hone.cluster.dispatch import RowGroups
+from hone.cluster.failures import WorkerLost
 from hone.cluster.plan import model_roles
 from hone.cluster.publish import Publisher
 from hone.cluster.roles import RoleUpdate, mini_batches
-from hone.cluster.runtime import AnyBatch, Group, Runtime, build_runtime
+from hone.cluster.runtime import AnyBatch, Group, Runtime
+from hone.cluster.supervisor import Supervisor, going_on
+from hone.config.reads import watch
 from hone.config.tree import RLConfig
 from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed
@@ -52,11 +56,16 @@ SCORED = ("score", "token_level_scores", "token_level_rewards")
 
 def train(config: RLConfig) -> int:
     """Run `hone train`: build the run, train it to its last step, and return the exit code."""
-    trainer = RLTrainer(config)
+    supervisor = Supervisor(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
     try:
-        return asyncio.run(trainer.fit())
+        while True:
+            try:
+                return asyncio.run(RLTrainer(config, supervisor).fit())
+            except WorkerLost as lost:
+                supervisor.restart(lost)
+                config = going_on(config)
     finally:
-        trainer.close()
+        supervisor.close()
 
 
 class RLTrainer:
@@ -64,14 +73,15 @@ class RLTrainer:
 
     Args:
         config: the resolved configuration.
+        supervisor: holds the processes of the run, from one attempt to the next; None for a run of one attempt.
 
     Raises:
         HoneError: anything the user can mend, before the first token is generated.
     """
 
-    def __init__(self, config: RLConfig) -> None:
-        self.config = config
-        self.session = RunSession(config)
+    def __init__(self, config: RLConfig, supervisor: Supervisor | None = None) -> None:
+        self.config, self.reads, self.supervisor = config, watch(config), supervisor or Supervisor(Path(), 0)
+        self.session = RunSession(config, on_hang=self.supervisor.on_hang)
         resume = self.session.resumed_from
         self.tokenizer = run_tokenizer(config)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
@@ -89,7 +99,7 @@ class RLTrainer:
             seed=config.trainer.seed if config.data.seed is None else config.data.seed,
         )
         self.total_steps = session_steps(config.trainer, self.sampler.steps_per_epoch)
-        self.runtime: Runtime = build_runtime(
+        self.runtime: Runtime = self.supervisor.runtime(
             config, self.roles(), total_steps=self.total_steps, resume=str(resume) if resume else None
         )
         self.actor, self.work = self.runtime.group("actor"), self.runtime.group("work")
@@ -223,7 +233,10 @@ class RLTrainer:
         await self.work.check_ids(batch)
         view = await self.update_view(batch, pairs=actor.preference_loss.loss_mode is not None)
         minis = self._minis(view, actor.ppo_mini_batch_size, actor.ppo_epochs, "mini-batches")
-        await self._record("actor", await self.actor.update(view, minis, self.step - 1), batch)
+        update = self.actor.update(view, minis, self.step - 1)
+        for name, value in update.balance().items():
+            self.metrics.add(name, value)
+        await self._record("actor", await update, batch)
         return batch
 
     async def update_view(self, batch: AnyBatch, *, pairs: bool) -> AnyBatch:
@@ -271,6 +284,7 @@ class RLTrainer:
                     session.log(self.step, await self.train_step())
                 if session.save_due(self.step):
                     await self.save()
+                self.reads.finish(self.runtime.reads)
             if session.last_save_due:
                 await self.save()
             session.completed(self.step)
@@ -314,7 +328,7 @@ class RLTrainer:
 
     def close(self) -> None:
         """End the processes that the run has started."""
-        self.runtime.close()
+        self.supervisor.close()
 
     # state -----------------------------------------------------------------------------------------------------------
 

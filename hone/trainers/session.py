@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from hone.cluster.failures import is_out_of_memory, out_of_memory
-from hone.cluster.watchdog import Watchdog
+from hone.cluster.watchdog import Hang, Watchdog, end_run
 from hone.config import to_yaml
 from hone.config.run import RunConfig
 from hone.config.trees import AnyConfig
@@ -42,13 +42,14 @@ class RunSession:
 
     Args:
         config: the resolved configuration.
+        on_hang: what to do when nothing moves any more; see :class:`hone.cluster.watchdog.Watchdog`.
     """
 
-    def __init__(self, config: AnyConfig) -> None:
+    def __init__(self, config: AnyConfig, on_hang: Callable[[Hang], bool] = end_run) -> None:
         self.config = config
         self.trainer: RunConfig = config.trainer
         self.directory = RunDirectory(Path(self.trainer.default_local_dir))
-        self._watchdog = self._watch()
+        self._watchdog = self._watch(on_hang)
         self.checkpoints = RunCheckpoints(config, self.directory)
         self.resumed_from = self.checkpoints.resumed_from
         self.total_steps = 0
@@ -56,14 +57,14 @@ class RunSession:
         self._logged_step = self.resumed_from.step if self.resumed_from else 0
         self._outcome = ("failed", "the loop ended without saying why", 0)
 
-    def _watch(self) -> Watchdog | None:
+    def _watch(self, on_hang: Callable[[Hang], bool]) -> Watchdog | None:
         """Publish what this process does, and have it watched from now on."""
         folder = self.directory.path / activity.FOLDER
         activity.clear(folder)
         activity.begin(folder, "driver")
         if not self.trainer.watchdog_seconds:
             return None
-        watchdog = Watchdog(self.directory.path, self.trainer.watchdog_seconds)
+        watchdog = Watchdog(self.directory.path, self.trainer.watchdog_seconds, on_hang)
         weakref.finalize(self, watchdog.close)
         return watchdog
 
@@ -178,4 +179,5 @@ class RunSession:
 
 def session_steps(trainer: RunConfig, steps_per_epoch: int) -> int:
     """Steps of the run: total_training_steps, or total_epochs over the data."""
-    return trainer.total_training_steps or trainer.total_epochs * steps_per_epoch
+    by_epochs = trainer.total_epochs * steps_per_epoch
+    return by_epochs if trainer.total_training_steps is None else trainer.total_training_steps

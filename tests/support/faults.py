@@ -8,11 +8,9 @@ from collections.abc import Callable
 
 from hone.generation import ENGINES
 from hone.generation.native.engine import NativeEngine
+from hone.insight import activity
 from hone.rewards.scorers import SCORERS
 from hone.rewards.scorers.base import register_scorer
-
-_CALLS = 48
-"""Scores of one step."""
 
 
 def hold_the_interpreter() -> None:
@@ -27,13 +25,18 @@ def take_a_lock_twice() -> None:
         pass
 
 
+def in_step(number: int) -> bool:
+    """Whether the run is in this step."""
+    folder = activity.folder()
+    return folder is not None and any(r.stage.startswith(f"step {number} ") for r in activity.read_records(folder))
+
+
 def scorer(hang: Callable[[], None] | None, name: str) -> None:
-    """Register ``name``: as digit_sequence, but it hangs on the first call of the third step."""
-    count = iter(range(10**9))
+    """Register ``name``: as digit_sequence, but it hangs in the third step."""
 
     @register_scorer(name)
     def compute(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> object:
-        if next(count) == 2 * _CALLS and hang is not None:
+        if hang is not None and in_step(3):
             hang()
         found = SCORERS.get("digit_sequence").compute
         return found(data_source, solution_str, ground_truth, extra_info)

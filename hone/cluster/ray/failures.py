@@ -13,11 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from hone.cluster.failures import is_out_of_memory, log_tail, out_of_memory, worker_lost
 from hone.config.tree import RLConfig
-from hone.errors import HoneError
+from hone.errors import HoneError, ProcessError
+from hone.insight import activity
 from hone.insight.activity import Record, read_records
 from hone.insight.environment import oom_kills
 
@@ -29,6 +38,8 @@ _BROKEN_COLLECTIVE = re.compile(
     r"connection (closed|reset|refused)|closed by peer|broken pipe|gloo|nccl|DistBackendError|DistNetworkError",
     re.IGNORECASE,
 )
+_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+"""Lines that Ray writes into the logs of its workers."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -57,6 +68,13 @@ class Failures:
         self._config, self._folder = config, folder
         self._oom_kills = oom_kills()
 
+    def answers(self, posts: Sequence[Post], timeout: float | None = None) -> list[Any]:
+        """Wait for answers; what goes wrong is raised as it was at its root."""
+        try:
+            return ray.get([post.ref for post in posts], timeout=timeout)
+        except RayError as error:
+            raise self.explain(posts, error) from None
+
     def explain(self, posts: Sequence[Post], first: BaseException) -> BaseException:
         """The error to raise for a call that failed.
 
@@ -68,6 +86,8 @@ class Failures:
             A :class:`~hone.cluster.failures.WorkerLost` where a process died, the user's own mistake where there is one,
             else the exception as it was raised in the worker, with its traceback there as a note.
         """
+        if isinstance(first, GetTimeoutError):
+            return self._late(posts)
         heard = self._hear(posts, GRACE if may_be_echo(first) else 0.0) or {posts[0].name: first}
         ranked = sorted(heard.items(), key=lambda item: _rank(item[1]))
         name, error = ranked[0]
@@ -87,6 +107,15 @@ class Failures:
                     heard[post.name] = error
         return heard
 
+    def _late(self, posts: Sequence[Post]) -> BaseException:
+        done, _ = ray.wait([post.ref for post in posts], num_returns=len(posts), timeout=0)
+        missing = [post.name for post in posts if post.ref not in done]
+        return ProcessError(
+            f"{', '.join(missing)} did not start within {self._config.ray.start_timeout:g} s (ray.start_timeout)",
+            why="a node may be gone or overloaded, or its devices taken; every saved checkpoint is intact",
+            fix="look at `ray status`; then the same command again, with fewer workers or a larger ray.start_timeout",
+        )
+
     def _lost(self, name: str, error: BaseException) -> BaseException:
         """A process is gone: the one that the call went to, or the one that had stored what it needed."""
         records = {record.name: record for record in read_records(self._folder)}
@@ -94,9 +123,17 @@ class Failures:
             dead = [other for other, record in records.items() if not record.is_alive()]
             name = dead[0] if dead else name
         record = records.get(name)
-        log = log_tail(Path(record.log)) if record and record.log and record.is_here() else ""
+        log = log_tail(Path(record.log), without=_MARKS) if record and record.log and record.is_here() else ""
         memory = self._for_memory(error)
-        return worker_lost(name, record, _cause(error, log, memory), config=self._config, out_of_memory=memory, log=log)
+        return worker_lost(
+            name,
+            record,
+            _cause(error, log, memory),
+            config=self._config,
+            run_stage=_stage(records),
+            out_of_memory=memory,
+            log=log,
+        )
 
     def _for_memory(self, error: BaseException) -> bool:
         """Whether the kernel, or Ray's own monitor, killed for memory."""
@@ -109,14 +146,17 @@ class Failures:
         if isinstance(cause, HoneError):
             return cause
         if is_out_of_memory(cause):
-            return out_of_memory(cause, self._config, self._stage(name))
+            records = {record.name: record for record in read_records(self._folder)}
+            return out_of_memory(cause, self._config, f"{_stage(records)} > {name}: {activity.stage_of(cause)}")
         if isinstance(error, RayTaskError):
             cause.add_note(f"It was raised in {name}:\n{remote_traceback(error)}")
         return cause
 
-    def _stage(self, name: str) -> str:
-        found: Mapping[str, Record] = {record.name: record for record in read_records(self._folder)}
-        return f"{found['driver'].stage if 'driver' in found else ''} > {name}"
+
+def _stage(records: Mapping[str, Record]) -> str:
+    """What the run is in the middle of, as its driver says, without the wait for the call that failed."""
+    driver = records.get("driver")
+    return " > ".join(span.what for span in driver.spans if not span.waits) if driver else ""
 
 
 def may_be_echo(error: BaseException) -> bool:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError
 
 from hone.cluster.context import RoleSpec
 from hone.cluster.dispatch import Answer, Collect, Dispatch, RowGroups, Split, dispatch_of
 from hone.cluster.partition import Partition, balanced
+from hone.cluster.ray.failures import Failures, Post
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Stored
-from hone.errors import HoneError
+from hone.data.balance import CostModel, balance_metrics
 from hone.insight import activity
 from hone.training.layout import Layout
 
@@ -22,8 +22,17 @@ from hone.training.layout import Layout
 class RayAnswer(Answer):
     """The answers of workers under way, and what becomes of them."""
 
-    def __init__(self, refs: Sequence[Any], finish: Callable[[list[Any]], Any], what: str, whom: str) -> None:
-        self._refs, self._finish, self._what, self._whom = list(refs), finish, what, whom
+    def __init__(
+        self,
+        posts: Sequence[Post],
+        finish: Callable[[list[Any]], Any],
+        what: str,
+        whom: str,
+        failures: Failures,
+        balance: Callable[[], dict[str, float]],
+    ) -> None:
+        self._posts, self._finish, self._what, self._whom = list(posts), finish, what, whom
+        self._failures, self.balance = failures, balance
 
     def __await__(self) -> Any:
         return self._wait().__await__()
@@ -31,15 +40,15 @@ class RayAnswer(Answer):
     async def _wait(self) -> Any:
         with activity.waiting(self._what, on=[self._whom]):
             try:
-                values = await asyncio.gather(*self._refs)
-            except RayTaskError as error:
-                raise cause_of(error) from None
+                values = await asyncio.gather(*(post.ref for post in self._posts))
+            except RayError as error:
+                raise await asyncio.to_thread(self._failures.explain, self._posts, error) from None
         return self._finish(values)
 
     def result(self) -> Any:
         """Block until all have answered."""
         with activity.waiting(self._what, on=[self._whom]):
-            return self._finish(answers(self._refs))
+            return self._finish(self._failures.answers(self._posts))
 
 
 class WorkerGroup:
@@ -54,13 +63,24 @@ class WorkerGroup:
         pool: name of their pool.
         layout: how they share a model; of a role whose workers each answer for their rows alone it is pure data
             parallelism.
+        failures: explains calls that fail.
         balance: whether rows are divided by their work; otherwise in order.
+        cost: how work is counted.
     """
 
     def __init__(
-        self, role: RoleSpec, hosts: Sequence[Any], pool: str, layout: Layout, *, balance: bool = True
+        self,
+        role: RoleSpec,
+        hosts: Sequence[Any],
+        pool: str,
+        layout: Layout,
+        failures: Failures,
+        *,
+        balance: bool = True,
+        cost: CostModel | None = None,
     ) -> None:
         self._role, self._hosts, self._pool, self._balance = role, list(hosts), pool, balance
+        self._failures, self._cost = failures, cost
         self._layout = Layout(len(hosts), dp_shard=len(hosts)) if role.whole else layout
         self.dp_size = self._layout.dp_size
 
@@ -76,7 +96,9 @@ class WorkerGroup:
         """Which rows of a batch each data-parallel rank gets."""
         if self.dp_size == 1:
             return Partition.chunks(len(batch), 1)
-        return balanced(batch.info.lengths, self.dp_size, groups=groups, equal=equal, by_work=self._balance)
+        return balanced(
+            batch.info.lengths, self.dp_size, groups=groups, equal=equal, by_work=self._balance, cost=self._cost
+        )
 
     # going out -------------------------------------------------------------------------------------------------------
 
@@ -89,15 +111,20 @@ class WorkerGroup:
         else:
             whole = [_whole(argument, spec) for argument in args]
             calls = [(whole, kwargs)] * (1 if spec.split is Split.ZERO else len(self._hosts))
-        refs = [
-            host.call.remote(self._role.name, method, sent, named)
-            for host, (sent, named) in zip(self._hosts, calls, strict=False)
+        posts = [
+            Post(f"{self._pool}[{rank}]", host.call.remote(self._role.name, method, sent, named))
+            for rank, (host, (sent, named)) in enumerate(zip(self._hosts, calls, strict=False))
         ]
 
         def finish(values: list[Any]) -> Any:
             return self._collect(spec, values, partition, info)
 
-        return RayAnswer(refs, finish, f"{self._role.name}.{method}", self._pool)
+        def balance() -> dict[str, float]:
+            if partition is None or info is None or self.dp_size == 1:
+                return {}
+            return balance_metrics(info.lengths, partition.own, self._cost)
+
+        return RayAnswer(posts, finish, f"{self._role.name}.{method}", self._pool, self._failures, balance)
 
     @property
     def _ranks(self) -> range:
@@ -111,7 +138,7 @@ class WorkerGroup:
             partition = self.partition(first, groups, equal=spec.equal)
             parts: Sequence[Any] = first.shards(partition.rows, objects=spec.objects)
         else:
-            partition = Partition.of(Partition.chunks(len(first), self.dp_size).rows, equal=spec.equal)
+            partition = Partition.chunks(len(first), self.dp_size)
             parts = [[first[row] for row in rows.tolist()] for rows in partition.rows]
         of_rank = [
             [part, *(partition.local(a, rank) if isinstance(a, RowGroups) else a for a in others)]
@@ -124,7 +151,7 @@ class WorkerGroup:
     def _collect(self, spec: Dispatch, values: list[Any], partition: Partition | None, info: RowInfo | None) -> Any:
         if spec.collect is Collect.EACH:
             return values
-        if spec.collect is Collect.FIRST:
+        if spec.collect in (Collect.FIRST, Collect.KEPT):
             return _batch([values[0]], info) if isinstance(values[0], Stored) else values[0]
         heads = [value for rank, value in enumerate(values) if self._layout.leads(rank)]
         if not isinstance(spec.collect, Collect):
@@ -135,22 +162,6 @@ class WorkerGroup:
         count = sum(map(len, partition.rows)) - sum(partition.padded)
         rank, place = partition.sources(count)
         return [heads[r][p] for r, p in zip(rank.tolist(), place.tolist(), strict=True)]
-
-
-def answers(refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
-    """Wait for workers' answers; what one raises is raised as it was raised there."""
-    try:
-        return ray.get(list(refs), timeout=timeout)
-    except RayTaskError as error:
-        raise cause_of(error) from None
-
-
-def cause_of(error: RayTaskError) -> BaseException:
-    """What really happened in the worker: the user's mistake as it was raised there, else the error with its traceback."""
-    cause = error.cause
-    if isinstance(cause, HoneError):
-        return cause
-    return error.as_instanceof_cause()
 
 
 def _rows_of(args: Sequence[Any]) -> RowInfo | None:

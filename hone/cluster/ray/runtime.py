@@ -11,21 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.cluster.context import RoleSpec
 from hone.cluster.plan import Pool, layout_of, pools_of
 from hone.cluster.ray.connection import Connection, capacity, connect
-from hone.cluster.ray.group import WorkerGroup, answers
+from hone.cluster.ray.failures import Failures, Post
+from hone.cluster.ray.group import WorkerGroup
 from hone.cluster.ray.host import Place, WorkerHost, versions
-from hone.config.run import RunConfig
 from hone.config.tree import RLConfig
+from hone.data.balance import CostModel
 from hone.errors import ConfigError
-from hone.training.layout import Layout
+from hone.insight import activity
 
 log = logging.getLogger("hone")
 
+END_SECONDS = 10.0
+"""Seconds that a process gets to let go of its roles."""
 EVERY_ROLE = "all"
 """Stands for every role in ``ray.env_vars``."""
 
@@ -45,6 +49,14 @@ class PlacedPool:
     placement: PlacementGroup
     hosts: list[Any]
     pids: list[int]
+
+    def name(self, rank: int) -> str:
+        """``pool[rank]``, as a process is known in reports."""
+        return f"{self.pool.name}[{rank}]"
+
+    def call(self, method: str, *args: Any) -> list[Post]:
+        """Call a method of every process."""
+        return [Post(self.name(rank), getattr(host, method).remote(*args)) for rank, host in enumerate(self.hosts)]
 
 
 class RayRuntime:
@@ -67,11 +79,14 @@ class RayRuntime:
     def __init__(
         self, config: RLConfig, roles: Sequence[RoleSpec], *, total_steps: int = 1, resume: str | None = None
     ) -> None:
-        self._config, self._total_steps, self._resume = config, total_steps, resume
+        self._config, self._roles = config, list(roles)
+        self._total_steps, self._resume = total_steps, resume
+        self._run = Path(config.trainer.default_local_dir).absolute()
+        self._failures = Failures(config, self._run / activity.FOLDER)
         self.pools: dict[str, PlacedPool] = {}
         self._groups: dict[str, WorkerGroup] = {}
-        pools = pools_of(config, list(roles))
-        layouts = {pool.name: layout_of(config, pool.world) for pool in pools}
+        pools = pools_of(config, self._roles)
+        self._layouts = {pool.name: layout_of(config, pool.world) for pool in pools}
         self._device = "CPU" if config.trainer.device == "cpu" else "GPU"
         self._connection: Connection = connect(config.ray, workers=sum(pool.world for pool in pools))
         try:
@@ -80,10 +95,7 @@ class RayRuntime:
             self._check_devices(pools)
             for pool in pools:
                 self.pools[pool.name] = self._start(pool)
-            for placed in self.pools.values():
-                self._begin(placed)
-            for role in roles:
-                self._build(role, next(pool for pool in pools if role in pool.roles), layouts)
+            self._make_roles()
         except BaseException:
             self.close()
             raise
@@ -99,22 +111,54 @@ class RayRuntime:
 
     def add(self, role: RoleSpec) -> WorkerGroup:
         """Make one more role in the processes of the actor's pool."""
-        main = next(iter(self.pools.values())).pool
-        self._build(role, main, {main.name: layout_of(self._config, main.world)})
+        self._build(role, next(iter(self.pools.values())))
         return self.group(role.name)
 
     def begin_step(self, seed: int) -> None:
         """Seed torch in every process, and let the columns of the last step go."""
-        answers([host.begin_step.remote(seed) for placed in self.pools.values() for host in placed.hosts])
+        self._failures.answers([post for placed in self.pools.values() for post in placed.call("begin_step", seed)])
+
+    def reads(self) -> set[str]:
+        """The keys of the configuration that the processes have read."""
+        posts = [post for placed in self.pools.values() for post in placed.call("reads")]
+        return set().union(*self._failures.answers(posts))
 
     def memory(self) -> dict[str, float]:
         """Resident memory of every process in GiB, by ``pool[rank]``."""
-        asked = {
-            f"{name}[{rank}]": host.memory.remote()
-            for name, placed in self.pools.items()
-            for rank, host in enumerate(placed.hosts)
-        }
-        return dict(zip(asked, answers(list(asked.values())), strict=True))
+        posts = [post for placed in self.pools.values() for post in placed.call("memory")]
+        return dict(zip([post.name for post in posts], self._failures.answers(posts), strict=True))
+
+    # losing workers --------------------------------------------------------------------------------------------------
+
+    def renew(self, resume: str | None) -> None:
+        """Replace processes that are lost, let the others go of their roles, and make all roles anew from a checkpoint.
+
+        Raises:
+            WorkerLost: another one is lost meanwhile.
+        """
+        self._resume = resume
+        self._groups.clear()
+        for placed in self.pools.values():
+            for rank, alive in enumerate(self._let_go(placed)):
+                if not alive:
+                    ray.kill(placed.hosts[rank])
+                    placed.hosts[rank] = self._host(placed.pool, placed.placement, rank)
+        self._make_roles()
+
+    def kill(self, name: str) -> bool:
+        """End a process at once; false when there is none of that name."""
+        for placed in self.pools.values():
+            for rank, host in enumerate(placed.hosts):
+                if placed.name(rank) == name:
+                    ray.kill(host)
+                    return True
+        return False
+
+    def _let_go(self, placed: PlacedPool) -> list[bool]:
+        """Let every process of a pool end its roles; returns which of them did."""
+        ends = [post.ref for post in placed.call("end")]
+        done, _ = ray.wait(ends, num_returns=len(ends), timeout=END_SECONDS)
+        return [ref in done and _succeeded(ref) for ref in ends]
 
     def close(self) -> None:
         """End the processes, and the cluster if it was started here."""
@@ -160,21 +204,23 @@ class RayRuntime:
                 where="trainer.nnodes",
                 code="R02",
             )
-        threads = self._threads(pool)
+        return PlacedPool(pool, placement, [self._host(pool, placement, rank) for rank in range(pool.world)], [])
+
+    def _host(self, pool: Pool, placement: PlacementGroup, rank: int) -> Any:
+        """Start one process of a pool, on its node."""
+        share = self._config.ray.device_fraction
         options = {"num_cpus": share if self._device == "CPU" else 1, "max_concurrency": 64}
         if self._device == "GPU":
             options["num_gpus"] = share
-        hosts = [
+        return (
             ray.remote(WorkerHost)
             .options(
                 **options,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank // pool.per_node),
-                runtime_env=self._environment(pool, threads),
+                runtime_env=self._environment(pool, self._threads(pool)),
             )
             .remote()
-            for rank in range(pool.world)
-        ]
-        return PlacedPool(pool, placement, hosts, [])
+        )
 
     def _threads(self, pool: Pool) -> int:
         """CPU threads of each process of a pool."""
@@ -191,12 +237,18 @@ class RayRuntime:
         merged = own | config.runtime_env.get("env_vars", {}) | given
         return {**config.runtime_env, "env_vars": {name: str(value) for name, value in merged.items()}}
 
+    def _make_roles(self) -> None:
+        """Let all processes begin, and make every role in those of its pool."""
+        for placed in self.pools.values():
+            self._begin(placed)
+        for role in self._roles:
+            self._build(role, next(placed for placed in self.pools.values() if role in placed.pool.roles))
+
     def _begin(self, placed: PlacedPool) -> None:
-        pool, here = placed.pool, versions()
-        facts = answers([host.facts.remote() for host in placed.hosts], self._config.ray.start_timeout)
+        pool, here, limit = placed.pool, versions(), self._config.ray.start_timeout
+        facts = self._failures.answers(placed.call("facts"), limit)
         for rank, (there, _) in enumerate(facts):
-            check_versions(here, there, f"{pool.name}[{rank}]")
-        run: RunConfig = self._config.trainer
+            check_versions(here, there, placed.name(rank))
         places = [
             Place(
                 pool=pool.name,
@@ -206,32 +258,45 @@ class RayRuntime:
                 threads=self._threads(pool),
                 directory=str(Path.cwd()),
                 modules=[entry for entry in sys.path if entry] + [str(Path.cwd())],
-                run=str(Path(run.default_local_dir).absolute()),
+                run=str(self._run),
             )
             for rank in range(pool.world)
         ]
         begun = [
-            host.begin.remote(place, self._config, self._total_steps, self._resume)
-            for host, place in zip(placed.hosts, places, strict=True)
+            Post(placed.name(rank), host.begin.remote(place, self._config, self._total_steps, self._resume))
+            for rank, (host, place) in enumerate(zip(placed.hosts, places, strict=True))
         ]
-        placed.pids = answers(begun, self._config.ray.start_timeout)
+        placed.pids = self._failures.answers(begun, limit)
 
-    def _build(self, role: RoleSpec, pool: Pool, layouts: dict[str, Layout]) -> None:
-        hosts = self.pools[pool.name].hosts
-        answers([host.build.remote(role) for host in hosts], None)
+    def _build(self, role: RoleSpec, placed: PlacedPool) -> None:
+        pool = placed.pool.name
+        self._failures.answers(placed.call("build", role))
         self._groups[role.name] = WorkerGroup(
-            role, hosts, pool.name, layouts[pool.name], balance=self._config.trainer.balance_batch
+            role,
+            placed.hosts,
+            pool,
+            self._layouts[pool],
+            self._failures,
+            balance=self._config.trainer.balance_batch,
+            cost=CostModel.of_directory(self._config.actor_rollout_ref.model.path),
         )
 
     def _end(self, placed: PlacedPool) -> None:
         """End a pool's processes in good order; what does not answer is killed."""
-        ended = [host.end.remote() for host in placed.hosts]
-        _, late = ray.wait(ended, num_returns=len(ended), timeout=10)
+        late = self._let_go(placed).count(False)
         if late:
-            log.warning("%d workers of pool '%s' did not end in good order", len(late), placed.pool.name)
+            log.warning("%d workers of pool '%s' did not end in good order", late, placed.pool.name)
         for host in placed.hosts:
             ray.kill(host)
         remove_placement_group(placed.placement)
+
+
+def _succeeded(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except RayError:
+        return False
+    return True
 
 
 def check_versions(here: dict[str, str], there: dict[str, str], where: str) -> None:
