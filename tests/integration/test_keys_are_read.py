@@ -1,0 +1,222 @@
+"""Tiny runs read every key of their trees, and a key that a run does not read ends it (R10)."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hone.cli import data as data_command
+from hone.cli import init as init_command
+from hone.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig, documentation, load_config
+from hone.config.reads import BEFORE, ReadLog, unrecorded, watch
+from hone.errors import ConfigError, HoneError
+from hone.preflight import examine
+
+OTHER_PROCESSES = (
+    *("ray.", "trainer.max_restarts", "trainer.balance_batch"),
+    *("actor_rollout_ref.actor.fsdp_config.", "actor_rollout_ref.actor.tensor_model_parallel_size"),
+    *("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "actor_rollout_ref.actor.expert_parallel_size"),
+)
+"""Keys that act on runs of several processes; tests/integration/test_ray*.py and test_sharded*.py are about them."""
+POOLS = (".nnodes", ".n_gpus_per_node")
+
+RL_RUNS: dict[str, tuple[str, list[str]]] = {
+    "grpo": (
+        "grpo",
+        [
+            "reward.custom_reward_function.path=score.py",
+            "reward.overlong_buffer={enable: true, len: 2, log: true}",
+            "algorithm.filter_groups={enable: true, max_num_gen_batches: 1000}",
+            "actor_rollout_ref.model.lora_rank=2",
+        ],
+    ),
+    "ppo": (
+        "ppo",
+        [
+            "actor_rollout_ref.rollout.n=1",
+            "algorithm.kl_ctrl={type: adaptive}",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+            "critic.optim.lr_scheduler_type=cosine",
+            "actor_rollout_ref.model.tiled_mlp.enabled=true",
+            "algorithm.use_pf_ppo=true",
+            "reward.reward_model={enable: true, path: blank}",
+        ],
+    ),
+    "online_dpo": ("online_dpo", ["trainer.total_training_steps=null", "data.train_batch_size=12"]),
+}
+RL_BASE = [
+    "actor_rollout_ref.model.path=blank",
+    "data.train_files=data/train.parquet",
+    "data.val_files=data/val.parquet",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=32",
+    "data.max_response_length=6",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+]
+RUN = ["trainer.num_threads=1", "trainer.device=cpu", "trainer.total_training_steps=1", "trainer.watchdog_seconds=0"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with prompts, conversations, pairs, a tokenizer and a model."""
+    folder = tmp_path_factory.mktemp("reads")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        rows = [[{"role": "user", "content": f"copy {n}"}, {"role": "assistant", "content": str(n)}] for n in range(8)]
+        Path("chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+        pairs = [{"prompt": f"copy {n}", "chosen": str(n), "rejected": "no"} for n in range(8)]
+        Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        Path("score.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+                                    "    return float(len(solution_str) % 3)\n")  # fmt: skip
+        make = ["make", "digit_sequence", "length=4", "digits=2", "--out", "data", "--size", "12", "--val-size", "4"]
+        tokenizer = ["tokenizer", "--files", "chats.jsonl", "--out", "tokenizer", "--vocab-size", "270"]
+        init = ["--arch", "qwen3", "--size", "200k", "--tokenizer", "tokenizer", "--out", "blank"]
+        for app, arguments in ((data_command.app, make), (data_command.app, tokenizer), (init_command.app, init)):
+            result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+            assert result.exit_code == 0, result.output
+        yield folder
+
+
+@pytest.fixture
+def never_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch the whole run, not its first step only."""
+    monkeypatch.setattr(ReadLog, "finish", lambda self, *_: None)
+
+
+def keys_read(cls: type, overrides: list[str], preset: str | None, directory: Path) -> set[str]:
+    """What a run reads; the run itself must succeed."""
+    config: Any = load_config(cls, [*overrides, f"trainer.default_local_dir={directory}"], preset=preset)
+    log = watch(config)
+    try:
+        assert run(config) == 0
+    finally:
+        log.stop()
+    return log.read
+
+
+def run(config: Any) -> int:
+    if isinstance(config, RLConfig):
+        from hone.trainers.rl import train
+    elif isinstance(config, SFTConfig):
+        from hone.trainers.sft import train
+    else:
+        from hone.trainers import preference
+
+        return preference.train(config)
+    return train(config)
+
+
+def unread_of(cls: type, read: set[str]) -> list[str]:
+    return [
+        key.path
+        for key in documentation(cls)
+        if key.path not in read and not key.path.startswith(BEFORE) and not key.path.startswith(OTHER_PROCESSES)
+        and not key.path.endswith(POOLS)
+    ]  # fmt: skip
+
+
+def test_runs_read_every_key_of_rl(place: Path, tmp_path: Path, never_finish: None) -> None:
+    read: set[str] = set()
+    for name, (preset, overrides) in RL_RUNS.items():
+        read |= keys_read(RLConfig, [*RL_BASE, *RUN, *overrides], preset, tmp_path / name)
+    assert unread_of(RLConfig, read) == []
+
+
+@pytest.mark.parametrize(
+    ("cls", "overrides"),
+    [
+        (SFTConfig, ["data.train_files=chats.jsonl", "data.val_files=chats.jsonl", "optim.lr_scheduler_type=cosine"]),
+        (
+            PreferenceConfig,
+            ["data.train_files=pairs.jsonl", "data.val_files=pairs.jsonl", "optim.lr_scheduler_type=cosine"],
+        ),
+        (
+            RewardModelConfig,
+            ["data.train_files=pairs.jsonl", "data.val_files=pairs.jsonl", "optim.lr_scheduler_type=cosine"],
+        ),
+    ],
+)
+def test_runs_read_every_key_of_other_trees(
+    cls: type, overrides: list[str], place: Path, tmp_path: Path, never_finish: None
+) -> None:
+    common = [*RUN, "model.path=blank", "data.train_batch_size=4", "model.tiled_mlp.enabled=true", "model.lora_rank=2"]
+    read = keys_read(cls, [*common, *overrides], None, tmp_path / "run")
+    labelled = ("data.completion_key", "data.label_key")  # rows with a label instead of a pair
+    refused = [found.error.where for found in examine(load_config(cls, [*common, *overrides])).errors]
+    assert [key for key in unread_of(cls, read) if key not in labelled and not _refused(key, refused)] == []
+
+
+def _refused(key: str, refused: list[str]) -> bool:
+    """LoRA is refused as a whole where it is not there."""
+    return key in refused or (key.startswith(("model.lora_", "model.target_")) and "model.lora_rank" in refused)
+
+
+def test_an_unread_key_ends_the_run(place: Path, tmp_path: Path) -> None:
+    config = load_config(
+        RLConfig,
+        [*RL_BASE, *RUN, "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path / 'run'}"]
+        + ["ray.num_cpus=3", "data.val_files=null", "actor_rollout_ref.rollout.val_kwargs.n=2", "data.seed=1"],
+        preset="grpo",
+    )
+    with pytest.raises(ConfigError) as caught:
+        run(config)
+    text = caught.value.render()
+    assert "R10 ray.num_cpus=3 (command line)" in text and "val_kwargs.n=2" in text and "data.seed" not in text
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1]
+
+
+def test_silenced_it_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(RLConfig, ["ray.num_cpus=3", "preflight.allow=[R10]"])
+    import logging
+
+    logging.getLogger("hone").propagate = True
+    watch(config).finish()
+    assert any("R10 ray.num_cpus=3" in record.message for record in caplog.records)
+
+
+def test_what_counts_as_set_and_as_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("reward: {timeout: 5}\ncritic: {cliprange_value: 0.5}\n")
+    config = load_config(RLConfig, ["ray.num_cpus=3"], preset="ppo", config_path=tmp_path)
+    log = watch(config)
+    assert watch(config) is log
+    assert sorted(log.unread()) == [
+        "ray.num_cpus",
+        "reward.timeout",
+    ]  # not the preset's, not what is the default anyway
+    assert log.unread(elsewhere=["ray.num_cpus"]) == ["reward.timeout"]
+    with unrecorded():
+        assert config.reward.timeout == 5
+    assert "reward.timeout" in log.unread()
+    vars(config.reward)
+    assert log.unread() == ["ray.num_cpus"]
+    with pytest.raises(HoneError, match="R10"):
+        log.finish()
+    log.finish()  # once is enough
+    assert type(config) is RLConfig and type(config.reward).__mro__[0] is type(RLConfig().reward)
+
+
+def test_a_watched_configuration_is_the_same_configuration() -> None:
+    config = load_config(RLConfig, ["data.seed=3"])
+    plain = load_config(RLConfig, ["data.seed=3"])
+    log = watch(config)
+    copy = pickle.loads(pickle.dumps(config))  # noqa: S301
+    assert copy == plain and type(copy.data) is type(plain.data)
+    assert isinstance(config, RLConfig) and isinstance(config.data, type(plain.data))
+    log.stop()
+    assert config == plain
+
+
+def test_validation_and_saving_come_later() -> None:
+    keys = ["actor_rollout_ref.rollout.val_kwargs.n=2", "trainer.async_save=false", "data.train_files=x"]
+    with_files = load_config(RLConfig, [*keys, "data.val_files=y"])
+    assert watch(with_files).unread() == ["data.train_files", "data.val_files"]
+    without = load_config(RLConfig, [*keys, "trainer.save_freq=0"])
+    assert set(watch(without).unread()) >= {"actor_rollout_ref.rollout.val_kwargs.n", "trainer.async_save"}
