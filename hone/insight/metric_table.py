@@ -283,6 +283,12 @@ _SAMPLES = (
 )
 
 _TIME = (
+    MetricSpec(
+        "timing_s/save_checkpoint",
+        "s",
+        _SUM,
+        "Wall time for which the checkpoint after the step before held the run up; its files are written beside training.",
+    ),
     MetricSpec("timing_s/<stage>", "s", _SUM, "Wall time of a stage of the step; `step` is all of it."),
     MetricSpec("perf/total_num_tokens", "tokens", _SUM, "Prompt and response tokens of the step."),
     MetricSpec("perf/time_per_step", "s", _SUM, "Wall time of the step."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,7 @@ class RunCheckpoints:
         self.resumed_from: Checkpoint | None = self._find()
         self._saved_step = self.resumed_from.step if self.resumed_from else 0
         self._seen: tuple[int, dict[str, float]] = (-1, {})
+        self._began = self._held_up = 0.0
 
     # resuming --------------------------------------------------------------------------------------------------------
 
@@ -145,6 +147,7 @@ class RunCheckpoints:
         """Where checkpoint ``step`` is to be written, None when it exists; waits for the save before."""
         if step == self._saved_step:
             return None
+        self._began = time.perf_counter()
         with activity.doing("checkpoint"):
             return str(self.store.begin(step))
 
@@ -154,6 +157,12 @@ class RunCheckpoints:
         with activity.doing("checkpoint"):
             self.store.publish(step, state, redacted(self._config), write, metric=metric, value=value)
         self._saved_step = step
+        self._held_up += time.perf_counter() - self._began
+
+    def take_seconds(self) -> float:
+        """Seconds that saving has held the run up since the last call."""
+        seconds, self._held_up = self._held_up, 0.0
+        return seconds
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises the error of a save that failed."""

@@ -112,6 +112,8 @@ class RunSession:
         """Write one line of metrics.jsonl and tell the trackers."""
         self._logged_step = step
         self.checkpoints.saw(step, metrics)
+        if seconds := self.checkpoints.take_seconds():
+            metrics = {**metrics, "timing_s/save_checkpoint": seconds}
         self.trackers.log(step, metrics)
 
     def begin_save(self, step: int) -> str | None:

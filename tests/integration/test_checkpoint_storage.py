@@ -83,6 +83,8 @@ def test_a_run_goes_on_from_an_object_store_bit_for_bit(world, adapter):
     best = json.loads(Storage(bucket).read_text("best.json"))
     assert best == {"step": min(losses, key=losses.__getitem__), "metric": "val/loss", "value": min(losses.values())}
     assert find_checkpoint(f"{bucket}/best").value == min(losses.values())
+    timings = [json.loads(line) for line in (world / "parts/metrics.jsonl").read_text().splitlines()]
+    assert ["timing_s/save_checkpoint" in row for row in timings] == [False, False, True, False, True]
     assert find_actor(world / "parts").is_dir(), "the run directory says where its checkpoints are"
 
 
