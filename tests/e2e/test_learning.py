@@ -22,8 +22,8 @@ CASES = {
         "actor_rollout_ref.actor.ppo_mini_batch_size=6",
     ),
     "ppo-lora": (
-        *("ppo", *LORA, "actor_rollout_ref.actor.optim.lr=3e-3", "critic.optim.lr=3e-3"),
-        *("actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=50"),
+        *("ppo", *LORA, "actor_rollout_ref.actor.optim.lr=2e-3", "critic.optim.lr=3e-3"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=12", "trainer.total_training_steps=40"),
     ),
 }
 
