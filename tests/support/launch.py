@@ -82,6 +82,11 @@ def hone(*arguments: object, log: Path, cwd: Path | None = None, timeout: float 
     return Command(arguments, log, cwd).wait(timeout)
 
 
+def set_environment(values: dict[str, str]) -> None:
+    """A ``prepare`` that sets environment variables."""
+    os.environ.update(values)
+
+
 def kill(command: Command) -> int:
     """SIGKILL, as the kernel does when memory is out; returns the exit code."""
     command.signal(signal.SIGKILL)

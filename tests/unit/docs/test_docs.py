@@ -11,9 +11,12 @@ A fenced block of a page is one of
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -133,32 +136,55 @@ def shortened(words: list[str]) -> list[str]:
     return words
 
 
-def run_command(line: str, folder: Path, number: int) -> None:
-    from support.launch import hone
+def run_command(line: str, folder: Path, number: int, exported: dict[str, str]) -> None:
+    """Run one line; ``export NAME=value`` holds for the lines that follow on the page."""
+    from support.launch import Command, set_environment
 
     words = shlex.split(line, comments=True)
+    if words[0] == "export":
+        exported.update(word.split("=", 1) for word in words[1:])
+        return
     if words[0] == "hone":
-        ended = hone(*shortened(words[1:]), log=folder / f".log{number}", cwd=folder, timeout=120)
+        setting = functools.partial(set_environment, exported)
+        ended = Command(shortened(words[1:]), folder / f".log{number}", folder, prepare=setting).wait(180)
         assert ended.code == 0, f"{line}\nas: hone {shlex.join(shortened(words[1:]))}\n{ended.output}"
         return
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path}
+    environment = {**os.environ, **exported, "PATH": path}
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", line],
         cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in WRITTEN if runs_something(page)])
 def test_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    number = 0
+    try:
+        run_page(page, tmp_path)
+    finally:
+        end_servers(tmp_path)
+
+
+def end_servers(folder: Path) -> None:
+    """End what a page left running: servers whose process ids it wrote to files, as it tells its reader to end them."""
+    for file in folder.glob("*.pid"):
+        process = int(file.read_text())
+        with contextlib.suppress(OSError):  # it has ended already, as the page says
+            if Path(f"/proc/{process}/cwd").resolve() == folder.resolve():
+                os.kill(process, signal.SIGTERM)
+
+
+def run_page(page: str, tmp_path: Path) -> None:
+    """Run the blocks of a page in order."""
+    number, exported = 0, {"RAY_worker_niceness": "0"}  # workers of a busy machine would starve
     for block in blocks(page):
         if block.reason is not None:
             continue
@@ -174,7 +200,7 @@ def test_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
         elif block.language == "bash":
             for line in commands(block.body):
                 number += 1
-                run_command(line, tmp_path, number)
+                run_command(line, tmp_path, number, exported)
     assert number or not any(block.language == "bash" and block.reason is None for block in blocks(page))
 
 
