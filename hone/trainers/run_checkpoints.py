@@ -38,14 +38,13 @@ FREE_KEYS = (
     *("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name", "trainer.logger"),
     *("trainer.resume_", "trainer.save_freq", "trainer.max_ckpt_to_keep", "trainer.total_", "trainer.num_threads"),
     *("trainer.best_ckpt_", "trainer.checkpoint_dir", "trainer.async_save"),
+    *("trainer.watchdog_seconds", "trainer.max_restarts", "trainer.test_freq", "trainer.val_before_train"),
+    *("trainer.rollout_dump_freq", "trainer.log_val_generations", "preflight."),
     *(
-        "trainer.watchdog_seconds",
-        "trainer.test_freq",
-        "trainer.val_before_train",
-        "trainer.rollout_dump_freq",
-        "trainer.log_val_generations",
+        f"{block}.{key}"
+        for block in ("model", "actor_rollout_ref.model")
+        for key in ("enable_gradient_checkpointing", "enable_activation_offload", "tiled_mlp")
     ),
-    *("preflight.", "actor_rollout_ref.model.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
 )
 """What may change from one part of a run to the next without a word (beginnings of keys)."""
 
