@@ -144,8 +144,7 @@ class Hone:
             ],
         )
         self.trainer = RLTrainer(config)
-        feed = self.trainer.rollouter
-        feed.sampling = dataclasses.replace(feed.sampling, stop_token_ids=workload.ends)
+        self.trainer.sampling = dataclasses.replace(self.trainer.sampling, stop_token_ids=workload.ends)
 
     async def step(self) -> Seconds:
         """One step, its phases noted."""

@@ -24,9 +24,9 @@ from hone.generation.native.forward import FusedForward, attention_window
 
 def fits(causal: nn.Module) -> bool:
     """Whether ``causal`` can be computed here: on the CPU, of a known kind, nothing in place of its parts or between them."""
-    if next(causal.parameters()).device.type != "cpu" or getattr(causal, "is_gradient_checkpointing", False):
-        return False
-    return FusedForward.fits(causal)
+    on_cpu = next(causal.parameters()).device.type == "cpu"
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in causal.modules())
+    return on_cpu and not checkpointing and FusedForward.fits(causal)
 
 
 def hidden_states(causal: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
