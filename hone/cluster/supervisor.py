@@ -20,12 +20,16 @@ from hone.cluster.failures import WorkerLost
 from hone.cluster.runtime import Runtime, build_runtime
 from hone.cluster.watchdog import Hang
 from hone.config.tree import RLConfig
+from hone.insight import activity
 from hone.insight.activity import is_here
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_files import RUN
 from hone.training.checkpoints.store import CheckpointStore
 
 log = logging.getLogger("hone")
+
+START_LIMIT = 1800.0
+"""Seconds that starting processes and loading models may take without a sign of life."""
 
 
 @runtime_checkable
@@ -55,10 +59,11 @@ class Supervisor:
 
     def runtime(self, config: RLConfig, roles: Sequence[RoleSpec], *, total_steps: int, resume: str | None) -> Runtime:
         """The runtime with all roles made from a checkpoint: a new one, or the one that lost workers, mended."""
-        if isinstance(self._runtime, Renewable):
-            self._runtime.renew(resume)
-        else:
-            self._runtime = build_runtime(config, roles, total_steps=total_steps, resume=resume)
+        with activity.doing("starting", limit=START_LIMIT):
+            if isinstance(self._runtime, Renewable):
+                self._runtime.renew(resume)
+            else:
+                self._runtime = build_runtime(config, roles, total_steps=total_steps, resume=resume)
         assert self._runtime is not None
         return self._runtime
 

@@ -89,13 +89,14 @@ class Watcher:
         return word.decode()
 
     def _quiet_for(self, records: Sequence[Record]) -> float:
-        """Seconds since anything moved. A driver that the user has stopped, or holds in a debugger, does not count."""
+        """Seconds since anything moved. A driver that says nothing yet, that the user has stopped, or that a debugger holds,
+        does not count.
+        """
         seen: dict[int, tuple[object, ...]] = {record.pid: (record.ticks, record.spans) for record in records}
-        if seen != self._seen or _is_held(self.driver):
+        stage = next((record.stage for record in records if record.pid == self.driver and record.spans), "")
+        if seen != self._seen or not stage or _is_held(self.driver):
             self._seen, self._moved = seen, time.monotonic()
-        for record in records:
-            if record.pid == self.driver:
-                self._last_stage = record.stage
+        self._last_stage = stage or self._last_stage
         return time.monotonic() - self._moved
 
     def _limit(self, records: Sequence[Record]) -> float:

@@ -145,6 +145,8 @@ class Failures:
         cause = root(error)
         if isinstance(cause, HoneError):
             return cause
+        if _never_began(cause):
+            return _could_not_begin(name, cause)
         if is_out_of_memory(cause):
             records = {record.name: record for record in read_records(self._folder)}
             return out_of_memory(cause, self._config, f"{_stage(records)} > {name}: {activity.stage_of(cause)}")
@@ -175,14 +177,32 @@ def root(error: BaseException) -> BaseException:
 
 
 def remote_traceback(error: RayTaskError) -> str:
-    """The traceback as it was in the worker, without the frames and colours of Ray."""
-    lines = _ANSI.sub("", error.traceback_str).rstrip().splitlines()
-    kept = [line for line in lines if not line.startswith("ray::") and not re.fullmatch(r"\s*\^+\s*", line)]
-    return "\n".join(kept)
+    """The traceback as it was in the worker."""
+    return plain(error.traceback_str)
+
+
+def plain(text: str) -> str:
+    """What Ray wrote, without its colours, its own headings and the marks under lines."""
+    lines = _ANSI.sub("", text).rstrip().splitlines()
+    return "\n".join(line for line in lines if not line.startswith("ray::") and not re.fullmatch(r"\s*\^+\s*", line))
 
 
 def _is_lost(cause: BaseException) -> bool:
-    return isinstance(cause, _LOST)
+    return isinstance(cause, _LOST) and not _never_began(cause)
+
+
+def _never_began(cause: BaseException) -> bool:
+    """Whether the process was there, but could not import what it needs."""
+    return isinstance(cause, RayActorError) and "error raised in its creation task" in str(cause)
+
+
+def _could_not_begin(name: str, cause: BaseException) -> ProcessError:
+    lines = [line for line in plain(str(cause)).splitlines() if line.strip()]
+    return ProcessError(
+        f"{name} could not begin: {lines[-1].strip()}\n" + "\n".join(f"    {line}" for line in lines[-12:-1]),
+        why="every worker must be able to import what the driver imports",
+        fix="install the same environment on every node, or name it in ray.runtime_env",
+    )
 
 
 def _rank(error: BaseException) -> int:
