@@ -144,8 +144,8 @@ class PolicyWorker(ModelRole):
         are the old ones, unless the engine reported those; later it takes a forward pass to know it.
         """
         if first and not self._correction["bypass_mode"]:
-            return self._objective.prepare(mini, mini.ragged("old_log_probs"))
-        return self._objective.prepare(mini, self.engine.infer_batch(mini)["log_probs"])
+            return self._objective.prepare(mini, mini.ragged("old_log_probs"), self.engine.whole_batch)
+        return self._objective.prepare(mini, self.engine.infer_batch(mini)["log_probs"], self.engine.whole_batch)
 
     @dispatch(Split.ALL, Collect.FIRST)
     def stage(self, location: str) -> None:

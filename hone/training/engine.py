@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,10 @@ Statistics = dict[str, tuple[Tensor | float, float]]
 
 LossFn = Callable[[dict[str, Ragged], Batch, Totals], tuple[Tensor, Statistics]]
 """(outputs of the head, micro-batch, totals) to (this micro-batch's share of the loss, statistics)."""
+
+
+WholeBatch = Callable[[Batch], tuple[Batch, Sequence[int]]]
+"""This rank's rows to the rows of all ranks, and which of them are its own."""
 
 
 @dataclass
@@ -168,6 +172,10 @@ class TrainEngine:
             if self.device.type == "cpu":
                 heap_watch()()
         return result
+
+    def whole_batch(self, own: Batch) -> tuple[Batch, Sequence[int]]:
+        """The rows of all data-parallel ranks, and which of them are this rank's: here the same."""
+        return own, range(len(own))
 
     def take_busy_seconds(self) -> float:
         """Seconds spent in forward, backward and optimizer since the last call."""

@@ -18,7 +18,7 @@ from hone.data.ragged import Ragged
 from hone.insight.invariants import RATIO_MAX, RATIO_MEAN
 from hone.insight.metrics import MetricSpec, Reduction, declare, is_declared
 from hone.training.correction import loss_name
-from hone.training.engine import LossFn, Statistics, Totals
+from hone.training.engine import LossFn, Statistics, Totals, WholeBatch
 
 PREPARED = "prepared/"
 """Beginning of the names of columns that a policy loss settled over the whole mini-batch."""
@@ -50,18 +50,26 @@ class PolicyObjective:
         """Whether the loss compares tokens across the mini-batch, so that :meth:`prepare` must come first."""
         return self.loss.needs_preparation
 
-    def prepare(self, batch: Batch, log_probs: Ragged) -> Batch:
-        """Add to a whole mini-batch what the loss settles over all of it; ``log_probs`` are the policy's at this moment."""
-        mask = batch.ragged("response_mask")
+    def prepare(self, batch: Batch, log_probs: Ragged, whole: WholeBatch = lambda own: (own, range(len(own)))) -> Batch:
+        """Add what the loss settles over a whole mini-batch.
+
+        Args:
+            batch: the mini-batch, or this rank's rows of it.
+            log_probs: the policy's at this moment.
+            whole: brings the rows of all ranks together (:meth:`TrainEngine.whole_batch`).
+        """
+        compared = batch.select("old_log_probs", "advantages", "response_mask").with_columns(log_probs=log_probs)
+        everything, own = whole(compared)
+        mask = everything.ragged("response_mask")
         prepared = self.loss.prepare(
-            batch.ragged("old_log_probs").to_padded(),
-            log_probs.to_padded(),
-            batch.ragged("advantages").to_padded(),
+            everything.ragged("old_log_probs").to_padded(),
+            everything.ragged("log_probs").to_padded(),
+            everything.ragged("advantages").to_padded(),
             mask.to_padded(),
             **self.options,
         )
-        columns = {f"{PREPARED}{name}": Ragged.from_padded(x, mask.lengths) for name, x in prepared.items()}
-        return batch.with_columns(**columns)
+        columns = {name: Ragged.from_padded(x, mask.lengths).select(list(own)) for name, x in prepared.items()}
+        return batch.with_columns(**{f"{PREPARED}{name}": column for name, column in columns.items()})
 
     def __call__(self, outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
         """A micro-batch's share of the loss, and its statistics."""

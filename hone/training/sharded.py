@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,14 @@ class ShardedEngine(TrainEngine):
         """One optimizer update; ``batch`` holds this data-parallel rank's rows of the mini-batch (perhaps none)."""
         with self._in_use(optimizer=not self.fsdp.optimizer_offload):
             return super().train_batch(batch, *args, **kwargs)
+
+    def whole_batch(self, own: Batch) -> tuple[Batch, Sequence[int]]:
+        """The rows of all data-parallel ranks, and which of them are this rank's."""
+        parts: list[Any] = [None] * self.meshes.layout.dp_size
+        dist.all_gather_object(parts, own, group=self.meshes.data_group)
+        place = self.meshes.data.get_local_rank("data")
+        before = sum(len(part) for part in parts[:place])
+        return Batch.concat([part for part in parts if len(part)]), range(before, before + len(own))
 
     def export_weights(self, which: str = "all") -> Iterator[tuple[str, Tensor]]:
         """Names and whole parameters, one at a time; every rank must take them all, and gets the same."""

@@ -33,6 +33,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         {"optim": {"lr": 0.03, "optimizer": "SGD", "override_optimizer_config": {"momentum": 0.9}}},
     ),
     "critic": ("tied", {"kind": "value"}),
+    "a loss that compares the tokens of all ranks": ("tied", {"loss_mode": "kl_cov"}),
+    "another one": ("tied", {"loss_mode": "m2po"}),
     "lora": ("tied", {"model_settings": LORA}),
     "tensor": ("tied", {"parallel": TENSOR}),
     "tensor, untied": ("untied", {"parallel": TENSOR}),

@@ -67,6 +67,7 @@ class Case:
     model_settings: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
     loss_agg_mode: str = "token-mean"
+    loss_mode: str = "vanilla"
 
 
 @dataclass
@@ -129,6 +130,8 @@ def objective_of(case: Case) -> Any:
     if case.kind == "value":
         return value_objective(cliprange_value=0.5, loss_agg_mode=case.loss_agg_mode, loss_scale_factor=16)
     actor = ActorConfig(loss_agg_mode=case.loss_agg_mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+    actor.policy_loss.loss_mode = case.loss_mode
+    actor.policy_loss.clip_cov_ratio = actor.policy_loss.kl_cov_ratio = 0.2
     return PolicyObjective(actor, correction_settings(RolloutCorrectionConfig()), max_response_length=16)
 
 
@@ -146,6 +149,8 @@ def train(case: Case) -> Outcome:
     objective, losses, norms = objective_of(case), [], []
     for update in range(case.updates):
         batch = share_of(batch_of(case, update), layout)
+        if isinstance(objective, PolicyObjective) and objective.needs_preparation:
+            batch = objective.prepare(batch, batch.ragged("ref_log_probs"), engine.whole_batch)
         result = engine.train_batch(batch, objective, step=update, with_entropy=True)
         name = "critic/vf_loss" if case.kind == "value" else "actor/loss"
         pairs = [seen[name] for seen in result.statistics if name in seen]
