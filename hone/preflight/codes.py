@@ -63,3 +63,21 @@ def index() -> list[CodeEntry]:
         if code not in asked:
             asked[code].append(CodeEntry(code, "pending", f"For {what}: {why}."))
     return [entry for code in sorted(asked) for entry in asked[code]]
+
+
+BEGIN = "<!-- Generated from the rules by scripts/make_docs: do not edit from here -->"
+END = "<!-- to here -->"
+
+
+def index_page(existing: str) -> str:
+    """Return the page with its index of codes written anew between the markers; the rest stays."""
+    head, _, rest = existing.partition(BEGIN)
+    lines = ["", "| Code | When | What is asked |", "|---|---|---|"]
+    lines += [f"| {entry.code} | {entry.when} | {_in_table(entry)} |" for entry in index()]
+    return "\n".join([head + BEGIN, *lines, "", END]) + rest.partition(END)[2]
+
+
+def _in_table(entry: CodeEntry) -> str:
+    every = set(TREES) == set(entry.trees)
+    names = "" if every or not entry.trees or entry.trees == ("train",) else f" (`hone {'`, `hone '.join(entry.trees)}`)"
+    return entry.question.replace("|", "\\|") + names
