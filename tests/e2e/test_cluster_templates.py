@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import yaml
 from support.launch import hone
-from support.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "examples" / "cluster"
@@ -39,13 +38,18 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def task(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with train.parquet and val.parquet."""
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.parquet, val.parquet and an untrained model in model/."""
     folder = tmp_path_factory.mktemp("task")
-    ended = hone(
-        *("data", "make", "digit_sequence", "--out", folder, "--size", "16", "--val-size", "4"), log=folder / "log"
-    )
-    assert ended.code == 0, ended.output
+    for number, words in enumerate(
+        (
+            f"data make digit_sequence --out {folder} --size 16 --val-size 4",
+            f"data tokenizer --files {folder}/train.parquet --out {folder}/words --vocab-size 300",
+            f"init --arch qwen3 --size 200k --tokenizer {folder}/words --out {folder}/model",
+        )
+    ):
+        ended = hone(*words.split(), log=folder / f"{number}.log")
+        assert ended.code == 0, ended.output
     return folder
 
 
@@ -58,7 +62,7 @@ def port() -> int:
 
 
 @pytest.fixture
-def surroundings(world: World, task: Path, port: int, tmp_path: Path) -> dict[str, str]:
+def surroundings(task: Path, port: int, tmp_path: Path) -> dict[str, str]:
     """The environment that the scripts want, small nodes, and a home of its own for Ray's token."""
     (tmp_path / "home").mkdir()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_", "SKYPILOT_"))}
@@ -66,7 +70,7 @@ def surroundings(world: World, task: Path, port: int, tmp_path: Path) -> dict[st
         **kept,
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}",
         "HOME": str(tmp_path / "home"),
-        "MODEL": str(world.model),
+        "MODEL": str(task / "model"),
         "DATA": str(task),
         "RAY_PORT": str(port),
         "RAY_OPTIONS": "--num-cpus=1 --object-store-memory=100000000",
@@ -221,10 +225,10 @@ def command_of(template: str) -> str:
 
 
 @pytest.mark.parametrize("template", ["slurm.sbatch", "submit.sh", "kuberay.yaml", "skypilot.yaml"])
-def test_hone_takes_the_command(template: str, world: World, task: Path, tmp_path: Path) -> None:
+def test_hone_takes_the_command(template: str, task: Path, tmp_path: Path) -> None:
     """All keys exist, and the run passes every check before it would begin."""
     values = {
-        "MODEL": str(world.model),
+        "MODEL": str(task / "model"),
         "DATA": str(task),
         "RUN": str(tmp_path / "run"),
         "@": "",
@@ -301,7 +305,11 @@ def test_the_slurm_script_trains_on_two_nodes(start: Any, tmp_path: Path) -> Non
     )
     code, output = ended(job)
     assert code == 0, output
-    assert [row["training/global_step"] for row in metrics(tmp_path / "run")] == [1, 2]
+    rows = metrics(tmp_path / "run")
+    assert [row["training/global_step"] for row in rows] == [1, 2]
+    for row in rows:  # two data-parallel ranks: their shares are as even as those in order, or more
+        assert 1 <= row["global_seqlen/balanced_imbalance"] <= row["global_seqlen/imbalance"]
+        assert row["global_seqlen/balanced_max"] <= row["perf/total_num_tokens"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 
 
