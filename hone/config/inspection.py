@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hone.config.check import Provenance, complaints, place, wrong_type
 from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation
 from hone.config.migration.command_line import told, unsupported
-from hone.config.migration.reading import Outcome, read_setting
+from hone.config.migration.reading import Outcome, own_key, read_setting
 from hone.config.overrides import COMMAND_LINE, override_value
 from hone.config.problems import raise_together
 from hone.config.suggest import unknown_key
@@ -157,10 +157,22 @@ def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[s
     """Yield what a layer sets: ``(path, value)`` of the schema's leaves, and of whatever it does not know."""
     for name, value in tree.items():
         path = f"{prefix}{name}"
-        if isinstance(value, dict) and path in blocks(schema):
+        if isinstance(value, dict) and (path in blocks(schema) or (_holds_foreign_keys(path, value, schema))):
             yield from _leaves(value, schema, f"{path}.")
         else:
             yield path, value
+
+
+def _holds_foreign_keys(path: str, tree: dict[Any, Any], schema: type) -> bool:
+    """Tell whether a mapping that the schema does not know holds keys that are known by another name."""
+    if own_key(path, schema) is not None:
+        return False
+    return any(
+        _holds_foreign_keys(f"{path}.{name}", value, schema)
+        if isinstance(value, dict)
+        else read_setting(f"{path}.{name}", value, {}, schema).outcome is not Outcome.UNKNOWN
+        for name, value in tree.items()
+    )
 
 
 def _is_interpolation(value: Any) -> bool:

@@ -26,8 +26,12 @@ def _micro_batch(value: Any, others: Others) -> dict[str, Any]:
     """A micro-batch over all devices becomes one a device."""
     if value is None:
         return {}
-    devices = others.get("trainer.nnodes", 1) * others.get("trainer.n_gpus_per_node", 1)
-    return {f"{ACTOR}.ppo_micro_batch_size_per_gpu": max(1, int(value) // max(1, int(devices)))}
+    sizes = (value, others.get("trainer.nnodes", 1), others.get("trainer.n_gpus_per_node", 1))
+    if not all(isinstance(size, int) for size in sizes):
+        raise Refused(
+            "a micro-batch over a number of devices that is not written here", "ppo_micro_batch_size_per_gpu=N"
+        )
+    return {f"{ACTOR}.ppo_micro_batch_size_per_gpu": max(1, value // max(1, sizes[1] * sizes[2]))}
 
 
 def _precision(value: Any, others: Others) -> dict[str, Any]:
@@ -40,7 +44,7 @@ def _precision(value: Any, others: Others) -> dict[str, Any]:
 
 def _ratio_cap(value: Any, others: Others) -> dict[str, Any]:
     """Truncated importance sampling, as it was spelled before rollout correction."""
-    if value is None or value <= 0:
+    if not isinstance(value, int | float) or value <= 0:
         return {}
     block = "algorithm.rollout_correction"
     return {f"{block}.rollout_is": "token", f"{block}.rollout_is_threshold": str(float(value))}

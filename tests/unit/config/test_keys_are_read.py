@@ -94,7 +94,8 @@ def test_every_key_is_read(tree: type) -> None:
         key.path
         for key in documentation(tree)
         if key.last not in read
-        and key.path.rpartition(".")[0] not in (*WHOLE_BLOCKS, "preflight")  # that block is read by the checks themselves
+        and key.path.rpartition(".")[0]
+        not in (*WHOLE_BLOCKS, "preflight")  # that block is read by the checks themselves
         and not read_as_option(key.path)
     ]
     assert unread == []

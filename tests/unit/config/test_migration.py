@@ -1,0 +1,188 @@
+"""The one table of verl's keys: it contradicts neither itself nor the tree, and knows every key that is to be known."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.config import RLConfig, SFTConfig, documentation, load_config
+from hone.config.docs import config_page
+from hone.config.keys import blocks
+from hone.config.migration import TABLE, Outcome, read_setting
+from hone.config.migration.defaults import VERL_DEFAULTS
+from hone.config.migration.entries import OFF, Changed, Foreign, Renamed, Settled, Table, Unsupported, expand
+from hone.config.migration.reading import own_key
+from hone.config.migration.values import VALUES
+from hone.errors import ConfigError
+
+KEYS = {key.path: key for key in documentation(RLConfig)}
+
+NAMED = """
+data.{train_files,val_files,prompt_key,reward_fn_key,max_prompt_length,max_response_length,train_batch_size,val_batch_size}
+data.{return_raw_chat,filter_overlong_prompts,truncation,shuffle,seed,custom_cls.path,custom_cls.name}
+data.{apply_chat_template_kwargs,tokenizer,gen_batch_size,image_key,return_full_prompt,dataloader_num_workers}
+actor_rollout_ref.model.{path,tokenizer_path,trust_remote_code,override_config,enable_gradient_checkpointing}
+actor_rollout_ref.model.{enable_activation_offload,use_remove_padding,use_fused_kernels,tiled_mlp.enabled,lora_rank,lora_alpha}
+actor_rollout_ref.model.{target_modules,lora_adapter_path,custom_chat_template,use_liger,external_lib,exclude_modules,lora.rank}
+actor_rollout_ref.actor.{ppo_mini_batch_size,ppo_micro_batch_size_per_gpu,ppo_micro_batch_size,use_dynamic_bsz}
+actor_rollout_ref.actor.{ppo_max_token_len_per_gpu,policy_loss.loss_mode,clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}
+actor_rollout_ref.actor.{loss_agg_mode,entropy_coeff,use_kl_loss,kl_loss_coef,kl_loss_type,optim.lr,optim.lr_warmup_steps}
+actor_rollout_ref.actor.{optim.lr_warmup_steps_ratio,optim.weight_decay,ppo_epochs,shuffle,strategy,grad_clip,use_torch_compile}
+actor_rollout_ref.actor.{fsdp_config.param_offload,ulysses_sequence_parallel_size,checkpoint.save_contents,profiler.enable}
+actor_rollout_ref.actor.{megatron.tensor_model_parallel_size,megatron.override_transformer_config.recompute_method,router_replay.mode}
+actor_rollout_ref.rollout.{name,gpu_memory_utilization,tensor_model_parallel_size,data_parallel_size,expert_parallel_size}
+actor_rollout_ref.rollout.{max_num_batched_tokens,max_model_len,max_num_seqs,n,calculate_log_probs,temperature,top_p,top_k}
+actor_rollout_ref.rollout.{multi_turn.enable,multi_turn.tool_config_path,multi_turn.max_assistant_turns}
+actor_rollout_ref.rollout.{multi_turn.max_user_turns,multi_turn.format,multi_turn.tokenization_sanity_check_mode}
+actor_rollout_ref.rollout.{val_kwargs.n,val_kwargs.do_sample,agent.num_workers,agent.default_agent_loop,engine_kwargs.vllm}
+actor_rollout_ref.rollout.{enforce_eager,free_cache_engine,load_format,layered_summon,mode,prompt_length,response_length,dtype}
+actor_rollout_ref.ref.{log_prob_micro_batch_size_per_gpu,log_prob_use_dynamic_bsz,log_prob_max_token_len_per_gpu,strategy}
+critic.{enable,model.path,ppo_mini_batch_size,ppo_micro_batch_size_per_gpu,cliprange_value,loss_agg_mode,fsdp.param_offload}
+critic.{model.use_remove_padding,model.tokenizer_path,optim.lr,forward_micro_batch_size_per_gpu,strategy,rollout_n}
+reward.{custom_reward_function.path,custom_reward_function.name,reward_model.enable,reward_model.enable_resource_pool}
+reward.{reward_model.rollout.name,reward_manager.name,sandbox_fusion.url,num_workers,reward_kwargs.overlong_buffer_cfg.len}
+reward_model.{reward_manager,enable,model.path,overlong_buffer.enable,sandbox_fusion.url}
+custom_reward_function.{path,name}
+algorithm.{adv_estimator,gamma,lam,use_kl_in_reward,kl_penalty,kl_ctrl.type,kl_ctrl.kl_coef,kl_ctrl.horizon,kl_ctrl.target_kl}
+algorithm.{rollout_correction.rollout_is,rollout_correction.bypass_mode,filter_groups.enable,norm_adv_by_std_in_grpo,use_pf_ppo}
+trainer.{nnodes,n_gpus_per_node,total_epochs,total_training_steps,save_freq,test_freq,val_before_train,resume_mode}
+trainer.{resume_from_path,logger,project_name,experiment_name,use_legacy_worker_impl,default_local_dir,default_hdfs_dir,device}
+trainer.{balance_batch,critic_warmup,max_actor_ckpt_to_keep,val_only,rollout_data_dir,log_val_generations,use_v1,esi_redundant_time}
+{ray_kwargs.ray_init.num_cpus,transfer_queue.enable,global_profiler.tool,async_training.staleness_threshold,distillation.enabled}
+"""
+ALL_NAMED = [key for line in NAMED.split() for key in expand(line)]
+
+
+@pytest.mark.parametrize("key", ALL_NAMED)
+def test_every_key_is_known(key: str) -> None:
+    """A key of the tree, or one whose fate the table tells."""
+    assert read_setting(key, "x", {}).outcome is not Outcome.UNKNOWN
+
+
+def test_the_page_names_them() -> None:
+    page = config_page()
+    for key in ALL_NAMED:
+        block, _, last = key.rpartition(".")
+        own = f"### {block}\n" in page and f"| `{last}` |" in page
+        blocks_above = [key.rsplit(".", count)[0] + ".**" for count in range(1, key.count(".") + 1)]
+        assert own or f"`{key}`" in page or any(f"`{pattern}`" in page for pattern in blocks_above), key
+
+
+def test_no_entry_is_a_key_of_the_tree() -> None:
+    """The tree wins; an entry of the same name would never be asked. Delete the lines named here from the table."""
+    assert sorted(set(TABLE.paths()) & set(KEYS)) == []
+
+
+def test_other_names_lead_to_keys() -> None:
+    for path, entry in TABLE.paths().items():
+        targets = (entry.to,) if isinstance(entry, Renamed) else entry.to if isinstance(entry, Changed) else ()
+        for target in targets:
+            assert own_key(target.removesuffix(".*"), RLConfig) is not None, (path, target)
+    assert set(VALUES) <= set(KEYS)
+    assert set(VERL_DEFAULTS) <= set(KEYS)
+    assert {key: KEYS[key].default for key in VERL_DEFAULTS} != VERL_DEFAULTS
+
+
+def test_entries_speak() -> None:
+    for path, entry in TABLE.paths().items():
+        if isinstance(entry, Unsupported):
+            assert entry.what and entry.instead, path
+        elif isinstance(entry, Settled):
+            assert entry.says and (entry.only is None or entry.instead), path
+        elif isinstance(entry, Foreign):
+            assert entry.reason, path
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, e in TABLE.paths().items() if isinstance(e, Unsupported) and "*" not in path]
+)
+def test_what_is_off_passes_and_what_is_on_is_refused(path: str) -> None:
+    assert all(read_setting(path, value, {}).outcome is Outcome.SETTLED for value in TABLE.paths()[path].off)  # type: ignore[union-attr]
+    assert read_setting(path, "something", {}).outcome is Outcome.UNSUPPORTED
+
+
+@given(st.sampled_from(sorted(KEYS)), st.sampled_from([*OFF, 3, 0.5, "text", True]))
+def test_a_key_of_the_tree_stays_itself(path: str, value: Any) -> None:
+    reading = read_setting(path, value, {})
+    assert set(reading.sets) <= {path} or path in VALUES
+    assert reading.outcome is Outcome.KEPT or path in VALUES
+
+
+def test_the_most_exact_entry_wins() -> None:
+    table = Table(
+        {"a.**": Foreign("block"), "a.*.x": Foreign("any"), "a.b.x": Foreign("one"), "a.{c,d}.**": Renamed("n.*")}
+    )
+    found = [table.find(path) for path in ("a.q.r", "a.q.x", "a.b.x", "a.c.y.z", "b")]
+    assert found == [Foreign("block"), Foreign("any"), Foreign("one"), Renamed("n.y.z"), None]
+    with pytest.raises(ValueError, match="two entries"):
+        Table({"a.{b,c}": Foreign(""), "a.b": Foreign("")})
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("reward_model.enable=True", "reward.reward_model.enable", True),
+        ("+reward_model.reward_kwargs.overlong_buffer_cfg.len=7", "reward.overlong_buffer.len", 7),
+        ("data.truncation=left", "data.truncation", "truncate"),
+        ("trainer.logger=console", "trainer.logger", ["console"]),
+        ("trainer.logger=['console','file']", "trainer.logger", ["console"]),
+        ("+data.shuffle=false", "data.shuffle", False),
+        ("custom_reward_function.path='a b/it''s.py'", "reward.custom_reward_function.path", None),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "actor_rollout_ref.rollout.n", 1),
+        ("+actor_rollout_ref.actor.megatron.override_transformer_config.x=1", "actor_rollout_ref.rollout.n", 1),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=bf16", "actor_rollout_ref.actor.dtype", "bfloat16"),
+    ],
+)
+def test_lines_of_verl_work_on_the_command_line(
+    line: str, key: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("hone").propagate = True
+    if value is None:
+        with pytest.raises(ConfigError):
+            load_config(RLConfig, [line])
+        return
+    with caplog.at_level(logging.INFO, logger="hone.config"):
+        config: Any = load_config(RLConfig, [line])
+    for part in key.split("."):
+        config = getattr(config, part)
+    assert config == value
+    renamed = key not in line.lstrip("+") or "left" in line or "logger" in line
+    assert (line in caplog.text) == renamed  # what was done is said
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("actor_rollout_ref.rollout.name=vllm", ["engine vllm", "actor_rollout_ref.rollout.name=native"]),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", ["not supported yet", "several turns"]),
+        ("actor_rollout_ref.actor.strategy=megatron", ["megatron", "strategy=fsdp2"]),
+        ("actor_rollout_ref.model.use_remove_padding=False", ["always packed"]),
+        ("data.truncation=right", ["data.truncation=truncate"]),
+    ],
+)
+def test_what_is_not_supported_is_refused(line: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(RLConfig, [line])
+    assert caught.value.code == "E-unsupported" and line in caught.value.render()
+    assert all(word in caught.value.render() for word in words)
+
+
+def test_files_are_told_what_to_write(tmp_path: Any) -> None:
+    (tmp_path / "config.yaml").write_text("reward_model: {enable: true}\ntrainer: {val_only: true}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(RLConfig, config_path=tmp_path)
+    text = caught.value.render()
+    assert "reward.reward_model.enable=true" in text and "hone eval" in text and "hone config import" in text
+
+
+def test_other_trees_do_not_know_them() -> None:
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_config(SFTConfig, ["reward_model.enable=true"])
+
+
+def test_blocks_are_no_entries() -> None:
+    assert not set(blocks(RLConfig)) & set(TABLE.paths())
