@@ -12,6 +12,7 @@ holds the two together, gradients included.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -33,19 +34,40 @@ def hidden_states(causal: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
     """Last hidden states ``[1, N, H]`` of packed ``ids [1, N]``, after the final norm; autocast decides the products' dtype."""
     decoder: Any = causal.get_decoder()  # type: ignore[operator]
     hidden = decoder.embed_tokens(ids)
-    cos, sin = (
-        angles[0].unsqueeze(1) for angles in decoder.rotary_emb(hidden, layout.position_ids)
-    )  # [N, 1, head_dim]
-    half = sin.shape[-1] // 2
-    rotary = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+    rotary = _rotary(*decoder.rotary_emb(hidden, layout.position_ids))
     hidden = hidden[0]
-    for index, layer in enumerate(decoder.layers):
-        hidden = hidden + _attention(layer.self_attn, index, _norm(layer.input_layernorm, hidden), rotary, layout)
-        hidden = hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
+    for layer in decoder.layers:
+        hidden = _layer(layer, hidden, rotary, layout)
     return _norm(decoder.norm, hidden)[None]
 
 
-def _attention(module: Any, index: int, states: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+def compute_layers_here(causal: nn.Module) -> None:
+    """Let the layers of a model of a known kind compute themselves so, each called as a module by its decoder: whatever is hooked
+    to them (FSDP's gathering of their parameters, gradient checkpointing) stays in force.
+    """
+    for layer in causal.get_decoder().layers:  # type: ignore[operator]
+        layer.forward = types.MethodType(_layer_forward, layer)
+
+
+def _layer_forward(
+    layer: Any, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], layout: Layout, **_: Any
+) -> Tensor:
+    return _layer(layer, hidden_states[0], _rotary(*position_embeddings), layout)[None]
+
+
+def _layer(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    hidden = hidden + _attention(layer.self_attn, _norm(layer.input_layernorm, hidden), rotary, layout)
+    return hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
+
+
+def _rotary(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[1, N, head_dim]`` as ``[N, 1, head_dim]``, the sines' first half negative."""
+    cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+    half = sin.shape[-1] // 2
+    return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+
+def _attention(module: Any, states: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
     projections = (module.q_proj, module.k_proj, module.v_proj)
     queries, keys, _ = (projection.out_features // module.head_dim for projection in projections)
     weight, epsilon = None, 0.0
@@ -56,7 +78,7 @@ def _attention(module: Any, index: int, states: Tensor, rotary: tuple[Tensor, Te
     rotated, value = _Heads.apply(joint, weight, epsilon, queries + keys, *rotary)  # type: ignore[misc]
     query, key = rotated.split([queries, keys], 1)
     query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
-    mixed = layout.attend(index, query, key, value, Scoring(module.scaling, attention_window(module)))
+    mixed = layout.attend(module.layer_idx, query, key, value, Scoring(module.scaling, attention_window(module)))
     return module.o_proj(mixed[0].flatten(1))
 
 

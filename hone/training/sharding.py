@@ -10,7 +10,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from hone.config.parallel import FsdpConfig
+from hone.generation.native.forward import FusedForward
 from hone.training.expert_parallel import apply_expert_parallel
+from hone.training.fused import compute_layers_here
 from hone.training.heads import Head
 from hone.training.layout import Meshes
 from hone.training.model import causal_lm, layers_of
@@ -79,9 +81,12 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
     partial = apply_tensor_parallel(inner, meshes.parameters["tensor"]) if layout.tensor > 1 else []
     experts = apply_expert_parallel(model, meshes.experts["expert"]) if meshes.experts is not None else []
     computation = Computation(model, meshes)
+    narrow = _narrower(config.mixed_precision.param_dtype or dtype)
+    if meshes.parameters.device_type == "cpu" and narrow is None and FusedForward.fits(inner):
+        compute_layers_here(inner)
     settings = {
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=_narrower(config.mixed_precision.param_dtype or dtype),
+            param_dtype=narrow,
             reduce_dtype=DTYPES[config.mixed_precision.reduce_dtype],
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
