@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
+from hone.cli.programs import checked_config
 
 app = typer.Typer(add_completion=False)
 
@@ -22,14 +23,9 @@ def command(
     Precedence: defaults < --preset < your file < key=value. Example:
     hone prefer --preset dpo data.train_files=pairs/train.parquet model.path=MODEL
     """
-    from hone.config import PreferenceConfig, load_config
-    from hone.preflight import batch_plan, check, training_rows
+    from hone.config import PreferenceConfig
 
-    config = load_config(
-        PreferenceConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name
-    )
-    check(config)
-    typer.echo(batch_plan(config, training_rows(config)))
+    config = checked_config(PreferenceConfig, overrides, preset, config_path, config_name)
     if dry_run:
         return
     from hone.trainers.preference import train

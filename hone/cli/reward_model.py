@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
+from hone.cli.programs import checked_config
 
 app = typer.Typer(add_completion=False)
 
@@ -23,14 +24,9 @@ def command(
     reward.reward_model.path. Example:
     hone reward-model data.train_files=pairs/train.parquet model.path=MODEL
     """
-    from hone.config import RewardModelConfig, load_config
-    from hone.preflight import batch_plan, check, training_rows
+    from hone.config import RewardModelConfig
 
-    config = load_config(
-        RewardModelConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name
-    )
-    check(config)
-    typer.echo(batch_plan(config, training_rows(config)))
+    config = checked_config(RewardModelConfig, overrides, preset, config_path, config_name)
     if dry_run:
         return
     from hone.trainers.preference import train

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
+from hone.cli.programs import checked_config
 
 app = typer.Typer(add_completion=False)
 
@@ -22,12 +23,9 @@ def command(
     Precedence: defaults < --preset < your file < key=value. Example:
     hone sft data.train_files=train.parquet model.path=MODEL optim.lr=1e-4
     """
-    from hone.config import SFTConfig, load_config
-    from hone.preflight import batch_plan, check, training_rows
+    from hone.config import SFTConfig
 
-    config = load_config(SFTConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
-    check(config)
-    typer.echo(batch_plan(config, training_rows(config)))
+    config = checked_config(SFTConfig, overrides, preset, config_path, config_name)
     if dry_run:
         return
     from hone.trainers.sft import train

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
+from hone.cli.programs import checked_config
 
 app = typer.Typer(add_completion=False)
 
@@ -28,12 +29,9 @@ def command(
     Precedence: defaults < --preset < your file < key=value. Example:
     hone train --preset grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL
     """
-    from hone.config import RLConfig, load_config
-    from hone.preflight import batch_plan, check, training_rows
+    from hone.config import RLConfig
 
-    config = load_config(RLConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
-    check(config)
-    typer.echo(batch_plan(config, training_rows(config)))
+    config = checked_config(RLConfig, overrides, preset, config_path, config_name)
     if pilot:
         from hone.trainers.pilot import describe, pilot_findings, run_pilot
 
