@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,20 +53,21 @@ class Partition:
             used += missing
         return cls(filled, padded)
 
-    def sources(self, count: int) -> tuple[Rows, Rows]:
+    @functools.cached_property
+    def sources(self) -> tuple[Rows, Rows]:
         """Of every row of the batch the rank that has it, and where among the rank's rows.
-
-        Args:
-            count: rows of the batch.
 
         Raises:
             ValueError: not every row stands in exactly one rank, repetitions apart.
         """
+        own = self.own
+        count = sum(map(len, own))
         rank, place = np.full(count, -1), np.zeros(count, np.int64)
-        for number, (rows, extra) in enumerate(zip(self.rows, self.padded, strict=True)):
-            own = rows[: len(rows) - extra]
-            rank[own], place[own] = number, np.arange(len(own))
-        if (rank < 0).any() or sum(map(len, self.rows)) - sum(self.padded) != count:
+        for number, rows in enumerate(own):
+            if len(rows) and rows.max() >= count:
+                break
+            rank[rows], place[rows] = number, np.arange(len(rows))
+        if (rank < 0).any():
             raise ValueError(f"the ranks do not have each of {count} rows once")
         return rank, place
 
@@ -74,11 +76,18 @@ class Partition:
         """Rows of every rank without repetitions."""
         return [rows[: len(rows) - extra] for rows, extra in zip(self.rows, self.padded, strict=True)]
 
-    def local(self, groups: RowGroups, rank: int) -> RowGroups:
-        """Groups of rows of the batch as one rank sees them: of each group the rows that it has, by their place there."""
-        rows = self.rows[rank][: len(self.rows[rank]) - self.padded[rank]]
-        place = {int(row): number for number, row in enumerate(rows)}
-        return RowGroups([[place[row] for row in group if row in place] for group in groups])
+    def local(self, groups: RowGroups) -> list[RowGroups]:
+        """Groups of rows of the batch as each rank sees them: of each group the rows that it has, by their place there."""
+        rank, place = self.sources
+        seen: list[list[list[int]]] = [[] for _ in self.rows]
+        for group in groups:
+            rows = np.asarray(group, np.int64)
+            order = np.argsort(rank[rows], kind="stable")
+            cuts = np.searchsorted(rank[rows][order], np.arange(1, len(self.rows)))
+            places, ends = place[rows][order].tolist(), [0, *cuts.tolist(), len(rows)]
+            for number, part in enumerate(seen):
+                part.append(places[ends[number] : ends[number + 1]])
+        return [RowGroups(part) for part in seen]
 
 
 def balanced(

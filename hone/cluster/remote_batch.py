@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,12 +48,14 @@ class RowInfo:
         prompts: ``[B]`` tokens of each prompt.
         responses: ``[B]`` tokens of each response.
         units: ``[B]``, rows with equal numbers are never parted; None parts any two.
+        partitions: how these rows have been divided over ranks, by what was asked.
     """
 
     uids: list[str]
     prompts: Index
     responses: Index
     units: Index | None = None
+    partitions: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, batch: Batch) -> RowInfo:
@@ -68,8 +70,8 @@ class RowInfo:
     @functools.cached_property
     def lengths(self) -> Lengths:
         """For balance."""
-        units = None if self.units is None else torch.from_numpy(self.units)
-        return Lengths.of(torch.from_numpy(self.prompts), torch.from_numpy(self.responses), self.uids, units)
+        units = None if self.units is None else torch.tensor(self.units)
+        return Lengths.of(torch.tensor(self.prompts), torch.tensor(self.responses), self.uids, units)
 
     def take(self, rows: Index) -> RowInfo:
         """The given rows."""
@@ -120,12 +122,13 @@ class Piece:
     Attributes:
         names: as of the layer.
         blocks: those that hold the worker's rows.
-        index: block and row of each of the worker's rows, or None when they are all the rows of the one block, in order.
+        index: block (None where there is but one) and row of each of the worker's rows; None when they are all the rows of
+            the one block, in order.
     """
 
     names: Mapping[str, str]
     blocks: Sequence[Block]
-    index: tuple[Index, Index] | None
+    index: tuple[Index | None, Index] | None
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,13 @@ class RemoteBatch:
         layers = self._layers
         if not objects:
             layers = _narrowed(layers, lambda name: name not in self.objects_in)
-        pieces = [_pieces(layer, parts) for layer in layers]
+        places: dict[tuple[int, int], _Places] = {}
+        pieces = []
+        for layer in layers:
+            alike = (id(layer.block), id(layer.row))
+            if alike not in places:
+                places[alike] = _Places.of(layer, parts)
+            pieces.append(places[alike].pieces(layer))
         uids = self.info.uids
         return [
             Shard([of[number] for of in pieces], [uids[row] for row in rows.tolist()], self.meta)
@@ -290,17 +299,47 @@ def _joined(parts: Sequence[Layer]) -> Layer:
     return Layer(parts[0].names, list(numbers), block, np.concatenate([part.row for part in parts]))
 
 
-def _pieces(layer: Layer, parts: Sequence[Index]) -> list[Piece]:
-    """The layer as each of several workers needs it."""
-    pieces = []
-    for rows in parts:
-        block, row = layer.block[rows], layer.row[rows]
-        first = int(block[0])
-        if (block == first).all():
-            whole = len(row) == layer.blocks[first].size and bool((row == np.arange(len(row))).all())
-            index = None if whole else (np.zeros(len(row), np.int64), row)
-            pieces.append(Piece(layer.names, [layer.blocks[first]], index))
-        else:
-            used, renumbered = np.unique(block, return_inverse=True)
-            pieces.append(Piece(layer.names, [layer.blocks[number] for number in used], (renumbered, row)))
-    return pieces
+@dataclass(frozen=True)
+class _Places:
+    """Where the rows of several workers lie, for all layers whose rows lie alike.
+
+    Attributes:
+        used: of each worker the numbers of the blocks that hold its rows.
+        index: of each worker what :attr:`Piece.index` says, but for whole blocks.
+        whole: whether the rows of each worker could be all those of its one block, in order.
+    """
+
+    used: list[list[int]]
+    index: list[tuple[Index | None, Index]]
+    whole: list[bool]
+
+    @classmethod
+    def of(cls, layer: Layer, parts: Sequence[Index]) -> _Places:
+        sizes = [len(rows) for rows in parts]
+        order, starts = np.concatenate(parts), np.concatenate([[0], np.cumsum(sizes)])
+        block, row = layer.block[order], layer.row[order]
+        in_order = row == np.arange(len(order)) - np.repeat(starts[:-1], sizes)
+        bounds = starts[:-1].tolist()
+        first, last = np.minimum.reduceat(block, bounds), np.maximum.reduceat(block, bounds)
+        whole = (np.logical_and.reduceat(in_order, bounds) & (first == last)).tolist()
+        used: list[list[int]] = []
+        index: list[tuple[Index | None, Index]] = []
+        ends, one = starts.tolist(), (first == last).tolist()
+        for number, alone in enumerate(one):
+            piece = slice(ends[number], ends[number + 1])
+            if alone:
+                used.append([int(first[number])])
+                index.append((None, row[piece]))
+            else:
+                blocks, renumbered = np.unique(block[piece], return_inverse=True)
+                used.append(blocks.tolist())
+                index.append((renumbered, row[piece]))
+        return cls(used, index, whole)
+
+    def pieces(self, layer: Layer) -> list[Piece]:
+        """The layer as each worker needs it."""
+        made = []
+        for used, index, whole in zip(self.used, self.index, self.whole, strict=True):
+            blocks = [layer.blocks[number] for number in used]
+            made.append(Piece(layer.names, blocks, None if whole and len(index[1]) == blocks[0].size else index))
+        return made

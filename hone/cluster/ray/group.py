@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,12 +94,19 @@ class WorkerGroup:
         return ask
 
     def partition(self, batch: RemoteBatch, groups: RowGroups | None = None, *, equal: bool = False) -> Partition:
-        """Which rows of a batch each data-parallel rank gets."""
+        """Which rows of a batch each data-parallel rank gets; found once for all calls on the same rows."""
         if self.dp_size == 1:
             return Partition.chunks(len(batch), 1)
-        return balanced(
-            batch.info.lengths, self.dp_size, groups=groups, equal=equal, by_work=self._balance, cost=self._cost
-        )
+        cut = None if groups is None else tuple(map(tuple, groups))
+        if cut == (tuple(range(len(batch))),):
+            cut = None  # one mini-batch is the batch
+        key, known = (self.dp_size, equal, self._balance, self._cost, cut), batch.info.partitions
+        if key not in known:
+            minis = None if cut is None else RowGroups(cut)
+            known[key] = balanced(
+                batch.info.lengths, self.dp_size, groups=minis, equal=equal, by_work=self._balance, cost=self._cost
+            )
+        return known[key]
 
     # going out -------------------------------------------------------------------------------------------------------
 
@@ -140,10 +148,8 @@ class WorkerGroup:
         else:
             partition = Partition.chunks(len(first), self.dp_size)
             parts = [[first[row] for row in rows.tolist()] for rows in partition.rows]
-        of_rank = [
-            [part, *(partition.local(a, rank) if isinstance(a, RowGroups) else a for a in others)]
-            for rank, part in enumerate(parts)
-        ]
+        local = [partition.local(a) if isinstance(a, RowGroups) else [a] * self.dp_size for a in others]
+        of_rank = [[part, *(a[rank] for a in local)] for rank, part in enumerate(parts)]
         return partition, [(of_rank[self._layout.dp_rank(rank)], kwargs) for rank in self._ranks]
 
     # coming back -----------------------------------------------------------------------------------------------------
@@ -159,8 +165,7 @@ class WorkerGroup:
         if isinstance(heads[0], Stored):
             return _batch(heads, info, partition)
         assert partition is not None
-        count = sum(map(len, partition.rows)) - sum(partition.padded)
-        rank, place = partition.sources(count)
+        rank, place = partition.sources
         return [heads[r][p] for r, p in zip(rank.tolist(), place.tolist(), strict=True)]
 
 
@@ -185,5 +190,11 @@ def _batch(parts: Sequence[Stored], info: RowInfo | None, partition: Partition |
         return RemoteBatch.of(parts, RowInfo.concat([part.info for part in parts if part.info]), block, row)
     assert info is not None, "a batch without uid answers a question without a batch"
     if partition is None:
-        return RemoteBatch.of(parts, info, np.zeros(len(info), np.int64), np.arange(len(info)))
-    return RemoteBatch.of(parts, info, *partition.sources(len(info)))
+        return RemoteBatch.of(parts, info, *_in_one_block(len(info)))
+    return RemoteBatch.of(parts, info, *partition.sources)
+
+
+@functools.lru_cache(maxsize=8)
+def _in_one_block(count: int) -> tuple[Any, Any]:
+    """Block and row of each row, where one block holds all; the same arrays for all that lie so."""
+    return np.zeros(count, np.int64), np.arange(count)

@@ -98,7 +98,9 @@ class WorkerHost:
         sys.path += [entry for entry in place.modules if entry not in sys.path]
         logging.getLogger("hone").setLevel(logging.INFO)
         logging.basicConfig(format=f"{place.pool}[{place.rank}] %(levelname)s %(message)s")
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT and torch read a renamed property
+        warnings.filterwarnings(
+            "ignore", "`is_gradient_checkpointing`", FutureWarning
+        )  # PEFT and torch read a renamed property
         activity.begin(Path(place.run) / activity.FOLDER, place.pool, place.rank)
         device = prepare_torch(config.trainer, threads=place.threads)
         layout, meshes = Layout(), None
@@ -192,8 +194,9 @@ class WorkerHost:
         whole = parts[0] if len(parts) == 1 else Batch.concat(parts)
         if piece.index is not None:
             starts = torch.tensor([0, *(block.size for block in piece.blocks)]).cumsum(0)
-            block, row = (torch.from_numpy(numbers) for numbers in piece.index)
-            whole = whole.reorder(starts[block] + row)
+            block, row = piece.index
+            rows = torch.tensor(row)
+            whole = whole.reorder(rows if block is None else rows + starts[torch.tensor(block)])
         return {name: whole[old] for name, old in piece.names.items()}
 
     async def _block(self, ref: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -96,6 +97,7 @@ class RayRuntime:
             for pool in pools:
                 self.pools[pool.name] = self._start(pool)
             self._make_roles()
+            gc.freeze()  # what is there now stays; collections need not walk through it again and again
         except BaseException:
             self.close()
             raise
