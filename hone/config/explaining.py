@@ -14,6 +14,8 @@ from hone.config.suggest import unknown_key
 from hone.config.trees import TREES
 
 _SHOWN = 8
+_STEM = 4
+"""Letters from which on a part of a key stands for the words that begin with it."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,14 @@ def search(words: str, commands: list[str]) -> list[KeyAnswer]:
         for key in documentation(TREES[command]):
             path, text = re.findall(r"[a-z0-9]+", key.path.lower()), f"{key.path} {key.doc}".lower().replace("_", " ")
             if all(re.search(rf"\b{re.escape(word)}", text) for word in wanted):
-                in_last = sum(word in key.last.lower().split("_") for word in wanted)
+                in_last = sum(_among(word, key.last.lower().split("_")) for word in wanted)
                 scored.append((-in_last, -sum(word in path for word in wanted), len(scored), KeyAnswer(command, key)))
     return [entry for *_, entry in sorted(scored, key=lambda item: item[:3])][:_SHOWN]
+
+
+def _among(word: str, parts: list[str]) -> bool:
+    """Tell whether a word is one of the parts, which may be cut short (coef for coefficient)."""
+    return any(word == part or (len(part) >= _STEM and word.startswith(part)) for part in parts)
 
 
 def mentioned(key: KeyDoc, tree: type) -> list[str]:
