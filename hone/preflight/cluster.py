@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
 
+from hone.cluster.pool_keys import check_local, pool_keys
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 from hone.preflight.batches import mini_batches
@@ -22,8 +23,6 @@ _IDLE_SHARE = 0.2  # of the ranks' time, lost to rows that do not divide
 @rule("R02", RLConfig)
 def enough_processes(config: RLConfig) -> Iterator[Finding]:
     """One process is not asked to be several, nor one machine several nodes."""
-    from hone.cluster.pool_keys import check_local
-
     if config.trainer.runtime == "local":
         try:
             check_local(config)
@@ -162,9 +161,11 @@ def ray_answers(config: RLConfig) -> Iterator[Finding]:
 
 def pools(config: RLConfig) -> list[tuple[str, int, int]]:
     """Return of every pool of devices the block of its keys, its nodes and its workers a node; the main one first."""
+    main = ("trainer", config.trainer.nnodes, config.trainer.n_gpus_per_node)
+    if not any(keys.enable_resource_pool for keys in pool_keys(config).values()):
+        return [main]
     from hone.cluster.plan import model_roles, pools_of
 
-    main = ("trainer", config.trainer.nnodes, config.trainer.n_gpus_per_node)
     try:
         roles = model_roles(config)
     except ConfigError:  # an estimator or a loss that does not exist; R11 says so

@@ -7,23 +7,29 @@ from math import gcd
 
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError, ModelError
-from hone.preflight.cluster import actor_processes
+from hone.preflight.cluster import actor_processes, pools
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Finding, error, rule
 
 _ACTOR = "actor_rollout_ref.actor"
+_WHOLE = ("actor_rollout_ref.rollout", "reward.reward_model")  # pools whose workers hold whole models
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @rule("R70", RLConfig)
 def sizes_multiply(config: RLConfig) -> Iterator[Finding]:
-    """The sizes of all kinds of parallelism multiply to the number of processes."""
+    """The sizes of all kinds of parallelism multiply to the number of processes, in every pool that trains or scores."""
     from hone.training.layout import Layout
 
-    try:
-        Layout.plan(actor_processes(config), config.actor_rollout_ref.actor)
-    except ConfigError as found:
-        yield Finding(found, stops=True)
+    divided = {"trainer": actor_processes(config)}
+    if config.trainer.runtime == "ray":
+        divided |= {key: nodes * per_node for key, nodes, per_node in pools(config) if key not in _WHOLE}
+    for key, processes in divided.items():
+        try:
+            Layout.plan(processes, config.actor_rollout_ref.actor)
+        except ConfigError as e:
+            of = "" if key == "trainer" else f"the pool of {key}: "
+            yield Finding(ConfigError(f"{of}{e.what}", why=e.why, fix=e.fix, where=e.where), stops=True)
 
 
 @rule("R71", RLConfig)

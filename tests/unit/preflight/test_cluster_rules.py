@@ -86,6 +86,16 @@ def test_layouts_that_fit_pass(rl: RLConfig, changes: dict[str, Any]) -> None:
         ({**FOUR, f"{ACTOR}.strategy": "local"}, "R70", ["'local'", "4", f"{ACTOR}.strategy=fsdp2"]),
         ({**FOUR, f"{ACTOR}.strategy": "megatron"}, "R70", ["'megatron' is not supported yet", "strategy=fsdp2"]),
         (
+            {
+                **TWO,
+                f"{ACTOR}.tensor_model_parallel_size": 2,
+                "actor_rollout_ref.ref.enable_resource_pool": True,
+                f"{ACTOR}.use_kl_loss": True,
+            },
+            "R70",
+            ["the pool of actor_rollout_ref.ref: 1 processes", "2 tensor"],
+        ),
+        (
             {**FOUR, f"{ACTOR}.tensor_model_parallel_size": 4},
             "R71",
             ["=4", "4 attention heads", "2 key-value heads", "size=<one of 1, 2>"],
