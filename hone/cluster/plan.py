@@ -38,6 +38,21 @@ class Pool:
         """Processes."""
         return self.nodes * self.per_node
 
+    @property
+    def shares_models(self) -> bool:
+        """Whether its processes hold parts of a model together; otherwise each answers for its rows alone."""
+        return self.world > 1 and not all(role.whole for role in self.roles)
+
+    def layout(self, config: RLConfig) -> Layout:
+        """How its processes share a model.
+
+        Raises:
+            ConfigError: the sizes do not divide.
+        """
+        if all(role.whole for role in self.roles):
+            return Layout(self.world, dp_shard=self.world)
+        return Layout.plan(self.world, config.actor_rollout_ref.actor)
+
 
 def model_roles(config: RLConfig) -> list[RoleSpec]:
     """The roles with a model that the algorithm needs, in the order in which they are made."""
@@ -60,15 +75,6 @@ def pools_of(config: RLConfig, roles: list[RoleSpec]) -> list[Pool]:
         if role.name in own:
             pools.append(Pool(role.name, own[role.name].nnodes, own[role.name].n_gpus_per_node, (role,)))
     return pools
-
-
-def layout_of(config: RLConfig, world: int) -> Layout:
-    """How the processes of a pool share a model.
-
-    Raises:
-        ConfigError: the sizes do not divide.
-    """
-    return Layout.plan(world, config.actor_rollout_ref.actor)
 
 
 def needs_reference(config: RLConfig) -> bool:

@@ -14,6 +14,7 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
+from hone.errors import ConfigError
 from hone.training.build import build_engine
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.correction import correction_settings
@@ -93,6 +94,14 @@ class PolicyWorker(ModelRole):
         if actor.preference_loss.loss_mode is not None:
             self._by_pairs = online_objective(actor.preference_loss)
         self._objective = PolicyObjective(actor, self._correction, max_response_length=config.data.max_response_length)
+        if self._objective.needs_preparation and context.layout.dp_size > 1:
+            raise ConfigError(
+                f"policy loss '{actor.policy_loss.loss_mode}' compares tokens across the whole mini-batch, and "
+                f"{context.layout.dp_size} data-parallel ranks have a part of it each",
+                why="every rank would choose among its own tokens, and the result depend on the number of ranks",
+                fix="trainer.nnodes=1 trainer.n_gpus_per_node=1, or another actor_rollout_ref.actor.policy_loss.loss_mode",
+                where="actor_rollout_ref.actor.policy_loss.loss_mode",
+            )
         self._exported: Iterator[tuple[str, Tensor]] = iter(())
 
     @dispatch(Split.ROWS)

@@ -15,6 +15,7 @@ from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample
+from hone.errors import ConfigError
 from hone.generation import ENGINES
 from hone.generation.protocol import Engine, SamplingParams
 from hone.training.model import load_policy
@@ -45,16 +46,24 @@ class RolloutWorker:
     def __init__(self, context: WorkerContext, engine: Engine | None = None) -> None:
         self.context, self.tokenizer = context, context.tokenizer
         actor = context.roles.get("actor")
-        self.weights = Weights.APART
+        self.weights, model = Weights.APART, None
         if actor is not None:
             self.weights = Weights.OWN if context.meshes is None else Weights.GATHERED
-        self.engine = engine or self._build(actor.engine.model if self.weights is Weights.OWN else None)
+            model = actor.engine.model if self.weights is Weights.OWN else None
+        self.engine = engine or self._build(model)
 
     def _build(self, model: Any) -> Engine:
         config, context = self.context.config, self.context
         shared, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
         arguments: dict[str, Any] = {}
         if model is None:
+            if rollout.name != "native":
+                raise ConfigError(
+                    f"engine '{rollout.name}' reads the trainer's own weights, and here it would need a copy",
+                    why="rollout lives apart from the actor, or the actor's model is divided over several processes",
+                    fix="actor_rollout_ref.rollout.name=native",
+                    where="actor_rollout_ref.rollout.name",
+                )
             # a copy without adapters: the actor publishes merged weights
             model = load_policy(shared.model, device=context.device, seed=config.trainer.seed, trainable=False)
             arguments = {"shares_weights": False}

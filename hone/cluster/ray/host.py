@@ -24,7 +24,6 @@ import torch
 import hone
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Collect, Kept, dispatch_of
-from hone.cluster.plan import layout_of
 from hone.cluster.ray.columns import decode, decode_named, encode, encode_named
 from hone.cluster.remote_batch import Piece, RowInfo, Shard, Stored
 from hone.config.reads import watch
@@ -47,6 +46,8 @@ class Place:
         pool: name of its pool.
         rank: in the pool.
         world: processes of the pool.
+        layout: how they share a model.
+        shares_models: whether they do; otherwise each works alone.
         meeting: address at which the processes of the pool find each other.
         threads: CPU threads.
         directory: working directory of the driver, for paths and modules of the user.
@@ -57,6 +58,8 @@ class Place:
     pool: str
     rank: int
     world: int
+    layout: Layout
+    shares_models: bool
     meeting: str
     threads: int
     directory: str
@@ -98,24 +101,22 @@ class WorkerHost:
         sys.path += [entry for entry in place.modules if entry not in sys.path]
         logging.getLogger("hone").setLevel(logging.INFO)
         logging.basicConfig(format=f"{place.pool}[{place.rank}] %(levelname)s %(message)s")
-        warnings.filterwarnings(
-            "ignore", "`is_gradient_checkpointing`", FutureWarning
-        )  # PEFT and torch read a renamed property
+        # PEFT and torch read a property that transformers renamed
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         activity.begin(Path(place.run) / activity.FOLDER, place.pool, place.rank)
         device = prepare_torch(config.trainer, threads=place.threads)
-        layout, meshes = Layout(), None
-        if place.world > 1:
+        meshes = None
+        if place.shares_models:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             address = f"tcp://{place.meeting}"
             with activity.waiting("all workers of the pool", on=[place.pool]):
                 torch.distributed.init_process_group(
                     backend, init_method=address, rank=place.rank, world_size=place.world
                 )
-            layout = layout_of(config, place.world)
-            meshes = layout.meshes(device.type)
+            meshes = place.layout.meshes(device.type)
         self._reads = watch(config)
         self._context = WorkerContext(
-            config, device, place.rank, layout, meshes, total_steps=total_steps, resume=resume
+            config, device, place.rank, place.layout, meshes, total_steps=total_steps, resume=resume
         )
         return os.getpid()
 

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.cluster.context import RoleSpec
-from hone.cluster.plan import Pool, layout_of, pools_of
+from hone.cluster.plan import Pool, pools_of
 from hone.cluster.ray.connection import Connection, capacity, connect
 from hone.cluster.ray.failures import Failures, Post
 from hone.cluster.ray.group import WorkerGroup
@@ -87,7 +87,7 @@ class RayRuntime:
         self.pools: dict[str, PlacedPool] = {}
         self._groups: dict[str, WorkerGroup] = {}
         pools = pools_of(config, self._roles)
-        self._layouts = {pool.name: layout_of(config, pool.world) for pool in pools}
+        self._layouts = {pool.name: pool.layout(config) for pool in pools}
         self._device = "CPU" if config.trainer.device == "cpu" else "GPU"
         self._connection: Connection = connect(config.ray, workers=sum(pool.world for pool in pools))
         try:
@@ -256,6 +256,8 @@ class RayRuntime:
                 pool=pool.name,
                 rank=rank,
                 world=pool.world,
+                layout=self._layouts[pool.name],
+                shares_models=pool.shares_models,
                 meeting=facts[0][1],
                 threads=self._threads(pool),
                 directory=str(Path.cwd()),
