@@ -38,8 +38,8 @@ _BROKEN_COLLECTIVE = re.compile(
     r"connection (closed|reset|refused)|closed by peer|broken pipe|gloo|nccl|DistBackendError|DistNetworkError",
     re.IGNORECASE,
 )
-_MARKS = (":job_id:", ":actor_name:", ":task_name:")
-"""Lines that Ray writes into the logs of its workers."""
+_MARKS = (":job_id:", ":actor_name:", ":task_name:", "Extension modules: ", "[20")
+"""Lines that Ray and the interpreter write into the logs of workers, which say nothing about their work."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -178,7 +178,7 @@ def root(error: BaseException) -> BaseException:
 
 def remote_traceback(error: RayTaskError) -> str:
     """The traceback as it was in the worker."""
-    return plain(error.traceback_str)
+    return plain(str(error))
 
 
 def plain(text: str) -> str:
