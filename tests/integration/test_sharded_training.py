@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.ranks import Ranks
-from support.sharded_cases import Case, Outcome, alone, train
+from support.sharded_cases import Case, Outcome, alone, dtypes, reference, train
 
 TOLERANCE = 1e-5
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -106,6 +106,23 @@ def test_each_rank_holds_its_part_only(two_ranks: Ranks, tiny_models) -> None:
         held = [o.parameters for o in two_ranks.run(train, Case(tiny_models["experts"], parallel=parallel, updates=0))]
         assert sum(held) == whole
         assert max(held) < 0.51 * whole
+
+
+@pytest.mark.parametrize("parallel", [{}, TENSOR, SEQUENCE])
+def test_the_reference_is_the_model_with_its_adapter_off(parallel, two_ranks: Ranks, tiny_models) -> None:
+    base = alone(Case(tiny_models["tied"], updates=0)).columns["log_probs"]
+    for log_probs in two_ranks.run(reference, Case(tiny_models["tied"], parallel=parallel, model_settings=LORA)):
+        torch.testing.assert_close(log_probs, base, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_parameters_may_be_gathered_in_bfloat16(two_ranks: Ranks, tiny_models) -> None:
+    case = Case(tiny_models["tied"], parallel=fsdp(mixed_precision={"param_dtype": "bfloat16"}))
+    expected = alone(dataclasses.replace(case, updates=1))
+    for outcome, shards in two_ranks.run(dtypes, case):
+        assert shards == {torch.float32}
+        assert outcome.losses != pytest.approx(expected.losses, abs=1e-5)  # rounded, so it did happen
+        assert outcome.losses == pytest.approx(expected.losses, abs=0.1)
+        assert outcome.norms == pytest.approx(expected.norms, rel=0.1)
 
 
 @pytest.mark.slow

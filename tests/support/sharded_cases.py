@@ -17,13 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.model import ModelConfig, OptimConfig
-from hone.config.parallel import FsdpConfig, ParallelConfig
+from hone.config.parallel import FsdpConfig, MixedPrecisionConfig, ParallelConfig
 from hone.data.batch import Batch
 from hone.training.build import Kind, build_engine
 from hone.training.correction import correction_settings
 from hone.training.engine import TrainEngine
 from hone.training.heads import PolicyHead, ValueHead
 from hone.training.layout import Layout
+from hone.training.model import adapter_off
 from hone.training.objectives import PolicyObjective, value_objective
 
 SHAPE = {
@@ -98,7 +99,9 @@ def engine_of(case: Case) -> tuple[TrainEngine, Layout]:
     """The engine of ``case`` in this process, which is one of a group's or alone."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     sizes = dict(case.parallel)
-    parallel = ParallelConfig(**sizes | {"fsdp_config": FsdpConfig(**sizes.get("fsdp_config", {}))})
+    fsdp = dict(sizes.pop("fsdp_config", {}))
+    precision = MixedPrecisionConfig(**fsdp.pop("mixed_precision", {}))
+    parallel = ParallelConfig(**sizes, fsdp_config=FsdpConfig(**fsdp, mixed_precision=precision))
     layout = Layout.plan(world, parallel)
     engine = build_engine(
         case.kind,
@@ -191,3 +194,21 @@ def exported(case: Case, which: str, bucket_bytes: int) -> tuple[dict[str, Tenso
         for name, value in engine.model.named_parameters()
     }
     return found, singly
+
+
+def reference(case: Case) -> Tensor:
+    """Log-probs with the adapter off, after training with it on."""
+    engine, layout = engine_of(case)
+    for update in range(case.updates):
+        engine.train_batch(share_of(batch_of(case, update), layout), objective_of(case), step=update, with_entropy=True)
+    with adapter_off(engine.model):
+        return engine.infer_batch(batch_of(case, 0))["log_probs"].values
+
+
+def dtypes(case: Case) -> tuple[Outcome, set[torch.dtype]]:
+    """A training, and the dtypes of the shards after it."""
+    engine, layout = engine_of(case)
+    result = engine.train_batch(share_of(batch_of(case, 0), layout), objective_of(case), step=0, with_entropy=True)
+    pairs = [seen["actor/loss"] for seen in result.statistics]
+    loss = float(sum(v * w for v, w in pairs) / sum(w for _, w in pairs))
+    return Outcome([loss], [result.grad_norm], {}, {}), {parameter.dtype for parameter in engine.model.parameters()}
