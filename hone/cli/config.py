@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -100,6 +101,23 @@ def schema(of: Of = Kind.train) -> None:
     from hone.config.schema import json_schema
 
     typer.echo(json.dumps(json_schema(_tree(of)), indent=2))
+
+
+class Shell(StrEnum):
+    """Shells that completion is written for."""
+
+    bash = "bash"
+    zsh = "zsh"
+    fish = "fish"
+
+
+@app.command("completion")
+def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish")]) -> None:
+    """Print a script that completes commands, keys and values: source <(hone config completion bash)."""
+    from hone.cli.main import COMMANDS
+    from hone.config.completion import completion_script
+
+    typer.echo(completion_script(shell.value, COMMANDS), nl=False)
 
 
 app.command("check")(check)

@@ -102,15 +102,11 @@ def keys_read(cls: type, overrides: list[str], preset: str | None, directory: Pa
 
 
 def run(config: Any) -> int:
-    if isinstance(config, RLConfig):
-        from hone.trainers.rl import train
-    elif isinstance(config, SFTConfig):
-        from hone.trainers.sft import train
-    else:
-        from hone.trainers import preference
+    from hone.trainers import preference, rl, sft
 
-        return preference.train(config)
-    return train(config)
+    if isinstance(config, RLConfig):
+        return rl.train(config)
+    return sft.train(config) if isinstance(config, SFTConfig) else preference.train(config)
 
 
 def unread_of(cls: type, read: set[str]) -> list[str]:

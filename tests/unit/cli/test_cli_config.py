@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,31 @@ def test_schema_lets_interpolations_stand() -> None:
     tree = {"data": {"max_response_length": "${data.max_prompt_length}"}, "defaults": ["/presets/rl/grpo@_global_"]}
     assert not list(jsonschema.Draft202012Validator(json_schema(RLConfig)).iter_errors(tree))
     assert json.loads(invoke("schema", "--of", "sft"))["title"] == "Hone: SFTConfig"
+
+
+def completed(script: Path, *words: str) -> list[str]:
+    """What bash offers for the last of the words; it splits them at the equals sign."""
+    line = " ".join(f"'{word}'" for word in words)
+    source = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _hone; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    shell = subprocess.run(["bash", "-c", source], capture_output=True, text=True, timeout=20, check=True)
+    return shell.stdout.split()
+
+
+def test_completion_in_bash(tmp_path: Path) -> None:
+    script = tmp_path / "hone.bash"
+    script.write_text(invoke("completion", "bash"))
+    assert "train" in completed(script, "hone", "tr")
+    assert completed(script, "hone", "train", "data.train_b") == ["data.train_batch_size="]
+    assert completed(script, "hone", "sft", "data.messages") == ["data.messages_key="]
+    assert completed(script, "hone", "train", "data.shuffle", "=", "f") == ["false"]
+    assert completed(script, "hone", "train", "trainer.resume_mode", "=") == ["auto", "disable", "resume_path"]
+    assert "grpo" in completed(script, "hone", "train", "--preset", "gr")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_knows_every_key(shell: str) -> None:
+    script = invoke("completion", shell)
+    assert [key.path for tree in TREES.values() for key in documentation(tree) if f"{key.path}=" not in script] == []
 
 
 def _nested(config: Any) -> dict[str, Any]:
