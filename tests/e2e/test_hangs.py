@@ -1,11 +1,13 @@
 """A run that stands still is ended with a report of who held it up, and goes on from its last checkpoint."""
 
+import re
 import time
 from pathlib import Path
 
 import pytest
 from support import faults
 from support.launch import Command, Ended
+from support.transcripts import DOCS, missing, shown_in
 from support.world import World, metrics, rl_command, run_record, steps_saved
 
 pytestmark = pytest.mark.slow
@@ -73,3 +75,14 @@ def test_a_killed_run_says_so(world: World, tmp_path: Path):
         time.sleep(0.05)
     assert "was killed" in run_record(run)["exit_reason"]
     assert "goes on from step" in (tmp_path / "log").read_text()
+
+
+def test_the_page_shows_a_real_report(world: World, tmp_path: Path):
+    page = (DOCS / "failures.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python stuck_loss.py\n(.*?)^```$", page, re.M | re.S)
+    (tmp_path / "stuck_loss.py").write_text(program)
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode=stuck_loss:stuck"
+    words = rl_command(world, tmp_path / "run", "grpo", loss, "trainer.watchdog_seconds=10")
+    ended = Command(words, tmp_path / "log", cwd=tmp_path).wait()
+    assert ended.code == 3, ended.output
+    assert not missing(shown_in("failures.md", "watchdog: HANG"), ended.output)
