@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.fields import choice, number, texts
+from hone.config.fields import block, choice, number, texts
+from hone.config.sampler import SamplerConfig
 
 
 @dataclass
@@ -42,6 +43,8 @@ class DataConfig:
     """Visit the training rows in a new random order every epoch; the order depends on data.seed and the epoch only."""
     seed: int | None = number(None, low=0)
     """Seed of that order; null means trainer.seed. Set it to visit the rows alike in runs of several seeds."""
+    sampler: SamplerConfig = block(SamplerConfig)
+    """Which prompts come when."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, for example {enable_thinking: false}."""
 

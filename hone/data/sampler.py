@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from hone.data.seeding import derive_seed
@@ -45,6 +46,12 @@ class EpochSampler:
         self._position = 0  # batches already returned of this epoch
         self._order = self._permutation(0)
 
+    learns = False
+    """Whether the order depends on what :meth:`observe` is told."""
+
+    def observe(self, rates: Mapping[int, float]) -> None:
+        """Take in the measured pass rate (0 to 1) of rows; here it changes nothing."""
+
     @property
     def steps_per_epoch(self) -> int:
         """Batches an epoch; the last ``size % batch_size`` rows are left out."""
@@ -52,11 +59,7 @@ class EpochSampler:
 
     def next_batch(self) -> list[int]:
         """Return the row numbers of the next batch, beginning a new epoch where the last one is used up."""
-        if self._position == self.steps_per_epoch:
-            self.epoch, self._position = self.epoch + 1, 0
-            self._order = self._permutation(self.epoch)
-        start = self._position * self.batch_size
-        self._position += 1
+        start = self._count_batch() * self.batch_size
         return self._order[start : start + self.batch_size]
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,6 +96,14 @@ class EpochSampler:
             raise CheckpointError(f"impossible data position: epoch {state['epoch']}, batch {state['batches']}")
         self.epoch, self._position = state["epoch"], state["batches"]
         self._order = self._permutation(self.epoch)
+
+    def _count_batch(self) -> int:
+        """Count a batch, beginning a new epoch where the last one is used up; returns its number within the epoch."""
+        if self._position == self.steps_per_epoch:
+            self.epoch, self._position = self.epoch + 1, 0
+            self._order = self._permutation(self.epoch)
+        self._position += 1
+        return self._position - 1
 
     def _permutation(self, epoch: int) -> list[int]:
         if not self.shuffle:

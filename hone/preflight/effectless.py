@@ -71,6 +71,7 @@ def effectless_keys(config: RLConfig) -> Iterator[Finding]:
             "critic.enable=true",
         ),
         Switch(("trainer.critic_warmup",), needs_critic(config), "no critic is trained", "algorithm.adv_estimator=gae"),
+        *_order_switches(config),
         *_reward_switches(config),
         *_shared_switches(config, "actor_rollout_ref.model", "actor_rollout_ref.actor.optim"),
     ]
@@ -156,6 +157,17 @@ def _sampling_switches(config: RLConfig) -> list[Switch]:
             f"{buffer}.enable=true",
             stops=True,
         ),
+    ]
+
+
+def _order_switches(config: RLConfig) -> list[Switch]:
+    """Keys of the order of prompts."""
+    name, key = config.data.sampler.name, "data.sampler"
+    reason = f"{key}.name={name}"
+    return [
+        Switch((f"{key}.weights",), name == "mixture", reason, f"{key}.name=mixture", stops=True),
+        Switch((f"{key}.difficulty_key",), name == "difficulty", reason, f"{key}.name=difficulty", stops=True),
+        Switch(("data.shuffle",), name == "epoch", f"{reason} draws in an order of its own", f"{key}.name=epoch"),
     ]
 
 

@@ -10,7 +10,7 @@ from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
 from hone.data.files import Row
-from hone.errors import Finding
+from hone.errors import DataError, Finding
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Stage, error, rule
 
@@ -35,6 +35,23 @@ def conversations_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[F
 
     for rows in (evidence.train_rows, evidence.val_rows):
         yield from checks.conversations(rows, config.data.messages_key)
+
+
+@rule("R42", RLConfig, stage=Stage.FILES)
+def sampler_fits_the_rows(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """A mixture names data sources that rows have, and a curriculum finds the difficulty of every row."""
+    from hone.data.curriculum import check_weights, difficulties
+
+    rows, sampler = evidence.train_rows, config.data.sampler
+    if not rows:
+        return
+    try:
+        if sampler.name == "mixture":
+            check_weights(sampler.weights, {str(row.values.get(config.data.reward_fn_key)) for row in rows})
+        elif sampler.name == "difficulty":
+            difficulties([(row.uid, row.values.get("extra_info") or {}) for row in rows], sampler.difficulty_key)
+    except DataError as found:
+        yield Finding(found, stops=True)
 
 
 @rule("R43", RLConfig, stage=Stage.FILES)

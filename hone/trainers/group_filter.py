@@ -40,6 +40,8 @@ class GroupFilter:
         self.config, self.score, self.values_of, self.batch_size = config, score, values_of, batch_size
         self.tried = 0
         """Groups judged this step."""
+        self.judged: tuple[list[str], list[float]] = ([], [])
+        """Uid and value of every answer judged last, those of evicted groups too."""
         self._evicted: Counter[float] = Counter()  # the value that all answers of an evicted group share
         self._samples = 0
 
@@ -58,6 +60,7 @@ class GroupFilter:
         batch = await self.score(batch)
         values, instead = await self.values_of(batch, self.config.metric)
         self._check_metric(instead)
+        self.judged = list(batch.uids), values
         groups: dict[str, list[float]] = {}
         for uid, value in zip(batch.uids, values, strict=True):
             groups.setdefault(uid, []).append(value)

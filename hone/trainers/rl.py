@@ -32,7 +32,7 @@ from hone.cluster.runtime import AnyBatch, Group, Runtime
 from hone.cluster.supervisor import Supervisor, going_on
 from hone.config.reads import watch
 from hone.config.tree import RLConfig
-from hone.data.sampler import EpochSampler
+from hone.data.curriculum import make_sampler
 from hone.data.seeding import derive_seed
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
@@ -54,13 +54,19 @@ SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_pr
 SCORED = ("score", "token_level_scores", "token_level_rewards")
 
 
-def train(config: RLConfig) -> int:
-    """Run `hone train`: build the run, train it to its last step, and return the exit code."""
+def train(config: RLConfig, program: type[RLTrainer] | None = None) -> int:
+    """Run `hone train`: build the run, train it to its last step, and return the exit code.
+
+    Args:
+        config: the resolved configuration.
+        program: a trainer with stages or roles of its own; None is :class:`RLTrainer`.
+    """
+    program = program or RLTrainer
     supervisor = Supervisor(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
     try:
         while True:
             try:
-                return asyncio.run(RLTrainer(config, supervisor).fit())
+                return asyncio.run(program(config, supervisor).fit())
             except WorkerLost as lost:
                 supervisor.restart(lost)
                 config = going_on(config)
@@ -92,11 +98,8 @@ class RLTrainer:
         self.step = resume.step if resume else 0
 
         dataset = prompt_dataset(config.data, config.data.train_files, self.tokenizer, config.data.train_max_samples)
-        self.sampler = EpochSampler(
-            len(dataset),
-            config.data.train_batch_size,
-            shuffle=config.data.shuffle,
-            seed=config.trainer.seed if config.data.seed is None else config.data.seed,
+        self.sampler = make_sampler(
+            config.data, dataset, config.trainer.seed if config.data.seed is None else config.data.seed
         )
         self.total_steps = session_steps(config.trainer, self.sampler.steps_per_epoch)
         self.runtime: Runtime = self.supervisor.runtime(
@@ -179,6 +182,8 @@ class RLTrainer:
         """Score every trajectory, unless dynamic sampling has; the reward stands on its last token."""
         if "score" not in batch:
             batch = await self.episodes.score(batch)
+            if self.sampler.learns:
+                self.rollouter.report(batch.uids, (await self.work.values_of(batch, None))[0])
         return batch.updated(await self.work.place_rewards(batch))
 
     async def greedy_baseline(self, batch: AnyBatch) -> AnyBatch:

@@ -44,6 +44,7 @@ class Rollouter:
         self.dataset, self.sampler, self.play, self.buffer = dataset, sampler, play, buffer
         self.n, self.seed = n, seed
         self.group_filter = group_filter
+        self._row_of: dict[str, int] = {}  # of each uid, once it is asked for
         self._rows: deque[int] = deque()  # drawn from the sampler, and not asked yet
 
     async def next_batch(self, step: int) -> list[Group]:
@@ -61,6 +62,8 @@ class Rollouter:
             batch, useless = await self.play(samples, (self.seed, "rollout", step)), []
             if self.group_filter is not None:
                 batch, useless = await self.group_filter.judge(batch)
+                if self.sampler.learns:
+                    self.report(*self.group_filter.judged)
             for number, sample in enumerate(samples):
                 self.buffer.put(sample, batch.slice(number * self.n, (number + 1) * self.n))
             if self.group_filter is None:
@@ -70,6 +73,17 @@ class Rollouter:
             if self.buffer.ready:
                 return self.buffer.take()
             self.group_filter.check_budget(self.buffer.free_slots)
+
+    def report(self, uids: Sequence[str], rewards: Sequence[float]) -> None:
+        """Tell the sampler how well the rows of a batch were answered: the mean reward of each, cut to 0..1."""
+        if not self._row_of:
+            self._row_of = {self.dataset[row].uid: row for row in range(len(self.dataset))}
+        found: dict[int, list[float]] = {}
+        for uid, reward in zip(uids, rewards, strict=True):
+            row = self._row_of.get(uid)  # none for a row asked again within its step
+            row = self._row_of[uid.rpartition("~")[0]] if row is None else row
+            found.setdefault(row, []).append(min(1.0, max(0.0, reward)))
+        self.sampler.observe({row: sum(values) / len(values) for row, values in found.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Rows drawn and not asked yet."""

@@ -166,3 +166,31 @@ def test_conversations(sft: SFTConfig, data: Path, messages: Any, stops: bool, w
     assert [f.stops for f in found] == [stops] and "row 6" in found[0].error.where
     for word in words:
         assert word in found[0].error.render()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "code", "words"),
+    [
+        ({"name": "mixture"}, "R42", ["a mixture without weights", "data.sampler.weights={exact:1}"]),
+        ({"name": "mixture", "weights": {"gsm8k": 1.0}}, "R42", ["no row has the data source 'gsm8k'"]),
+        ({"name": "difficulty"}, "R42", ["extra_info.difficulty is None", "data.sampler.difficulty_key=NAME"]),
+        ({"weights": {"exact": 1.0}}, "R23", ["data.sampler.name=epoch", "data.sampler.name=mixture"]),
+        ({"difficulty_key": "level"}, "R23", ["data.sampler.name=difficulty"]),
+    ],
+)
+def test_samplers(rl: RLConfig, sampler: dict[str, Any], code: str, words: list[str]) -> None:
+    change(rl, {f"data.sampler.{name}": value for name, value in sampler.items()})
+    (found,) = findings(rl)
+    assert found.error.code == code and found.stops
+    for word in words:
+        assert word in found.error.render()
+
+
+def test_samplers_that_fit(rl: RLConfig, data: Path) -> None:
+    change(rl, {"data.sampler.name": "mixture", "data.sampler.weights": {"exact": 2.0}})
+    assert list(findings(rl)) == []
+    write_rows(data, broken({number: {"extra_info": {"level": number}} for number in range(10)}))
+    change(rl, {"data.sampler.name": "difficulty", "data.sampler.weights": {}, "data.sampler.difficulty_key": "level"})
+    assert list(findings(rl)) == []
+    change(rl, {"data.sampler.name": "pass_rate", "data.sampler.difficulty_key": "difficulty", "data.shuffle": False})
+    assert [(f.error.code, f.stops) for f in findings(rl)] == [("R23", False)]

@@ -1,0 +1,209 @@
+"""Samplers beside the plain epoch: mixtures of data sources, easy rows first, rows of medium pass rate first.
+
+All have the interface of :class:`~hone.data.sampler.EpochSampler`. ``epoch`` counts how often as many rows were drawn as the
+dataset has.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hone.config.data import DataConfig
+from hone.data.prompts import PromptDataset
+from hone.data.sampler import EpochSampler
+from hone.data.seeding import derive_seed
+from hone.errors import CheckpointError, DataError, did_you_mean
+
+FLOOR = 0.02
+"""Weight of a row whose answers are all right or all wrong, against 0.25 for one of pass rate a half."""
+MEMORY = 0.5
+"""Share of the old estimate in a new one."""
+
+
+def make_sampler(config: DataConfig, dataset: PromptDataset, seed: int) -> EpochSampler:
+    """Return the sampler that ``data.sampler`` asks for.
+
+    Raises:
+        DataError: the dataset does not fill a batch, has no source of a weight, or a row without difficulty.
+    """
+    size, batch_size, name = len(dataset), config.train_batch_size, config.sampler.name
+    weights, key = config.sampler.weights, config.sampler.difficulty_key
+    if name == "mixture":
+        return MixtureSampler([dataset[row].data_source for row in range(size)], weights, batch_size, seed=seed)
+    if name == "difficulty":
+        levels = difficulties([(dataset[row].uid, dataset[row].extra_info) for row in range(size)], key)
+        return DifficultySampler(levels, batch_size, seed=seed)
+    if name == "pass_rate":
+        return PassRateSampler(size, batch_size, seed=seed)
+    return EpochSampler(size, batch_size, shuffle=config.shuffle, seed=seed)
+
+
+class MixtureSampler(EpochSampler):
+    """Data sources in fixed proportions, the rows of each in random order, anew whenever it is used up.
+
+    The k-th row drawn is of the source that lags most behind its share, so any run of rows has every source in its proportion
+    to within one row a source.
+
+    Args:
+        sources: data source of each row.
+        weights: share of each source, in any unit; sources without one are not drawn.
+        batch_size: rows a batch.
+        seed: run seed.
+
+    Raises:
+        DataError: a weight is not positive or of a source that no row has, or the rows do not fill a batch.
+    """
+
+    def __init__(self, sources: Sequence[str], weights: Mapping[str, float], batch_size: int, *, seed: int) -> None:
+        super().__init__(len(sources), batch_size, shuffle=True, seed=seed)
+        check_weights(weights, set(sources))
+        total = sum(weights.values())
+        self.shares = {name: weight / total for name, weight in sorted(weights.items())}
+        self._rows = {name: [row for row, source in enumerate(sources) if source == name] for name in self.shares}
+        self._inner = {
+            name: EpochSampler(len(rows), 1, shuffle=True, seed=derive_seed(seed, "mixture", name))
+            for name, rows in self._rows.items()
+        }
+        self._drawn = dict.fromkeys(self.shares, 0)
+
+    def next_batch(self) -> list[int]:
+        """Return the row numbers of the next batch."""
+        self._count_batch()
+        return [self._next_row() for _ in range(self.batch_size)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler stands, as JSON-able values."""
+        inner = {name: sampler.state_dict() for name, sampler in self._inner.items()}
+        return super().state_dict() | {"drawn": dict(self._drawn), "shares": self.shares, "sources": inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``."""
+        super().load_state_dict(state)
+        if state.get("shares") != self.shares:
+            raise CheckpointError(
+                f"the checkpoint's data position is for the mixture {state.get('shares')}, this run has {self.shares}",
+                why="the proportions drawn so far would not add up",
+                fix="resume with the same data.sampler, or start afresh with trainer.resume_mode=disable",
+            )
+        self._drawn = dict(state["drawn"])
+        for name, sampler in self._inner.items():
+            sampler.load_state_dict(state["sources"][name])
+
+    def _next_row(self) -> int:
+        total = sum(self._drawn.values()) + 1
+        name = max(self.shares, key=lambda source: (self.shares[source] * total - self._drawn[source], source))
+        self._drawn[name] += 1
+        return self._rows[name][self._inner[name].next_batch()[0]]
+
+
+class DifficultySampler(EpochSampler):
+    """Easy rows first, in every epoch; rows of the same difficulty in random order.
+
+    Args:
+        levels: difficulty of each row, small is easy.
+        batch_size: rows a batch.
+        seed: run seed.
+    """
+
+    def __init__(self, levels: Sequence[float], batch_size: int, *, seed: int) -> None:
+        self.levels = list(levels)
+        super().__init__(len(levels), batch_size, shuffle=True, seed=seed)
+
+    def _permutation(self, epoch: int) -> list[int]:
+        return sorted(super()._permutation(epoch), key=self.levels.__getitem__)
+
+
+class PassRateSampler(EpochSampler):
+    """Rows drawn without replacement, a batch at a time, by how much can be learned from them.
+
+    A row whose answers pass with probability p has weight ``p (1 - p) + 0.02``: the variance of its rewards, and a floor so
+    that every row comes again. ``p`` is a running mean of what was measured; a row not seen yet counts as one half.
+
+    Args:
+        size: rows of the dataset.
+        batch_size: rows a batch.
+        seed: run seed.
+    """
+
+    def __init__(self, size: int, batch_size: int, *, seed: int) -> None:
+        super().__init__(size, batch_size, shuffle=True, seed=seed)
+        self.rates: dict[int, float] = {}
+        """Estimated pass rate of each row seen."""
+        self._batches = 0
+
+    learns = True
+
+    def observe(self, rates: Mapping[int, float]) -> None:
+        """Take in the measured pass rate (0 to 1) of rows."""
+        for row, rate in rates.items():
+            new = min(1.0, max(0.0, rate))
+            self.rates[row] = MEMORY * self.rates[row] + (1 - MEMORY) * new if row in self.rates else new
+
+    def next_batch(self) -> list[int]:
+        """Return the row numbers of the next batch, all different."""
+        self._count_batch()
+        generator = random.Random(derive_seed(self.seed, "pass_rate", self._batches))
+        self._batches += 1
+        # the smallest of exponential variables with these rates: drawing without replacement by weight
+        keys = [-math.log(1.0 - generator.random()) / self.weight(row) for row in range(self.size)]
+        return sorted(range(self.size), key=keys.__getitem__)[: self.batch_size]
+
+    def weight(self, row: int) -> float:
+        """How likely a row is drawn, against others."""
+        rate = self.rates.get(row, 0.5)
+        return rate * (1 - rate) + FLOOR
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the sampler stands, as JSON-able values."""
+        rates = {str(row): rate for row, rate in sorted(self.rates.items())}
+        return super().state_dict() | {"rates": rates, "drawn_batches": self._batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``."""
+        super().load_state_dict(state)
+        self.rates = {int(row): rate for row, rate in state.get("rates", {}).items()}
+        self._batches = state.get("drawn_batches", 0)
+
+
+def check_weights(weights: Mapping[str, float], sources: set[str]) -> None:
+    """Make sure that a mixture can be drawn.
+
+    Raises:
+        DataError: no weight, one that is not positive, or one of a source that no row has.
+    """
+    key = "data.sampler.weights"
+    if not weights:
+        example = ",".join(f"{source}:1" for source in sorted(sources)[:3])
+        raise DataError("a mixture without weights", where=key, fix=f"{key}={{{example}}}")
+    for name, weight in weights.items():
+        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight > 0):
+            raise DataError(f"weight {weight} of '{name}' is not a positive number", where=key, fix=f"leave {name} out")
+        if name not in sources:
+            raise DataError(
+                f"no row has the data source '{name}'",
+                where=key,
+                fix=did_you_mean(name, sources),
+            )
+
+
+def difficulties(rows: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> list[float]:
+    """Return the difficulty of each row, given as ``(name, extra_info)``.
+
+    Raises:
+        DataError: a row has none.
+    """
+    found = []
+    for name, extra in rows:
+        level = extra.get(key)
+        if not isinstance(level, int | float) or isinstance(level, bool) or not math.isfinite(level):
+            raise DataError(
+                f"row {name}: extra_info.{key} is {level!r}, not a number",
+                why="data.sampler.name=difficulty orders the rows by it",
+                fix=f"data.sampler.difficulty_key=NAME; extra_info holds {', '.join(sorted(extra)) or 'nothing'}",
+                where="data.sampler.difficulty_key",
+            )
+        found.append(float(level))
+    return found
