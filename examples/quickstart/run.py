@@ -3,8 +3,8 @@
 Its teachers are careless: six in ten of the worked solutions count one off. Imitation copies that; reinforcement, which only
 hears right or wrong, gets rid of it.
 
-Every step is an ordinary `hone` command, shown before it runs. Options: --seed N, --out DIR, and key=value overrides for
-the GRPO run (for example `trainer.total_training_steps=40`).
+Every step is an ordinary `hone` command, shown before it runs. Options: --seed N, --out DIR, --runtime ray (worker
+processes on Ray, with the same numbers), and key=value overrides for the GRPO run (for example `trainer.total_training_steps=40`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def main() -> int:
     """Run all commands, then print and write the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--runtime", choices=["local", "ray"], default="local", help="where the GRPO run's roles live")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("overrides", nargs="*", help="key=value for the GRPO run")
     arguments = parser.parse_args()
@@ -37,7 +38,7 @@ def main() -> int:
     say("2. SFT: imitate the worked solutions; the model gets their format, and their mistakes")
     seconds_sft = imitate(out, seed)
     say("3. GRPO: the model tries, a rule scores the answers, and it learns from its own attempts")
-    seconds_rl = reinforce(out, seed, arguments.overrides)
+    seconds_rl = reinforce(out, seed, [f"trainer.runtime={arguments.runtime}", *arguments.overrides])
     say("4. Before and after, on problems that neither stage has seen")
     compare(out, seed, seconds_sft, seconds_rl)
     return 0

@@ -12,7 +12,6 @@ from support.world import World, metrics, rl_command
 
 from hone.cluster.ray.connection import SETTINGS
 from hone.config import RLConfig, load_config
-from hone.errors import ConfigError
 from hone.trainers.rl import train
 
 pytestmark = pytest.mark.slow
@@ -101,8 +100,3 @@ def test_two_workers_on_two_nodes_train_as_one(nodes, world, local, tmp_path):
     assert balance, "the balance of the ranks is logged"
     assert_close(without_canary(found), local("grpo"), 1e-5)
     assert (tmp_path / "run/checkpoints/step_5/actor/config.json").is_file()
-
-
-def test_nothing_answers_at_the_address(world, tmp_path):
-    with pytest.raises(ConfigError, match="127.0.0.1:1"):
-        run(world, tmp_path / "run", "grpo", "trainer.runtime=ray", "ray.address=127.0.0.1:1")

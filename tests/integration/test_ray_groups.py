@@ -12,9 +12,10 @@ from support.ray_roles import Prober
 
 from hone.cluster.context import RoleSpec
 from hone.cluster.dispatch import RowGroups
-from hone.cluster.ray.connection import SETTINGS
+from hone.cluster.ray.connection import SETTINGS, connect
 from hone.cluster.ray.runtime import RayRuntime, check_versions
 from hone.config import RLConfig, load_config
+from hone.config.ray import RayConfig
 from hone.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -146,3 +147,9 @@ def test_other_versions_in_a_worker():
     with pytest.raises(ConfigError, match=r"worker main\[1\] has torch 2\.11 \(the driver has 2\.13\)") as caught:
         check_versions(here, {"hone": "1", "torch": "2.11"}, "main[1]")
     assert caught.value.code == "E-versions"
+
+
+def test_nothing_answers_at_the_address():
+    with pytest.raises(ConfigError, match="no Ray cluster answers at 127.0.0.1:1: .*refused") as caught:
+        connect(RayConfig(address="127.0.0.1:1"), workers=1)
+    assert caught.value.where == "ray.address" and "ray start --head" in caught.value.fix

@@ -51,6 +51,8 @@ def connect(config: RayConfig, *, workers: int) -> Connection:
     Raises:
         ConfigError: nothing answers there, or it refuses.
     """
+    if config.address is not None:
+        _probe(config.address)
     if ray.is_initialized():
         return Connection(mine=False)
     for name, value in SETTINGS.items():
@@ -66,7 +68,6 @@ def connect(config: RayConfig, *, workers: int) -> Connection:
             object_store_memory=int(store * 2**30) if store else None,
         )
         return Connection(mine=True)
-    _probe(config.address)
     try:
         ray.init(**shared, address=config.address)
     except (ConnectionError, RaySystemError, RuntimeError) as error:

@@ -29,6 +29,7 @@ from hone.cluster.remote_batch import Piece, RowInfo, Shard, Stored
 from hone.config.reads import watch
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
+from hone.errors import ProcessError
 from hone.insight import activity
 from hone.training.layout import Layout
 
@@ -110,9 +111,16 @@ class WorkerHost:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             address = f"tcp://{place.meeting}"
             with activity.waiting("all workers of the pool", on=[place.pool]):
-                torch.distributed.init_process_group(
-                    backend, init_method=address, rank=place.rank, world_size=place.world
-                )
+                try:
+                    torch.distributed.init_process_group(
+                        backend, init_method=address, rank=place.rank, world_size=place.world
+                    )
+                except torch.distributed.DistNetworkError as error:
+                    raise ProcessError(
+                        f"{place.pool}[{place.rank}] cannot meet the others at {place.meeting}: {str(error).splitlines()[0]}",
+                        why="the port was free a moment ago, so another process took it; or a firewall stands between the nodes",
+                        fix="the same command again; or open the ports between the nodes (docs/cluster.md)",
+                    ) from error
             meshes = place.layout.meshes(device.type)
         self._reads = watch(config)
         self._context = WorkerContext(
