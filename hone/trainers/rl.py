@@ -62,6 +62,7 @@ def train(config: RLConfig, program: type[RLTrainer] | None = None) -> int:
         program: a trainer with stages or roles of its own; None is :class:`RLTrainer`.
     """
     program = program or RLTrainer
+    watch(config)
     supervisor = Supervisor(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
     try:
         while True:
@@ -289,7 +290,10 @@ class RLTrainer:
                     session.log(self.step, await self.train_step())
                 if session.save_due(self.step):
                     await self.save()
-                self.reads.finish(self.runtime.reads)
+                if self.supervisor.restarts:
+                    self.reads.stop()  # roles that were not made anew have read their keys before
+                else:
+                    self.reads.finish(self.runtime.reads)
             if session.last_save_due:
                 await self.save()
             session.completed(self.step)
