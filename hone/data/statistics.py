@@ -11,6 +11,7 @@ from hone.data.checks.rewards import is_missing
 from hone.data.files import Row
 from hone.data.messages import plain
 
+_MEDIA = {"image", "video", "audio", "image_url"}
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 
@@ -51,8 +52,9 @@ def form_of(prompt: Any) -> str:
     if all(type(item) is int for item in prompt):
         return "token ids"
     messages = [item for item in prompt if isinstance(item, dict)]
-    if any(isinstance(part, dict) and part.get("type") in ("image", "video", "audio", "image_url") for m in messages
-           for part in (m.get("content") if isinstance(m.get("content"), list) else [])):  # fmt: skip
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    kinds = {part.get("type") for content in contents for part in content if isinstance(part, dict)}
+    if kinds & _MEDIA:
         return "multimodal"
     return "multi-turn" if any(message.get("role") == "assistant" for message in messages) else "chat"
 

@@ -79,5 +79,7 @@ def index_page(existing: str) -> str:
 
 def _in_table(entry: CodeEntry) -> str:
     every = set(TREES) == set(entry.trees)
-    names = "" if every or not entry.trees or entry.trees == ("train",) else f" (`hone {'`, `hone '.join(entry.trees)}`)"
+    names = (
+        "" if every or not entry.trees or entry.trees == ("train",) else f" (`hone {'`, `hone '.join(entry.trees)}`)"
+    )
     return entry.question.replace("|", "\\|") + names
