@@ -70,10 +70,11 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     warmup = config.lr_warmup_steps
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * total_steps)
+    floor = 1.0 if config.lr_scheduler_type == "constant" else config.min_lr_ratio
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    if config.lr_scheduler_type == "constant":
+    if floor == 1.0:
         return config.lr
     progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
-    scale = config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    scale = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * scale
