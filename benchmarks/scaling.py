@@ -18,7 +18,6 @@ import platform
 import statistics
 import tempfile
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
