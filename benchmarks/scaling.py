@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Seconds of one update, of the slowest and of the busiest rank, and the loss and the gradient's norm."""
+    """Seconds of one update, of the slowest and of the busiest rank, and the gradient's norm."""
 
     wall: float
     processor: float
