@@ -115,7 +115,7 @@ def start(surroundings: dict[str, str], tmp_path: Path) -> Iterator[Any]:
             process.wait()
 
 
-def ended(process: Any, timeout: float = 150) -> tuple[int, str]:
+def ended(process: Any, timeout: float = 270) -> tuple[int, str]:
     """Exit code and output."""
     code = process.wait(timeout)
     return code, Path(process.log).read_text(errors="replace")
@@ -290,6 +290,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_slurm_script_trains_on_two_nodes(start: Any, tmp_path: Path) -> None:
     """The whole script; only Slurm's own two commands are stand-ins, which run the tasks of both nodes here."""
     (tmp_path / "bin").mkdir()
