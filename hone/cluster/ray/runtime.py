@@ -24,7 +24,7 @@ from hone.cluster.ray.group import WorkerGroup
 from hone.cluster.ray.host import Place, WorkerHost, versions
 from hone.config.tree import RLConfig
 from hone.data.balance import CostModel
-from hone.errors import ConfigError
+from hone.errors import ConfigError, ProcessError
 from hone.insight import activity
 
 log = logging.getLogger("hone")
@@ -141,11 +141,24 @@ class RayRuntime:
         self._resume = resume
         self._groups.clear()
         for placed in self.pools.values():
-            for rank, alive in enumerate(self._let_go(placed)):
-                if not alive:
-                    ray.kill(placed.hosts[rank])
-                    placed.hosts[rank] = self._host(placed.pool, placed.placement, rank)
+            lost = [rank for rank, alive in enumerate(self._let_go(placed)) if not alive]
+            for rank in lost:
+                ray.kill(placed.hosts[rank])
+            if lost:
+                self._wait_for_room(placed)
+            for rank in lost:
+                placed.hosts[rank] = self._host(placed.pool, placed.placement, rank)
         self._make_roles()
+
+    def _wait_for_room(self, placed: PlacedPool) -> None:
+        """Where a node is lost, Ray looks for room on another."""
+        limit = self._config.ray.start_timeout
+        if not placed.placement.wait(limit):
+            raise ProcessError(
+                f"no node has room for the lost workers of pool '{placed.pool.name}' within {limit:g} s (ray.start_timeout)",
+                why="the others cannot go on without them; every saved checkpoint is intact",
+                fix="add a node, or start the same command with fewer workers: a checkpoint fits any number of them",
+            )
 
     def kill(self, name: str) -> bool:
         """End a process at once; false when there is none of that name."""
