@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+import ray
 import torch
 
 from hone.cluster.context import WorkerContext
@@ -24,6 +25,11 @@ class Fragile:
     def facts(self) -> tuple[int, str | None]:
         """Process and checkpoint of every worker."""
         return os.getpid(), self.context.resume
+
+    @dispatch(Split.ALL, Collect.EACH)
+    def places(self) -> tuple[int, str | None, str]:
+        """Process, checkpoint and node of every worker."""
+        return *self.facts(), ray.get_runtime_context().get_node_id()
 
     @dispatch(Split.ALL, Collect.EACH)
     def suffer(self, what: str) -> None:
