@@ -5,7 +5,8 @@ score, log-probs, reference log-probs, advantages, update, publish, report. The 
 every worker the bookkeeping of its rows, and puts the answers together.
 
 --ranks: so many workers are simulated: every call is pickled as for a worker, and every answer unpickled as from one, but no
-process computes. Printed is the driver's time for a step, and by how much its memory has grown over the steps.
+process computes. Printed are the driver's seconds of CPU for a step (it has one thread), the fastest of some, and by how much its
+memory has grown over the steps.
 
 --real N: N worker processes on a real Ray, which make and read columns of the real size (one int64 a token): the driver's
 CPU time for a step of those calls, with Ray's own, and its memory.
@@ -80,9 +81,9 @@ class SimulatedHost:
     def remote(self, role: str, method: str, args: Any, kwargs: Any) -> Answered:
         """One call."""
         pickle.dumps((role, method, args, kwargs), protocol=5)
-        started = time.perf_counter()
+        started = time.process_time()
         answer = Answered(pickle.dumps(self._answer(method, args), protocol=5))
-        SimulatedHost.elsewhere += time.perf_counter() - started
+        SimulatedHost.elsewhere += time.process_time() - started
         return answer
 
     def _answer(self, method: str, args: Any) -> Any:
@@ -120,13 +121,13 @@ def groups_of(ranks: int, lengths: np.ndarray) -> dict[str, WorkerGroup]:
 
 
 def step(groups: dict[str, WorkerGroup], samples: list[Sample]) -> dict[str, float]:
-    """The calls of a step, one after the other; seconds of each."""
+    """The calls of a step, one after the other; CPU seconds of each."""
     actor, work, rollout, seconds = groups["actor"], groups["work"], groups["rollout"], {}
 
     def timed(name: str, ask: Any) -> Any:
-        SimulatedHost.elsewhere, started = 0.0, time.perf_counter()
+        SimulatedHost.elsewhere, started = 0.0, time.process_time()
         found = ask().result()
-        seconds[name] = time.perf_counter() - started - SimulatedHost.elsewhere
+        seconds[name] = time.process_time() - started - SimulatedHost.elsewhere
         return found
 
     batch: RemoteBatch = timed("play", lambda: rollout.play(samples, SamplingParams(), n=N, seeding=(1, "rollout", 1)))
@@ -159,7 +160,10 @@ def simulate(ranks: int, repeats: int, detail: bool) -> None:
         seen.append(step(groups, samples))
         memory.append(process.memory_info().rss / 2**20)
     seconds = min(sum(found.values()) for found in seen[1:])
-    print(f"{ranks:6} ranks  {seconds:7.3f} s a step   memory {memory[1]:6.0f} -> {memory[-1]:6.0f} MiB", flush=True)
+    print(
+        f"{ranks:6} ranks  {seconds:7.3f} s of CPU a step   memory {memory[1]:6.0f} -> {memory[-1]:6.0f} MiB",
+        flush=True,
+    )
     if detail:
         shown = ", ".join(f"{name} {value * 1e3:.0f}" for name, value in seen[-1].items())
         print(f"        ms: {shown}", flush=True)
