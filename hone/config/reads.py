@@ -30,8 +30,15 @@ from hone.errors import ConfigError
 LATER: dict[str, tuple[str, ...]] = {
     "validation": ("actor_rollout_ref.rollout.val_kwargs.", "trainer.log_val_generations", "data.val_batch_size"),
     "checkpoint": ("trainer.async_save", "trainer.max_ckpt_to_keep", "trainer.best_ckpt_", "trainer.checkpoint_dir"),
+    "policy update": (
+        "actor_rollout_ref.actor.",
+        "actor_rollout_ref.ref.",
+        "algorithm.use_pf_ppo",
+        "algorithm.pf_ppo.",
+    ),
 }
-"""Keys (beginnings) that are first read when the run validates or saves, which may be after the first step."""
+"""Keys (beginnings) that are first read when the run validates, saves or (after trainer.critic_warmup) updates the policy,
+which may be after the first step."""
 UNREAD = "R10"
 """The code of the finding. It is made while the run is under way, but silenced like those made before."""
 BEFORE = ("preflight.", "data.train_max_samples", "data.val_max_samples")
@@ -136,6 +143,8 @@ def unrecorded() -> Iterator[None]:
 def _happens(config: Any, what: str) -> bool:
     if what == "checkpoint":
         return config.trainer.save_freq != 0
+    if what == "policy update":
+        return getattr(config.trainer, "critic_warmup", 0) > 0
     return config.data.val_files is not None and (config.trainer.test_freq != 0 or config.trainer.val_before_train)
 
 

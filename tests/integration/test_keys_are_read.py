@@ -214,5 +214,7 @@ def test_validation_and_saving_come_later() -> None:
     keys = ["actor_rollout_ref.rollout.val_kwargs.n=2", "trainer.async_save=false", "data.train_files=x"]
     with_files = load_config(RLConfig, [*keys, "data.val_files=y"])
     assert watch(with_files).unread() == ["data.train_files", "data.val_files"]
+    warm = load_config(RLConfig, ["trainer.critic_warmup=2", "actor_rollout_ref.actor.entropy_coeff=0.1"])
+    assert watch(warm).unread() == ["trainer.critic_warmup"]  # the policy is first updated after the warm-up
     without = load_config(RLConfig, [*keys, "trainer.save_freq=0"])
     assert set(watch(without).unread()) >= {"actor_rollout_ref.rollout.val_kwargs.n", "trainer.async_save"}
