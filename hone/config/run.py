@@ -56,9 +56,6 @@ class RunConfig:
     watchdog_seconds: float = number(600.0, low=0)
     """When no process of the run moves for so long, its stacks and who waits for whom are written to hangs/ in the run
     directory, and the run ends with exit code 3, or restarts its workers; 0 never. Below the timeout of collectives."""
-    max_restarts: int = number(0, low=0)
-    """With runtime=ray: how often the run may restart lost or hung workers and go on from its last checkpoint (or its start),
-    before it ends with exit code 3."""
 
 
 @dataclass
@@ -74,6 +71,9 @@ class TrainerConfig(RunConfig):
     """Workers on each of them, one a GPU; on CPU: processes."""
     balance_batch: bool = True
     """Divide the rows of each mini-batch over data-parallel ranks by their work; false divides them in order."""
+    max_restarts: int = number(0, low=0)
+    """With runtime=ray: how often the run may restart lost or hung workers and go on from its last checkpoint (or its start),
+    before it ends with exit code 3."""
     critic_warmup: int = number(0, low=0)
     """Steps that train the critic alone before the policy moves."""
     rollout_dump_freq: int = number(10, low=0)
