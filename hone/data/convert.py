@@ -38,9 +38,19 @@ Messages = list[dict[str, Any]]
 SOURCES = ("auto", "sharegpt", "openai", "alpaca", "csv")
 TARGETS = ("chat", "string", "multi-turn", "multimodal", "messages")
 _ROLES = {
-    "human": "user", "user": "user", "prompter": "user",
-    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "model": "assistant",
-    "system": "system", "tool": "tool", "observation": "tool", "function_call": "assistant", "function": "tool",
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
+    "function": "tool",
 }
 _CONVERSATIONS = ("conversations", "conversation", "messages", "chat", "dialogue", "dialog")
 _MEDIA = re.compile(r"<(image|video|audio)>")
