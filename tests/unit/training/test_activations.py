@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    engine = TrainEngine(model, PolicyHead(), optim=OptimConfig(lr=1e-2, eps=1e-6), device=CPU)
+    engine = TrainEngine(model, PolicyHead(), optim=OptimConfig(lr=0.1, optimizer="SGD"), device=CPU)
     for step in range(2):
         engine.train_batch(random_batch(6, seed=step), imitation_objective(), step=step)
     return dict(model.named_parameters())
