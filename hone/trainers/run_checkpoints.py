@@ -31,7 +31,14 @@ ORIGIN_KEYS = (
         "critic.enable",
         "algorithm.adv_estimator",
     ),
-    *("data.train_files", "data.train_max_samples", "data.train_batch_size", "data.shuffle", "data.sampler.", "trainer.seed"),
+    *(
+        "data.train_files",
+        "data.train_max_samples",
+        "data.train_batch_size",
+        "data.shuffle",
+        "data.sampler.",
+        "trainer.seed",
+    ),
 )
 """What a checkpoint's state was made from (beginnings of keys)."""
 FREE_KEYS = (
