@@ -1,0 +1,153 @@
+"""Workers are killed and stopped at random moments of training: the run ends with the metrics of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+from support.transcripts import missing, shown_in
+from support.world import World, metrics, rl_command, run_record
+
+from hone.cluster.failures import WorkerLost
+from hone.cluster.ray.connection import SETTINGS
+from hone.config import RLConfig, load_config
+from hone.insight import activity
+from hone.insight.activity import Record
+from hone.trainers.rl import train
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ONCE = ("starting", "checkpoint")
+STAGES = (*ONCE, "gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")
+KILLS = 10
+"""In each of two runs."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """One Ray for all runs of the module; they leave it open."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=150 * 2**20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def run(world: World, where: Path, *overrides: str) -> list[dict]:
+    """Metrics of a run over two workers."""
+    words = rl_command(world, where, "grpo", "actor_rollout_ref.actor.optim.lr=1e-3", "trainer.total_training_steps=6")
+    own = ("trainer.runtime=ray", "trainer.n_gpus_per_node=2", "trainer.save_freq=2", "trainer.watchdog_seconds=20")
+    assert train(load_config(RLConfig, [*words[2:], *own, *overrides], preset="grpo")) == 0
+    return metrics(where)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, world: World, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    found = run(world, tmp_path_factory.mktemp("undisturbed") / "run")
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    return found
+
+
+class Disturber(threading.Thread):
+    """Sends signals to workers, each time a random one in a random stage of the run.
+
+    Args:
+        folder: where the processes of the run publish what they do.
+        signals: in order.
+        seed: of the choices.
+    """
+
+    def __init__(self, folder: Path, signals: list[signal.Signals], seed: int) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.signals, self.random = folder, signals, random.Random(seed)
+        self.sent: list[tuple[str, str]] = []
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        struck: set[int] = set()
+        for number in self.signals:
+            stages = STAGES if number == signal.SIGKILL else ("gen", "update_actor")
+            stage, odd = self.random.choice(stages), self.random.random() < 0.5
+            worker = self._wait(lambda stage=stage, odd=odd: self._victim(stage, odd, struck))
+            if worker is None:
+                return
+            time.sleep(self.random.random() * 0.1)
+            self.sent.append((worker.name, stage))
+            struck.add(worker.pid)
+            os.kill(worker.pid, number)
+
+    def _victim(self, stage: str, odd: bool, struck: set[int]) -> Record | None:
+        """A worker, once the run is in this stage: of an odd step, the first after a checkpoint, or of an even one."""
+        records = activity.read_records(self.folder)
+        driver = next((record for record in records if record.role == "driver"), None)
+        alive = [
+            record for record in records if record.role == "main" and record.is_alive() and record.pid not in struck
+        ]
+        if driver is None or stage not in driver.stage.split(" > ") or len(alive) < 2:
+            return None
+        if stage not in ONCE and (int(driver.spans[0].what.removeprefix("step ")) % 2 == 1) != odd:
+            return None
+        return self.random.choice(alive)
+
+    def _wait(self, look: Callable[[], Record | None]) -> Record | None:
+        while not self.ended.is_set():
+            found = look()
+            if found is not None:
+                return found
+            time.sleep(0.002)
+        return None
+
+
+SIGNALS = {"killed": [signal.SIGKILL] * KILLS, "killed and stopped": [signal.SIGKILL] * KILLS + [signal.SIGSTOP]}
+
+
+@pytest.mark.parametrize(("how", "seed"), [("killed", 1), ("killed and stopped", 2)])
+def test_a_disturbed_run_ends_with_the_metrics_of_an_undisturbed_one(undisturbed, world, tmp_path, how, seed):
+    where = tmp_path / "run"
+    disturber = Disturber(where / activity.FOLDER, SIGNALS[how], seed)
+    disturber.start()
+    try:
+        found = run(world, where, "trainer.max_restarts=100")
+    finally:
+        disturber.ended.set()
+        disturber.join()
+    assert found == undisturbed
+    record = run_record(where)
+    assert len(disturber.sent) == len(SIGNALS[how]), f"the run ended before: {disturber.sent}"
+    assert len(record["restarts"]) >= KILLS and record["status"] == "finished"
+    if "stopped" in how:
+        reports = [path.read_text() for path in (where / "hangs").glob("hang_*.txt")]
+        assert any(f"Culprit: {disturber.sent[-1][0]} " in report for report in reports), disturber.sent
+
+
+def test_without_restarts_the_run_ends_resumable(undisturbed, world, tmp_path):
+    where = tmp_path / "run"
+
+    def saved() -> bool:
+        return (where / "checkpoints" / "step_2").exists()
+
+    disturber = Disturber(where / activity.FOLDER, [signal.SIGKILL], 3)
+    find = disturber._victim
+    disturber._victim = lambda stage, odd, struck: find("update_actor", True, struck) if saved() else None
+    disturber.start()
+    try:
+        with pytest.raises(WorkerLost) as caught:
+            run(world, where)
+    finally:
+        disturber.ended.set()
+        disturber.join()
+    name = disturber.sent[0][0]
+    assert caught.value.exit_code == 3 and f"{name} (pid " in caught.value.what and "was killed" in caught.value.what
+    said = re.sub(r"main\[\d\]", "main[1]", caught.value.render())
+    said = re.sub(r"(, in '[^']*'|, between two calls);", ", in 'actor.update';", said)
+    assert not missing(shown_in("failures.md", "E-worker-lost"), said), said
+    assert run_record(where)["status"] == "failed" and name in run_record(where)["exit_reason"]
+    assert run(world, where) == undisturbed
