@@ -75,7 +75,8 @@ def diagnose(records: Sequence[Record], stacks: Mapping[int, Stacks]) -> Diagnos
         return _result(waits, [waits[name].record for name in cycle], f"they wait for each other: {names}")
     leaves = [wait for wait in waits.values() if not wait.idle and not wait.on]
     wanted = {name for wait in waits.values() for name in wait.on}
-    blamed = [wait for wait in leaves if wait.record.name in wanted] or leaves
+    idle = [wait for wait in waits.values() if wait.idle and wait.record.name in wanted]  # it has not heard of the work
+    blamed = [wait for wait in leaves if wait.record.name in wanted] or leaves or idle
     if not blamed:
         return _result(waits, [], "every process is idle: the work was lost on its way")
     together = [wait for wait in blamed if _collective(wait, stacks)]
@@ -99,7 +100,9 @@ def _wait(record: Record, records: Sequence[Record], stacks: Mapping[int, Stacks
     if not record.is_alive():
         return Wait(record, (), f"died in '{record.stage}'", dead=True)
     if not record.spans:
-        return Wait(record, (), "has nothing to do", idle=True)
+        known = stacks.get(record.pid)
+        said = f" ({known.problem})" if known is not None and known.problem else ""
+        return Wait(record, (), f"has nothing to do{said}", idle=True)
     span = record.spans[-1]
     if span.waits:
         on = _resolve(span.waits_on, records)

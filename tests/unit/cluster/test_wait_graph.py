@@ -69,6 +69,16 @@ def test_a_ring():
     assert set(names) == {"rollout[0]", "actor[0]"} and "wait for each other" in reason
 
 
+def test_a_rank_that_was_stopped_before_it_heard_of_the_work():
+    names, reason = blamed(
+        record("driver", doing="update_actor", on=("actor",)),
+        record("actor", 0, doing="update_actor"),
+        record("actor", 1),
+        stacks={"actor[0]": ALL_REDUCE},
+    )
+    assert names == ["actor[1]"] and "actor[1] has nothing to do" in reason
+
+
 def test_the_driver_itself_and_something_outside():
     assert blamed(record("driver", doing="reward"), stacks={"driver": OWN})[0] == ["driver"]
     names, reason = blamed(record("driver", doing="an answer of the judge's server", waits=True))
