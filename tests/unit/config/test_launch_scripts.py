@@ -19,8 +19,8 @@ from hone.config.launch.words import ShellSyntaxError
 
 SCRIPTS = sorted((Path(__file__).parent / "launch_scripts").glob("*.sh"))
 PROGRAMS = ("python3", "python", "ray", "srun", "docker", "scontrol", "sleep", "tee")
-STUB = """{name}() {{ {{ printf '%s\\1' {name} "$@"; printf '\\n'; }} >&3; }}
-"""
+STUB = """{name}() {{ {{ printf '%s\\1' {name} "$@"; printf '\\n'; }} >&3; [ {name} != tee ] || cat > /dev/null; }}
+"""  # tee reads to the end: who writes into its pipe under `set -x` would be killed otherwise
 
 
 def printed_by_bash(script: str, folder: Path, environment: dict[str, str]) -> list[list[str]]:
@@ -100,6 +100,8 @@ def test_expansion_is_that_of_bash(words: list[list[str]]) -> None:
         timeout=20,
         check=False,
     )
+    if started is not None and any(open_names(argument.text) for argument in started.words):
+        return  # pieces side by side gave a name that nothing sets: it stays open
     if shell.returncode == 0 and "? " not in line:
         assert started is not None
         assert [argument.text for argument in started.words[1:]] == shell.stdout.split("\x01")[:-1]

@@ -41,13 +41,14 @@ def test_an_adapter_begins_as_nothing_and_off_it_is_the_base_model(directory):
     config = ModelConfig(str(directory), lora_rank=4)
     expected = log_probs(load_policy(ModelConfig(str(directory)), device=CPU, seed=0), batch)
     model = load_policy(config, device=CPU, seed=3)
-    assert torch.equal(log_probs(model, batch), expected)
+    start = log_probs(model, batch)
+    torch.testing.assert_close(start, expected, rtol=1e-5, atol=1e-5)  # an adapted model goes through its own module
     engine = engine_of(model)
     frozen = {name: value.clone() for name, value in model.named_parameters() if not value.requires_grad}
     assert engine.train_batch(batch, imitation_objective(), step=0).applied
     assert (log_probs(model, batch) - expected).abs().max() > 1e-3
     with adapter_off(model):
-        assert torch.equal(log_probs(model, batch), expected)
+        assert torch.equal(log_probs(model, batch), start)
     assert (log_probs(model, batch) - expected).abs().max() > 1e-3, "and on again"
     assert all(torch.equal(value, frozen[name]) for name, value in model.named_parameters() if name in frozen)
     with pytest.raises(TypeError, match="no adapter"), adapter_off(tiny_model()):
