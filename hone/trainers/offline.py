@@ -106,7 +106,10 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
                     session.log(self.step, self.train_step())
                 if session.save_due(self.step):
                     self.save()
-                self.reads.finish()
+                if session.resumed_from:
+                    self.reads.stop()  # what is done at the beginning only was read by the first attempt
+                else:
+                    self.reads.finish()
             if session.last_save_due:
                 self.save()
             session.completed(self.step)

@@ -290,8 +290,8 @@ class RLTrainer:
                     session.log(self.step, await self.train_step())
                 if session.save_due(self.step):
                     await self.save()
-                if self.supervisor.restarts:
-                    self.reads.stop()  # roles that were not made anew have read their keys before
+                if self.supervisor.restarts or session.resumed_from:
+                    self.reads.stop()  # what is done at the beginning only was read by the first attempt
                 else:
                     self.reads.finish(self.runtime.reads)
             if session.last_save_due:

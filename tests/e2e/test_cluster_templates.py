@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -345,11 +346,22 @@ def test_a_job_is_handed_to_a_cluster(start: Any, port: int, tmp_path: Path) -> 
     )
     answers = f"until (exec 3<>/dev/tcp/127.0.0.1/{server}) 2>/dev/null; do sleep 0.5; done"
     assert ended(start("timeout", "60", "bash", "-c", answers))[0] == 0
-    job = start(
-        *("bash", str(TEMPLATES / "submit.sh"), "--dry-run", "trainer.nnodes=1", "trainer.n_gpus_per_node=1", *SMALL),
-        RAY_API_SERVER_ADDRESS=f"http://127.0.0.1:{server}",
-        SUBMISSION_ID="grpo-7",
-    )
-    code, output = ended(job)
+
+    def submitted() -> tuple[int, str]:
+        return ended(
+            start(
+                *("bash", str(TEMPLATES / "submit.sh"), "--dry-run"),
+                *("trainer.nnodes=1", "trainer.n_gpus_per_node=1", *SMALL),
+                RAY_API_SERVER_ADDRESS=f"http://127.0.0.1:{server}",
+                SUBMISSION_ID="grpo-7",
+            )
+        )
+
+    code, output = submitted()
+    tries = 1
+    while code and "No available agent" in output and tries < 10:  # the server answers before its agent does
+        time.sleep(3)
+        code, output = submitted()
+        tries += 1
     assert code == 0, output
     assert "plan: 4 prompts x 2 = 8 sequences" in output and "grpo-7" in output

@@ -46,7 +46,7 @@ class ShardStager:
     """
 
     def __init__(self) -> None:
-        self._names: list[str] = []
+        self._names: list[str] | None = None  # nothing is agreed yet, not even to write nothing
         self._plan = SavePlan([])
         self._index: dict[str, Any] = {}
 
