@@ -13,6 +13,7 @@ Ranks that hold pieces of one model copy (tensor or sequence parallel) get the s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -138,15 +139,15 @@ class Kept:
     ref: Any
 
 
-class Answer:
+class Answer(ABC):
     """What a call on a group gives: await it, or wait for its ``result()``."""
 
-    def __await__(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def __await__(self) -> Any: ...
 
+    @abstractmethod
     def result(self) -> Any:
         """Block until it is there."""
-        raise NotImplementedError
 
     def balance(self) -> dict[str, float]:
         """Metrics of how a batch was divided over data-parallel ranks; none where there is one."""

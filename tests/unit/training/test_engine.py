@@ -134,10 +134,12 @@ def test_masked_tokens_get_no_gradient(model):
 
 def test_gradient_checkpointing_changes_nothing(model):
     batch = random_batch(6, seed=6)
-    _, plain, _ = gradient(engine_of(tiny_model()), batch, imitation_objective())
+    other = tiny_model()
+    other.register_forward_hook(lambda *_: None)  # computed by its own module, as with checkpointing
+    _, plain, _ = gradient(engine_of(other), batch, imitation_objective())
     model.gradient_checkpointing_enable({"use_reentrant": False})
     _, checkpointed, _ = gradient(engine_of(model), batch, imitation_objective())
-    torch.testing.assert_close(checkpointed, plain, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(checkpointed, plain, atol=1e-7, rtol=1e-5)
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied(model):

@@ -104,9 +104,12 @@ def test_what_is_staged_does_not_change_when_training_goes_on(tmp_path):
 
 def test_straight_into_an_object_store(tmp_path):
     bucket = Storage(f"memory://{uuid.uuid4().hex}/actor")
-    stage_weights(tiny_model(), bucket, largest_file=50_000)()
+    model = tiny_model()
+    stage_weights(model, bucket, largest_file=50_000)()
     bucket.fetch(tmp_path / "local")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "local")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "local")
+    for (name, ours), (_, theirs) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 5), st.integers(1, 100))
