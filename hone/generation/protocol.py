@@ -50,12 +50,15 @@ class GenerationRequest:
         prompt_ids: token ids. Requests with equal prompts that wait together share one prefill.
         sampling: how to draw.
         seed: the request's own random stream; its tokens depend on it, not on what else is in the batch.
+        session: name of the episode that the request belongs to; what an engine still holds of the episode's earlier turns
+            is not computed again. None for a request that stands alone.
     """
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int = 0
+    session: str | None = None
 
 
 @dataclass
