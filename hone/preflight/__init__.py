@@ -26,7 +26,7 @@ from hone.preflight import (
     template,
 )
 from hone.preflight.evidence import Evidence
-from hone.preflight.plan import batch_plan, training_rows
+from hone.preflight.plan.batch import batch_plan, training_rows
 from hone.preflight.report import Report, check, examine
 from hone.preflight.rules import RULES, Stage, findings
 
