@@ -113,9 +113,9 @@ class HuggingFaceEngine:
             self._causal.generation_config = defaults
             self.model.train(training)
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
         """Note the version; the weights are the trainer's own."""
-        del weights
+        del weights, last
         self._version = version
 
     async def pause(self) -> None:
@@ -137,9 +137,15 @@ class HuggingFaceEngine:
     async def wake(self) -> None:
         """Nothing to do."""
 
+    async def end_sessions(self, sessions: Sequence[str]) -> None:
+        """Nothing is kept from one request to the next."""
+
     def describe(self) -> EngineDescription:
         """What it is."""
         return EngineDescription("hf", True, self.dtype, str(self.device), dict(self._stats))
+
+    def close(self) -> None:
+        """There is no other process."""
 
 
 def generate_arguments(sampling: SamplingParams) -> dict[str, Any]:

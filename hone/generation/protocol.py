@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +41,10 @@ class SamplingParams:
     ignore_eos: bool = False
 
 
+Progress = Callable[[list[int], list[float]], None]
+"""Told of the tokens of a request so far and of their log-probs, while it goes on."""
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One response asked for.
@@ -52,6 +56,8 @@ class GenerationRequest:
         seed: the request's own random stream; its tokens depend on it, not on what else is in the batch.
         session: name of the episode that the request belongs to; what an engine still holds of the episode's earlier turns
             is not computed again. None for a request that stands alone.
+        progress: called now and then until the request is complete, on the engine's event loop; engines that cannot tell leave
+            it alone.
     """
 
     request_id: str
@@ -59,6 +65,7 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int = 0
     session: str | None = None
+    progress: Progress | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass
@@ -110,12 +117,20 @@ class Engine(Protocol):
         """Serve the requests, yielding each completion as it finishes.
 
         Raises:
-            GenerationError: a request can never be served (its prompt and max_tokens exceed the cache or the model).
+            GenerationError: a request can never be served (its prompt and max_tokens exceed the cache or the model), or new
+                weights have arrived only in part.
         """
         ...
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights; an engine that shares the trainer's parameters only notes the version."""
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
+        """Take new weights; an engine that shares the trainer's parameters only notes the version.
+
+        They may come in several calls, all but the last with ``last=False``. From the first call until the last one
+        returns, and after one that failed, nothing is generated.
+
+        Raises:
+            GenerationError: weights that the engine's model does not have, or with the last call: some that are missing.
+        """
         ...
 
     async def pause(self) -> None:
@@ -138,6 +153,14 @@ class Engine(Protocol):
         """Take it again."""
         ...
 
+    async def end_sessions(self, sessions: Sequence[str]) -> None:
+        """These episodes are over: forget what was kept for their next turns."""
+        ...
+
     def describe(self) -> EngineDescription:
         """Say what it is."""
+        ...
+
+    def close(self) -> None:
+        """End the processes that the engine has started."""
         ...

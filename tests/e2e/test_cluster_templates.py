@@ -4,6 +4,7 @@ command in each of them is taken out and checked by `hone` itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -56,10 +57,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 @pytest.fixture
@@ -336,12 +343,11 @@ def test_a_node_does_not_wait_for_ever(start: Any) -> None:
 @pytest.mark.slow
 def test_a_job_is_handed_to_a_cluster(start: Any, port: int, tmp_path: Path) -> None:
     """A real job server; the job checks the configuration there, in the way a run begins."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        server = probe.getsockname()[1]
+    server, agent = free_ports(2)  # the agent's is fixed otherwise, and taken while another test has a cluster
     start(
         *("ray", "start", "--head", f"--port={port}", "--num-cpus=1", "--object-store-memory=100000000", "--block"),
-        *("--include-dashboard=true", f"--dashboard-port={server}", "--disable-usage-stats"),
+        *("--include-dashboard=true", f"--dashboard-port={server}", f"--dashboard-agent-listen-port={agent}"),
+        "--disable-usage-stats",
         RAY_AUTH_MODE="token",
     )
     answers = f"until (exec 3<>/dev/tcp/127.0.0.1/{server}) 2>/dev/null; do sleep 0.5; done"

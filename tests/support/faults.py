@@ -45,8 +45,8 @@ def scorer(hang: Callable[[], None] | None, name: str) -> None:
 class _HangingEngine(NativeEngine):
     """Waits for ever in the third step."""
 
-    async def load_weights(self, weights, version):
-        await super().load_weights(weights, version)
+    async def load_weights(self, weights, version, *, last=True):
+        await super().load_weights(weights, version, last=last)
         if version == 2:
             wait_for_the_device()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hone.generation.native.parked import Slabs
+
 
 class KeyValueCache:
     """Keys and values ``[rows, kv_heads, capacity, head_dim]`` of every layer. Shapes are learned from the first write.
@@ -51,6 +53,19 @@ class KeyValueCache:
         for slabs in self._slabs.values():
             for slab in slabs:
                 slab[targets, :, :length] = slab[sources, :, :length]
+
+    def read_row(self, row: int, length: int) -> Slabs:
+        """A copy of the first ``length`` tokens of a row."""
+        return {
+            layer: (keys[row, :, :length].clone(), values[row, :, :length].clone())
+            for layer, (keys, values) in self._slabs.items()
+        }
+
+    def write_row(self, row: int, length: int, slabs: Slabs) -> None:
+        """Begin a row with the first ``length`` tokens of what :meth:`read_row` gave."""
+        for layer, parts in slabs.items():
+            for slab, part in zip(self.layer(layer, *(part[None] for part in parts)), parts, strict=True):
+                slab[row, :, :length] = part[:, :length]
 
     def clear(self) -> None:
         """Give the memory back."""

@@ -22,6 +22,8 @@ from hone.insight import activity
 
 BURST = 32
 """Most decode steps between two looks at callers; bfloat16 copies of the weights live as long."""
+WATCHED_BURST = 4
+"""The same while a caller watches its tokens come."""
 
 
 class NativeEngine:
@@ -55,6 +57,8 @@ class NativeEngine:
         self._scheduler = Scheduler(max_num_seqs=max_num_seqs, max_cache_tokens=limit, max_model_len=max_model_len)
         self._runner = Runner(model, tokenizer, device=device, dtype=dtype, max_cache_tokens=limit)
         self._entering: list[Job] = []
+        self._arrived: set[str] = set()
+        self._incomplete: int | None = None
         self._paused = False
         self._resumed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -63,10 +67,16 @@ class NativeEngine:
         """Serve the requests, yielding each completion as it finishes. A caller that goes away ends its requests.
 
         Raises:
-            GenerationError: a request can never be served; none is begun then.
+            GenerationError: a request can never be served (none is begun then), or weights have arrived only in part.
         """
         for request in requests:
             self._scheduler.check(request)
+        if self._incomplete is not None:
+            raise GenerationError(
+                f"weights of version {self._incomplete} have arrived only in part",
+                why="the engine would sample from a mixture of two policies",
+                fix="send all weights of a version; where the engine refused some, the error before this one says why",
+            )
         if not self._scheduler.waiting and not self._runner.running:
             self._runner.release()  # weights may have changed since the last request
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
@@ -83,25 +93,18 @@ class NativeEngine:
             for job in jobs:
                 job.aborted = True
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
         """Take the weights of this version: note it when they are the trainer's own, copy them otherwise.
 
         Raises:
-            GenerationError: a name or shape that the model does not have.
+            GenerationError: a name or shape that the model does not have; with the last call, some that have not arrived.
         """
         if not self.shares_weights:
-            own = dict(self.model.named_parameters())
-            with torch.no_grad():
-                for name, tensor in weights:
-                    if name not in own or own[name].shape != tensor.shape:
-                        found = f"of shape {tuple(own[name].shape)}" if name in own else "not there"
-                        raise GenerationError(
-                            f"weight '{name}' {tuple(tensor.shape)} arrived, in the engine's model it is {found}",
-                            why="the engine would sample from another policy than the one trained",
-                            fix="build the engine over the architecture that is trained",
-                        )
-                    own[name].copy_(tensor)
+            self._copy(weights, version, last)
+        if not last:
+            return
         self._runner.release()  # what was made of the old weights: a fused optimizer changes them without counting it
+        self._runner.parked.clear()
         self._runner.version = version
 
     async def pause(self) -> None:
@@ -124,13 +127,49 @@ class NativeEngine:
         """Give the cache's memory back; requests under way end as aborted."""
         await self.abort()
         self._runner.cache.clear()
+        self._runner.parked.clear()
 
     async def wake(self) -> None:
         """Nothing to do: the cache grows again when it is needed."""
 
+    async def end_sessions(self, sessions: Sequence[str]) -> None:
+        """Forget the keys and values kept for the next turns of these episodes."""
+        self._runner.parked.forget(sessions)
+
     def describe(self) -> EngineDescription:
         """What it is, and its counters since start."""
         return EngineDescription("native", self.shares_weights, self.dtype, str(self.device), dict(self._runner.stats))
+
+    def close(self) -> None:
+        """There is no other process."""
+
+    def _copy(self, weights: Iterable[tuple[str, Tensor]], version: int, last: bool) -> None:
+        """Copy weights into the model; it is fenced until all of them have arrived."""
+        own, arrived = dict(self.model.named_parameters()), self._arrived
+        self._arrived = set()  # an update that fails begins anew
+        with torch.no_grad():
+            for name, tensor in weights:
+                self._incomplete = version
+                if name not in own or own[name].shape != tensor.shape:
+                    found = f"of shape {tuple(own[name].shape)}" if name in own else "not there"
+                    raise GenerationError(
+                        f"weight '{name}' {tuple(tensor.shape)} arrived, in the engine's model it is {found}",
+                        why="the engine would sample from another policy than the one trained",
+                        fix="build the engine over the architecture that is trained",
+                    )
+                own[name].copy_(tensor)
+                arrived.add(name)
+        missing = sorted(own.keys() - arrived) if self._incomplete is not None else []
+        if last and missing:
+            raise GenerationError(
+                f"{len(missing)} of {len(own)} weights have not arrived, such as '{missing[0]}'",
+                why="the engine would sample from a mixture of two policies",
+                fix="publish every parameter of the policy",
+            )
+        if last:
+            self._incomplete = None
+        else:
+            self._arrived = arrived
 
     def _start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -164,15 +203,24 @@ class NativeEngine:
     def _burst(self) -> None:
         scheduler, runner = self._scheduler, self._runner
         with runner.computing():
-            for _ in range(BURST):
+            for _ in range(WATCHED_BURST if self._watched() else BURST):
                 self._entering = scheduler.admit(runner.running)
                 if self._entering:
                     runner.enter(self._entering)
                 self._entering = []
                 if not runner.running:
                     break
-                _deliver(runner.step())
+                finished = runner.step()
+                _deliver(finished)
                 activity.tick()
+                if any(job.request.session is not None for job, _ in finished):
+                    break  # the episode may go on at once
+        for row in self._watched():
+            self._runner.running[row].request.progress(*runner.so_far(row))  # type: ignore[misc]
+
+    def _watched(self) -> list[int]:
+        """Rows whose callers watch them."""
+        return [row for row, job in enumerate(self._runner.running) if job.request.progress is not None]
 
     def _remove_aborted(self) -> None:
         version = self._runner.version

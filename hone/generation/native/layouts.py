@@ -1,9 +1,12 @@
-"""Layouts that use the cache: prefill writes whole prompts, decoding reads and appends one token a row."""
+"""Layouts that use the cache: prefill writes whole prompts or what was added to a row, decoding reads and appends one token a
+row."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+import torch.nn.functional as F
 
 from hone.generation.attention import PackedLayout, Scoring, attention_weights
 from hone.generation.native.cache import KeyValueCache
@@ -31,6 +34,58 @@ class PrefillLayout:
         keys[self._row, :, place] = key[0].transpose(0, 1).to(keys.dtype)
         values[self._row, :, place] = value[0].transpose(0, 1).to(values.dtype)
         return self._packed.attend(layer, query, key, value, scoring)
+
+
+class ExtendLayout:
+    """New tokens behind what rows of the cache already hold: the next turn of an episode.
+
+    Args:
+        cache: to read and append to.
+        rows: ``[R]`` cache rows.
+        past: ``[R]`` tokens already in each.
+        lengths: ``[R]`` new tokens of each, packed end to end in the pass.
+    """
+
+    def __init__(self, cache: KeyValueCache, rows: Tensor, past: Tensor, lengths: Tensor) -> None:
+        self._cache, device = cache, cache.device
+        self._rows, self._longest = rows.to(device), int((past + lengths).max())
+        column = torch.arange(int(lengths.max()))
+        starts = lengths.cumsum(0) - lengths
+        inside = column < lengths[:, None]
+        cell = (starts[:, None] + column).clamp(max=int(lengths.sum()) - 1)
+        self._source = torch.where(inside, cell, 0).flatten().to(device)  # packed token in each cell of the rectangle
+        self._cells = inside.flatten().nonzero()[:, 0].to(device)
+        self._place = (past[:, None] + column).to(device)  # [R, Q]
+        self._row_of = rows.repeat_interleave(lengths).to(device)
+        self.position_ids = self._place.flatten()[self._cells][None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of new tokens over their rows; ``[1, heads, N, head_dim]`` to ``[1, N, heads, head_dim]``."""
+        keys, values = self._cache.layer(layer, key, value)
+        place = self.position_ids[0]
+        keys[self._row_of, :, place] = key[0].transpose(0, 1).to(keys.dtype)
+        values[self._row_of, :, place] = value[0].transpose(0, 1).to(values.dtype)
+        past_keys, past_values = (slab[self._rows, :, : self._longest] for slab in (keys, values))
+        cells = query[0].transpose(0, 1)[self._source].unflatten(0, self._place.shape)  # [R, Q, heads, head_dim]
+        queries = cells.transpose(1, 2).to(keys.dtype)
+        hidden = torch.arange(self._longest, device=keys.device) > self._place[..., None]  # [R, Q, K]
+        if scoring.window is not None:
+            hidden |= torch.arange(self._longest, device=keys.device) <= self._place[..., None] - scoring.window
+        groups = queries.shape[1] // past_keys.shape[1]
+        if scoring.plain:
+            mixed = F.scaled_dot_product_attention(
+                queries,
+                past_keys,
+                past_values,
+                attn_mask=~hidden[:, None],
+                scale=scoring.scale,
+                enable_gqa=groups > 1,
+            )
+        else:
+            past_keys, past_values = (slab.repeat_interleave(groups, 1) for slab in (past_keys, past_values))
+            weights = attention_weights(queries @ past_keys.transpose(-1, -2), hidden[:, None], scoring)
+            mixed = weights.to(past_values.dtype) @ past_values
+        return mixed.transpose(1, 2).flatten(0, 1)[self._cells][None]
 
 
 class DecodeLayout:

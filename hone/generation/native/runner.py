@@ -15,14 +15,18 @@ from hone.data.types import StopReason
 from hone.generation.native.batch import RowState
 from hone.generation.native.cache import KeyValueCache
 from hone.generation.native.forward import FusedForward, ModuleForward
-from hone.generation.native.layouts import DecodeLayout, PrefillLayout
+from hone.generation.native.layouts import DecodeLayout, ExtendLayout, PrefillLayout
+from hone.generation.native.parked import ParkedTurns, Turn
 from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.native.scheduler import Job
 from hone.generation.protocol import Completion
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens in one forward pass (a longer prompt is a pass of its own)."""
-STATS = ("prefill_tokens", "decode_tokens", "steps", "prefix_hits", "peak_sequences", "peak_cache_tokens")
+STATS = (
+    *("prefill_tokens", "decode_tokens", "steps", "peak_sequences", "peak_cache_tokens"),
+    *("prefix_hits", "session_hits", "session_tokens"),
+)
 _ROUNDING = 32
 _STOP_MARGIN = 4
 """Tokens decoded before a stop string, because some tokenizers treat the first token of a text differently."""
@@ -36,10 +40,11 @@ class Runner:
         tokenizer: decodes, for stop strings.
         device: where the model is.
         dtype: compute dtype, float32 or bfloat16.
-        max_cache_tokens: capacity of the cache.
+        max_cache_tokens: capacity of the cache; between the turns of an episode as many tokens are kept beside it.
 
     Attributes:
         running: the job of each row.
+        parked: what ended turns left for the next ones.
         version: of the weights.
         stats: counters since start.
     """
@@ -56,6 +61,7 @@ class Runner:
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.bfloat16 = dtype == "bfloat16"
         self.cache = KeyValueCache(device, torch.bfloat16 if self.bfloat16 else torch.float32, max_cache_tokens)
+        self.parked = ParkedTurns(max_cache_tokens)
         self.running: list[Job] = []
         self.version = 0
         causal: Any = getattr(model, "get_base_model", lambda: model)()
@@ -102,9 +108,12 @@ class Runner:
         stats["peak_cache_tokens"] = max(stats["peak_cache_tokens"], self.cache.tokens)
 
     def _fill(self, jobs: Sequence[Job], first: int) -> None:
-        """Put prompts into rows ``first``, ``first + 1``, ...; equal prompts are computed once and copied."""
+        """Put prompts into rows ``first``, ``first + 1``, ...; equal prompts are computed once and copied, and what an
+        episode's last turn left is not computed again.
+        """
         rows = {job.prompt: row for row, job in enumerate(self.running) if job.version == self.version}
         fresh: list[tuple[int, list[int]]] = []
+        added: list[tuple[int, int, list[int]]] = []
         copies: dict[int, list[tuple[int, int]]] = {}
         for row, job in enumerate(jobs, start=first):
             source = rows.setdefault(job.prompt, row)
@@ -113,8 +122,13 @@ class Runner:
                 copies.setdefault(len(ids), []).append((source, row))
                 self.stats["prefix_hits"] += 1
             elif ids:
-                fresh.append((row, ids))
+                kept = self._unpark(job, row)
+                if not kept:
+                    fresh.append((row, ids))
+                elif kept < len(ids):
+                    added.append((row, kept, ids[kept:]))
         self._prefill(fresh)
+        self._extend(added)
         for length, pairs in copies.items():
             sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
             self.cache.copy_rows(sources, targets, length)
@@ -131,6 +145,40 @@ class Runner:
             ids = torch.tensor([[token for _, ids in chunk for token in ids]], device=self.device)
             self._forward.hidden(ids, layout)
             self.stats["prefill_tokens"] += tokens
+
+    def _unpark(self, job: Job, row: int) -> int:
+        """Begin the row with what the job's session has left; returns how many tokens that is."""
+        found = self.parked.find(job.request.session, job.request.prompt_ids, self.version)
+        if found is None:
+            return 0
+        turn, shared = found
+        self.cache.write_row(row, shared, turn.slabs)
+        self.stats["session_hits"] += 1
+        self.stats["session_tokens"] += shared
+        return shared
+
+    def _extend(self, added: list[tuple[int, int, list[int]]]) -> None:
+        """Put further tokens into rows: (row, tokens it holds, further ones). Like lengths go together, for they share a
+        rectangle.
+        """
+        added = sorted(added, key=lambda entry: len(entry[2]))
+        while added:
+            count = 1
+            while count < len(added) and (count + 1) * (added[count][1] + len(added[count][2])) <= PREFILL_TOKENS:
+                count += 1
+            chunk, added = added[:count], added[count:]
+            rows, past, parts = zip(*chunk, strict=True)
+            lengths = torch.tensor([len(ids) for ids in parts])
+            layout = ExtendLayout(self.cache, torch.tensor(rows), torch.tensor(past), lengths)
+            self._forward.hidden(torch.tensor([[token for ids in parts for token in ids]], device=self.device), layout)
+            self.stats["prefill_tokens"] += int(lengths.sum())
+
+    def _park(self, job: Job, row: int, tokens: list[int]) -> None:
+        """Keep what the row holds for the next turn of its session; the last token drawn is not in the cache yet."""
+        session = job.request.session
+        if session is not None and job.version == self.version:
+            ids = [*job.request.prompt_ids, *tokens][:-1]
+            self.parked.put(session, Turn(ids, self.version, self.cache.read_row(row, len(ids))))
 
     # one step --------------------------------------------------------------------------------------------------------
 
@@ -164,6 +212,12 @@ class Runner:
             return []
         with self.computing():
             return self._leave(rows, None)
+
+    def so_far(self, row: int) -> tuple[list[int], list[float]]:
+        """Tokens drawn for a row and their log-probs."""
+        assert self._state is not None
+        drawn = self._drawn(self.running[row])
+        return self._state.tokens[row, :drawn].tolist(), self._state.log_probs[row, :drawn].tolist()
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -203,6 +257,7 @@ class Runner:
         for i, row in enumerate(rows):
             job = self.running[row]
             tokens, log_probs, sampling_log_probs = (column[i][: self._drawn(job)] for column in columns)
+            self._park(job, row, tokens)
             if stopped is None:
                 reason = StopReason.ABORTED
             else:
