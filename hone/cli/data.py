@@ -38,7 +38,9 @@ def tokenizer(
     files: Annotated[list[Path], typer.Option("--files", help="dataset file to learn from; may be repeated")],
     out: Annotated[Path, typer.Option("--out", help="tokenizer directory to write")],
     vocab_size: Annotated[int, typer.Option(help="tokens in all, at least 260")] = 512,
-    template: Annotated[str, typer.Option(help="chat template: chatml, or a Jinja file")] = "chatml",
+    template: Annotated[
+        str, typer.Option(help="chat template: chatml, chatml_tools (shows tools), or a Jinja file")
+    ] = "chatml",
 ) -> None:
     """Train a small byte-level BPE tokenizer (each digit a token) with a chat template."""
     from hone.data.train_tokenizer import train_tokenizer

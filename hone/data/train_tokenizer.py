@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hone.data.files import Row, read_rows
@@ -24,8 +24,31 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+CHATML_TOOLS = (
+    "{%- if tools or messages[0]['role'] == 'system' -%}"
+    "{{- '<|im_start|>system\n' -}}"
+    "{%- if messages[0]['role'] == 'system' -%}{{- messages[0]['content'] -}}{%- endif -%}"
+    "{%- for tool in tools or [] -%}{{- '\n' -}}{{- tool['function'] | tojson -}}{%- endfor -%}"
+    "{{- '<|im_end|>\n' -}}"
+    "{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] != 'system' or not loop.first -%}"
+    "{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    """{{- '<tool_call>{"name": "' + call['function']['name'] + '", "arguments": ' -}}"""
+    "{{- call['function']['arguments'] | tojson -}}{{- '}</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|im_end|>\n' -}}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+"""ChatML that shows tools, calls and results in as few tokens as it can: for small models that learn to use tools."""
+
 _COLUMNS = ("messages", "prompt", "text")
-TEMPLATES = {"chatml": CHATML}
+TEMPLATES = {"chatml": CHATML, "chatml_tools": CHATML_TOOLS}
+_MARKS = ("<tool_call>", "</tool_call>")
+"""Tokens of their own where the chat template has them; ordinary ones, so that decoded text keeps them."""
 
 
 def train_tokenizer(
@@ -41,30 +64,33 @@ def train_tokenizer(
             text files (``.txt``).
         out: directory to write.
         vocab_size: tokens in all, 256 bytes and 4 special ones among them; fewer when the text has no more to merge.
-        template: ``chatml``, or a Jinja chat template, or the path of one.
+        template: ``chatml``, ``chatml_tools`` (which shows tools), or a Jinja chat template, or the path of one.
 
     Raises:
         DataError: a file or column is wrong, vocab_size is below 260, or the folder cannot be written.
         ModelError: the template is neither known nor a file.
     """
-    if vocab_size < SMALLEST:
+    chat_template = _chat_template(template)
+    marks = [mark for mark in _MARKS if mark in chat_template]
+    if vocab_size < SMALLEST + len(marks):
         raise DataError(
-            f"--vocab-size {vocab_size} is too small: 256 bytes and {len(SPECIAL)} special tokens need {SMALLEST}",
+            f"--vocab-size {vocab_size} is too small: 256 bytes and {len(SPECIAL) + len(marks)} special tokens need "
+            f"{SMALLEST + len(marks)}",
             fix="--vocab-size 512",
         )
-    chat_template = _chat_template(template)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,  # type: ignore[call-arg]
+        vocab_size=vocab_size - len(marks),  # type: ignore[call-arg]
         special_tokens=list(SPECIAL),  # type: ignore[call-arg]
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # type: ignore[call-arg]
         show_progress=False,  # type: ignore[call-arg]
     )
     tokenizer.train_from_iterator(_texts(files), trainer)
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,

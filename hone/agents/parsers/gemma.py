@@ -1,0 +1,165 @@
+"""Calls in the notation of FunctionGemma and Gemma 4, which is like JSON with bare keys and strings between marks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser
+from hone.agents.parsers.sections import blocks
+
+_CALL = re.compile(r"\s*call:(?P<name>[\w.\-]+)\s*(?=\{)")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
+_KEY = re.compile(r"[^:{}\[\],]+")
+_WORDS = {"true": True, "false": False, "null": None, "None": None}
+_DEEPEST = 64
+
+
+@TOOL_PARSERS.register("gemma")
+class GemmaParser(ToolParser):
+    """``<|tool_call>call:f{x:1,text:<|"|>a<|"|>}<tool_call|>`` (Gemma 4); FunctionGemma writes the marks otherwise.
+
+    Thoughts stand between ``<|channel>thought`` and ``<channel|>``.
+    """
+
+    marks = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+    thoughts = ("<|channel>", "<channel|>")
+    _function_gemma = ("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        if tokenizer is not None and self._function_gemma[0] in tokenizer.added_tokens_encoder:
+            self.marks = self._function_gemma  # type: ignore[misc]
+        super().__init__(tokenizer)
+
+    def split_thoughts(self, turn: Lexed, thinking: bool) -> tuple[str | None, str]:
+        """Return the thoughts without the channel's name, None where there are none, and the rest."""
+        thoughts, rest = super().split_thoughts(turn, thinking)
+        if thoughts is not None:
+            thoughts = thoughts.removeprefix("thought").lstrip("\n") or None
+        return thoughts, rest
+
+    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[Found]]:
+        """Return the text outside the calls, and the calls; the mark that asks for their results is no content."""
+        begin, end, quote, response = (turn.mark(mark) for mark in self.marks)
+        text = turn.text.removesuffix(response)
+        content, opened, rest = text.partition(begin)
+        if not opened:
+            return content, []
+        found = []
+        for body, closed in blocks(opened + rest, begin, end):
+            raw = turn.plain(begin + body + (end if closed else ""))
+            if closed:
+                found.append(_call(body, quote, raw))
+            else:
+                found.append(Found("", None, raw, f"The call is not closed by {self.marks[1]}."))
+        behind = rest.rpartition(end)[2] if end in rest else ""
+        return content + behind, found
+
+
+def _call(body: str, quote: str, raw: str) -> Found:
+    match = _CALL.match(body)
+    if match is None:
+        return Found("", None, raw, "The call does not begin with call:NAME{.")
+    reader = _Reader(body, match.end(), quote)
+    try:
+        arguments = reader.value()
+        reader.expect_end()
+    except _Unreadable as error:
+        return Found(match["name"], None, raw, f"The arguments cannot be read: {error}.")
+    return Found(match["name"], arguments, raw)
+
+
+class _Unreadable(Exception):
+    """Where and why the notation is broken."""
+
+
+class _Reader:
+    """Reads values of the notation, one after the other."""
+
+    def __init__(self, text: str, position: int, quote: str) -> None:
+        self._text, self._at, self._quote, self._depth = text, position, quote, 0
+
+    def value(self) -> Any:
+        self._skip()
+        if self._take(self._quote):
+            return self._string()
+        if self._take("{"):
+            return self._nested(self._object)
+        if self._take("["):
+            return self._nested(self._list)
+        number = _NUMBER.match(self._text, self._at)
+        if number:
+            self._at = number.end()
+            return float(number[0]) if number[1] or number[2] else int(number[0])
+        for word, value in _WORDS.items():
+            if self._take(word):
+                return value
+        raise _Unreadable(f"a value is expected at character {self._at}")
+
+    def expect_end(self) -> None:
+        self._skip()
+        if self._at != len(self._text):
+            raise _Unreadable(f"text behind the arguments, at character {self._at}")
+
+    def _nested(self, read: Any) -> Any:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise _Unreadable(f"values are nested more than {_DEEPEST} deep")
+        value = read()
+        self._depth -= 1
+        return value
+
+    def _object(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        while not self._closes("}", first=not values):
+            key = self._key()
+            if key in values:
+                raise _Unreadable(f"'{key}' is given twice")
+            if not self._take(":"):
+                raise _Unreadable(f"':' is expected behind '{key}', at character {self._at}")
+            values[key] = self.value()
+        return values
+
+    def _list(self) -> list[Any]:
+        values: list[Any] = []
+        while not self._closes("]", first=not values):
+            values.append(self.value())
+        return values
+
+    def _closes(self, bracket: str, *, first: bool) -> bool:
+        """Whether the bracket closes here; otherwise the comma before the next value is taken."""
+        self._skip()
+        if self._take(bracket):
+            return True
+        if not first and not self._take(","):
+            raise _Unreadable(f"',' or '{bracket}' is expected at character {self._at}")
+        return False
+
+    def _key(self) -> str:
+        self._skip()
+        if self._take(self._quote):
+            return self._string()
+        match = _KEY.match(self._text, self._at)
+        if match is None:
+            raise _Unreadable(f"a key is expected at character {self._at}")
+        self._at = match.end()
+        return match[0].strip()
+
+    def _string(self) -> str:
+        end = self._text.find(self._quote, self._at)
+        if end < 0:
+            raise _Unreadable(f"the string at character {self._at} is not closed")
+        text, self._at = self._text[self._at : end], end + len(self._quote)
+        return text
+
+    def _take(self, text: str) -> bool:
+        if self._text.startswith(text, self._at):
+            self._at += len(text)
+            return True
+        return False
+
+    def _skip(self) -> None:
+        while self._at < len(self._text) and self._text[self._at].isspace():
+            self._at += 1

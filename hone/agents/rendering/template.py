@@ -1,0 +1,179 @@
+"""Applying a tokenizer's chat template so that contents cannot forge its marks.
+
+A template pastes contents into text that is full of special tokens, and a tokenizer then turns every ``<|im_end|>`` in it into the
+token, whoever wrote it. Here what looks like a special token in a content is hidden while the template runs, and is tokenized as
+the ordinary text that it is. Where nothing looks like one, the tokens are exactly those of ``apply_chat_template``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.agents.messages import Message
+from hone.data.chat import REFUSALS, special_tokens, template_of
+from hone.errors import DataError
+
+_TRUSTED = ("system", "developer")
+"""Roles whose contents may hold special tokens: whoever runs the model writes them."""
+
+_PROBE = "hone_probe"
+
+
+class Template:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: with a chat template.
+        kwargs: extra arguments of the template (``enable_thinking`` and the like).
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer, self.kwargs = tokenizer, dict(kwargs or {})
+        self.source = template_of(tokenizer)
+        self.special = special_tokens(tokenizer)
+        literals = {str(tokenizer.convert_ids_to_tokens(index)) for index in self.special}
+        self._special_text = re.compile("|".join(map(re.escape, sorted(literals, key=len, reverse=True))) or r"(?!)")
+        self._arguments_as_text = self._wants_text()
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool = True
+    ) -> HiddenText:
+        """Render a conversation.
+
+        Args:
+            messages: in OpenAI's form.
+            tools: function schemas.
+            ask: end with the generation prompt.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        hidden = _Hidden(self._special_text)
+        prepared = [hidden.message(self._with_arguments(message)) for message in messages]
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                prepared,
+                tools=list(tools) if tools else None,  # type: ignore[arg-type]
+                chat_template=self.source,
+                add_generation_prompt=ask,
+                tokenize=False,
+                **self.kwargs,
+            )
+        except REFUSALS as error:
+            raise DataError(
+                f"the chat template refuses the conversation ({', '.join(m['role'] for m in messages)}): {error}",
+                where=str(self.tokenizer.name_or_path),
+                why="it cannot be shown to the model",
+                fix="check the roles and their order, take another template with actor_rollout_ref.model.custom_chat_template, "
+                "or show tools as text with actor_rollout_ref.rollout.multi_turn.renderer=text_tools",
+            ) from error
+        return HiddenText(str(text), hidden.found)
+
+    def encode(self, text: HiddenText) -> list[int]:
+        """Return the token ids of a rendering, hidden text as ordinary tokens."""
+        ids: list[int] = []
+        for piece in text.pieces():
+            literal = text.hidden.get(piece)
+            if literal is None:
+                ids += self._encoded(piece)
+            else:
+                ids += self._encoded(literal, split_special_tokens=True)
+        return ids
+
+    def _encoded(self, text: str, **options: Any) -> list[int]:
+        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, **options)
+        return list(encoded["input_ids"])
+
+    def _with_arguments(self, message: Message) -> Message:
+        """The message with the arguments of its calls in the form that the template takes: a mapping, or JSON text."""
+        if not message.get("tool_calls"):
+            return message
+        calls = []
+        for call in message["tool_calls"]:
+            function = dict(call["function"])
+            arguments = function.get("arguments")
+            if self._arguments_as_text and not isinstance(arguments, str):
+                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            elif not self._arguments_as_text and isinstance(arguments, str):
+                function["arguments"] = _loaded(arguments)
+            calls.append({**call, "function": function})
+        return {**message, "tool_calls": calls}
+
+    def _wants_text(self) -> bool:
+        """Whether the template pastes arguments as they are, so that they must come as JSON text."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {_PROBE: "x"}}}
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                chat, chat_template=self.source, tokenize=False, **self.kwargs
+            )
+        except REFUSALS:
+            return True
+        return f"'{_PROBE}'" in text  # the notation of Python, not of JSON
+
+
+class HiddenText:
+    """A rendering in which some stretches stand for ordinary text.
+
+    Args:
+        text: the rendering.
+        hidden: what each placeholder character in it stands for.
+    """
+
+    def __init__(self, text: str, hidden: Mapping[str, str]) -> None:
+        self.text, self.hidden = text, hidden
+
+    def __str__(self) -> str:
+        return self.text.translate(str.maketrans(dict(self.hidden)))
+
+    def pieces(self) -> list[str]:
+        """Return the text cut at its placeholders, which are pieces of their own."""
+        if not self.hidden:
+            return [self.text] if self.text else []
+        return [piece for piece in re.split(f"([{''.join(self.hidden)}])", self.text) if piece]
+
+    def __getitem__(self, part: slice) -> HiddenText:
+        return HiddenText(self.text[part], self.hidden)
+
+
+class _Hidden:
+    """Replaces what looks like a special token by a character that no text can contain (a lone surrogate)."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern, self.found = pattern, {}
+        self._characters: dict[str, str] = {}
+
+    def message(self, message: Message) -> Message:
+        return message if message.get("role") in _TRUSTED else self._value(message)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._pattern.sub(lambda match: self._character(match[0]), value)
+        if isinstance(value, Mapping):
+            return {key: self._value(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._value(item) for item in value]
+        return value
+
+    def _character(self, literal: str) -> str:
+        if literal not in self._characters:
+            character = chr(0xD800 + len(self._characters))
+            self._characters[literal], self.found[character] = character, literal
+        return self._characters[literal]
+
+
+def _loaded(text: str) -> Any:
+    """The mapping that JSON text is; text that is none (a malformed call) stays text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text

@@ -1,0 +1,72 @@
+"""Tools, calls and results as plain text, for chat templates that know nothing of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hone.agents.messages import Message
+
+_INTRODUCTION = """You may call functions. Their signatures:
+<tools>
+{schemas}
+</tools>
+
+For each call write a JSON object with the function's name and arguments between tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def conversation_as_text(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, system: bool
+) -> list[Message]:
+    """Return a conversation without tool messages and calls, which stand in the contents instead.
+
+    Args:
+        messages: in OpenAI's form.
+        tools: function schemas, told in the first message.
+        system: whether the template takes a system message; otherwise the first user message begins with the tools.
+    """
+    told = messages_as_text(messages)
+    if not tools:
+        return told
+    schemas = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
+    introduction = _INTRODUCTION.format(schemas=schemas)
+    first = told[0] if told else None
+    if first is not None and (first["role"] == "system" or not system):
+        told[0] = {**first, "content": f"{first['content']}\n\n{introduction}" if first["role"] == "system" else
+                   f"{introduction}\n\n{first['content']}"}  # fmt: skip
+        return told
+    return [{"role": "system", "content": introduction}, *told]
+
+
+def messages_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with calls written into their contents, and each run of results as one user message."""
+    told: list[Message] = []
+    results: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(f"<tool_response>\n{message.get('content') or ''}\n</tool_response>")
+            continue
+        _tell(told, results)
+        calls = message.get("tool_calls")
+        if calls:
+            text = "\n".join([*filter(None, [message.get("content")]), *map(_call_as_text, calls)])
+            message = {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": text}
+        told.append(message)
+    _tell(told, results)
+    return told
+
+
+def _tell(told: list[Message], results: list[str]) -> None:
+    if results:
+        told.append({"role": "user", "content": "\n".join(results)})
+        results.clear()
+
+
+def _call_as_text(call: Mapping[str, Any]) -> str:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {json.dumps(call["function"]["name"])}, "arguments": {text}}}\n</tool_call>'
