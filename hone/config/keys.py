@@ -130,7 +130,7 @@ def _type_words(hint: Any, metadata: dict[str, Any]) -> str:
 
 def _plain_type(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is list and arguments:
+    if origin is list and arguments and arguments[0] in TYPE_WORDS:
         return f"a list of {TYPE_WORDS[arguments[0]].split()[-1]}s"
     return TYPE_WORDS[origin or hint]
 
