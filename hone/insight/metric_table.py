@@ -79,7 +79,7 @@ _CORRECTION = (
         "nats",
         _MEAN,
         "KL from the engine that sampled to the trainer, mean of log p(engine) - log p(trainer) of the sampled tokens.",
-        "a rise over the run: the engine drifts from the trainer",
+        "> 0.01 look, > 0.1 act; a rise over the run: the engine drifts from the trainer",
     ),
     MetricSpec("rollout_corr/k3_kl", "nats", _MEAN, "The same KL by the k3 estimator: never negative, less noisy."),
     MetricSpec(
@@ -91,6 +91,13 @@ _CORRECTION = (
     MetricSpec("rollout_corr/chi2_seq", "variance", _MEAN, "The same for whole sequences."),
     MetricSpec(
         "rollout_corr/log_ratio_<quantile>", "nats", _LAST, "Quantile of log p(trainer) - log p(engine) of a token."
+    ),
+    MetricSpec(
+        "rollout_corr/ratio_outside",
+        "share of tokens",
+        _MEAN,
+        "Sampled tokens with p(trainer) / p(engine) outside [0.5, 2].",
+        "> 0.001 look, > 0.01 act: other weights, another temperature, or tokens that are not aligned",
     ),
     MetricSpec("rollout_corr/log_ratio_abs_max", "nats", _MAX, "Largest size of that gap."),
     MetricSpec("rollout_corr/training_log_ppl", "nats", _MEAN, "Log-perplexity of the responses under the trainer."),

@@ -201,6 +201,7 @@ def diagnostics(old: Matrix, rollout: Matrix, mask: Mask) -> dict[str, float]:
         "k3_kl": mean([k(d, "k3") for d in gaps]),
         "chi2_token": mean([math.expm1(2 * clip(d)) for d in gaps]),
         "chi2_seq": mean([math.expm1(2 * clip(math.fsum(row))) for row in rows if row]),
+        "ratio_outside": mean([float(not 0.5 <= math.exp(clip(d)) <= 2) for d in gaps]),
         "log_ratio_abs_max": largest([abs(d) for d in gaps]),
         "log_ratio_q01": quantile(0.01),
         "log_ratio_q50": quantile(0.5),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from hone.algorithms.masked import masked_mean, masked_sum, where_mask, wide
 from hone.algorithms.off_policy import summary
 from hone.algorithms.off_policy.weights import LOG_RATIO_LIMIT
 
+OUTSIDE = math.log(2)
+"""A ratio is outside [0.5, 2] when its logarithm is larger than this."""
 QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99}
 
 
@@ -23,6 +27,7 @@ def off_policy_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, respons
     ``chi2_token``, ``chi2_seq``            mean of r^2 - 1 over tokens, and of the squared ratio of whole sequences
                                             - 1: the variance that exact importance weights would have
     ``log_ratio_q01``, ``_q50``, ``_q99``   quantiles of d (nearest rank); ``log_ratio_abs_max`` the largest size of d
+    ``ratio_outside``                       share of tokens with r outside [0.5, 2]
     ``training_log_ppl``, ``training_ppl``  mean over sequences of -mean(old) and of its exponential
     ``rollout_log_ppl``, ``rollout_ppl``    the same of the policy that sampled
     ``log_ppl_diff``, ``_abs_diff``,        training - rollout log-perplexity of a sequence: its mean, mean size,
@@ -49,6 +54,7 @@ def off_policy_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, respons
         "k3_kl": summary.mean(limited.expm1() - limited),
         "chi2_token": summary.mean((2 * limited).expm1()),
         "chi2_seq": summary.mean((2 * sequences).expm1()),
+        "ratio_outside": summary.mean((gap.abs() > OUTSIDE).to(gap.dtype)),
         "log_ratio_abs_max": summary.largest(gap.abs()),
         **{f"log_ratio_{name}": summary.quantile(gap, q) for name, q in QUANTILES.items()},
         "training_log_ppl": summary.mean(training),
