@@ -39,6 +39,7 @@ COMMANDS = {
     "data": Entry("hone.cli.data", "Make, check, convert and inspect datasets."),
     "reward": Entry("hone.cli.reward", "Try a reward on answers whose worth is known."),
     "doctor": Entry("hone.cli.doctor", "Check this machine: versions, devices, limits, packages, credentials."),
+    "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
     "runs": Entry("hone.cli.runs", "List, show and compare runs."),
     "algorithms": Entry("hone.cli.algorithms", "List the methods, show one, recommend one."),
     "config": Entry("hone.cli.config", "Show and explain configuration keys."),

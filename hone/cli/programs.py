@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hone.config.preference import PreferenceConfig, RewardModelConfig
     from hone.config.sft import SFTConfig
     from hone.config.tree import RLConfig
+    from hone.config.trees import AnyConfig
 
 Tree = TypeVar("Tree", bound="RLConfig | SFTConfig | PreferenceConfig | RewardModelConfig")
 
@@ -33,3 +34,11 @@ def checked_config(
     check(config)
     typer.echo(batch_plan(config, training_rows(config)))
     return config
+
+
+def note_plan(config: AnyConfig) -> None:
+    """Write what the run is predicted to hold into its directory, for `hone runs show` to compare."""
+    from hone.insight.run_directory import RunDirectory
+    from hone.preflight.plan.local import planned
+
+    RunDirectory(config.trainer.default_local_dir).expect(planned(config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
-from hone.cli.programs import checked_config
+from hone.cli.programs import checked_config, note_plan
 
 app = typer.Typer(add_completion=False)
 
@@ -31,4 +31,5 @@ def command(
         return
     from hone.trainers.preference import train
 
+    note_plan(config)
     raise typer.Exit(train(config))

@@ -163,6 +163,7 @@ def _print_head(console: Console, run: Run) -> None:
         "seed": str(run.record.get("seed", "")),
         "machine": f"{hardware.get('cpu', 'unknown')}, {hardware.get('usable_cores', '?')} cores"
         + "".join(f", {gpu['name']}" for gpu in hardware.get("gpus", [])),
+        **_memory(run.record),
         "command": " ".join(run.record.get("command", [])),
         **{key: str(run.config[key]) for key in _HIGHLIGHTS if key in run.config},
     }
@@ -170,6 +171,23 @@ def _print_head(console: Console, run: Run) -> None:
     width = max(map(len, facts))
     for key, value in facts.items():
         console.print(f"  {key:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _memory(record: dict[str, Any]) -> dict[str, str]:
+    """Predicted and measured memory of each process, above what it holds without models."""
+    facts = {}
+    for name, held in record.get("memory", {}).items():
+        on_device = "device_peak" in held
+        measured = held["device_peak"] if on_device else held["peak"] - held["bare"]
+        text = f"{measured:.2f} GiB measured" + (
+            "" if on_device else f" above {held['bare']:.2f} GiB of the bare process"
+        )
+        plan = next((pool for pool in record.get("plan", []) if pool["pool"] == name.partition("[")[0]), None)
+        if plan is not None and measured:
+            off = plan["peak_gib"] / measured - 1
+            text += f", {plan['peak_gib']:.2f} GiB predicted ({plan['peak_phase']}), {off:+.0%}"
+        facts[f"memory of {name}"] = text
+    return facts
 
 
 def _print_chart(console: Console, metric: str, runs: Sequence[Run]) -> None:

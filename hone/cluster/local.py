@@ -12,6 +12,7 @@ from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Answer, Split, dispatch_of
 from hone.cluster.pool_keys import check_local
 from hone.config.tree import RLConfig
+from hone.training.memory import MemoryUse
 
 
 class LocalAnswer(Answer):
@@ -76,6 +77,7 @@ class LocalRuntime:
     ) -> None:
         check_local(config)
         device = prepare_torch(config.trainer)
+        self._memory = MemoryUse()
         self.context = WorkerContext(config, device, total_steps=total_steps, resume=resume)
         for role in roles:
             self.add(role)
@@ -99,6 +101,10 @@ class LocalRuntime:
     def reads(self) -> set[str]:
         """None: there is no other process."""
         return set()
+
+    def memory(self) -> dict[str, dict[str, float]]:
+        """Of this process."""
+        return {"main[0]": self._memory()}
 
     def close(self) -> None:
         """Let the roles end what they have started."""

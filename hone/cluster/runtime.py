@@ -58,6 +58,10 @@ class Runtime(Protocol):
         """The keys of the configuration that processes apart from this one have read."""
         ...
 
+    def memory(self) -> dict[str, dict[str, float]]:
+        """What every process with models has held so far, by ``pool[rank]``; see :class:`hone.training.memory.MemoryUse`."""
+        ...
+
     def close(self) -> None:
         """End what was started."""
         ...

@@ -37,7 +37,7 @@ def hardware() -> dict[str, Any]:
         gpus.append({"name": properties.name, "memory_gb": round(properties.total_memory / 2**30, 1)})
     return {
         "platform": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "usable_cores": usable,
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
@@ -54,7 +54,8 @@ def oom_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(errors="replace").splitlines():

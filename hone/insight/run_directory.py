@@ -166,6 +166,10 @@ class RunDirectory:
 
     # the run itself --------------------------------------------------------------------------------------------------
 
+    def expect(self, plan: list[dict[str, Any]]) -> None:
+        """Note in ``run.json`` what this process's run is predicted to hold; :meth:`start` keeps it."""
+        self._write_run(self._run() | {"plan": plan, "pid": os.getpid()})
+
     def start(
         self, *, seed: int, config_yaml: str, command: list[str] | None = None, last_step: int | None = None
     ) -> None:
@@ -183,7 +187,7 @@ class RunDirectory:
         self._write_atomically(self.path / CONFIG, text)
         before = self._run()
         earlier = before if last_step is not None else {}
-        now = _now()
+        now, ours = _now(), before.get("pid") == os.getpid()
         resumed = [] if last_step is None else [*earlier.get("resumed", []), {"at": now, "from_step": last_step}]
         self._write_run(
             {
@@ -191,7 +195,9 @@ class RunDirectory:
                 "exit_reason": "",
                 "started": earlier.get("started", now),
                 "resumed": resumed,
-                "restarts": before.get("restarts", []) if before.get("pid") == os.getpid() else [],
+                "restarts": before.get("restarts", []) if ours else [],
+                "plan": before.get("plan", []) if ours else [],
+                "memory": {},
                 "ended": None,
                 "last_step": last_step,
                 "seed": seed,
@@ -206,9 +212,20 @@ class RunDirectory:
         )
 
     def update_status(
-        self, status: RunStatus | str, exit_reason: str | None = None, *, last_step: int | None = None
+        self,
+        status: RunStatus | str,
+        exit_reason: str | None = None,
+        *,
+        last_step: int | None = None,
+        memory: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         """Change the status in ``run.json``, atomically; a status other than ``running`` also sets the end time.
+
+        Args:
+            status: what became of the run.
+            exit_reason: why.
+            last_step: how far it came.
+            memory: GiB that each process has held, by ``pool[rank]``.
 
         Raises:
             ValueError: no such status.
@@ -220,6 +237,8 @@ class RunDirectory:
             record["exit_reason"] = redact_text(exit_reason)
         if last_step is not None:
             record["last_step"] = last_step
+        if memory:
+            record["memory"] = {name: dict(held) for name, held in memory.items()}
         self._write_run(record)
 
     def add_restart(self, reason: str) -> None:

@@ -14,7 +14,6 @@ from hone.preflight.evidence import Evidence, model_block
 from hone.preflight.machine import GIB, free_disk
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
-_TIGHT = 0.8
 _BUSY_SHARE = 0.05
 _OPEN_FILES = 65535
 _SHARED_MEMORY = 2 * GIB
@@ -97,30 +96,31 @@ def gpus_are_free(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
 
 @rule("R06", *TREES.values(), stage=Stage.ENVIRONMENT)
 def host_memory_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
-    """On a CPU, models, gradients, optimizer and key-value cache fit into the memory."""
+    """On a CPU, every phase of a step fits into the memory."""
     if not _on_gpu(config, evidence) and not _on_a_cluster(config):
-        yield from _memory(config, evidence, evidence.machine.memory, "memory of this machine", stops=False)
+        yield from _memory(config, evidence, evidence.machine.memory, "memory of this machine", on_cpu=True)
 
 
 @rule("R31", *TREES.values(), stage=Stage.ENVIRONMENT)
 def device_memory_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
-    """On one GPU, models, gradients, optimizer and key-value cache fit into its memory."""
+    """On one GPU, every phase of a step fits into its memory."""
     if _on_gpu(config, evidence) and not _on_a_cluster(config):
         smallest = min(gpu.total_gib for gpu in evidence.machine.gpus) * GIB
-        yield from _memory(config, evidence, smallest, "memory of the GPU", stops=True)
+        yield from _memory(config, evidence, smallest, "memory of the GPU", on_cpu=False)
 
 
 @rule("R57", *TREES.values(), stage=Stage.ENVIRONMENT)
 def disk_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     """The checkpoints that are kept fit onto the disk."""
-    from hone.preflight.memory import checkpoint_size
+    from hone.preflight.plan.memory import checkpoint_bytes
 
     trainer = config.trainer
     place = trainer.checkpoint_dir or trainer.default_local_dir
     if urlsplit(place).scheme not in ("", "file"):
         return
     folder, free = free_disk(Path(urlsplit(place).path if "://" in place else place))
-    size = checkpoint_size(config, evidence) if trainer.save_freq else None
+    work = evidence.work(on_cpu=True) if trainer.save_freq else None
+    size = None if work is None else checkpoint_bytes(work)
     kept = (trainer.max_ckpt_to_keep or 1) + 1 if trainer.save_freq > 0 else 1  # one more while the next is written
     if size is not None and size * kept > free:
         yield warning(
@@ -175,22 +175,25 @@ def _on_a_cluster(config: AnyConfig) -> bool:
     return isinstance(config, RLConfig) and config.trainer.runtime == "ray"
 
 
-def _memory(config: AnyConfig, evidence: Evidence, limit: float, what: str, *, stops: bool) -> Iterator[Finding]:
-    from hone.preflight.memory import resident
+def _memory(config: AnyConfig, evidence: Evidence, limit: float, what: str, *, on_cpu: bool) -> Iterator[Finding]:
+    """The fullest phase against the memory: on a GPU too much of it stops the run, a CPU's may be lent by the disk."""
+    from hone.preflight.plan.fit import TIGHT, Fitter
+    from hone.preflight.plan.local import bare_device
+    from hone.preflight.plan.plan import other_shapes
+    from hone.preflight.plan.render import describe_phase
 
-    parts = resident(config, evidence)
-    needed = sum(part.size for part in parts)
-    if needed <= _TIGHT * limit:
+    work = evidence.work(on_cpu=on_cpu)
+    if work is None or evidence.shape is None:
         return
-    listed = " + ".join(f"{part.name} {part.size / GIB:.1f}" for part in parts)
-    block = model_block(config)[0]
-    small = isinstance(config, RLConfig) and any("cache" in part.name and part.size > 0.2 * needed for part in parts)
-    knobs = (
-        [f"{block}.lora_rank=32", "actor_rollout_ref.rollout.max_num_seqs=32"] if small else [f"{block}.lora_rank=32"]
-    )
-    yield (error if stops and needed > limit else warning)(
-        f"{listed} = {needed / GIB:.1f} GiB before activations, {what} {limit / GIB:.1f} GiB",
-        why="the run would be ended for lack of memory" if needed > limit else "activations may not fit beside it",
-        fix=f"{', '.join(knobs)}, a smaller model, or more devices",
-        where=f"{block}.path",
+    fitter = Fitter(bare_device(limit, on_cpu=on_cpu), evidence.shape, other_shapes(config))
+    peak = max((memory.peak for memory in fitter.memories(work)), key=lambda phase: phase.total)
+    if peak.total <= TIGHT * limit:
+        return
+    fitting = fitter.fit(config)
+    knobs = " ".join(knob.setting for knob in fitting.knobs) or "a smaller model"
+    yield (error if not on_cpu and peak.total > limit else warning)(
+        f"{describe_phase(peak)}; {what} {limit / GIB:.1f} GiB",
+        why="the run would be ended for lack of memory" if peak.total > limit else "holes between blocks may not fit",
+        fix=knobs if fitting.fits else f"{knobs}; that is not enough, it also takes a smaller model or more devices",
+        where=f"{model_block(config)[0]}.path",
     )

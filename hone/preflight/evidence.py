@@ -11,7 +11,7 @@ from hone.config.model import ModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
-from hone.errors import Finding, HoneError
+from hone.errors import ConfigError, Finding, HoneError
 from hone.preflight import machine
 from hone.preflight.machine import Machine
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from hone.data.checks import PromptLengths
     from hone.data.files import Row
+    from hone.preflight.plan.model import ModelShape
+    from hone.preflight.plan.work import Work
 
 
 class Evidence:
@@ -104,9 +106,28 @@ class Evidence:
     @functools.cached_property
     def parameters(self) -> int | None:
         """Parameters of the trained model, without loading any."""
-        from hone.preflight.memory import count_parameters
+        from hone.preflight.plan.model import count_parameters
 
         return count_parameters(model_block(self.config)[1])
+
+    @functools.cached_property
+    def shape(self) -> ModelShape | None:
+        """The trained model in numbers; None where its files do not tell."""
+        from hone.preflight.plan.model import ModelShape
+
+        return ModelShape.of(self.model_settings, self.parameters) if self.parameters else None
+
+    def work(self, *, on_cpu: bool) -> Work | None:
+        """What the run asks of its processes; None where the model or the sizes of parallelism (R70) do not tell."""
+        from hone.preflight.plan.plan import other_shapes
+        from hone.preflight.plan.work import work_of
+
+        if self.shape is None:
+            return None
+        try:
+            return work_of(self.config, self.shape, on_cpu=on_cpu, others=other_shapes(self.config))
+        except ConfigError:
+            return None
 
     def _rows(self, files: Any, most: int) -> list[Row]:
         from hone.data.files import read_rows

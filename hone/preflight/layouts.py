@@ -39,7 +39,7 @@ def tensor_parallel_divides(config: RLConfig, evidence: Evidence) -> Iterator[Fi
     key = f"{_ACTOR}.tensor_model_parallel_size"
     if size == 1 or not model:
         return
-    if not _has_plan(str(model.get("model_type"))):
+    if not has_tensor_plan(str(model.get("model_type"))):
         yield error(
             f"tensor_model_parallel_size={size}, and transformers has no tensor-parallel plan for {model.get('model_type')}",
             why="which matrices may be cut, and how, is the model's knowledge",
@@ -104,7 +104,7 @@ def _divisors(number: int) -> str:
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
-def _has_plan(model_type: str) -> bool:
+def has_tensor_plan(model_type: str) -> bool:
     """Whether transformers knows how to cut this architecture; true for one that it does not know (remote code)."""
     from transformers import CONFIG_MAPPING
 

@@ -28,6 +28,7 @@ from hone.trainers.reporting import memory_metrics, update_metrics
 from hone.trainers.session import RunSession, session_steps
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import LossFn, TrainEngine
+from hone.training.memory import MemoryUse
 from hone.training.model import saved_model
 
 ConfigT = TypeVar("ConfigT", SFTConfig, PreferenceConfig | RewardModelConfig)
@@ -49,6 +50,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         self.reads = watch(config)
         self.session = RunSession(config)
         device = prepare_torch(config.trainer)
+        self.memory = MemoryUse()
         resume = self.session.resumed_from
         self.tokenizer = load_tokenizer(
             config.model.tokenizer_path or config.model.path,
@@ -112,7 +114,7 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
                     self.reads.finish()
             if session.last_save_due:
                 self.save()
-            session.completed(self.step)
+            session.completed(self.step, {"main[0]": self.memory()})
         return session.exit_code
 
     def train_step(self) -> dict[str, float]:

@@ -296,7 +296,7 @@ class RLTrainer:
                     self.reads.finish(self.runtime.reads)
             if session.last_save_due:
                 await self.save()
-            session.completed(self.step)
+            session.completed(self.step, self.runtime.memory())
         return session.exit_code
 
     async def train_step(self) -> dict[str, float]:

@@ -38,7 +38,7 @@ class RunSession:
                 if session.save_due(step) and (where := session.begin_save(step)):
                     write = engine.stage(where, "actor")
                     session.finish_save(step, state, write)
-            session.completed(step)
+            session.completed(step, memory)
 
     Args:
         config: the resolved configuration.
@@ -56,6 +56,7 @@ class RunSession:
         self._signal: int | None = None
         self._logged_step = self.resumed_from.step if self.resumed_from else 0
         self._outcome = ("failed", "the loop ended without saying why", 0)
+        self._memory: dict[str, dict[str, float]] = {}
 
     def _watch(self, on_hang: Callable[[Hang], bool]) -> Watchdog | None:
         """Publish what this process does, and have it watched from now on."""
@@ -133,8 +134,14 @@ class RunSession:
         """Whether the loop, told to stop, must leave a checkpoint of the step it came to."""
         return self.stop_requested and self.trainer.save_freq != 0
 
-    def completed(self, step: int) -> None:
-        """Note how far the run came and why it ends; called once at the end of the loop."""
+    def completed(self, step: int, memory: dict[str, dict[str, float]]) -> None:
+        """Note how far the run came and why it ends; called once at the end of the loop.
+
+        Args:
+            step: the last.
+            memory: what each process has held, see :class:`hone.training.memory.MemoryUse`.
+        """
+        self._memory = memory
         if self._signal is None:
             self._outcome = ("finished", f"all {self.total_steps} steps done", step)
         else:
@@ -172,7 +179,7 @@ class RunSession:
         status, reason, step = self._outcome
         try:
             self.trackers.finish(status)
-            self.directory.update_status(status, exit_reason=reason, last_step=step)
+            self.directory.update_status(status, exit_reason=reason, last_step=step, memory=self._memory)
         except HoneError as error:
             if status != "failed":
                 raise

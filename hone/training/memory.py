@@ -20,7 +20,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_ON_HEAP = 32 << 20
 """Bytes; the most that glibc lets a block on the heap have."""
 _GROWTH, _SLACK = 1.25, 128 << 20
-_STATM = Path("/proc/self/statm")
+_STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 
 
 def keep_freed_memory() -> bool:
@@ -78,6 +78,35 @@ def heap_watch() -> HeapWatch:
 def resident_memory() -> int:
     """Bytes of this process that are in memory now (Linux)."""
     return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_memory() -> int:
+    """Most bytes of this process that have been in memory at a time (Linux)."""
+    for line in _STATUS.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return int(value.split()[0]) * 1024
+    return resident_memory()
+
+
+class MemoryUse:
+    """The memory of this process, from before its models are made: made at that moment, asked at any later one.
+
+    Attributes:
+        bare: resident bytes at the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.bare = resident_memory() if _STATM.exists() else 0
+
+    def __call__(self) -> dict[str, float]:
+        """GiB: ``bare`` and ``peak`` of the host's memory, on a GPU ``device_peak`` of its own."""
+        import torch
+
+        found = {"bare": self.bare / 2**30, "peak": (peak_memory() if _STATM.exists() else 0) / 2**30}
+        if torch.cuda.is_available():
+            found["device_peak"] = torch.cuda.max_memory_allocated() / 2**30
+        return {name: round(value, 4) for name, value in found.items()}
 
 
 @cache

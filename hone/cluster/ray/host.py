@@ -17,7 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 import torch
 
@@ -32,6 +31,7 @@ from hone.data.batch import Batch
 from hone.errors import ProcessError
 from hone.insight import activity
 from hone.training.layout import Layout
+from hone.training.memory import MemoryUse
 
 log = logging.getLogger("hone")
 
@@ -122,6 +122,7 @@ class WorkerHost:
                         fix="the same command again; or open the ports between the nodes (docs/cluster.md)",
                     ) from error
             meshes = place.layout.meshes(device.type)
+        self._memory = MemoryUse()
         self._reads = watch(config)
         self._context = WorkerContext(
             config, device, place.rank, place.layout, meshes, total_steps=total_steps, resume=resume
@@ -161,9 +162,9 @@ class WorkerHost:
         self._reads.stop()
         return self._reads.read
 
-    async def memory(self) -> float:
-        """Resident memory in GiB."""
-        return psutil.Process().memory_info().rss / 2**30
+    async def memory(self) -> dict[str, float]:
+        """What this process has held."""
+        return self._memory()
 
     async def end(self) -> None:
         """Let go of the roles, which end what they have started; :meth:`begin` may follow."""

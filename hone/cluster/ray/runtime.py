@@ -125,8 +125,8 @@ class RayRuntime:
         posts = [post for placed in self.pools.values() for post in placed.call("reads")]
         return set().union(*self._failures.answers(posts))
 
-    def memory(self) -> dict[str, float]:
-        """Resident memory of every process in GiB, by ``pool[rank]``."""
+    def memory(self) -> dict[str, dict[str, float]]:
+        """Of every process, by ``pool[rank]``."""
         posts = [post for placed in self.pools.values() for post in placed.call("memory")]
         return dict(zip([post.name for post in posts], self._failures.answers(posts), strict=True))
 

@@ -129,7 +129,9 @@ def forward_moment(shape: ModelShape, how: Computation) -> float:
     size, queries, keys = how.bytes, shape.queries / how.tensor, shape.keys / how.tensor
     width = shape.width * max(1, shape.chosen) / how.tensor
     attention = (queries + 2 * keys) * size + (queries + keys) * WIDE + keys * size  # joint, rotated
-    attention += how.spread * ((queries + 2 * keys) * 2 + 2 * queries) * (WIDE if how.on_cpu else size)  # gathered, mixed
+    attention += (
+        how.spread * ((queries + 2 * keys) * 2 + 2 * queries) * (WIDE if how.on_cpu else size)
+    )  # gathered, mixed
     return 2 * shape.hidden * WIDE + max(attention, 3 * width * size / how.tiles)
 
 

@@ -54,7 +54,9 @@ class ModelShape:
     @classmethod
     def of(cls, settings: Mapping[str, Any], parameters: int) -> ModelShape | None:
         """Read ``settings``, the content of a ``config.json``; None when they are not those of a decoder."""
-        numbers = [settings.get(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")]
+        numbers = [
+            settings.get(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        ]
         if not all(isinstance(number, int) and number > 0 for number in numbers):
             return None
         layers, hidden, heads, vocabulary = (int(number or 0) for number in numbers)

@@ -1,0 +1,127 @@
+"""Devices in numbers: GPUs by name, as their makers state them, and clusters of them by a word such as ``2x8xH100-80GB``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hone.errors import ConfigError, did_you_mean
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one process computes with.
+
+    Attributes:
+        name: for people.
+        on_cpu: whether it is a CPU.
+        memory: bytes that a process may use.
+        wide_rate: float32 operations a second (a multiplication with its addition counts two) that matrix products reach.
+        narrow_rate: the same in bfloat16.
+        bandwidth: bytes a second between memory and processor.
+        launch: seconds that a small operation takes at least.
+        link: bytes a second to a device of the same node.
+        network: bytes a second to a device of another node.
+        overhead: bytes that a process takes before it holds a model.
+    """
+
+    name: str
+    on_cpu: bool
+    memory: float
+    wide_rate: float
+    narrow_rate: float
+    bandwidth: float
+    launch: float
+    link: float
+    network: float
+    overhead: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal devices."""
+
+    nodes: int
+    per_node: int
+    device: Device
+
+
+_REACHED = 0.5
+"""Share of the stated rate that training's matrix products reach, all of a layer considered."""
+_SPECS = {
+    # name: GiB, dense TFLOP/s in float32 (TF32 off) and bfloat16 (float16 where it has none), TB/s of memory, GB/s to a neighbour
+    "B200-180GB": (180, 75, 2250, 8.0, 900),
+    "H200-141GB": (141, 67, 989, 4.8, 450),
+    "H100-80GB": (80, 67, 989, 3.35, 450),
+    "A100-80GB": (80, 19.5, 312, 2.04, 300),
+    "A100-40GB": (40, 19.5, 312, 1.56, 300),
+    "L40S-48GB": (48, 91.6, 362, 0.864, 32),
+    "A10-24GB": (24, 31.2, 125, 0.6, 32),
+    "L4-24GB": (24, 30.3, 121, 0.3, 32),
+    "V100-32GB": (32, 15.7, 125, 0.9, 150),
+    "T4-16GB": (16, 8.1, 65, 0.3, 16),
+    "RTX4090-24GB": (24, 82.6, 165, 1.01, 32),
+    "RTX5090-32GB": (32, 104.8, 209, 1.79, 64),
+    "MI300X-192GB": (192, 163.4, 1307, 5.3, 448),
+}
+_USABLE = 0.94
+"""Share of a GPU's stated memory that a process can have (error correction and the driver take the rest)."""
+_NETWORK = 25e9
+_LAUNCH = 6e-6
+_CONTEXT = 0.8 * GIB
+"""CUDA's own memory in a process, and NCCL's."""
+
+
+def known_devices() -> tuple[str, ...]:
+    """Names of the GPUs in the table."""
+    return tuple(_SPECS)
+
+
+def device_named(name: str) -> Device:
+    """A GPU of the table, by its name or its beginning where only one begins so.
+
+    Raises:
+        ConfigError: there is none of that name, or several.
+    """
+    wanted = re.sub(r"[\s_]", "-", name.upper())
+    found = [known for known in _SPECS if known.upper() == wanted] or [
+        known for known in _SPECS if known.upper().startswith(f"{wanted}-")
+    ]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{len(found) or 'no'} GPU{'s' * (len(found) != 1)} called '{name}'",
+            where="--cluster",
+            fix=f"one of {', '.join(found)}" if found else did_you_mean(name, _SPECS),
+        )
+    memory, wide, narrow, bandwidth, link = _SPECS[found[0]]
+    return Device(
+        name=found[0],
+        on_cpu=False,
+        memory=memory * GIB * _USABLE,
+        wide_rate=wide * 1e12 * _REACHED,
+        narrow_rate=narrow * 1e12 * _REACHED,
+        bandwidth=bandwidth * 1e12 * 0.7,
+        launch=_LAUNCH,
+        link=link * 1e9,
+        network=_NETWORK,
+        overhead=_CONTEXT,
+    )
+
+
+def parse_cluster(text: str) -> Cluster:
+    """``2x8xH100-80GB``: nodes x devices on each x device; ``8xH100`` is one node.
+
+    Raises:
+        ConfigError: it does not read like that.
+    """
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z].*)", text.strip())
+    if found is None or int(found[1] or 1) < 1 or int(found[2]) < 1:
+        raise ConfigError(
+            f"'{text}' does not describe a cluster",
+            why="it takes nodes, devices on each node, and the device",
+            where="--cluster",
+            fix=f"--cluster 2x8xH100-80GB (devices: {', '.join(_SPECS)})",
+        )
+    return Cluster(int(found[1] or 1), int(found[2]), device_named(found[3]))

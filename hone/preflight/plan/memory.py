@@ -1,0 +1,300 @@
+"""Memory of one device in each phase of a step, as a list of parts: what :mod:`hone.training` and :mod:`hone.generation` hold.
+
+    generation   weights, optimizer, key-value cache, the engine's copies of weights, activations of the prompts, logits
+    log-probs    weights, optimizer, key-value cache (it stays), activations of one layer at a time, logits
+    update       weights, optimizer, key-value cache, gradients, everything kept for the backward pass, logits
+    publication  where the model is divided: whole parameters on their way to the engines, bucket by bucket
+    checkpoint   on a CPU: the copies that are written while training goes on
+
+Weights, gradients and AdamW's two moments are float32. An update has three moments of which the largest counts: before the
+backward pass (all is kept, logits exist), in the last layer (all is kept, its gradients exist), and at the end (all gradients
+exist, and the embedding's once more).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hone.catalogue.memory import FROZEN_BYTES
+from hone.config.model import OptimConfig
+from hone.preflight.plan.activations import (
+    Computation,
+    backward_moment,
+    forward_moment,
+    head_kept,
+    layer_kept,
+    logits_moment,
+    outside_kept,
+)
+from hone.preflight.plan.model import ModelShape
+from hone.preflight.plan.work import MicroBatch, Process, Trained, Work
+
+GRADIENT_BYTES = 4
+PREFILL_TOKENS = 16384
+"""Most prompt tokens of a forward pass of the native engine (:data:`hone.generation.native.runner.PREFILL_TOKENS`)."""
+SAMPLING_BYTES = 24
+"""A logit while a token is drawn: logits, scaled, log-probs, probabilities in float32, their sums in float64."""
+BUCKET_BYTES = 256 * 2**20
+"""Whole parameters that are gathered at a time (:data:`hone.training.export_stream.BUCKET_BYTES`)."""
+_CACHE_ROUNDING = 32
+_MOMENTS = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "Adagrad": 1,
+    "RMSprop": 1,
+    "SGD": 0,
+}
+
+WEIGHTS, OPTIMIZER, GRADIENTS, ACTIVATIONS = "weights", "optimizer", "gradients", "activations"
+LOGITS, CACHE, COPIES, OVERHEAD = "logits", "key-value cache", "copies of weights", "process"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that takes memory, in bytes."""
+
+    name: str
+    size: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a device holds at the fullest moment of a phase."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, name: str, parts: Iterable[Part]) -> Phase:
+        """Parts of the same name together, empty ones left out."""
+        sizes: dict[str, float] = {}
+        for part in parts:
+            sizes[part.name] = sizes.get(part.name, 0.0) + part.size
+        return cls(name, tuple(Part(part, size) for part, size in sizes.items() if size))
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return sum(part.size for part in self.parts)
+
+    def size(self, name: str) -> float:
+        """Bytes of one part."""
+        return next((part.size for part in self.parts if part.name == name), 0.0)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The phases of one process.
+
+    Attributes:
+        process: whose.
+        phases: in the order of a step.
+    """
+
+    process: Process
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def memory_of(work: Work, process: Process, overhead: float = 0.0) -> Memory:
+    """Predict the memory of a process.
+
+    Args:
+        work: of the run.
+        process: whose memory.
+        overhead: bytes that the process takes before it holds a model.
+    """
+    always = [*_resident(work, process), Part(OVERHEAD, overhead)]
+    cache = Part(CACHE, cache_bytes(work, process)) if "rollout" in process.roles else Part(CACHE, 0)
+    phases = []
+    if "rollout" in process.roles:
+        phases.append(Phase.of("generation", [*always, cache, *_generating(work, process)]))
+    scored = [*_scoring(work, process)]
+    if scored:
+        most = max(scored, key=lambda parts: sum(part.size for part in parts))
+        phases.append(Phase.of("log-probs", [*always, cache, *most]))
+    for name, role, trained in (("critic update", "critic", work.critic), ("update", "actor", work.actor)):
+        if trained is not None and role in process.roles:
+            moments = [Phase.of(name, [*always, cache, *moment]) for moment in _updating(work, process, trained)]
+            phases.append(max(moments, key=lambda phase: phase.total))
+    phases += [Phase.of(name, [*always, cache, *parts]) for name, parts in _between(work, process)]
+    return Memory(process, tuple(phases))
+
+
+def trained_parameters(work: Work, trained: Trained) -> int:
+    """Parameters that an optimizer changes."""
+    return trained.shape.adapter(work.rank) if work.adapters and not trained.value else trained.shape.parameters
+
+
+def state_bytes(optim: OptimConfig) -> int:
+    """Bytes of optimizer state for each parameter."""
+    moments = _MOMENTS.get(optim.optimizer.rpartition(":")[2].rpartition(".")[2], 2)
+    return GRADIENT_BYTES * (moments + bool(optim.override_optimizer_config.get("momentum") and not moments))
+
+
+def checkpoint_bytes(work: Work) -> float:
+    """Bytes of one checkpoint: weights and optimizer state of what is trained."""
+    return sum(
+        trained_parameters(work, trained) * (FROZEN_BYTES + state_bytes(trained.optim))
+        for trained in (work.actor, work.critic)
+        if trained is not None
+    )
+
+
+def cache_tokens(work: Work, process: Process) -> tuple[int, int]:
+    """Rows of the key-value cache, and the tokens of each."""
+    rollout, longest = work.rollout, work.prompt + work.response
+    assert rollout is not None
+    rows = min(rollout.max_num_seqs, math.ceil(work.batch * work.samples / process.world))
+    if work.validates:
+        rows = rollout.max_num_seqs
+    limit = rollout.max_cache_tokens or rollout.max_num_seqs * longest
+    rows = max(1, min(rows, limit // longest))
+    rounded = -(-longest // _CACHE_ROUNDING) * _CACHE_ROUNDING
+    return rows, rounded if rows * rounded <= limit else longest
+
+
+def cache_bytes(work: Work, process: Process) -> float:
+    """Bytes of keys and values of all layers."""
+    rows, capacity = cache_tokens(work, process)
+    shape = work.actor.shape
+    return rows * capacity * shape.layers * 2 * shape.keys * (2 if work.rollout_narrow else 4)
+
+
+def _shards(process: Process) -> int:
+    """Ranks that one copy of a divided model is cut over."""
+    layout = process.layout
+    return layout.dp_shard * layout.sequence * layout.tensor if process.divided else 1
+
+
+def _resident(work: Work, process: Process) -> list[Part]:
+    """Weights and optimizer state, whatever the phase."""
+    parts, shards = [], _shards(process)
+    offloaded = not work.on_cpu and process.divided
+    shape, roles = work.actor.shape, process.roles
+    weights = 0 if offloaded and (work.fsdp.offload_policy or work.fsdp.param_offload) else FROZEN_BYTES / shards
+    states = 0 if offloaded and (work.fsdp.offload_policy or work.fsdp.optimizer_offload) else 1 / shards
+    for role, trained in (("actor", work.actor), ("critic", work.critic)):
+        if role in roles and trained is not None:
+            count = trained_parameters(work, trained)
+            held = trained.shape.parameters + (count if count != trained.shape.parameters else 0)
+            parts += [Part(WEIGHTS, held * weights), Part(OPTIMIZER, count * state_bytes(trained.optim) * states)]
+    if "rollout" in roles and (process.divided or "actor" not in roles):
+        parts.append(Part("engine's own weights", shape.parameters * FROZEN_BYTES))
+    if work.reference and "reference" in roles or (work.reference and work.rollout is None):
+        shared = "actor" in roles and work.adapters
+        parts.append(Part("reference", 0 if shared else shape.parameters * weights))
+    if work.reward_model is not None and "reward_model" in roles:
+        parts.append(Part("reward model", work.reward_model.parameters * FROZEN_BYTES))
+    return parts
+
+
+def _generating(work: Work, process: Process) -> list[Part]:
+    """What the engine holds while it decodes, beside the cache."""
+    shape, narrow = work.actor.shape, work.rollout_narrow
+    own = "actor" in process.roles and not process.divided
+    whole = Computation(on_cpu=work.on_cpu, narrow=narrow, adapter_rank=work.rank if own else 0)
+    matrices = shape.layers * shape.matrices + shape.embedding
+    fused = shape.llama_shaped and not whole.adapter_rank
+    copies = matrices * whole.bytes if fused or narrow else 0
+    rows, _ = cache_tokens(work, process)
+    prompts = math.ceil(rows / work.samples)
+    tokens = min(prompts * work.prompt, max(PREFILL_TOKENS, work.prompt))
+    filling = tokens * (forward_moment(shape, whole) + shape.hidden * 4)
+    drawing = rows * shape.vocabulary * (SAMPLING_BYTES + 2 * narrow)
+    moment = Part(ACTIVATIONS, filling) if filling > drawing else Part(LOGITS, drawing)
+    return [Part(COPIES, copies), moment]
+
+
+def _scoring(work: Work, process: Process) -> Iterable[list[Part]]:
+    """Passes that keep nothing: old log-probs, the reference's, values, scores."""
+    if "actor" in process.roles and work.old_log_probs:
+        yield _forward(work, process, work.actor)
+    if work.reference and "reference" in process.roles:
+        yield _forward(work, process, work.actor)
+    if work.critic is not None and "critic" in process.roles:
+        yield _forward(work, process, work.critic)
+
+
+def _forward(work: Work, process: Process, trained: Trained) -> list[Part]:
+    how, shape = work.computation(trained, process), trained.shape
+    micro = work.micro_batch(trained, process)
+    tokens, responses = _own_share(micro, process)
+    copies = 0.0
+    if how.narrow and not how.gathered:
+        copies = shape.layers * shape.matrices / how.tensor * 2
+    passing = tokens * (forward_moment(shape, how) + outside_kept(shape, how).a_token)
+    logits = 0.0 if trained.value else logits_moment(shape, how, responses, backward=False)
+    return [
+        Part(ACTIVATIONS, max(passing, responses * shape.hidden * 4)),
+        Part(LOGITS, max(0.0, logits - passing)),
+        Part(COPIES, copies),
+        Part("gathered weights", _gathered(work, process, shape)),
+    ]
+
+
+def _updating(work: Work, process: Process, trained: Trained) -> Iterable[list[Part]]:
+    """The moments of an update."""
+    how, shape = work.computation(trained, process), trained.shape
+    micro = work.micro_batch(trained, process)
+    tokens, responses = _own_share(micro, process)
+    count, shards = trained_parameters(work, trained), _shards(process)
+    all_gradients = count * GRADIENT_BYTES / shards
+    before = all_gradients if micro.count > 1 else 0.0
+    layers = layer_kept(shape, how).times(shape.layers)
+    of_output = 0.0 if trained.value or how.adapter_rank else shape.embedding / how.tensor * 4
+    kept = 0.0 if how.on_host else tokens * layers.a_token
+    kept += outside_kept(shape, how).of(tokens)
+    copies, gathered = Part(COPIES, layers.weights), Part("gathered weights", _gathered(work, process, shape))
+    scored = 0.0 if trained.value else head_kept(shape, how).of(responses)
+    logits = 0.0 if trained.value else logits_moment(shape, how, responses, backward=True)
+    yield [Part(GRADIENTS, before), Part(ACTIVATIONS, kept + scored), Part(LOGITS, logits), copies, gathered]
+    yield [
+        Part(GRADIENTS, before + of_output + _layer_gradient(work, process, trained)),
+        Part(ACTIVATIONS, kept + tokens * backward_moment(shape, how)),
+        copies,
+        gathered,
+    ]
+    last = count * GRADIENT_BYTES if count < shape.embedding else shape.embedding / how.tensor * GRADIENT_BYTES
+    yield [Part(GRADIENTS, all_gradients + last), gathered]
+
+
+def _own_share(micro: MicroBatch, process: Process) -> tuple[float, float]:
+    """Tokens and response tokens of a micro-batch that one rank computes: those that share a row have a piece each."""
+    return micro.tokens / process.layout.sequence, micro.responses / process.layout.sequence
+
+
+def _gathered(work: Work, process: Process, shape: ModelShape) -> float:
+    """Parameters that FSDP has put together: what lies outside the layers, and two layers (one computes, one arrives)."""
+    if not process.divided:
+        return 0.0
+    size = 2 if work.actor.narrow else 4
+    outside = shape.parameters - shape.layers * shape.layer
+    layers = 2 if work.fsdp.reshard_after_forward else shape.layers
+    return (outside + layers * shape.layer) / process.layout.tensor * size
+
+
+def _layer_gradient(work: Work, process: Process, trained: Trained) -> float:
+    """Gradients of a layer before they are summed over the ranks, and once more on their way."""
+    if not process.divided or work.adapters:
+        return 0.0
+    return 2 * trained.shape.layer / process.layout.tensor * GRADIENT_BYTES
+
+
+def _between(work: Work, process: Process) -> Iterable[tuple[str, list[Part]]]:
+    """Phases in which nothing is computed."""
+    if "rollout" in process.roles and process.divided:
+        whole = work.actor.shape.parameters * FROZEN_BYTES
+        yield "publication", [Part("parameters on their way", 3 * min(whole, BUCKET_BYTES))]
+    if work.saves and work.on_cpu and "actor" in process.roles:
+        yield "checkpoint", [Part("copies that are written", checkpoint_bytes(work) / process.world)]
