@@ -1,4 +1,4 @@
-"""How tokens are made: the engine protocol, the native engine and the slow golden path."""
+"""How tokens are made: the engine protocol, the native engine, the slow golden path, and engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -24,3 +24,7 @@ def _hf(**arguments: Any) -> Engine:
     from hone.generation.hf import HuggingFaceEngine
 
     return HuggingFaceEngine(**arguments)
+
+
+SERVED = ("vllm", "sglang")
+"""Engines that are servers in an environment of their own; :mod:`hone.generation.build` starts them."""

@@ -17,7 +17,7 @@ _TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "
 def registered_names(config: RLConfig) -> Iterator[Finding]:
     """Estimator, loss, KL estimators, engine and scorer are registered."""
     from hone.algorithms import KL_KINDS, advantage_estimators, policy_losses
-    from hone.generation import ENGINES
+    from hone.generation import ENGINES, SERVED
     from hone.rewards.scorers import SCORERS
 
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
@@ -31,7 +31,12 @@ def registered_names(config: RLConfig) -> Iterator[Finding]:
             policy_losses.names(),
         ),
         ("actor_rollout_ref.actor.kl_loss_type", "KL estimator", actor.kl_loss_type, KL_KINDS),
-        ("actor_rollout_ref.rollout.name", "engine", config.actor_rollout_ref.rollout.name, ENGINES.names()),
+        (
+            "actor_rollout_ref.rollout.name",
+            "engine",
+            config.actor_rollout_ref.rollout.name,
+            [*ENGINES.names(), *SERVED],
+        ),
         ("reward.scorer", "scorer", config.reward.scorer, SCORERS.names()),
     ]
     for key, kind, name, known in chosen:

@@ -1,0 +1,184 @@
+"""The engine that a configuration names, wherever it lives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import device as Device
+
+from hone.config.rollout import RolloutConfig
+from hone.config.tree import RLConfig
+from hone.errors import ConfigError
+from hone.generation import ENGINES, SERVED
+from hone.generation.environments import interpreter_of
+from hone.generation.protocol import Engine
+from hone.generation.remote import LaunchPlan, ServedEngine
+
+LOGS = "engines"
+"""Folder of a run directory with the logs of its engines."""
+
+
+def build_engine(
+    config: RLConfig,
+    *,
+    model: Callable[[], Any],
+    tokenizer: Any,
+    device: Device,
+    shares_weights: bool,
+    number: int = 0,
+) -> Engine:
+    """Build the engine that ``rollout.name`` names.
+
+    Args:
+        config: of the run.
+        model: gives the model that an engine in this process samples from; not called for engines elsewhere.
+        tokenizer: of the run.
+        device: of this process.
+        shares_weights: whether the model is the very one that is trained.
+        number: of the engine among those of the run.
+
+    Raises:
+        HoneError: the engine is not installed, does not start, or does not serve what is asked for.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name in SERVED:
+        return served_engine(config, number=number)
+    arguments: dict[str, Any] = {} if shares_weights else {"shares_weights": False}
+    if not shares_weights and rollout.name != "native":
+        raise ConfigError(
+            f"engine '{rollout.name}' reads the trainer's own weights, and here it would need a copy",
+            why="rollout lives apart from the actor, or the actor's model is divided over several processes",
+            fix="actor_rollout_ref.rollout.name=native",
+            where="actor_rollout_ref.rollout.name",
+        )
+    return ENGINES.get(rollout.name)(
+        model=model(),
+        tokenizer=tokenizer,
+        device=device,
+        dtype=_dtype(config),
+        max_num_seqs=rollout.max_num_seqs,
+        max_cache_tokens=rollout.max_cache_tokens,
+        max_model_len=_max_model_len(config),
+        **arguments,
+    )
+
+
+def served_engine(config: RLConfig, *, number: int = 0) -> ServedEngine:
+    """Start the engine in a process of its own, or attach to one that runs.
+
+    Args:
+        config: of the run.
+        number: of the replica; it names the log and chooses the cores.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    transport = rollout.checkpoint_engine
+    options = {
+        "backend": transport.backend,
+        "bucket_bytes": transport.update_weights_bucket_megabytes * 2**20,
+    }
+    if rollout.engine_url is not None:
+        engine = ServedEngine.attach(rollout.engine_url, **options)
+        _check_attached(engine, config)
+        return engine
+    return ServedEngine.start(launch_plan(config, number=number), **options)
+
+
+def launch_plan(config: RLConfig, *, number: int = 0) -> LaunchPlan:
+    """What to start for a configuration."""
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    folder = Path(config.trainer.default_local_dir) / LOGS
+    return LaunchPlan(
+        engine=rollout.name,
+        python=str(interpreter_of(rollout.name, rollout.engine_env)),
+        model=str(Path(model.path).absolute()) if Path(model.path).is_dir() else model.path,
+        tokenizer=str(Path(tokenizer).absolute())
+        if Path(tokenizer := model.tokenizer_path or model.path).is_dir()
+        else tokenizer,
+        dtype=_dtype(config),
+        max_num_seqs=rollout.max_num_seqs,
+        max_model_len=_max_model_len(config),
+        max_cache_tokens=rollout.max_cache_tokens,
+        options=engine_options(rollout),
+        cpus=_cores(number),
+        log=folder / f"{rollout.name}-{os.getpid()}-{number}.log",
+        start_seconds=rollout.engine_start_seconds,
+    )
+
+
+def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
+    """Keys of ``rollout`` as arguments of the engine, by its own names; ``engine_kwargs`` win.
+
+    Raises:
+        ConfigError: engine_kwargs has arguments for another engine.
+    """
+    others = sorted(set(rollout.engine_kwargs) - {rollout.name})
+    if others:
+        raise ConfigError(
+            f"rollout.engine_kwargs has arguments for '{others[0]}', and the engine is '{rollout.name}'",
+            why="nothing would read them",
+            fix=f"actor_rollout_ref.rollout.engine_kwargs={{{rollout.name}: {{...}}}}",
+            where="actor_rollout_ref.rollout.engine_kwargs",
+        )
+    own = rollout.engine_kwargs.get(rollout.name) or {}
+    if rollout.name == "vllm":
+        options = {
+            "tensor_parallel_size": rollout.tensor_model_parallel_size,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "enable_prefix_caching": rollout.enable_prefix_caching,
+            "max_num_batched_tokens": rollout.max_num_batched_tokens,
+            "enforce_eager": rollout.enforce_eager,
+            "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        }
+    elif rollout.name == "sglang":
+        options = {
+            "tp_size": rollout.tensor_model_parallel_size,
+            "mem_fraction_static": rollout.gpu_memory_utilization,
+            "disable_radix_cache": not rollout.enable_prefix_caching,
+            "max_prefill_tokens": rollout.max_num_batched_tokens,
+            "disable_cuda_graph": rollout.enforce_eager,
+            "chunked_prefill_size": -1 if rollout.enable_chunked_prefill is False else None,
+        }
+    else:
+        options = {}
+    return {**{name: value for name, value in options.items() if value is not None}, **own}
+
+
+def _cores(number: int) -> tuple[int, ...]:
+    """Cores of a replica: as many as this process has threads, other ones for each replica as far as there are others."""
+    cores, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+    return tuple(sorted({cores[(number * threads + index) % len(cores)] for index in range(threads)}))
+
+
+def _dtype(config: RLConfig) -> str:
+    rollout = config.actor_rollout_ref.rollout
+    return config.actor_rollout_ref.actor.dtype if rollout.dtype == "auto" else rollout.dtype
+
+
+def _max_model_len(config: RLConfig) -> int:
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def _check_attached(engine: ServedEngine, config: RLConfig) -> None:
+    """A server that was started for shorter sequences, or another engine, is refused at once.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    rollout, told = config.actor_rollout_ref.rollout, engine.told
+    problem, fix = "", ""
+    if told["engine"] != rollout.name:
+        problem, fix = f"is {told['engine']}, not {rollout.name}", f"rollout.name={told['engine']}"
+    elif told["max_model_len"] < _max_model_len(config):
+        problem = f"serves {told['max_model_len']} tokens, and a sequence may have {_max_model_len(config)}"
+        fix = f"hone engines serve ... --max-model-len {_max_model_len(config)}"
+    elif told["dtype"] != _dtype(config):
+        problem, fix = f"computes in {told['dtype']}, not {_dtype(config)}", f"rollout.dtype={told['dtype']}"
+    if problem:
+        engine.close()
+        raise ConfigError(
+            f"the engine at {rollout.engine_url} {problem}", fix=fix, where="actor_rollout_ref.rollout.engine_url"
+        )

@@ -1,0 +1,135 @@
+"""The client's end of a connection to an engine's server."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from hone.errors import ConfigError, ProcessError
+from hone.generation.remote import messages
+from hone.generation.remote.messages import PROTOCOL, Message
+
+HELLO_SECONDS = 20.0
+"""Seconds that a server may take to say hello."""
+
+
+class EngineLost(ProcessError):
+    """The process of an engine died, or its connection broke; what it was asked is lost with it."""
+
+    code = "E-engine-lost"
+
+
+class Connection:
+    """Questions to a server and their answers. A thread of its own reads, so it belongs to no event loop.
+
+    Attributes:
+        hello: what the server said of itself.
+        lost: why no answer will come any more, or None.
+
+    Args:
+        host, port: of the server.
+        token: that the server wants to see.
+        explain: says in words why the connection was lost, when it is.
+
+    Raises:
+        ConfigError: nothing listens there, it is no engine of Hone's, it speaks another version, or it refuses the token.
+    """
+
+    def __init__(self, host: str, port: int, token: str, explain: Callable[[], str] | None = None) -> None:
+        self._explain = explain or (lambda: f"the connection to the engine at {host}:{port} broke")
+        self._pending: dict[int, Future[Any]] = {}
+        self._ids, self._lock, self._sending = itertools.count(1), threading.Lock(), threading.Lock()
+        self.lost: str | None = None
+        try:
+            self._socket = socket.create_connection((host, port), timeout=HELLO_SECONDS)
+        except OSError as error:
+            raise _no_engine(host, port, f"nothing answers ({error})") from error
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.hello = self._greet(host, port, token)
+        self._socket.settimeout(None)
+        self._thread = threading.Thread(target=self._read, name="engine answers", daemon=True)
+        self._thread.start()
+
+    def ask(self, do: str, **fields: Any) -> Future[Any]:
+        """Ask; the future has the answer, or the error that the server gave.
+
+        Raises:
+            EngineLost: the connection is broken.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._ids)
+            if self.lost is None:
+                self._pending[number] = future
+        if self.lost is not None:
+            raise EngineLost(self.lost)
+        frame = messages.pack({"id": number, "do": do, **fields})
+        try:
+            with self._sending:
+                self._socket.sendall(frame)
+        except OSError:
+            self._lose()
+        return future
+
+    def close(self) -> None:
+        """End the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join(timeout=5)
+
+    def _greet(self, host: str, port: int, token: str) -> Message:
+        try:
+            self._socket.sendall(messages.pack({"hello": "hone", "protocol": PROTOCOL, "token": token}))
+            hello = messages.receive(self._socket)
+        except (OSError, ValueError) as error:
+            self._socket.close()
+            raise _no_engine(host, port, f"what answers is no engine of Hone's ({error})") from error
+        if hello is None or "error" in hello or hello.get("protocol") != PROTOCOL:
+            self._socket.close()
+            if hello is None:
+                raise _no_engine(host, port, "what answers hangs up")
+            raise _no_engine(
+                host, port, hello.get("error") or f"it speaks protocol {hello.get('protocol')}, not {PROTOCOL}"
+            )
+        return hello
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = messages.receive(self._socket)
+            except ValueError:
+                message = None
+            if message is None:
+                break
+            with self._lock:
+                future = self._pending.pop(message.get("id", 0), None)
+            if future is None:
+                continue
+            if "error" in message:
+                future.set_exception(messages.error_of(message["error"]))
+            else:
+                future.set_result(message.get("result"))
+        self._lose()
+
+    def _lose(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, {}
+            if self.lost is None:
+                self.lost = self._explain()
+        for future in pending.values():
+            future.set_exception(EngineLost(self.lost))
+
+
+def _no_engine(host: str, port: int, problem: str) -> ConfigError:
+    return ConfigError(
+        f"no engine can be used at {host}:{port}: {problem}",
+        why="rollout.engine_url attaches to a server that `hone engines serve` started",
+        fix="hone engines serve vllm --model DIR --port PORT, then rollout.engine_url=tcp://HOST:PORT and the same HONE_ENGINE_TOKEN",
+        where="actor_rollout_ref.rollout.engine_url",
+    )

@@ -1,0 +1,232 @@
+"""vLLM behind Hone's server. Runs in vLLM's own environment."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hone.data.types import StopReason
+from hone.errors import ConfigError, GenerationError, did_you_mean
+from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.server.backend import Settings
+from hone.generation.server.processes import give_up
+
+_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+_CPU_CACHE_BYTES = 2 * 2**30
+"""Cache on a CPU when nothing is said; vLLM itself would take half of the memory."""
+_CPU_BLOCK = 32
+"""Tokens of a cache block on a CPU: a prefix is found again block by block, and vLLM's 128 are longer than most prompts."""
+
+
+class VllmBackend:
+    """vLLM's asynchronous engine, whose workers run in processes of their own."""
+
+    def __init__(self, settings: Settings) -> None:
+        import vllm
+        from vllm.platforms import current_platform
+
+        self._on_cpu = current_platform.is_cpu()
+        self.device = "cpu" if self._on_cpu else current_platform.device_type
+        options = self._options(settings)
+        self._engine = self._start(options)
+        cache = self._engine.vllm_config.cache_config
+        blocks = cache.num_gpu_blocks
+        self.max_cache_tokens: int | None = blocks * cache.block_size if blocks else None
+        self._stats = {
+            "requests": 0,
+            "prefill_tokens": 0,
+            "decode_tokens": 0,
+            "cached_tokens": 0,
+            "version": vllm.__version__,
+        }
+        self._prepared = False
+
+    def _options(self, settings: Settings) -> dict[str, Any]:
+        """Arguments of the engine: Hone's, and over them those of the user."""
+        options: dict[str, Any] = {
+            "model": settings.model,
+            "tokenizer": settings.tokenizer,
+            "dtype": settings.dtype,
+            "max_model_len": settings.max_model_len,
+            "max_num_seqs": settings.max_num_seqs,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": "hone.generation.server.vllm_worker.HoneWorker",
+            "seed": 0,
+            "disable_log_stats": True,
+        }
+        if self._on_cpu:
+            options |= {"block_size": _CPU_BLOCK, "enforce_eager": True}
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(self._cache_bytes(settings) / 2**30))
+            if settings.cpus:
+                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _binding(
+                    settings.cpus, settings.options.get("tensor_parallel_size", 1)
+                )
+        elif settings.max_cache_tokens is not None:
+            options["kv_cache_memory_bytes"] = self._cache_bytes(settings)
+        return {**options, **settings.options}
+
+    def _cache_bytes(self, settings: Settings) -> int:
+        """Bytes of the key-value cache."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(settings.model).get_text_config()
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        width = 2 if settings.dtype == "bfloat16" else 4
+        token = 2 * config.num_hidden_layers * kv_heads * head_dim * width
+        if settings.max_cache_tokens is not None:
+            return token * settings.max_cache_tokens
+        wanted = token * settings.max_num_seqs * (settings.max_model_len + _CPU_BLOCK)
+        return max(min(wanted, _CPU_CACHE_BYTES), token * (settings.max_model_len + _CPU_BLOCK))
+
+    def _start(self, options: Mapping[str, Any]) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        known = inspect.signature(AsyncEngineArgs).parameters
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise _refused(f"vLLM has no argument '{unknown[0]}'", did_you_mean(unknown[0], known))
+        try:
+            arguments = AsyncEngineArgs(**options)
+            arguments.create_engine_config()
+        except (ValueError, TypeError) as error:
+            raise _refused(
+                f"vLLM refuses its arguments: {_first_lines(error)}", "the key that it names, or its default"
+            ) from error
+        return AsyncLLM.from_engine_args(arguments)
+
+    # requests --------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Serve one request."""
+        import time
+
+        from vllm.inputs import TokensPrompt
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        await self._prepare()
+        started, final = time.perf_counter(), None
+        try:
+            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
+            async for output in self._engine.generate(prompt, _sampling(request), request.request_id):
+                final = output
+        except EngineDeadError:
+            give_up()
+        if final is None:
+            raise GenerationError("vLLM gave no answer")
+        answer = final.outputs[0]
+        tokens = list(answer.token_ids)
+        sampling, policy = _log_probs(tokens, answer.logprobs or [])
+        self._stats["requests"] += 1
+        self._stats["prefill_tokens"] += len(request.prompt_ids) - (final.num_cached_tokens or 0)
+        self._stats["cached_tokens"] += final.num_cached_tokens or 0
+        self._stats["decode_tokens"] += len(tokens)
+        reason = _REASONS.get(answer.finish_reason or "", StopReason.ERROR)
+        return Completion(request.request_id, tokens, policy, sampling, reason, seconds=time.perf_counter() - started)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with the tokens they have."""
+        if request_ids:
+            await self._engine.abort(list(request_ids))
+
+    async def pause(self) -> None:
+        """Stop decoding; requests stay where they are."""
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._engine.resume_generation()
+
+    async def sleep(self) -> None:
+        """Forget cached prefixes. The memory of the cache stays with vLLM: its sleep mode needs a GPU, and was never run."""
+        await self._engine.reset_prefix_cache()
+
+    # weights ---------------------------------------------------------------------------------------------------------
+
+    async def begin_weights(self) -> None:
+        """Make every layer ready for weights."""
+        await self._prepare()
+        self._finished = False
+        await self._engine.collective_rpc("hone_begin_weights")
+
+    async def load_weights(self, parcel: dict[str, Any], *, whole: bool) -> None:
+        """Take a parcel."""
+        await self._engine.collective_rpc("hone_load_weights", args=(parcel, whole))
+        self._finished = whole
+
+    async def finish_weights(self) -> None:
+        """Make what is derived of the weights anew, and forget what was computed with the old ones."""
+        if not self._finished:
+            await self._engine.collective_rpc("hone_finish_weights")
+        await self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    async def _prepare(self) -> None:
+        if not self._prepared:
+            self._prepared = True
+            await self._engine.collective_rpc("hone_prepare")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since start."""
+        return dict(self._stats)
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._engine.shutdown()
+
+
+def _sampling(request: GenerationRequest) -> Any:
+    """The request's sampling in vLLM's words. Stopping tokens are named by Hone alone, not by the model's files."""
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    asked: SamplingParams = request.sampling
+    return vllm.SamplingParams(
+        max_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        repetition_penalty=asked.repetition_penalty,
+        seed=request.seed % 2**63,
+        ignore_eos=True,
+        stop_token_ids=None if asked.ignore_eos else list(asked.stop_token_ids),
+        stop=list(asked.stop),
+        include_stop_str_in_output=True,
+        detokenize=bool(asked.stop),
+        skip_special_tokens=False,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _log_probs(tokens: Sequence[int], reported: Sequence[Mapping[int, Any]]) -> tuple[list[float], list[float]]:
+    """Log-probs as sampled, and under the raw policy, which the worker puts in the place of the rank."""
+    drawn = [step[token] for token, step in zip(tokens, reported, strict=True)]
+    policy = [struct.unpack("<f", struct.pack("<i", entry.rank))[0] for entry in drawn]
+    return [entry.logprob for entry in drawn], policy
+
+
+def _binding(cpus: Sequence[int], workers: int) -> str:
+    """Cores of each worker, in vLLM's notation."""
+    share = max(1, len(cpus) // workers)
+    return "|".join(",".join(map(str, cpus[i * share : (i + 1) * share] or cpus[-1:])) for i in range(workers))
+
+
+def _refused(what: str, fix: str) -> ConfigError:
+    return ConfigError(
+        what,
+        why="rollout.engine_kwargs.vllm is passed on as it is",
+        fix=fix,
+        where="actor_rollout_ref.rollout.engine_kwargs.vllm",
+    )
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines()[:4])

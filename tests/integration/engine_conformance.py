@@ -1,0 +1,418 @@
+"""What every engine promises, whichever it is. External engines run here in their own environment: `scripts/conformance NAME`.
+
+The oracle is a forward pass without cache by transformers, in float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.engine_cases import (
+    EOS,
+    MAX_MODEL_LEN,
+    Subject,
+    assert_greedy,
+    byte_tokenizer,
+    collect,
+    expected_log_probs,
+    make_model,
+    requests,
+    save,
+    serve,
+    start,
+)
+
+from hone.data.types import StopReason
+from hone.errors import ConfigError, GenerationError
+from hone.generation.environments import interpreter_of
+from hone.generation.protocol import GenerationRequest, SamplingParams
+from hone.generation.remote import EngineLost
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+SAMPLINGS = {
+    "plain": SamplingParams(max_tokens=16, temperature=0.8),
+    "top-k": SamplingParams(max_tokens=16, top_k=7),
+    "top-p": SamplingParams(max_tokens=16, temperature=1.3, top_p=0.7),
+    "min-p": SamplingParams(max_tokens=16, min_p=0.2),
+    "penalty": SamplingParams(max_tokens=16, repetition_penalty=1.4),
+    "all": SamplingParams(max_tokens=16, temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
+}
+KINDS = ["native", "hf", "served", *(pytest.param(name, marks=pytest.mark.engines) for name in ("vllm", "sglang"))]
+EXTERNAL = ("vllm", "sglang")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two policies of one architecture, and where the first is written; tied and untied."""
+    root = tmp_path_factory.mktemp("conformance")
+    return {
+        kind: (make_model(kind), make_model(kind, seed=1), save(make_model(kind), root / kind))
+        for kind in ("tied", "untied")
+    }
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> str:
+    if request.param in EXTERNAL:
+        try:
+            interpreter_of(request.param)
+        except ConfigError as missing:
+            pytest.skip(missing.what)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def running(kind, models, tmp_path_factory) -> Iterator[Subject]:
+    subject = start(kind, models["tied"][2], tmp_path_factory.mktemp("logs") / f"{kind}.log")
+    yield subject
+    subject.engine.close()
+
+
+@pytest.fixture
+def subject(running, models) -> Subject:
+    """The engine with the first policy's weights."""
+    asyncio.run(running.take(models["tied"][0], 1))
+    return running
+
+
+@pytest.fixture
+def model(models):
+    return models["tied"][0]
+
+
+def long_running(count: int, tokens: int = MAX_MODEL_LEN - 60) -> list[GenerationRequest]:
+    return requests(SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True), count)
+
+
+# tokens and log-probs ------------------------------------------------------------------------------------------------
+
+
+def test_greedy_tokens_are_those_of_a_full_forward_pass(subject, model):
+    asked = requests(GREEDY)
+    done = serve(subject.engine, asked)
+    assert done.keys() == {one.request_id for one in asked}
+    for one in asked:
+        got = done[one.request_id]
+        assert (len(got.token_ids), got.stop_reason, got.weight_versions) == (24, StopReason.LENGTH, (1, 1))
+        assert got.sampling_log_probs == got.log_probs
+        assert_greedy(model, one, got)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_log_probs_are_those_of_the_policy_and_of_what_was_sampled_from(subject, model, name):
+    if subject.kind == "sglang" and name != "plain":
+        with pytest.raises(GenerationError, match="sglang does not report"):
+            serve(subject.engine, requests(SAMPLINGS[name], 1))
+        return
+    asked = requests(SAMPLINGS[name], 5)
+    done = serve(subject.engine, asked)
+    for one in asked:
+        got = done[one.request_id]
+        raw, drawn = expected_log_probs(model, one, got.token_ids)
+        torch.testing.assert_close(torch.tensor(got.log_probs), raw, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(got.sampling_log_probs), drawn, atol=1e-4, rtol=0)
+        assert torch.isfinite(drawn).all(), "nothing that was cut away is sampled"
+
+
+def test_tokens_depend_on_the_seed_and_not_on_what_else_is_served(subject):
+    sampling = SamplingParams(max_tokens=16)
+    prompt = list(range(40, 90))
+    group = [GenerationRequest(str(seed), prompt, sampling, seed=seed) for seed in range(8)]
+    crowd = serve(subject.engine, [*group, *requests(sampling, 3)])
+    alone = [serve(subject.engine, [one])[one.request_id].token_ids for one in group[:3]]
+    assert alone == [crowd[one.request_id].token_ids for one in group[:3]]
+    assert len({tuple(crowd[str(seed)].token_ids) for seed in range(8)}) == 8, "samples of a group differ"
+
+
+def test_samples_follow_the_distribution(subject, model):
+    prompt = [65, 66, 67]
+    asked = [GenerationRequest(str(s), prompt, SamplingParams(max_tokens=1, top_k=-1), seed=s) for s in range(300)]
+    found = torch.zeros(model.config.vocab_size)
+    for got in serve(subject.engine, asked).values():
+        found[got.token_ids[0]] += 1 / len(asked)
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([prompt])).logits[0, -1].float().softmax(-1)
+    likely = wanted > 0.03
+    assert likely.any()
+    spread = (wanted * (1 - wanted) / len(asked)).sqrt()
+    assert ((found - wanted).abs()[likely] < 4.5 * spread[likely]).all()
+
+
+# endings -------------------------------------------------------------------------------------------------------------
+
+
+def test_stop_tokens_end_a_response_and_stay_in_it(subject):
+    free = serve(subject.engine, requests(GREEDY, 4))
+    for key, whole in free.items():
+        stop = whole.token_ids[5]
+        first = whole.token_ids.index(stop)
+        asked = [
+            one
+            for one in requests(SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(stop, EOS)), 4)
+            if one.request_id == key
+        ]
+        got = serve(subject.engine, asked)[key]
+        assert (got.token_ids, got.stop_reason) == (whole.token_ids[: first + 1], StopReason.STOP)
+        ignoring = SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(stop, EOS), ignore_eos=True)
+        got = serve(subject.engine, [GenerationRequest(key, asked[0].prompt_ids, ignoring)])[key]
+        assert (got.token_ids, got.stop_reason) == (whole.token_ids, StopReason.LENGTH)
+
+
+def test_the_models_own_end_of_sequence_is_no_stop_unless_asked_for(subject):
+    """Stopping tokens are named by the request alone, not by files of the model."""
+    forced = SamplingParams(max_tokens=12, temperature=50.0)
+    asked = [GenerationRequest(str(seed), [1, 2, 3], forced, seed=seed) for seed in range(40)]
+    done = serve(subject.engine, asked)
+    assert any(EOS in got.token_ids[:-1] for got in done.values()), "it was drawn"
+    assert {got.stop_reason for got in done.values()} == {StopReason.LENGTH}
+
+
+def test_stop_strings_of_several_tokens_end_a_response_and_stay_in_it(subject):
+    """Random bytes now and then make a character of two bytes; it ends the response with its second one."""
+    tokenizer, found = byte_tokenizer(), 0
+    asked = [
+        GenerationRequest(str(s), [70, 71], SamplingParams(max_tokens=60, temperature=3.0), seed=s) for s in range(24)
+    ]
+    free = serve(subject.engine, asked)
+    for one in asked:
+        tokens = free[one.request_id].token_ids
+        where = next((i for i in range(1, len(tokens)) if _two_byte_letter(tokenizer, tokens[i - 1 : i + 1])), None)
+        if where is None or found == 3:
+            continue
+        letter = tokenizer.decode(tokens[where - 1 : where + 1])
+        found += 1
+        stopping = SamplingParams(max_tokens=60, temperature=3.0, stop=(letter, "never said"))
+        got = serve(subject.engine, [GenerationRequest("s", one.prompt_ids, stopping, seed=one.seed)])["s"]
+        assert (got.token_ids, got.stop_reason) == (tokens[: where + 1], StopReason.STOP)
+    assert found == 3
+
+
+def _two_byte_letter(tokenizer, pair: list[int]) -> bool:
+    text = tokenizer.decode(pair)
+    return len(text) == 1 and ord(text) > 0x7F and text != "\ufffd"
+
+
+def test_the_longest_sequence_fits_and_one_token_is_enough(subject):
+    whole = GenerationRequest(
+        "whole", [7] * 200, SamplingParams(max_tokens=MAX_MODEL_LEN - 200, temperature=0.0, ignore_eos=True)
+    )
+    one = GenerationRequest("one", [7], SamplingParams(max_tokens=1))
+    done = serve(subject.engine, [whole, one])
+    assert len(done["whole"].token_ids) == MAX_MODEL_LEN - 200 and len(done["one"].token_ids) == 1
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [(200, MAX_MODEL_LEN - 199), (0, 4), (3, 0)])
+def test_what_cannot_be_served_is_refused_and_harms_nobody(subject, model, prompt, tokens):
+    impossible = GenerationRequest("impossible", [5] * prompt, SamplingParams(max_tokens=tokens))
+    fine = requests(GREEDY, 3)
+
+    async def both():
+        async with asyncio.TaskGroup() as group:
+            good = group.create_task(collect(subject.engine, fine))
+            await asyncio.sleep(0)
+            with pytest.raises(GenerationError, match="'impossible'"):
+                await collect(subject.engine, [*requests(GREEDY, 2), impossible])
+        return good.result()
+
+    done = asyncio.run(both())
+    for one in fine:
+        assert_greedy(model, one, done[one.request_id])
+
+
+# control -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_aborted_request_keeps_its_tokens_and_can_be_gone_on_with(subject):
+    asked = long_running(3)
+    free = serve(subject.engine, asked)
+
+    async def abort():
+        async def stop():
+            await asyncio.sleep(0.02)
+            await subject.engine.abort(["0", "2"])
+
+        done, _ = await asyncio.gather(collect(subject.engine, asked), stop())
+        return done
+
+    done = asyncio.run(abort())
+    if not subject.interrupts():
+        assert {got.stop_reason for got in done.values()} <= {StopReason.LENGTH, StopReason.ABORTED}
+        return
+    assert done["1"].token_ids == free["1"].token_ids and done["1"].stop_reason is StopReason.LENGTH
+    for one in (asked[0], asked[2]):
+        got, whole = done[one.request_id], free[one.request_id]
+        assert got.stop_reason is StopReason.ABORTED and len(got.token_ids) < len(whole.token_ids)
+        assert got.token_ids == whole.token_ids[: len(got.token_ids)]
+        assert len(got.log_probs) == len(got.sampling_log_probs) == len(got.token_ids)
+        left = SamplingParams(max_tokens=one.sampling.max_tokens - len(got.token_ids), temperature=0.0, ignore_eos=True)
+        rest = serve(subject.engine, [GenerationRequest("rest", one.prompt_ids + got.token_ids, left)])["rest"]
+        assert got.token_ids + rest.token_ids == whole.token_ids
+
+
+def test_a_caller_that_goes_away_ends_its_requests(subject):
+    async def leave():
+        stream = subject.engine.generate(
+            [*long_running(6), GenerationRequest("first", [1], SamplingParams(max_tokens=1))]
+        )
+        async for _ in stream:
+            break
+        await stream.aclose()
+        return await collect(subject.engine, requests(GREEDY, 1))
+
+    assert len(asyncio.run(leave())["0"].token_ids) == 24
+
+
+def test_nothing_is_decoded_during_a_pause(subject):
+    if not subject.interrupts():
+        return
+    asked = long_running(4, 60)
+    free = serve(subject.engine, asked)
+
+    async def paused():
+        await subject.engine.pause()
+        task = asyncio.create_task(collect(subject.engine, asked))
+        await asyncio.sleep(0.5)
+        still = not task.done()
+        await subject.engine.resume()
+        return still, await asyncio.wait_for(task, 60)
+
+    still, done = asyncio.run(paused())
+    assert still
+    assert {key: got.token_ids for key, got in done.items()} == {key: got.token_ids for key, got in free.items()}
+
+
+def test_after_sleep_and_wake_the_answers_are_the_same(subject):
+    asked = requests(GREEDY, 3)
+    before = serve(subject.engine, asked)
+
+    async def sleep():
+        await subject.engine.sleep()
+        await subject.engine.wake()
+        return await collect(subject.engine, asked)
+
+    after = asyncio.run(sleep())
+    assert {key: got.token_ids for key, got in after.items()} == {key: got.token_ids for key, got in before.items()}
+
+
+def test_a_thousand_callers_at_once_all_get_their_own_answer(subject):
+    if not subject.interrupts():
+        return
+    asked = [
+        GenerationRequest("same name", [3, seed % 250, 9], SamplingParams(max_tokens=2 + seed % 5), seed=seed)
+        for seed in range(1000)
+    ]
+
+    async def crowd():
+        return await asyncio.gather(*(collect(subject.engine, [one]) for one in asked))
+
+    answers = asyncio.run(crowd())
+    assert [len(done["same name"].token_ids) for done in answers] == [one.sampling.max_tokens for one in asked]
+    again = serve(subject.engine, [asked[123]])
+    assert again["same name"].token_ids == answers[123]["same name"].token_ids
+
+
+# weights -------------------------------------------------------------------------------------------------------------
+
+
+def test_new_weights_answer_as_the_new_policy_and_nothing_of_the_old_is_left(subject, models):
+    """Long prompts, asked before and after: what was cached of the old weights must be gone."""
+    old, new, _ = models["tied"]
+    asked = requests(GREEDY, 5, shortest=100)
+    before = serve(subject.engine, asked)
+    asyncio.run(subject.take(new, 2))
+    after = serve(subject.engine, asked)
+    for one in asked:
+        assert_greedy(old, one, before[one.request_id])
+        assert_greedy(new, one, after[one.request_id])
+        assert after[one.request_id].weight_versions == (2, 2)
+    asyncio.run(subject.take(old, 3))
+    assert_greedy(old, asked[0], serve(subject.engine, asked)["0"])
+
+
+def test_weights_that_change_in_mid_flight_show_in_the_versions(subject, models):
+    if not subject.interrupts():
+        return
+    asked = long_running(2, 150)
+
+    async def change():
+        task = asyncio.create_task(collect(subject.engine, asked))
+        await asyncio.sleep(0.05)
+        await subject.engine.pause()
+        await subject.take(models["tied"][1], 2)
+        await subject.engine.resume()
+        return await asyncio.wait_for(task, 60)
+
+    for got in asyncio.run(change()).values():
+        assert got.weight_versions == (1, 2) and len(got.token_ids) == 150
+
+
+def test_a_partial_update_never_serves(subject, models):
+    if subject.kind == "hf":
+        return
+    _, new, _ = models["tied"]
+    parameters = list(new.named_parameters())
+    asked = requests(GREEDY, 2)
+
+    async def partial():
+        await subject.engine.load_weights(parameters[:4], 2, last=False)
+        with pytest.raises(GenerationError, match="only in part"):
+            await collect(subject.engine, asked)
+        await subject.engine.load_weights(parameters[4:], 2)
+        whole = await collect(subject.engine, asked)
+        with pytest.raises(GenerationError, match="have not arrived"):
+            await subject.engine.load_weights(parameters[:-2], 3)
+        with pytest.raises(GenerationError, match="only in part"):
+            await collect(subject.engine, asked)
+        await subject.engine.load_weights(parameters, 3)
+        return whole, await collect(subject.engine, asked)
+
+    for done in asyncio.run(partial()):
+        for one in asked:
+            assert_greedy(new, one, done[one.request_id])
+
+
+def test_an_untied_head_takes_new_weights_too(kind, models, tmp_path):
+    old, new, path = models["untied"]
+    subject = start(kind, path, tmp_path / "untied.log")
+    try:
+        asked = requests(GREEDY, 3)
+        before = serve(subject.engine, asked)
+        asyncio.run(subject.take(new, 1))
+        after = serve(subject.engine, asked)
+        for one in asked:
+            assert_greedy(old, one, before[one.request_id])
+            assert_greedy(new, one, after[one.request_id])
+    finally:
+        subject.engine.close()
+
+
+# the end -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_crash_in_mid_flight_is_reported_to_everyone_who_waits(kind, models, tmp_path):
+    if kind in ("native", "hf"):
+        return
+    subject = start(kind, models["tied"][2], tmp_path / "crash.log")
+    pid = subject.engine.process.pid
+
+    async def crash():
+        waiting = [asyncio.create_task(collect(subject.engine, long_running(2))) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 15)
+
+    begun = time.monotonic()
+    outcomes = asyncio.run(crash())
+    assert time.monotonic() - begun < 15
+    assert all(isinstance(found, EngineLost) and "killed by signal 9" in str(found) for found in outcomes), outcomes
+    with pytest.raises(EngineLost):
+        serve(subject.engine, requests(GREEDY, 1))
+    subject.engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)

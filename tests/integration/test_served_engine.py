@@ -1,0 +1,278 @@
+"""An engine in a process of its own: how it begins, how it ends, who may use it, and what is said when something is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from support.engine_cases import assert_greedy, collect, make_model, plan, requests, save, serve
+
+from hone.config.rollout import RolloutConfig
+from hone.errors import ConfigError, GenerationError
+from hone.generation.build import engine_options
+from hone.generation.environments import RECIPES, install, interpreter_of
+from hone.generation.protocol import SamplingParams
+from hone.generation.remote import EngineProcess, ServedEngine
+from hone.generation.remote.engine import TOKEN_VARIABLE, parse_url
+from hone.generation.remote.process import last_words, remedy
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    return save(make_model("tied"), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(path, tmp_path_factory):
+    process = EngineProcess(plan("served", path, tmp_path_factory.mktemp("log") / "engine.log"), "a secret")
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def url(server, monkeypatch) -> str:
+    monkeypatch.setenv(TOKEN_VARIABLE, "a secret")
+    return f"tcp://127.0.0.1:{server.port}"
+
+
+# attaching -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["shared_memory", "file", "socket"])
+def test_weights_arrive_by_every_transport_and_in_many_buckets(url, backend):
+    new = make_model("tied", seed=5 + len(backend))
+    engine = ServedEngine.attach(url, backend=backend, bucket_bytes=20_000)
+    try:
+        asyncio.run(engine.load_weights(new.named_parameters(), 1))
+        asked = requests(GREEDY, 2)
+        done = serve(engine, asked)
+        for one in asked:
+            assert_greedy(new, one, done[one.request_id])
+    finally:
+        engine.close()
+
+
+def test_two_clients_do_not_disturb_each_other(url):
+    one, other = ServedEngine.attach(url), ServedEngine.attach(url)
+    try:
+        asked = requests(SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True), 3)
+
+        async def both():
+            mine = asyncio.create_task(collect(one, asked))
+            theirs = asyncio.create_task(collect(other, requests(GREEDY, 3)))
+            await asyncio.sleep(0.05)
+            await other.abort()
+            return await mine, await theirs
+
+        mine, theirs = asyncio.run(both())
+        assert all(len(got.token_ids) == 120 for got in mine.values()), "the other's abort is not mine"
+        assert len(theirs) == 3
+    finally:
+        one.close()
+        other.close()
+
+
+def test_a_client_that_hangs_up_leaves_the_engine_to_the_others(url):
+    leaving, staying = ServedEngine.attach(url), ServedEngine.attach(url)
+    try:
+        for number in range(20):
+            message = requests(SamplingParams(max_tokens=150), 1)[0]
+            fields = {**vars(message), "sampling": vars(message.sampling), "progress": None, "request_id": str(number)}
+            leaving._connection.ask("generate", request=fields)
+        leaving.close()
+        assert len(serve(staying, requests(GREEDY, 2))) == 2
+    finally:
+        staying.close()
+
+
+def test_a_wrong_token_is_refused(url, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "a guess")
+    with pytest.raises(ConfigError, match="refuses the token"):
+        ServedEngine.attach(url)
+
+
+def test_what_is_no_engine_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as web:
+        port = web.getsockname()[1]
+
+        def answer() -> None:
+            client, _ = web.accept()
+            client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            client.close()
+
+        import threading
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(ConfigError, match="no engine of Hone's|hangs up"):
+            ServedEngine.attach(f"tcp://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match="nothing answers"):
+        ServedEngine.attach(f"tcp://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    "wrong", ["http://127.0.0.1:80", "127.0.0.1:80", "tcp://127.0.0.1", "tcp://h:port", "tcp://h:1/v1", ""]
+)
+def test_an_address_of_another_kind_is_refused(wrong):
+    with pytest.raises(ConfigError, match="no address of an engine"):
+        parse_url(wrong)
+
+
+# beginning -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_not_installed_says_how_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HONE_ENGINES", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"(?s)'vllm' is not installed.*hone engines install vllm"):
+        interpreter_of("vllm")
+    with pytest.raises(ConfigError, match="engine_env points at /not/there"):
+        interpreter_of("vllm", "/not/there")
+
+
+def test_an_environment_without_the_engine_says_what_is_missing(path, tmp_path):
+    wanted = dataclasses.replace(plan("served", path, tmp_path / "log"), engine="vllm")
+    with pytest.raises(GenerationError, match="No module named 'vllm'") as raised:
+        EngineProcess(wanted)
+    assert "hone engines install" in raised.value.fix
+
+
+def test_a_model_that_is_not_there_is_shown_in_the_engines_words(tmp_path):
+    with pytest.raises(GenerationError, match="nowhere"):
+        EngineProcess(plan("served", tmp_path / "nowhere", tmp_path / "log"))
+
+
+def test_an_engine_that_takes_too_long_is_ended(path, tmp_path):
+    slow = dataclasses.replace(plan("served", path, tmp_path / "log"), start_seconds=0.3)
+    with pytest.raises(GenerationError, match="not ready after 0 s") as raised:
+        EngineProcess(slow)
+    assert "engine_start_seconds" in raised.value.fix
+    assert not [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE
+        and "hone.generation.server" in " ".join(child.cmdline())
+        and child.create_time() > time.time() - 5
+    ]
+
+
+def test_a_port_in_use_is_named(path, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        wanted = dataclasses.replace(plan("served", path, tmp_path / "log"), port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{wanted.port}"):
+            EngineProcess(wanted)
+
+
+def test_arguments_for_another_engine_are_refused():
+    with pytest.raises(ConfigError, match="arguments for 'sglang', and the engine is 'vllm'"):
+        engine_options(RolloutConfig(name="vllm", engine_kwargs={"sglang": {"tp_size": 2}}))
+    options = engine_options(
+        RolloutConfig(name="vllm", max_num_batched_tokens=512, engine_kwargs={"vllm": {"block_size": 16}})
+    )
+    assert options["max_num_batched_tokens"] == 512 and options["block_size"] == 16 and "enforce_eager" not in options
+
+
+def test_last_words_are_the_errors_of_a_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("starting\n  File x\nValueError: No available memory for the cache blocks.\nmore\nbye\n")
+    assert last_words(log) == ["ValueError: No available memory for the cache blocks."]
+    assert "max_cache_tokens" in remedy("\n".join(last_words(log)))
+    log.write_text("\n".join(map(str, range(100))))
+    assert last_words(log)[-1] == "99"
+    assert last_words(tmp_path / "none") == []
+
+
+def test_installing_checks_before_it_downloads(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be installed"):
+        install("vlm", cpu=True, environment=tmp_path / "e", say=print)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.txt").touch()
+    with pytest.raises(ConfigError, match="no virtual environment"):
+        install("vllm", cpu=True, environment=tmp_path / "full", say=print)
+    monkeypatch.setitem(RECIPES, "vllm", dataclasses.replace(RECIPES["vllm"], megabytes=10**9))
+    with pytest.raises(ConfigError, match="GB left"):
+        install("vllm", cpu=True, environment=tmp_path / "e", say=print)
+    assert (tmp_path / "full/thesis.txt").exists() and not (tmp_path / "e").exists()
+
+
+# ending --------------------------------------------------------------------------------------------------------------
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from support.engine_cases import plan
+from hone.generation.remote import EngineProcess
+process = EngineProcess(plan(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))
+print(process.pid, flush=True)
+time.sleep(100)
+"""
+
+
+def orphans_after_kill(kind: str, path: Path, log: Path) -> tuple[int, float]:
+    """Start a driver with an engine, kill the driver with SIGKILL; how many processes of the engine there were, and how many
+    seconds until none was left."""
+    tests = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": tests}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, kind, str(path), str(log)], stdout=subprocess.PIPE, env=environment
+    )
+    assert driver.stdout is not None
+    engine = psutil.Process(int(driver.stdout.readline()))
+    family = [engine, *engine.children(recursive=True)]
+    begun = time.monotonic()
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    psutil.wait_procs(family, timeout=10)
+    left = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not left, left
+    return len(family), time.monotonic() - begun
+
+
+def test_no_process_outlives_a_driver_that_is_killed(path, tmp_path):
+    _, seconds = orphans_after_kill("served", path, tmp_path / "log")
+    assert seconds < 10
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_no_process_of_an_external_engine_outlives_a_driver_that_is_killed(name, path, tmp_path):
+    try:
+        interpreter_of(name)
+    except ConfigError as missing:
+        pytest.skip(missing.what)
+    count, seconds = orphans_after_kill(name, path, tmp_path / "log")
+    assert count >= 2 and seconds < 10
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"blok_size": 32}, "vLLM has no argument 'blok_size'"), ({"max_num_seqs": -1}, "vLLM refuses its arguments")],
+)
+def test_vllm_checks_its_own_arguments(options, message, path, tmp_path):
+    try:
+        interpreter_of("vllm")
+    except ConfigError as missing:
+        pytest.skip(missing.what)
+    with pytest.raises(ConfigError, match=message):
+        EngineProcess(plan("vllm", path, tmp_path / "log", **options))
+
+
+def test_closing_ends_the_process(path, tmp_path):
+    engine = ServedEngine.start(plan("served", path, tmp_path / "log"))
+    assert engine.process is not None
+    pid = engine.process.pid
+    torch.manual_seed(0)
+    assert len(serve(engine, requests(GREEDY, 1))) == 1
+    engine.close()
+    assert not psutil.pid_exists(pid)
