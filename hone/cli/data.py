@@ -1,4 +1,4 @@
-"""`hone data`: make, check, convert and inspect datasets; train tokenizers; mine preference pairs."""
+"""`hone data`: make, check, convert and inspect datasets; train tokenizers; test chat templates; mine preference pairs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from hone.cli import data_checks
+from hone.cli import data_checks, data_template
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @app.callback()
 def group() -> None:
-    """Make, check, convert and inspect datasets; train tokenizers; mine preference pairs."""
+    """Make, check, convert and inspect datasets; train tokenizers; test chat templates; mine preference pairs."""
 
 
 @app.command("make")
@@ -74,3 +74,4 @@ def pairs(
 
 for _name in ("check", "stats", "inspect", "convert"):
     app.command(_name)(getattr(data_checks, _name))
+app.command("template")(data_template.template)

@@ -10,6 +10,7 @@ looked for as text.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -188,7 +189,19 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON value")
 
 
-_STRICT = json.JSONDecoder(parse_constant=_no_constant)
+def finite(text: str) -> float:
+    """Return the number that ``text`` is.
+
+    Raises:
+        ValueError: it is too large for one.
+    """
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large a number")
+    return value
+
+
+_STRICT = json.JSONDecoder(parse_constant=_no_constant, parse_float=finite)
 
 
 def arguments_of(name: str, text: str, raw: str, *, id: str | None = None) -> Found:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser
+from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser, finite
 from hone.agents.parsers.sections import blocks
 
 _CALL = re.compile(r"\s*call:(?P<name>[\w.\-]+)\s*(?=\{)")
@@ -92,7 +92,7 @@ class _Reader:
         number = _NUMBER.match(self._text, self._at)
         if number:
             self._at = number.end()
-            return float(number[0]) if number[1] or number[2] else int(number[0])
+            return self._number(number[0], whole=not (number[1] or number[2]))
         for word, value in _WORDS.items():
             if self._take(word):
                 return value
@@ -136,6 +136,12 @@ class _Reader:
         if not first and not self._take(","):
             raise _Unreadable(f"',' or '{bracket}' is expected at character {self._at}")
         return False
+
+    def _number(self, text: str, *, whole: bool) -> int | float:
+        try:
+            return int(text) if whole else finite(text)
+        except ValueError as error:  # too long or too large
+            raise _Unreadable(f"{text[:40]} is no number") from error
 
     def _key(self) -> str:
         self._skip()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser
+from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser, json_value
 
 _CALL = re.compile(r"\s*<function=(?P<name>[^>\n]*)>(?P<body>.*)</function>\s*\Z", re.DOTALL)
 _PARAMETER = re.compile(
@@ -81,9 +80,8 @@ def _typed(text: str, schema: Any) -> tuple[Any, str | None]:
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text, None
-    try:
-        value = json.loads(text)
-    except ValueError:
+    value, wrong = json_value(text)
+    if wrong is not None:
         if not kinds or "string" in kinds:
             return text, None
         return None, f"should be {' or '.join(sorted(kinds))}, and is '{text[:40]}'"

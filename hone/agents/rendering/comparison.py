@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,8 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 40
+_BACK = 20
+_EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*|<\|channel>thought\s*<channel\|>\s*")
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,18 @@ def rewritten(before: str, after: str, played: str | None, closers: Sequence[str
         after: rendering with the new messages.
         played: the text that the model really saw and wrote; where ``after`` begins with it nothing is lost, whatever ``before`` is.
         closers: tokens that end a turn; what a rendering has behind the last of them is not yet said.
+
+    A block of thoughts with nothing in it counts as none: some templates put one before the last answer only, to tell that it is
+    to be given without thinking.
     """
+    before, after = _EMPTY_THOUGHTS.sub("", before), _EMPTY_THOUGHTS.sub("", after)
     said = _up_to_end(before, closers)
-    if after.startswith(said) or (played is not None and after.startswith(_without_end(played, closers))):
+    if after.startswith(said):
+        return None
+    if played is not None and after.startswith(_without_end(_EMPTY_THOUGHTS.sub("", played), closers)):
         return None
     position = len(os.path.commonprefix([said, after]))
+    position = max(position - _BACK, *(said.rfind(edge, 0, position) for edge in "<\n "), 0)
     return (
         f"the chat template renders earlier turns otherwise once later messages follow: "
         f"{said[position : position + _SHOWN]!r} becomes {after[position : position + _SHOWN]!r} (character {position})"

@@ -51,9 +51,7 @@ class Renderer:
         self._closers = [[token for token in group if token in known] for group in groups]
         self._closer_ids = [[known[token] for token in group] for group in self._closers]
         eos = template.tokenizer.eos_token_id
-        stops = (
-            [known[token] for token in family.stops if token in known] if family.stops else sum(self._closer_ids, [])
-        )
+        stops = [known[token] for token in family.stops if token in known] if family.stops else self.closer_ids
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*stops, *([eos] if isinstance(eos, int) else [])]))
         self._checked_tools: set[tuple[str, ...]] = set()
 
@@ -66,6 +64,11 @@ class Renderer:
     def closers(self) -> list[str]:
         """Tokens that the template ends an assistant turn with."""
         return [token for group in self._closers for token in group]
+
+    @property
+    def closer_ids(self) -> list[int]:
+        """Their ids."""
+        return [token for group in self._closer_ids for token in group]
 
     def prompt(
         self,
@@ -137,7 +140,7 @@ class Renderer:
 
     def turn_ended(self, sampled_ids: Sequence[int]) -> bool:
         """Return whether a sampled turn came to its own end (and was not cut at a limit)."""
-        ends = {*self.stop_token_ids, *sum(self._closer_ids, [])}
+        ends = {*self.stop_token_ids, *self.closer_ids}
         return bool(sampled_ids) and sampled_ids[-1] in ends
 
     def split_reason(
@@ -152,7 +155,8 @@ class Renderer:
 
         They cannot when the template shows earlier turns otherwise once they follow (thoughts are taken out of them), so that a
         model that is used through the template would never see what it saw here. The rule then is: the training sample ends
-        before the new messages, and another one begins whose prompt is ``prompt(messages + new_messages)``.
+        before the new messages, and another one begins whose prompt is ``prompt(messages + new_messages)``. A block of thoughts
+        with nothing in it that comes or goes is no such reason.
 
         Args:
             messages: the conversation, the last assistant turn included.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -112,12 +113,19 @@ def _byte_level() -> Tokenizer:
 
 def _metaspace() -> Tokenizer:
     """In the manner of SentencePiece: spaces are a letter, and bytes are the last resort."""
-    backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=False))
-    backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("\n+"), "isolated")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=[f"<0x{byte:02X}>" for byte in range(256)], show_progress=False, min_frequency=2
+    normalizer, split = normalizers.Replace(" ", "▁"), pre_tokenizers.Split(Regex("\n+"), "isolated")
+    learnt = Tokenizer(models.BPE())
+    learnt.normalizer, learnt.pre_tokenizer = normalizer, split
+    learnt.train_from_iterator([_TEXT], trainers.BpeTrainer(vocab_size=300, show_progress=False, min_frequency=2))
+    model = json.loads(learnt.to_str())["model"]
+    vocabulary = [*(f"<0x{byte:02X}>" for byte in range(256)), *sorted(model["vocab"], key=model["vocab"].get)]
+    backend = Tokenizer(
+        models.BPE(
+            vocab={token: number for number, token in enumerate(vocabulary)},
+            merges=[tuple(merge) for merge in model["merges"]],
+            byte_fallback=True,
+        )
     )
-    backend.train_from_iterator([_TEXT], trainer)
+    backend.normalizer, backend.pre_tokenizer = normalizer, split
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend
