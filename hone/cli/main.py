@@ -34,6 +34,8 @@ COMMANDS = {
     "reward-model": Entry("hone.cli.reward_model", "Train a reward model on preference pairs."),
     "eval": Entry("hone.cli.evaluate", "Measure how well a model answers a dataset."),
     "generate": Entry("hone.cli.generate", "Let a model answer prompts."),
+    "serve": Entry("hone.cli.serve", "Serve a model to programs that speak OpenAI's API."),
+    "engines": Entry("hone.cli.engines", "Install, check, list and serve external inference engines."),
     "export": Entry("hone.cli.export", "Write a checkpoint's model as a Hugging Face directory."),
     "init": Entry("hone.cli.init", "Make a small model with random weights."),
     "data": Entry("hone.cli.data", "Make, check, convert and inspect datasets."),

@@ -1,0 +1,141 @@
+"""``/v1/chat/completions``: messages to tokens, tokens to messages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from hone.agents.messages import Message
+from hone.agents.rendering import Renderer
+from hone.agents.serving import replies
+from hone.agents.serving.asking import Service
+from hone.agents.serving.errors import bad_request
+from hone.agents.serving.forcing import forced_ids
+from hone.agents.serving.session import Prompt, Session, checked_messages
+from hone.agents.serving.wire import ChatBody
+from hone.errors import DataError
+from hone.generation.protocol import Completion, GenerationRequest
+
+
+class ChatCall:
+    """One call to ``/v1/chat/completions``.
+
+    Args:
+        service: that answers.
+        session: whose conversation it belongs to; None keeps nothing.
+        body: what is asked.
+        number: of the call, for names.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
+
+    def __init__(self, service: Service, session: Session | None, body: ChatBody, number: str) -> None:
+        service.check_model(body.model)
+        self.service, self.body = service, body
+        self.session = session or Session(f"call-{number}")
+        self.heading = replies.Heading.of(number, service.model, chat=True)
+        self.tools = body.tools or None
+        self.renderer: Renderer = service.renderer_for(body.chat_template_kwargs)
+        try:
+            self.prompt: Prompt = self.session.prompt(self.renderer, checked_messages(body.messages), self.tools)
+        except DataError as error:
+            raise bad_request(f"{error.what}; {error.fix}", "messages") from error
+        self.forced = forced_ids(self.renderer, body)
+        self.prompt = replace(
+            self.prompt, given_ids=self.prompt.given_ids + self.forced, ids=self.prompt.ids + self.forced
+        )
+        self.requests: list[GenerationRequest] = service.requests(
+            body, self.prompt, session, number, self.renderer.stop_token_ids
+        )
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        completions = await self.service.completions(self.requests)
+        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
+        return self.heading.whole(choices, replies.usage(self.prompt.ids, completions)) | self._prompt_ids()
+
+    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in pieces. Text that may be a tool call or the model's reasoning comes in one, when it is whole."""
+        texts = [replies.TextStream(self.body.stop) for _ in self.requests]
+        seen = [0] * len(self.requests)
+        completions: list[Completion] = []
+        for index in range(len(self.requests)):
+            yield self._delta(index, {"role": "assistant", "content": ""})
+        async for sampled in self.service.stream(self.requests):
+            index, stream = sampled.choice, texts[sampled.choice]
+            fresh, seen[index] = slice(seen[index], len(sampled.ids)), len(sampled.ids)
+            if sampled.completion is None:
+                text = "" if self.tools else self.renderer.parse(sampled.ids, prompt_ids=self.prompt.ids).content
+                new = "" if text.lstrip().startswith("<") else stream.grow(text)
+                yield self._delta(index, {"content": new}, sampled.ids[fresh], sampled.log_probs[fresh])
+                continue
+            completions.append(sampled.completion)
+            message = self._record(sampled.completion)
+            rest = {**message, "content": stream.end(message.get("content") or "")}
+            deltas = list(replies.chat_deltas(rest)) or [{}]
+            yield self._delta(index, deltas[0], sampled.ids[fresh], sampled.log_probs[fresh])
+            for delta in deltas[1:]:
+                yield self._delta(index, delta)
+            yield self._delta(index, {}, reason=replies.finish_reason(sampled.completion, message))
+        if self.body.stream_options.include_usage:
+            yield self.heading.part([], replies.usage(self.prompt.ids, completions))
+
+    def _record(self, completion: Completion) -> Message:
+        """Keep a reply, and return it as the message that the client gets."""
+        message = self._message(completion)
+        self.session.record(self.prompt, completion, message)
+        return message
+
+    def _message(self, completion: Completion) -> Message:
+        """The reply as a message; calls that cannot be read stay text, as OpenAI's form has no place for them."""
+        if self.tools and self.body.tool_choice == "none":
+            return {
+                "role": "assistant",
+                "content": replies.cut(self.service.decode(completion.token_ids), self.body.stop),
+            }
+        turn = self.renderer.parse(
+            self.forced + completion.token_ids, self.tools, calls_before=self.prompt.calls, prompt_ids=self.prompt.ids
+        )
+        calls = tuple(call for call in turn.calls if call.error is None)
+        unreadable = "".join(call.raw for call in turn.calls if call.error is not None)
+        if not self.body.parallel_tool_calls and len(calls) > 1:
+            self.session.counts["calls_left_out"] += len(calls) - 1
+            calls = calls[:1]
+        content = replies.cut(turn.content + unreadable, self.body.stop)
+        return replace(turn, content=content, calls=calls).message()
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        message = self._record(completion)
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {**message, "content": message["content"] or (None if message.get("tool_calls") else "")},
+            "finish_reason": replies.finish_reason(completion, message),
+            "logprobs": None,
+        }
+        if self.body.logprobs:
+            choice["logprobs"] = replies.chat_log_probs(
+                self.service.tokenizer, completion.token_ids, completion.log_probs
+            )
+        if self.body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _delta(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        ids: list[int] | None = None,
+        log_probs: list[float] | None = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+        if self.body.logprobs and ids:
+            choice["logprobs"] = replies.chat_log_probs(self.service.tokenizer, ids, log_probs or [])
+        if self.body.return_token_ids and ids:
+            choice["token_ids"] = ids
+        return self.heading.part([choice])
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompt.ids} if self.body.return_token_ids else {}

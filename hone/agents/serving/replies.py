@@ -1,0 +1,137 @@
+"""The JSON of answers, in OpenAI's form: whole, or in pieces as they are sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.agents.messages import Message
+from hone.data.types import StopReason
+from hone.generation.protocol import Completion
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What every part of an answer begins with.
+
+    Attributes:
+        id: of the answer.
+        object: kind of a whole answer, ``chat.completion`` or ``text_completion``.
+        piece: kind of a piece of one.
+        model: that answers.
+    """
+
+    id: str
+    object: str
+    piece: str
+    model: str
+    created: int
+
+    @classmethod
+    def of(cls, number: str, model: str, *, chat: bool) -> Heading:
+        """The heading of an answer that begins now."""
+        if chat:
+            return cls(f"chatcmpl-{number}", "chat.completion", "chat.completion.chunk", model, int(time.time()))
+        return cls(f"cmpl-{number}", "text_completion", "text_completion", model, int(time.time()))
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """A whole answer."""
+        return {**self._fields(self.object), "choices": choices, "usage": usage}
+
+    def part(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A piece of an answer."""
+        return {**self._fields(self.piece), "choices": choices} | ({} if usage is None else {"usage": usage})
+
+    def _fields(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def usage(prompt: Sequence[int], completions: Sequence[Completion]) -> dict[str, int]:
+    """Tokens of a request; the prompt counts once."""
+    sampled = sum(len(completion.token_ids) for completion in completions)
+    return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
+
+
+def finish_reason(completion: Completion, message: Message | None = None) -> str:
+    """Why a reply ended, as OpenAI's clients know it."""
+    if message is not None and message.get("tool_calls"):
+        return "tool_calls"
+    return "length" if completion.stop_reason is StopReason.LENGTH else "stop"
+
+
+def chat_log_probs(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], log_probs: Sequence[float]
+) -> dict[str, Any]:
+    """Log-prob of every sampled token under the policy, in the form of chat completions."""
+    entries = []
+    for index, log_prob in zip(ids, log_probs, strict=True):
+        token = str(tokenizer.decode([index]))
+        entries.append({"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []})
+    return {"content": entries, "refusal": None}
+
+
+def text_log_probs(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], log_probs: Sequence[float], *, offset: int = 0
+) -> dict[str, Any]:
+    """Log-prob of every sampled token under the policy, in the form of completions."""
+    tokens = [str(tokenizer.decode([index])) for index in ids]
+    offsets = [offset + sum(map(len, tokens[:number])) for number in range(len(tokens))]
+    return {"tokens": tokens, "token_logprobs": list(log_probs), "top_logprobs": None, "text_offset": offsets}
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """``text`` up to the first stop string."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(places)] if places else text
+
+
+class TextStream:
+    """Text of a reply as its tokens arrive: what is certain to stay.
+
+    The end is held back where it may be half a character or the beginning of a stop string.
+
+    >>> stream = TextStream(["END"])
+    >>> stream.grow("1, 2 E"), stream.grow("1, 2 Eh"), stream.grow("1, 2 Eh END 3"), stream.end("1, 2 Eh END 3")
+    ('1, 2 ', 'Eh', ' ', '')
+
+    Args:
+        stops: strings that end the text and do not belong to it.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self.sent = stops, ""
+
+    def grow(self, text: str) -> str:
+        """What is new in ``text``, the text of all tokens so far."""
+        text = cut(text, self._stops)
+        text = text[: len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)]
+        return self._new(text.rstrip("\ufffd"))
+
+    def end(self, text: str) -> str:
+        """What is left of the whole text."""
+        return self._new(cut(text, self._stops))
+
+    def _new(self, text: str) -> str:
+        if not text.startswith(self.sent):  # a tokenizer that writes earlier tokens otherwise because of later ones
+            return ""
+        new, self.sent = text[len(self.sent) :], text
+        return new
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that ``stop`` begins with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def chat_deltas(message: Message) -> Iterator[dict[str, Any]]:
+    """A whole reply as deltas: reasoning, text, then each call."""
+    if message.get("reasoning_content"):
+        yield {"reasoning_content": message["reasoning_content"]}
+    if message.get("content"):
+        yield {"content": message["content"]}
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        yield {"tool_calls": [{"index": index, **call}]}

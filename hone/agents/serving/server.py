@@ -1,0 +1,120 @@
+"""The HTTP server: in a thread of a process that does other things too, or in the foreground."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import resource
+import socket
+import threading
+from typing import Any
+
+import uvicorn
+
+from hone.errors import ConfigError, ProcessError
+
+BACKLOG = 4096
+START_SECONDS = 30.0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def check_access(host: str, token: str | None) -> None:
+    """Refuse to serve others than this machine without a token.
+
+    Raises:
+        ConfigError: ``host`` can be reached from outside and there is no token.
+    """
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"without a token the endpoint is served on loopback only, and '{host}' can be reached from outside",
+            why="everybody who reaches the port could use the model and read the recorded conversations",
+            fix="set HONE_SERVE_TOKEN (or --token), or --host 127.0.0.1",
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"{host}:{port} cannot be served: {error.strerror or error}",
+            fix="name a free port with --port (0 takes any), and an address of this machine with --host",
+        ) from error
+    return sock
+
+
+def allow_many_connections() -> int:
+    """Raise this process's limit of open files as far as it may; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # some systems name a hard limit that they do not grant
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class HttpServer:
+    """Serves an ASGI application.
+
+    Args:
+        app: the application.
+        host: address.
+        port: 0 takes a free one.
+
+    Attributes:
+        url: ``http://host:port``.
+    """
+
+    def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        allow_many_connections()
+        self._socket = listen(host, port)
+        shown = f"[{host}]" if ":" in host else host
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://{shown}:{self.port}"
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=5
+        )
+        self._server = uvicorn.Server(config)
+        self._thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Serve until a signal ends it."""
+        self._server.run(sockets=[self._socket])
+
+    def start(self) -> None:
+        """Serve in a thread, and return when it does.
+
+        Raises:
+            ProcessError: it does not within half a minute.
+        """
+        self._thread = threading.Thread(target=self.run, name="hone-serve", daemon=True)
+        self._thread.start()
+        ready = threading.Event()
+        for _ in range(int(START_SECONDS / 0.01)):
+            if self._server.started or not self._thread.is_alive():
+                break
+            ready.wait(0.01)
+        if not self._server.started:
+            raise ProcessError(f"the endpoint at {self.url} did not start within {START_SECONDS:g} s")
+
+    def stop(self) -> None:
+        """End it; calls under way have five seconds."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(15)
+        self._socket.close()

@@ -1,0 +1,108 @@
+"""``/v1/completions``: text or token ids to be continued."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from hone.agents.serving import replies
+from hone.agents.serving.asking import Sampled, Service
+from hone.agents.serving.errors import bad_request
+from hone.agents.serving.session import Prompt, Session
+from hone.agents.serving.wire import TextBody
+from hone.generation.protocol import Completion, GenerationRequest
+
+
+@dataclass
+class _Reply:
+    prompt: Prompt
+    stream: replies.TextStream
+    seen: int = 0
+    characters: int = 0
+
+
+class TextCall:
+    """One call to ``/v1/completions``; several prompts are answered together, ``n`` replies each.
+
+    Args:
+        service: that answers.
+        session: whose conversation it belongs to; None keeps nothing.
+        body: what is asked.
+        number: of the call, for names.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
+
+    def __init__(self, service: Service, session: Session | None, body: TextBody, number: str) -> None:
+        service.check_model(body.model)
+        self.service, self.body = service, body
+        self.session = session or Session(f"call-{number}")
+        self.heading = replies.Heading.of(number, service.model, chat=False)
+        self.prompts = [self.session.text_prompt(ids) for ids in self._prompt_ids(body.prompt)]
+        self.requests: list[GenerationRequest] = []
+        self._replies: list[_Reply] = []
+        for place, prompt in enumerate(self.prompts):
+            asked = service.requests(body, prompt, session, f"{number}.{place}", ())
+            self.requests += asked
+            self._replies += [_Reply(prompt, replies.TextStream(body.stop)) for _ in asked]
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        completions = await self.service.completions(self.requests)
+        choices = []
+        for index, completion in enumerate(completions):
+            text = self._record(index, completion)
+            ids, log_probs = completion.token_ids, completion.log_probs
+            choices.append(self._choice(index, text, ids, log_probs, replies.finish_reason(completion)))
+        return self.heading.whole(choices, self._usage(completions))
+
+    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in pieces."""
+        completions: list[Completion] = []
+        async for sampled in self.service.stream(self.requests):
+            yield self.heading.part([self._piece(sampled)])
+            if sampled.completion is not None:
+                completions.append(sampled.completion)
+        if self.body.stream_options.include_usage:
+            yield self.heading.part([], self._usage(completions))
+
+    def _piece(self, sampled: Sampled) -> dict[str, Any]:
+        reply, index = self._replies[sampled.choice], sampled.choice
+        ids, log_probs = sampled.ids[reply.seen :], sampled.log_probs[reply.seen :]
+        reply.seen = len(sampled.ids)
+        if sampled.completion is None:
+            return self._choice(index, reply.stream.grow(self.service.decode(sampled.ids)), ids, log_probs, None)
+        text = reply.stream.end(self._record(index, sampled.completion))
+        return self._choice(index, text, ids, log_probs, replies.finish_reason(sampled.completion))
+
+    def _record(self, index: int, completion: Completion) -> str:
+        text = replies.cut(self.service.decode(completion.token_ids), self.body.stop)
+        self.session.record(self._replies[index].prompt, completion, {"role": "assistant", "content": text})
+        return text
+
+    def _choice(
+        self, index: int, text: str, ids: list[int], log_probs: list[float], reason: str | None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
+        if self.body.logprobs is not None:
+            reply = self._replies[index]
+            found = replies.text_log_probs(self.service.tokenizer, ids, log_probs, offset=reply.characters)
+            reply.characters += sum(map(len, found["tokens"]))
+            choice["logprobs"] = found
+        if self.body.return_token_ids:
+            choice |= {"token_ids": ids, "prompt_token_ids": self._replies[index].prompt.ids}
+        return choice
+
+    def _usage(self, completions: list[Completion]) -> dict[str, int]:
+        return replies.usage([token for prompt in self.prompts for token in prompt.ids], completions)
+
+    def _prompt_ids(self, prompt: Any) -> list[list[int]]:
+        if not prompt:
+            raise bad_request("the prompt is empty", "prompt")
+        if isinstance(prompt, str):
+            return [self.service.tokenizer.encode(prompt)]
+        if isinstance(prompt[0], int):
+            return [prompt]
+        return [self.service.tokenizer.encode(one) if isinstance(one, str) else one for one in prompt]

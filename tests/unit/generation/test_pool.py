@@ -1,0 +1,394 @@
+"""The pool over engines that a test controls: choice of replica, retries, weights, back-pressure, no request lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.data.types import StopReason
+from hone.errors import GenerationError, ProcessError
+from hone.generation.pool import EnginePool, PoolLimits, ReplicaState
+from hone.generation.pool.concurrency import Concurrency
+from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
+
+QUICK = PoolLimits(probe_seconds=0.05, answer_seconds=0.3)
+WEIGHTS = [(f"w{number}", torch.zeros(1)) for number in range(150)]
+
+
+class Fake:
+    """An engine whose completions say who made them; it can be killed, hang, and lose its weights."""
+
+    def __init__(self, index: int, life: int, seconds: float = 0.0) -> None:
+        self.index, self.life, self.seconds = index, life, seconds
+        self.version, self.arriving = 0, 0
+        self.dead, self.hangs, self.closed = False, False, False
+        self.served: list[str] = []
+        self.under_way = 0
+        self.most = 0
+        self.ended: list[str] = []
+
+    def check(self) -> None:
+        if self.dead:
+            raise ProcessError(f"engine {self.index} is dead")
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+        for request in requests:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            try:
+                until = time.monotonic() + self.seconds
+                while time.monotonic() < until or self.hangs:
+                    await asyncio.sleep(0.001)
+                    self.check()
+                self.check()
+                if request.sampling.max_tokens == 13:
+                    raise GenerationError("thirteen tokens are not served")
+            finally:
+                self.under_way -= 1
+            self.served.append(request.request_id)
+            ids = [(request.seed + place) % 1000 for place in range(request.sampling.max_tokens)]
+            logs = [-1.0] * len(ids)
+            yield Completion(request.request_id, ids, logs, logs, StopReason.LENGTH, (self.version,) * 2, self.seconds)
+
+    async def load_weights(self, weights: Iterable[Any], version: int, *, last: bool = True) -> None:
+        self.check()
+        self.arriving += len(list(weights))
+        await asyncio.sleep(0)
+        if last:
+            if self.arriving not in (0, len(WEIGHTS)):
+                raise GenerationError(f"{self.arriving} of {len(WEIGHTS)} weights have arrived")
+            self.version, self.arriving = version, 0
+
+    async def end_sessions(self, sessions: Sequence[str]) -> None:
+        self.ended += sessions
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        pass
+
+    def describe(self) -> EngineDescription:
+        while self.hangs and not self.closed:
+            time.sleep(0.01)
+        self.check()
+        return EngineDescription("fake", False, "float32", "cpu")
+
+    def close(self) -> None:
+        self.closed = self.dead = True
+
+
+class Makers:
+    """Starts fakes; keeps all it has started."""
+
+    def __init__(self, seconds: float = 0.0, fails: Callable[[int, int], bool] = lambda index, life: False) -> None:
+        self.seconds, self.fails = seconds, fails
+        self.made: list[Fake] = []
+        self.tries: dict[int, int] = {}
+
+    def __call__(self, index: int) -> Fake:
+        life = self.tries[index] = self.tries.get(index, -1) + 1
+        if self.fails(index, life):
+            raise GenerationError(f"engine {index} does not start")
+        self.made.append(Fake(index, life, self.seconds))
+        return self.made[-1]
+
+    def living(self, index: int) -> Fake:
+        return [fake for fake in self.made if fake.index == index][-1]
+
+
+def ask(number: int, tokens: int = 4, session: str | None = None) -> GenerationRequest:
+    return GenerationRequest(f"r{number}", [1, 2], SamplingParams(max_tokens=tokens), seed=number, session=session)
+
+
+def expected(request: GenerationRequest) -> list[int]:
+    return [(request.seed + place) % 1000 for place in range(request.sampling.max_tokens)]
+
+
+async def collect(pool: EnginePool, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    return [completion async for completion in pool.generate(requests)]
+
+
+def run(makers: Makers, count: int, work: Callable[[EnginePool], Coroutine[Any, Any, None]], **options: Any) -> None:
+    pool = EnginePool(makers, count, limits=options.pop("limits", QUICK), **options)
+    try:
+        asyncio.run(asyncio.wait_for(work(pool), 30))
+    finally:
+        pool.close()
+    assert all(fake.closed for fake in makers.made), "every engine that was started is ended"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_work_goes_to_whom_has_the_fewest_outstanding_tokens() -> None:
+    makers = Makers(seconds=0.05)
+
+    async def work(pool: EnginePool) -> None:
+        await collect(pool, [ask(0, tokens=100), *(ask(number, tokens=10) for number in range(1, 6))])
+
+    run(makers, 2, work)
+    assert [sorted(fake.served) for fake in makers.made] == [["r0"], ["r1", "r2", "r3", "r4", "r5"]]
+
+
+def test_an_episode_goes_where_it_was_until_it_ends() -> None:
+    makers = Makers(seconds=0.01)
+
+    async def work(pool: EnginePool) -> None:
+        for turn in range(4):
+            await collect(pool, [ask(10 * turn + k, session=f"episode {k}") for k in range(6)])
+        await pool.end_sessions([f"episode {k}" for k in range(6)])
+        assert not pool._homes
+
+    run(makers, 3, work)
+    for k in range(6):
+        homes = {fake.index for fake in makers.made for turn in range(4) if f"r{10 * turn + k}" in fake.served}
+        assert len(homes) == 1
+    assert all(len(fake.ended) == 6 and len(fake.served) == 8 for fake in makers.made)
+
+
+def test_a_lost_replica_is_started_again_and_its_requests_are_served_elsewhere() -> None:
+    makers = Makers(seconds=0.05)
+
+    async def work(pool: EnginePool) -> None:
+        asking = asyncio.ensure_future(collect(pool, [ask(number) for number in range(40)]))
+        await until(lambda: makers.living(0).under_way > 0)
+        makers.living(0).dead = True
+        found = await asking
+        assert sorted(c.request_id for c in found) == sorted(f"r{number}" for number in range(40))
+        assert all(c.token_ids == expected(ask(int(c.request_id[1:]))) for c in found)
+        await until(lambda: pool.replicas[0].state is ReplicaState.SERVING)
+        assert pool.replicas[0].starts == 2 and pool.replicas[0].retried > 0
+
+    run(makers, 2, work)
+
+
+def test_a_replica_that_hangs_is_found_by_its_probe() -> None:
+    makers = Makers()
+
+    async def work(pool: EnginePool) -> None:
+        makers.living(0).hangs = True
+        found = await collect(pool, [ask(number) for number in range(8)])
+        assert len(found) == 8
+        await until(lambda: pool.replicas[0].state is ReplicaState.SERVING)
+        assert "did not answer" not in pool.replicas[0].problem and pool.replicas[0].starts == 2
+
+    run(makers, 2, work)
+
+
+def test_a_request_that_takes_too_long_goes_to_another_replica_and_fails_at_last() -> None:
+    makers = Makers()
+    limits = PoolLimits(request_seconds=0.1, attempts=3, probe_seconds=60)
+
+    async def work(pool: EnginePool) -> None:
+        makers.living(0).seconds = 60
+        assert len(await collect(pool, [ask(0), ask(1)])) == 2
+        makers.living(1).seconds = 60
+        with pytest.raises(GenerationError, match="more than 0.1 s in a replica, 3 times"):
+            await collect(pool, [ask(2)])
+        assert not makers.living(0).under_way and not makers.living(1).under_way
+
+    run(makers, 2, work, limits=limits)
+
+
+def test_an_error_of_one_request_is_its_caller_s_alone() -> None:
+    async def work(pool: EnginePool) -> None:
+        with pytest.raises(GenerationError, match="thirteen"):
+            await collect(pool, [ask(0, tokens=13)])
+        assert len(await collect(pool, [ask(1)])) == 1
+        assert [replica.starts for replica in pool.replicas] == [1, 1]
+
+    run(Makers(), 2, work)
+
+
+def test_weights_reach_all_and_one_that_comes_back_late_has_them_too() -> None:
+    makers = Makers()
+
+    async def work(pool: EnginePool) -> None:
+        await pool.load_weights(WEIGHTS[:100], 1, last=False)
+        assert {replica.state for replica in pool.replicas} == {ReplicaState.FENCED}
+        await pool.load_weights(WEIGHTS[100:], 1)
+        found = await collect(pool, [ask(number) for number in range(6)])
+        assert {c.weight_versions for c in found} == {(1, 1)}
+        makers.living(0).dead = True
+        found = await collect(pool, [ask(number) for number in range(6)])
+        await until(lambda: pool.replicas[0].state is ReplicaState.SERVING)
+        found += await collect(pool, [ask(number, session=str(number)) for number in range(20, 40)])
+        assert {c.weight_versions for c in found} == {(1, 1)} and makers.living(0).life == 1
+        assert makers.living(0).served.count("admission") == 1
+
+    run(makers, 2, work, refill=lambda: WEIGHTS)
+
+
+def test_one_that_is_lost_amid_a_publication_is_fenced_until_it_has_all_of_it() -> None:
+    makers = Makers()
+
+    async def work(pool: EnginePool) -> None:
+        await pool.load_weights(WEIGHTS[:100], 1, last=False)
+        makers.living(1).dead = True
+        await pool.load_weights(WEIGHTS[100:], 1)
+        found = await collect(pool, [ask(number) for number in range(6)])
+        assert {c.weight_versions for c in found} == {(1, 1)}
+        await until(lambda: pool.replicas[1].state is ReplicaState.FENCED)
+        await pool.load_weights(WEIGHTS, 2)
+        assert {replica.state for replica in pool.replicas} == {ReplicaState.SERVING}
+        found = await collect(pool, [ask(number) for number in range(6)])
+        assert {c.weight_versions for c in found} == {(2, 2)} and makers.living(1).served.count("admission") == 1
+
+    run(makers, 2, work)
+
+
+def test_weights_that_engines_refuse_leave_them_fenced() -> None:
+    makers = Makers()
+
+    async def work(pool: EnginePool) -> None:
+        with pytest.raises(GenerationError, match="of 150 weights have arrived"):
+            await pool.load_weights(WEIGHTS[:10], 1)
+        assert {replica.state for replica in pool.replicas} == {ReplicaState.FENCED}
+        for fake in makers.made:
+            fake.arriving = 0
+        await pool.load_weights(WEIGHTS, 1)
+        assert len(await collect(pool, [ask(0)])) == 1
+
+    run(makers, 2, work)
+
+
+def test_when_no_replica_can_be_started_everybody_is_told() -> None:
+    makers = Makers(fails=lambda index, life: life > 0)
+
+    async def work(pool: EnginePool) -> None:
+        for fake in makers.made:
+            fake.dead = True
+        with pytest.raises(ProcessError, match="no replica of 2 is left.*replica 1: engine 1 does not start"):
+            await collect(pool, [ask(0), ask(1)])
+        with pytest.raises(ProcessError, match="no replica"):
+            await collect(pool, [ask(2)])
+
+    run(makers, 2, work, limits=PoolLimits(starts=2, probe_seconds=0.05))
+
+
+def test_a_pool_whose_replicas_do_not_start_leaves_none_running() -> None:
+    makers = Makers(fails=lambda index, life: index == 1)
+    with pytest.raises(GenerationError, match="does not start"):
+        EnginePool(makers, 3)
+    assert all(fake.closed for fake in makers.made)
+
+
+def test_a_drained_replica_finishes_and_gets_nothing_more_until_it_is_admitted() -> None:
+    makers = Makers(seconds=0.05)
+
+    async def work(pool: EnginePool) -> None:
+        asking = asyncio.ensure_future(collect(pool, [ask(number) for number in range(4)]))
+        await until(lambda: makers.living(0).under_way > 0)
+        await pool.drain(0)
+        assert makers.living(0).under_way == 0
+        await asking
+        before = len(makers.living(0).served)
+        await collect(pool, [ask(number) for number in range(10, 14)])
+        assert len(makers.living(0).served) == before
+        pool.admit(0)
+        await collect(pool, [ask(number) for number in range(20, 24)])
+        assert len(makers.living(0).served) > before
+
+    run(makers, 2, work)
+
+
+def test_callers_wait_while_the_queue_is_full_and_abort_empties_it() -> None:
+    makers = Makers(seconds=0.02)
+    limits = PoolLimits(waiting=4, probe_seconds=60)
+
+    async def work(pool: EnginePool) -> None:
+        for replica in pool.replicas:
+            replica.concurrency.limit = replica.concurrency.most = 1
+        lengths = []
+
+        async def watched(first: int) -> int:
+            found = 0
+            async for _ in pool.generate([ask(number) for number in range(first, first + 3)]):
+                lengths.append(len(pool._waiting))
+                found += 1
+            return found
+
+        assert await asyncio.gather(*(watched(10 * k) for k in range(5))) == [3] * 5
+        assert max(lengths) <= 4
+        assert [fake.most for fake in makers.made] == [1, 1]
+        asking = asyncio.ensure_future(collect(pool, [ask(number) for number in range(6)]))
+        await until(lambda: len(pool._waiting) == 4)
+        await pool.abort([f"r{number}" for number in range(6)])
+        reasons = [completion.stop_reason for completion in await asking]
+        assert reasons.count(StopReason.ABORTED) == 4 and reasons.count(StopReason.LENGTH) == 2
+
+    run(makers, 2, work, limits=limits)
+
+
+def test_a_caller_that_goes_away_takes_its_requests_with_it() -> None:
+    makers = Makers(seconds=5)
+
+    async def work(pool: EnginePool) -> None:
+        asking = asyncio.ensure_future(collect(pool, [ask(number) for number in range(200)]))
+        await until(lambda: makers.living(0).under_way > 0)
+        asking.cancel()
+        await until(lambda: all(not fake.under_way for fake in makers.made))
+        assert not pool._waiting and all(not replica.under_way for replica in pool.replicas)
+
+    run(makers, 2, work)
+
+
+def test_concurrency_follows_the_pressure() -> None:
+    limit = Concurrency(start=10, most=50)
+    for _ in range(1000):
+        limit.note(waited=0.0, lasted=1.0, under_way=limit.limit)
+    assert limit.limit == 50, "no request waits: it grows"
+    for _ in range(1000):
+        limit.note(waited=0.6, lasted=1.0, under_way=limit.limit)
+    assert limit.limit == 1, "all wait: it shrinks"
+    idle = Concurrency(start=10)
+    for _ in range(100):
+        idle.note(waited=0.0, lasted=1.0, under_way=2)
+    assert idle.limit == 10, "what is not used up does not grow"
+    idle.note_preemptions(3)
+    idle.note_preemptions(3)
+    assert idle.limit == 8
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), count=st.integers(1, 4), publishes=st.booleans())
+def test_kills_at_random_moments_lose_and_double_nothing(seed: int, count: int, publishes: bool) -> None:
+    makers, chance = Makers(seconds=0.002), random.Random(seed)
+
+    async def work(pool: EnginePool) -> None:
+        ended = False
+
+        async def kill() -> None:
+            for _ in range(8):
+                await asyncio.sleep(chance.random() * 0.02)
+                makers.living(chance.randrange(count)).dead = True
+            nonlocal ended
+            ended = True
+
+        killing, number, found = asyncio.ensure_future(kill()), 0, []
+        while not ended:
+            requests = [ask(number + k, session=str(k)) for k in range(chance.randint(1, 12))]
+            number += len(requests)
+            found += await collect(pool, requests)
+            if publishes:
+                await pool.load_weights(WEIGHTS, pool.version + 1)
+        await killing
+        assert sorted(int(c.request_id[1:]) for c in found) == list(range(number))
+        assert all(c.token_ids == expected(ask(int(c.request_id[1:]))) for c in found)
+
+    run(
+        makers,
+        count,
+        work,
+        refill=lambda: WEIGHTS,
+        limits=PoolLimits(attempts=100, probe_seconds=0.05, answer_seconds=5),
+    )
