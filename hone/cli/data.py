@@ -19,7 +19,7 @@ def group() -> None:
 
 @app.command("make")
 def make(
-    task: Annotated[str, typer.Argument(help="arithmetic, digit_sequence, countdown, or reasoning_gym:<dataset>")],
+    task: Annotated[str, typer.Argument(help="arithmetic, digit_sequence, countdown, reasoning_gym:<dataset>, calculator, multi_hop, or environment:<name>")],
     out: Annotated[Path, typer.Option("--out", help="folder for train.parquet and val.parquet")],
     options: Annotated[list[str] | None, typer.Argument(help="options of the task, key=value")] = None,
     size: Annotated[int, typer.Option(help="training problems")] = 10000,
@@ -27,8 +27,10 @@ def make(
     seed: Annotated[int, typer.Option(help="seed of the problems")] = 1,
 ) -> None:
     """Make a dataset of problems with checkable answers; no network is needed."""
+    from hone.agents import tasks
     from hone.data.tasks.make import make_task, write_task
 
+    assert tasks.__all__  # importing them registers them
     train, val = write_task(make_task(task, options or []), out, size=size, val_size=val_size, seed=seed)
     typer.echo(f"{train}: {size} problems\n{val}: {val_size} problems, none of them in the former")
 

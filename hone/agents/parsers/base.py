@@ -92,7 +92,7 @@ class ToolParser:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         calls_before: int = 0,
-        thinking: bool = False,
+        thinking: bool | None = None,
     ) -> AssistantTurn:
         """Take a sampled turn apart.
 
@@ -100,7 +100,8 @@ class ToolParser:
             output: the sampled token ids, or their text.
             tools: OpenAI function schemas, by which untyped arguments get their types.
             calls_before: number of calls earlier in the conversation; the ids of this turn's go on from there.
-            thinking: the prompt ended within a thinking block, which the turn begins in.
+            thinking: whether the turn begins within a block of thoughts that the prompt opened; None is not known: then it does
+                when a block is closed that was not opened.
         """
         lexed = self._lex(output)
         reasoning, rest = self.split_thoughts(lexed, thinking)
@@ -121,21 +122,24 @@ class ToolParser:
         """Return the content of a turn without its thoughts, and its calls."""
         raise NotImplementedError
 
-    def split_thoughts(self, turn: Lexed, thinking: bool) -> tuple[str | None, str]:
+    def split_thoughts(self, turn: Lexed, thinking: bool | None) -> tuple[str | None, str]:
         """Return the thoughts of a turn, None where there are none, and the rest.
 
-        A block that is not closed (a turn cut at its limit) is all thoughts. A closing mark without an opening one ends a
-        block that the prompt opened.
+        A block that is not closed (a turn cut at its limit) is all thoughts. One that would open behind the first call is part
+        of a call's arguments.
         """
         opening, closing = (turn.mark(mark) for mark in self.thoughts)
-        before, closed, after = turn.text.partition(closing)
-        if closed:
-            head, opened, thoughts = before.partition(opening)
-            return (thoughts, head + after) if opened else (before, after)
-        head, opened, thoughts = turn.text.partition(opening)
-        if opened:
-            return thoughts, head
-        return (turn.text, "") if thinking else (None, turn.text)
+        opened_at = turn.text.find(opening)
+        first_call = min((at for at in (turn.text.find(turn.mark(mark)) for mark in self.marks) if at >= 0), default=-1)
+        if not thinking and opened_at >= 0 and (first_call < 0 or opened_at < first_call):
+            thoughts, _, after = turn.text[opened_at + len(opening) :].partition(closing)
+            return thoughts, turn.text[:opened_at] + after
+        if thinking is False:
+            return None, turn.text
+        thoughts, closed, after = turn.text.partition(closing)
+        if closed or thinking:
+            return thoughts.removeprefix(opening), after
+        return None, turn.text
 
     def _lex(self, output: str | Sequence[int]) -> Lexed:
         if isinstance(output, str):

@@ -33,7 +33,7 @@ class GemmaParser(ToolParser):
             self.marks = self._function_gemma  # type: ignore[misc]
         super().__init__(tokenizer)
 
-    def split_thoughts(self, turn: Lexed, thinking: bool) -> tuple[str | None, str]:
+    def split_thoughts(self, turn: Lexed, thinking: bool | None) -> tuple[str | None, str]:
         """Return the thoughts without the channel's name, None where there are none, and the rest."""
         thoughts, rest = super().split_thoughts(turn, thinking)
         if thoughts is not None:

@@ -29,7 +29,7 @@ class HarmonyParser(ToolParser):
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
     thoughts = ("<|channel|>analysis", "<|end|>")
 
-    def split_thoughts(self, turn: Lexed, thinking: bool) -> tuple[str | None, str]:
+    def split_thoughts(self, turn: Lexed, thinking: bool | None) -> tuple[str | None, str]:
         """Return what the analysis channel says, None where it says nothing, and the turn."""
         said = [part.body for part in _parts(turn) if _channel(turn, part) == "analysis" and not _recipient(part)]
         return "\n".join(said) if said else None, turn.text

@@ -11,6 +11,7 @@ from typing import Any
 from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser
 
 _LOOKS_LIKE_CALLS = re.compile(r"\A\s*\[\s*[A-Za-z_][\w.]*\(")
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 _FALLBACK: Mapping[str, Any] = {}
 
 
@@ -56,10 +57,17 @@ def _call(node: ast.expr, source: str, schemas: Schemas) -> Found:
         if key is None or key in arguments:
             return Found(name, None, raw, "Each argument must be given once, by name.")
         try:
-            arguments[key] = _plain(ast.literal_eval(value))
+            arguments[key] = _plain(ast.literal_eval(_JsonNames().visit(value)))
         except (ValueError, TypeError, RecursionError, MemoryError):
             return Found(name, None, raw, f"The value of '{key}' is not a literal: {ast.unparse(value)[:40]}.")
     return Found(name, arguments, raw)
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Takes ``true``, ``false`` and ``null`` for what they are in JSON, which models mix in."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 def _plain(value: Any) -> Any:

@@ -2,14 +2,15 @@
 
 A template pastes contents into text that is full of special tokens, and a tokenizer then turns every ``<|im_end|>`` in it into the
 token, whoever wrote it. Here what looks like a special token in a content is hidden while the template runs, and is tokenized as
-the ordinary text that it is. Where nothing looks like one, the tokens are exactly those of ``apply_chat_template``.
+the ordinary text that it is; in arguments of calls and results of tools also what looks like any other token with a name
+(``<tool_call>``). Where nothing looks like one, the tokens are exactly those of ``apply_chat_template``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -39,8 +40,8 @@ class Template:
         self.tokenizer, self.kwargs = tokenizer, dict(kwargs or {})
         self.source = template_of(tokenizer)
         self.special = special_tokens(tokenizer)
-        literals = {str(tokenizer.convert_ids_to_tokens(index)) for index in self.special}
-        self._special_text = re.compile("|".join(map(re.escape, sorted(literals, key=len, reverse=True))) or r"(?!)")
+        self._special_text = _any_of(str(tokenizer.convert_ids_to_tokens(index)) for index in self.special)
+        self._named_text = _any_of(tokenizer.added_tokens_encoder)
         self._arguments_as_text = self._wants_text()
 
     def text(
@@ -56,7 +57,7 @@ class Template:
         Raises:
             DataError: the template refuses the messages.
         """
-        hidden = _Hidden(self._special_text)
+        hidden = _Hidden(self._special_text, self._named_text)
         prepared = [hidden.message(self._with_arguments(message)) for message in messages]
         try:
             text: Any = self.tokenizer.apply_chat_template(
@@ -85,8 +86,15 @@ class Template:
             if literal is None:
                 ids += self._encoded(piece)
             else:
-                ids += self._encoded(literal, split_special_tokens=True)
+                ids += self._spelled(literal)
         return ids
+
+    def _spelled(self, literal: str) -> list[int]:
+        """Ordinary tokens for a text that is the name of a token."""
+        ids = self._encoded(literal, split_special_tokens=True)
+        if self.tokenizer.convert_tokens_to_ids(literal) not in ids:
+            return ids
+        return [*self._encoded(literal[:1]), *self._encoded(literal[1:])]  # a token with a name that is not special
 
     def _encoded(self, text: str, **options: Any) -> list[int]:
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, **options)
@@ -145,22 +153,35 @@ class HiddenText:
 
 
 class _Hidden:
-    """Replaces what looks like a special token by a character that no text can contain (a lone surrogate)."""
+    """Replaces what looks like a token with a name by a character that no text can contain (a lone surrogate).
 
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        self._pattern, self.found = pattern, {}
+    Args:
+        special: what special tokens look like.
+        named: what any tokens with names look like.
+    """
+
+    def __init__(self, special: re.Pattern[str], named: re.Pattern[str]) -> None:
+        self._special, self._named = special, named
+        self.found: dict[str, str] = {}
         self._characters: dict[str, str] = {}
 
     def message(self, message: Message) -> Message:
-        return message if message.get("role") in _TRUSTED else self._value(message)
+        """Return the message with such texts replaced, in all roles but those that are trusted with special tokens."""
+        role = message.get("role")
+        if role in _TRUSTED:
+            return message
+        strict = {"tool_calls", "content"} if role == "tool" else {"tool_calls"}
+        return {
+            key: self._value(value, self._named if key in strict else self._special) for key, value in message.items()
+        }
 
-    def _value(self, value: Any) -> Any:
+    def _value(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return self._pattern.sub(lambda match: self._character(match[0]), value)
+            return pattern.sub(lambda match: self._character(match[0]), value)
         if isinstance(value, Mapping):
-            return {key: self._value(item) for key, item in value.items()}
+            return {key: self._value(item, pattern) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._value(item) for item in value]
+            return [self._value(item, pattern) for item in value]
         return value
 
     def _character(self, literal: str) -> str:
@@ -168,6 +189,10 @@ class _Hidden:
             character = chr(0xD800 + len(self._characters))
             self._characters[literal], self.found[character] = character, literal
         return self._characters[literal]
+
+
+def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(literals, key=len, reverse=True))) or r"(?!)")
 
 
 def _loaded(text: str) -> Any:

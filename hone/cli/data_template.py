@@ -1,0 +1,56 @@
+"""`hone data template`: what a chat template does with tools and with conversations of several turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def template(
+    model: Annotated[Path, typer.Argument(help="model or tokenizer directory")],
+    tools: Annotated[bool, typer.Option("--tools/--no-tools", help="look at tools, calls and results, too")] = True,
+    custom_chat_template: Annotated[
+        str | None, typer.Option("--template", help="Jinja file in place of the tokenizer's own template")
+    ] = None,
+    renderer: Annotated[str, typer.Option(help="as multi_turn.renderer: auto, text_tools, or a family")] = "auto",
+    parser: Annotated[str, typer.Option("--format", help="as multi_turn.format: auto, or a tool-call format")] = "auto",
+    kwargs: Annotated[
+        str, typer.Option("--kwargs", help='extra arguments of the template as JSON, like {"enable_thinking": false}')
+    ] = "{}",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Test a chat template: is it append-only, what ends a turn, are tools, calls and results shown and read back?
+
+    Exit code 2 when conversations cannot be trained on with it.
+    """
+    import json
+
+    from hone.agents.rendering.verdict import examine
+    from hone.data.tokenizer import load_tokenizer
+    from hone.errors import ConfigError
+    from hone.trainers.inputs import stop_tokens
+
+    try:
+        arguments = json.loads(kwargs)
+    except ValueError as error:
+        raise ConfigError(f"--kwargs is not JSON: {error}", fix="--kwargs '{\"enable_thinking\": false}'") from error
+    tokenizer = load_tokenizer(model, custom_chat_template=custom_chat_template)
+    report = examine(
+        tokenizer,
+        stop_tokens(tokenizer, str(model)),
+        tools=tools,
+        renderer=renderer,
+        parser=parser,
+        template_kwargs=arguments,
+    )
+    if as_json:
+        typer.echo(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
+    else:
+        typer.echo(f"renderer {report.renderer}, tool-call format {report.parser}")
+        for check in report.checks:
+            typer.echo(f"{check.outcome.value:<6} {check.name}: {check.said}")
+        typer.echo(f"verdict: {report.verdict}")
+    if not report.usable:
+        raise typer.Exit(2)
