@@ -87,6 +87,12 @@ class GenerationError(HoneError):
     code = "E-generation"
 
 
+class EpisodeError(HoneError):
+    """An episode broke: a tool, an environment or an agent loop raised."""
+
+    code = "E-episode"
+
+
 class CheckpointError(HoneError):
     """A checkpoint cannot be written or read."""
 

@@ -19,7 +19,12 @@ def group() -> None:
 
 @app.command("make")
 def make(
-    task: Annotated[str, typer.Argument(help="arithmetic, digit_sequence, countdown, reasoning_gym:<dataset>, calculator, multi_hop, or environment:<name>")],
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="arithmetic, digit_sequence, countdown, reasoning_gym:<dataset>, calculator, multi_hop, or environment:<name>"
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="folder for train.parquet and val.parquet")],
     options: Annotated[list[str] | None, typer.Argument(help="options of the task, key=value")] = None,
     size: Annotated[int, typer.Option(help="training problems")] = 10000,

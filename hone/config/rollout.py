@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hone.config.agents import AgentConfig, MultiTurnConfig
+from hone.config.engines import EngineConfig
 from hone.config.fields import block, choice, named, number
-from hone.config.ray import OwnPoolConfig
 
 
 @dataclass
@@ -23,12 +24,12 @@ class ValKwargsConfig:
 
 
 @dataclass
-class RolloutConfig(OwnPoolConfig):
+class RolloutConfig(EngineConfig):
     """How responses are generated."""
 
     name: str = named("native", "generation engine")
-    """Engine: native (continuous batching on the trainer's own weights) or hf (plain transformers generate, the slow
-    golden path)."""
+    """Engine: native (continuous batching on the trainer's own weights), hf (plain transformers generate, the slow golden path),
+    or vllm (a server in an environment of its own, see docs/engines.md)."""
     n: int = number(1, low=1)
     """Responses a prompt: the group size. Group estimators such as grpo need at least 2."""
     temperature: float = number(1.0, low=0)
@@ -51,5 +52,9 @@ class RolloutConfig(OwnPoolConfig):
     """Capacity of the key-value cache in tokens; null means enough for max_num_seqs sequences of full length."""
     dtype: str = choice("auto", "auto", "float32", "bfloat16")
     """Compute dtype of generation; auto means the actor's."""
+    multi_turn: MultiTurnConfig = block(MultiTurnConfig)
+    """Episodes of several turns."""
+    agent: AgentConfig = block(AgentConfig)
+    """How episodes are played."""
     val_kwargs: ValKwargsConfig = block(ValKwargsConfig)
     """Sampling for validation."""

@@ -21,6 +21,8 @@ class SFTDataConfig:
     """Held-out files; null means no validation loss."""
     messages_key: str = "messages"
     """Column of chat messages; the loss counts assistant tokens only, of every assistant turn."""
+    tools_key: str = "tools"
+    """Column of the function schemas that a conversation shows, a list or its JSON text; it may be missing."""
     max_length: int = number(1024, low=1)
     """Longest conversation in tokens."""
     truncation: str = choice("error", "error", "drop", "truncate")

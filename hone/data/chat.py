@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,18 +58,36 @@ def render_texts(
 ) -> list[str]:
     if not conversations:
         return []
-    template = template_of(tokenizer)
+    settings = {"chat_template": template_of(tokenizer), "add_generation_prompt": generation_prompt, **(kwargs or {})}
+    asked = [_with_parsed_arguments(messages) for messages in conversations]
     try:
-        texts: Any = tokenizer.apply_chat_template(
-            list(conversations),
-            chat_template=template,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **(kwargs or {}),
-        )
+        try:
+            return list(tokenizer.apply_chat_template(asked, tokenize=False, **settings))  # type: ignore[arg-type]
+        except REFUSALS:
+            if asked == list(conversations):
+                raise  # else the template may want the arguments of calls as text
+        return list(tokenizer.apply_chat_template(list(conversations), tokenize=False, **settings))  # type: ignore[arg-type]
     except REFUSALS as error:
         raise refused(error, "") from error
-    return list(texts)
+
+
+def _with_parsed_arguments(messages: Messages) -> Messages:
+    """The conversation with the arguments of its tool calls as mappings, which most templates take; in files they are text."""
+    if not any(message.get("tool_calls") for message in messages):
+        return messages
+    return [
+        {**m, "tool_calls": [_parsed(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages
+    ]
+
+
+def _parsed(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else None
+    except json.JSONDecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": found}} if isinstance(found, dict) and function else call
 
 
 def refused(error: Exception, name: str) -> DataError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.data.assistant_mask import render_conversations
 from hone.data.files import read_rows
-from hone.data.messages import check_messages, plain
+from hone.data.messages import check_messages, plain, schemas_of
 from hone.data.overlong import check_policy, overlong_rows
 from hone.errors import DataError
 
@@ -44,6 +45,7 @@ class ConversationDataset:
             of which no assistant token is left counts as dropped).
         max_samples: use the first rows only; -1 uses all.
         chat_template_kwargs: extra arguments of the chat template.
+        tools_key: column of the function schemas that a conversation shows, a list or its JSON text; it may be missing.
 
     Attributes:
         dropped: rows left out.
@@ -64,13 +66,15 @@ class ConversationDataset:
         truncation: str,
         max_samples: int = -1,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools_key: str = "tools",
     ) -> None:
         check_policy(truncation)
-        rows = read_rows(files, required=(messages_key,), max_rows=max_samples)
+        rows = read_rows(files, required=(messages_key,), optional=(tools_key,), max_rows=max_samples)
         if not rows:
             raise DataError(f"no row is left of max_samples={max_samples}", fix="set it to -1 for all rows")
         chats = [check_messages(plain(row.values[messages_key]), where=row.where, column=messages_key) for row in rows]
-        rendered = render_conversations(tokenizer, chats, chat_template_kwargs, [row.where for row in rows])
+        tools = [schemas_of(row.values.get(tools_key), row.where) for row in rows]
+        rendered = _rendered(tokenizer, chats, tools, chat_template_kwargs or {}, [row.where for row in rows])
         long = overlong_rows(
             [len(ids) for ids, _ in rendered], max_length, truncation, what="conversations", key="data.max_length"
         )
@@ -101,3 +105,23 @@ class ConversationDataset:
 
     def __getitem__(self, index: int) -> Conversation:
         return self._conversations[index]
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[list[dict[str, Any]]],
+    tools: list[list[dict[str, Any]] | None],
+    kwargs: dict[str, Any],
+    where: list[str],
+) -> list[tuple[list[int], list[int]]]:
+    """Tokens and mask of every conversation; those with the same tools are rendered in one call."""
+    by_tools: dict[str, list[int]] = {}
+    for row, schemas in enumerate(tools):
+        by_tools.setdefault(json.dumps(schemas, sort_keys=True), []).append(row)
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for rows in by_tools.values():
+        shown = tools[rows[0]]
+        settings = {**kwargs, "tools": shown} if shown else kwargs
+        parts = render_conversations(tokenizer, [chats[row] for row in rows], settings, [where[row] for row in rows])
+        found.update(zip(rows, parts, strict=True))
+    return [found[row] for row in range(len(chats))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,27 @@ def _message(item: Any, name: str, where: str) -> dict[str, Any]:
             raise DataError(f"{name} (role {message['role']}) has no 'content'", where=where, fix=_FIX, code="R42")
         message["content"] = ""  # an assistant turn that only calls tools
     return message
+
+
+def schemas_of(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """The function schemas of one row: a list or its JSON text; None where there are none.
+
+    Raises:
+        DataError: it is neither.
+    """
+    value = plain(value)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"the tools are not JSON: {error}", where=where, fix="write a JSON list of tools"
+            ) from error
+    if value in (None, "", []):
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError("the tools are not a list of objects", where=where, fix="write a JSON list of tools")
+    return value
 
 
 def _without_nulls(value: Any) -> Any:

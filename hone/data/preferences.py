@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.config.preference import PreferenceDataConfig
 from hone.data.batch import Batch
 from hone.data.files import Row, read_rows
-from hone.data.messages import plain
+from hone.data.messages import plain, schemas_of
 from hone.data.overlong import check_policy, overlong_rows
 from hone.data.ragged import Ragged
 from hone.data.responses import Response, Side, render_sides, side_with_label, sides_of_pair
@@ -194,7 +193,7 @@ def _sides(row: Row, columns: PreferenceColumns, paired: bool) -> list[Side]:
             fix="keep pairs and labelled responses in files of their own",
         )
     values = {name: plain(value) for name, value in row.values.items()}
-    prompt, tools = values.get(columns.prompt), _tools(values.get(columns.tools), row.where)
+    prompt, tools = values.get(columns.prompt), schemas_of(values.get(columns.tools), row.where)
     if paired:
         return sides_of_pair(prompt, values[columns.chosen], values[columns.rejected], tools, row.where)
     label = values[columns.label]
@@ -205,21 +204,6 @@ def _sides(row: Row, columns: PreferenceColumns, paired: bool) -> list[Side]:
             fix="write true for a desirable response and false for an undesirable one",
         )
     return [side_with_label(prompt, values[columns.completion], bool(label), tools, row.where)]
-
-
-def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"the tools are not JSON: {error}", where=where, fix="write a JSON list of tools"
-            ) from error
-    if value in (None, "", []):
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError("the tools are not a list of objects", where=where, fix="write a JSON list of tools")
-    return value
 
 
 def _margin(row: Row, columns: PreferenceColumns) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from hone.errors import DataError
 
 log = logging.getLogger(__name__)
 
+ToolsOf = Callable[[Sample], Sequence[dict[str, Any]]]
+"""A dataset row to the function schemas that the model is shown with it."""
+
 
 class PromptDataset:
     """Prompts of parquet or JSON files, rendered with the tokenizer's chat template.
 
     Columns: ``prompt_key`` (chat messages; or a string, tokenized as it is; or token ids, left alone), ``reward_fn_key``,
-    and where present ``reward_model`` (its ``ground_truth``) and ``extra_info`` (a dict). Everything is read and
+    and where present ``reward_model`` (its ``ground_truth``), ``extra_info`` (a dict) and ``agent_name``. Everything is read and
     tokenized when the dataset is made, so that a bad row is found before the first step.
 
     Args:
@@ -36,6 +40,7 @@ class PromptDataset:
         truncation: what to do with a longer one: ``error``, ``drop``, or ``truncate`` (keep its end).
         max_samples: use the first rows only; -1 uses all.
         chat_template_kwargs: extra arguments of the chat template.
+        tools_of: the function schemas that a row's prompt shows; None shows none.
 
     Attributes:
         dropped: rows left out because they are too long.
@@ -56,18 +61,20 @@ class PromptDataset:
         truncation: str,
         max_samples: int = -1,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools_of: ToolsOf | None = None,
     ) -> None:
         check_policy(truncation)
         rows = read_rows(
             files,
             required=(prompt_key, reward_fn_key),
-            optional=("reward_model", "extra_info"),
+            optional=("reward_model", "extra_info", "agent_name"),
             max_rows=max_samples,
         )
         if not rows:
             raise DataError(f"no row is left of max_samples={max_samples}", fix="set it to -1 for all rows")
         samples = [_sample(row, prompt_key, reward_fn_key) for row in rows]
-        _tokenize(samples, [plain(row.values[prompt_key]) for row in rows], tokenizer, chat_template_kwargs)
+        prompts = [plain(row.values[prompt_key]) for row in rows]
+        _tokenize(samples, prompts, tokenizer, chat_template_kwargs or {}, tools_of or _no_tools)
         for sample, row in zip(samples, rows, strict=True):
             if not sample.prompt_ids:
                 raise DataError("the prompt has no tokens", where=row.where, fix="remove the row")
@@ -124,7 +131,12 @@ def _sample(row: Row, prompt_key: str, reward_fn_key: str) -> Sample:
         data_source=source,
         ground_truth=reward.get("ground_truth"),
         extra_info=extra,
+        agent_name=row.values.get("agent_name"),
     )
+
+
+def _no_tools(sample: Sample) -> Sequence[dict[str, Any]]:
+    return ()
 
 
 def _is_token_ids(prompt: Any) -> bool:
@@ -132,13 +144,23 @@ def _is_token_ids(prompt: Any) -> bool:
 
 
 def _tokenize(
-    samples: list[Sample], prompts: list[Any], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None
+    samples: list[Sample],
+    prompts: list[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    kwargs: dict[str, Any],
+    tools_of: ToolsOf,
 ) -> None:
-    """Fill in ``prompt_ids``, tokenizing all messages in one call and all strings in another."""
-    chats = [sample for sample in samples if sample.messages is not None]
-    rendered = render_prompts(tokenizer, [sample.messages or [] for sample in chats], kwargs)
-    for sample, ids in zip(chats, rendered, strict=True):
-        sample.prompt_ids = ids
+    """Fill in ``prompt_ids``, tokenizing all messages with the same tools in one call and all strings in another."""
+    by_tools: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if sample.messages is not None:
+            by_tools.setdefault(json.dumps(list(tools_of(sample)), sort_keys=True), []).append(sample)
+    for shown, chats in by_tools.items():
+        tools = json.loads(shown)
+        settings = {**kwargs, "tools": tools} if tools else kwargs
+        rendered = render_prompts(tokenizer, [sample.messages or [] for sample in chats], settings)
+        for sample, ids in zip(chats, rendered, strict=True):
+            sample.prompt_ids = ids
     texts = [(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True) if isinstance(prompt, str)]
     if texts:
         encoded = tokenizer([text for _, text in texts], return_attention_mask=False)["input_ids"]

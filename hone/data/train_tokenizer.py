@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from hone.data.files import Row, read_rows
-from hone.data.messages import check_messages, plain
+from hone.data.messages import check_messages, plain, schemas_of
 from hone.data.tokenizer import read_template
 from hone.errors import DataError, ModelError, did_you_mean
 
@@ -45,7 +46,7 @@ CHATML_TOOLS = (
 )
 """ChatML that shows tools, calls and results in as few tokens as it can: for small models that learn to use tools."""
 
-_COLUMNS = ("messages", "prompt", "text")
+_COLUMNS = ("messages", "prompt", "text", "tools")
 TEMPLATES = {"chatml": CHATML, "chatml_tools": CHATML_TOOLS}
 _MARKS = ("<tool_call>", "</tool_call>")
 """Tokens of their own where the chat template has them; ordinary ones, so that decoded text keeps them."""
@@ -54,7 +55,7 @@ _MARKS = ("<tool_call>", "</tool_call>")
 def train_tokenizer(
     files: Sequence[str | Path], out: Path, *, vocab_size: int = 512, template: str = "chatml"
 ) -> PreTrainedTokenizerFast:
-    """Train on the text of dataset files and save to ``out``.
+    """Train on the text of dataset files, tool calls and the schemas of a column ``tools`` included, and save to ``out``.
 
     Any text can be encoded (every byte is a token) and digits are tokens of their own, so that numbers keep their places.
     The same files give the same tokenizer. The end-of-sequence token is ``<|im_end|>``.
@@ -138,7 +139,7 @@ def _texts(files: Sequence[str | Path]) -> Iterator[str]:
 
 
 def _row_texts(row: Row) -> Iterator[str]:
-    column: str | None = next((name for name in _COLUMNS if row.values.get(name)), None)
+    column: str | None = next((name for name in _COLUMNS[:3] if row.values.get(name)), None)
     if column is None:
         return
     value: Any = plain(row.values[column])
@@ -148,3 +149,12 @@ def _row_texts(row: Row) -> Iterator[str]:
     for message in check_messages(value, where=row.where, column=column):
         if isinstance(message["content"], str):
             yield f"{message['role']}\n{message['content']}"
+        for call in message.get("tool_calls", ()):
+            function = call.get("function", call)
+            yield f'{{"name": "{function.get("name")}", "arguments": {_json_text(function.get("arguments"))}}}'
+    for schema in schemas_of(row.values.get("tools"), row.where) or ():
+        yield json.dumps(schema.get("function", schema))
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -15,7 +15,8 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
     """Make a batch of one row a trajectory.
 
     Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs`` (the last three aligned with
-    the second); objects ``uid``, ``index``, ``data_source``, ``trajectory``.
+    the second); tensors ``part`` (0 for the first trajectory of an episode) and ``broken`` (1 where the episode failed); objects
+    ``uid``, ``index``, ``data_source``, ``trajectory``.
     """
     ids = Ragged.from_rows([t.response_ids for t in trajectories], torch.int64)
     return Batch(
@@ -24,9 +25,16 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
             "response_ids": ids,
             "response_mask": Ragged.from_rows([t.response_mask for t in trajectories], torch.int64),
             "rollout_log_probs": Ragged.from_rows([t.rollout_log_probs for t in trajectories], torch.float32),
+            "part": torch.tensor([t.part for t in trajectories], dtype=torch.int64),
+            "broken": torch.tensor([is_broken(t) for t in trajectories], dtype=torch.int64),
             "uid": [t.uid for t in trajectories],
             "index": [t.index for t in trajectories],
             "data_source": [t.sample.data_source for t in trajectories],
             "trajectory": list(trajectories),
         }
     )
+
+
+def is_broken(trajectory: Trajectory) -> bool:
+    """Whether its episode failed."""
+    return trajectory.episode is not None and trajectory.episode.error is not None

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from hone.data.episode_log import EpisodeLog
+
 
 class StopReason(StrEnum):
     """Why a generation ended."""
@@ -32,7 +34,9 @@ class Sample:
         messages: the chat messages behind it, or None when the row held a string or token ids.
         data_source: kind of problem; selects the scorer and groups validation metrics.
         ground_truth: ``reward_model.ground_truth`` of the row, passed to the scorer.
-        extra_info: ``extra_info`` of the row, passed to the scorer.
+        extra_info: ``extra_info`` of the row, passed to the scorer; for an agent loop also ``tools_kwargs``,
+            ``tool_selection``, ``interaction_kwargs`` and ``environment``.
+        agent_name: the agent loop that plays the row, None for the run's.
     """
 
     uid: str
@@ -41,6 +45,7 @@ class Sample:
     data_source: str
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
+    agent_name: str | None = None
 
 
 @dataclass
@@ -56,11 +61,14 @@ class Trajectory:
         rollout_log_probs: log-prob of every sampled token under the temperature-scaled policy, length T.
         sampling_log_probs: log-prob under the distribution really sampled from (after top-k, top-p, min-p and
             repetition penalty), length T; equal to ``rollout_log_probs`` when nothing was truncated.
-        text: the decoded response, special tokens skipped.
+        text: what the policy wrote, decoded without special tokens: all its turns, joined by newlines, and nothing that it did
+            not write (no tool results).
         stop_reason: why the last turn ended.
         sample: the dataset row asked.
         weight_versions: first and last version of the weights that produced it.
         seconds: wall time from admission to the last token.
+        episode: what else happened; None for an episode of one turn.
+        part: number of this trajectory among those that the episode left: more than one where its history was rewritten.
     """
 
     uid: str
@@ -75,3 +83,5 @@ class Trajectory:
     sample: Sample
     weight_versions: tuple[int, int] = (0, 0)
     seconds: float = 0.0
+    episode: EpisodeLog | None = None
+    part: int = 0

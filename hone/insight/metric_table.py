@@ -5,6 +5,7 @@ Names follow the ecosystem. ``<x>`` in a name stands for any text, ``<n>`` for a
 
 from __future__ import annotations
 
+from hone.insight.episode_metrics import EPISODE_METRICS
 from hone.insight.metric_spec import MetricSpec, Reduction
 from hone.insight.preference_metrics import PREFERENCE_METRICS
 
@@ -377,6 +378,7 @@ GROUPS: dict[str, tuple[MetricSpec, ...]] = {
     "Policy": _ACTOR,
     "Rewards, advantages and critic": _CRITIC,
     "Samples": _SAMPLES,
+    "Episodes of several turns": EPISODE_METRICS,
     "Time and memory": _TIME,
     "Balance over ranks": _BALANCE,
     "Validation": _VALIDATION,

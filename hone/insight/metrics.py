@@ -34,6 +34,7 @@ TIMING_PREFIXES = (
     "perf/time_per_step",
     "perf/throughput",
     "perf/driver_overhead_ratio",
+    "agent_loop/",
     "perf/cpu_memory_used_gb",
     "perf/max_memory_allocated_gb",
 )

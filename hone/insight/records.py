@@ -40,6 +40,8 @@ def trajectory_record(
         "extra": dict(extra or {}),
         "error": error,
         "stop_reason": trajectory.stop_reason.value,
+        "episode": None if trajectory.episode is None else trajectory.episode.summary(),
+        "part": trajectory.part,
         "prompt_ids": trajectory.prompt_ids,
         "response_ids": trajectory.response_ids,
         "response_mask": trajectory.response_mask,

@@ -7,12 +7,14 @@ codes. :func:`check` is what every training command calls; :func:`examine` retur
 from __future__ import annotations
 
 from hone.preflight import (
+    agents,
     algorithm,
     batches,
     checkpoints,
     cluster,
     device,
     effectless,
+    engines,
     environment,
     files,
     layouts,
@@ -35,6 +37,7 @@ __all__ = [
     "Evidence",
     "Report",
     "Stage",
+    "agents",
     "algorithm",
     "batch_plan",
     "batches",
@@ -43,6 +46,7 @@ __all__ = [
     "cluster",
     "device",
     "effectless",
+    "engines",
     "environment",
     "examine",
     "files",

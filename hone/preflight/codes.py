@@ -17,6 +17,10 @@ ELSEWHERE = {
     ),
     "R20": ("pilot", "Few groups have answers that are all right or all wrong (`hone train --pilot`)."),
     "R28": ("always", "Sequences are packed, which sequence parallelism needs; there is no padded path to choose."),
+    "R37": (
+        "run",
+        "Tool results that are cut and calls over the limit are counted: tool/truncated_rate, tool/over_limit_rate.",
+    ),
     "R58": (
         "resume",
         "A run resumed at the end of an epoch goes on with the next one; the position is in the checkpoint.",
@@ -31,10 +35,6 @@ PENDING = {
         "log-prob micro-batches of another size than the update's",
         "old log-probs are made in the update's micro-batches",
     ),
-    "R34": ("tools with prompts that are plain strings", "episodes are single turns"),
-    "R35": ("tools that the chat template does not show", "episodes are single turns"),
-    "R37": ("tool results that are cut, tool calls that are dropped", "episodes are single turns"),
-    "R38": ("agent loops without a bound", "episodes are single turns"),
 }
 """Codes of features that Hone does not have: what the rule will look for, and why it has nothing to look at."""
 

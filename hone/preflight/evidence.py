@@ -18,6 +18,7 @@ from hone.preflight.machine import Machine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hone.agents.setting import Setting
     from hone.data.checks import PromptLengths
     from hone.data.files import Row
     from hone.preflight.plan.model import ModelShape
@@ -73,6 +74,20 @@ class Evidence:
             trust_remote_code=model.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
         )
+
+    @functools.cached_property
+    def setting(self) -> Setting | None:
+        """Tools, users and template of an RL run's episodes; None without a tokenizer."""
+        from hone.agents.setting import Setting
+
+        if not isinstance(self.config, RLConfig) or self.tokenizer is None:
+            return None
+        return Setting.of(self.config, self.tokenizer)
+
+    def close(self) -> None:
+        """End what was started to look: the servers of tools."""
+        if vars(self).get("setting") is not None:
+            self.setting.close()  # type: ignore[union-attr]
 
     @functools.cached_property
     def prompt_lengths(self) -> PromptLengths | None:

@@ -74,11 +74,13 @@ def examine(config: AnyConfig, stages: tuple[Stage, ...] = tuple(Stage), evidenc
         for code in sorted(allowed - codes)
     ]
     silenced: Counter[str] = Counter()
-    for found in findings(config, stages, evidence):
+    seen = evidence or Evidence(config)
+    for found in findings(config, stages, seen):
         if found.error.code in allowed:
             silenced[found.error.code] += 1
         else:
             kept.append(found)
+    seen.close()
     return Report(sorted(kept, key=lambda found: not found.stops), silenced)
 
 

@@ -1,4 +1,4 @@
-"""Rules about all rows of the datasets: prompts, kinds of problem, ground truths, repetitions, agents and tools."""
+"""Rules about all rows of the datasets: prompts, kinds of problem, ground truths, repetitions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
 from hone.data.files import Row
 from hone.errors import DataError, Finding
+from hone.preflight.agents import loop_of
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Stage, error, rule
-
-AGENTS = ("single_turn", "single_turn_agent")
-"""Agent loops there are."""
 
 
 @rule("R42", RLConfig, stage=Stage.FILES)
@@ -63,7 +61,7 @@ def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Iterator[
     if config.reward.scorer or config.reward.custom_reward_function.path or _judged_alone(config):
         return
     known = sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
-    rows = [*evidence.train_rows, *evidence.val_rows]
+    rows = [row for row in (*evidence.train_rows, *evidence.val_rows) if not _brings_reward(config, row)]
     yield from checks.unknown_sources(
         rows, config.data.reward_fn_key, lambda source: scorer_for(source) is not None, known
     )
@@ -78,7 +76,8 @@ def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Iterat
         return
     built_in = config.reward.custom_reward_function.path is None
     for rows in (evidence.train_rows, evidence.val_rows):
-        yield from checks.ground_truths(rows, built_in, _complaint(config) if built_in else lambda row, truth: None)
+        scored = [row for row in rows if not _brings_reward(config, row)]
+        yield from checks.ground_truths(scored, built_in, _complaint(config) if built_in else lambda row, truth: None)
 
 
 @rule("R46", *TREES.values(), stage=Stage.FILES)
@@ -109,27 +108,10 @@ def rows_differ(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
         yield from checks.rare_sources(train, config.data.reward_fn_key, config.data.train_batch_size)
 
 
-@rule("R48", RLConfig, stage=Stage.FILES)
-def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Agent loops and tools that rows name exist."""
-    from hone.data import checks
-
-    rows = [*evidence.train_rows, *evidence.val_rows]
-    yield from checks.agent_names(rows, AGENTS)
-    yield from checks.tool_names(rows, ())
-
-
-@rule("R33", RLConfig, stage=Stage.FILES)
-def tools_are_used(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Rows that bring tools are played by a loop that calls them."""
-    rows = [row for row in evidence.train_rows if row.values.get("tools")]
-    if rows:
-        yield error(
-            f"{len(rows)} of {len(evidence.train_rows)} training rows bring tools, and every episode is a single turn",
-            why="the tools would not be shown to the model, and never called",
-            fix="rows without the column tools, for a task that one answer solves",
-            where="data.train_files",
-        )
+def _brings_reward(config: RLConfig, row: Row) -> bool:
+    """Whether the loop of a row brings its reward, so that no scorer is needed."""
+    loop = loop_of(config, row)
+    return loop is not None and loop.gives_reward
 
 
 def _judged_alone(config: RLConfig) -> bool:
@@ -146,7 +128,7 @@ def _complaint(config: RLConfig) -> Any:
     def complaint(row: Row, truth: Any) -> str | None:
         source = str(row.values.get(config.data.reward_fn_key))
         scorer = SCORERS.get(forced) if forced else scorer_for(source)
-        if scorer is None or scorer.may_hang or not scorer.is_installed():
+        if scorer is None or not scorer.reads_text_only or not scorer.is_installed():
             return None
         try:
             scorer.compute(

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from hone.agents import single_turn
+from hone.agents.player import Player
+from hone.agents.setting import Setting
 from hone.cluster.context import prepare_torch
 from hone.config.model import ModelConfig
 from hone.config.reward import RewardConfig
@@ -97,14 +98,10 @@ def answer(
 ) -> list[Trajectory]:
     """Ask every sample ``n`` times; answers come in the order of the samples. The draws depend on ``seeding`` and the row."""
 
-    async def play() -> list[Trajectory]:
-        def seed_of(uid: str, index: int) -> int:
-            return derive_seed(*seeding, uid, index)
+    def seed_of(uid: str, index: int) -> int:
+        return derive_seed(*seeding, uid, index)
 
-        return [t async for t in single_turn.play(samples, engine, tokenizer, sampling, n=n, seed_of=seed_of)]
-
-    place = {sample.uid: number for number, sample in enumerate(samples)}
-    return sorted(asyncio.run(play()), key=lambda t: (place[t.uid], t.index))
+    return asyncio.run(Player(engine, Setting(tokenizer)).play(samples, sampling, n=n, seed_of=seed_of))
 
 
 def ask(

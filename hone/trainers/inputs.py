@@ -7,9 +7,11 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from hone.agents.prompts import loop_class, tools_of
+from hone.agents.setting import Setting
 from hone.config.data import DataConfig
 from hone.config.tree import RLConfig
-from hone.data.prompts import PromptDataset
+from hone.data.prompts import PromptDataset, ToolsOf
 from hone.generation.protocol import SamplingParams
 
 
@@ -18,10 +20,18 @@ def file_list(files: Any) -> list[str]:
     return [files] if isinstance(files, str) else list(files)
 
 
-def prompt_dataset(
-    config: DataConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int
+def prompt_dataset(config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int) -> PromptDataset:
+    """The prompts in ``files``, a path or a list of paths, with the tools that the loops of their rows show."""
+    setting = Setting.of(config, tokenizer)
+    try:
+        return _prompt_dataset(config.data, files, tokenizer, max_samples, tools_of(setting))
+    finally:
+        setting.close()
+
+
+def _prompt_dataset(
+    config: DataConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int, tools: ToolsOf
 ) -> PromptDataset:
-    """The prompts in ``files``, a path or a list of paths."""
     return PromptDataset(
         file_list(files),
         tokenizer,
@@ -31,7 +41,18 @@ def prompt_dataset(
         truncation=config.overlong_policy,
         max_samples=max_samples,
         chat_template_kwargs=config.apply_chat_template_kwargs,
+        tools_of=tools,
     )
+
+
+def self_scored(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, *datasets: PromptDataset | None
+) -> frozenset[str]:
+    """The data sources all of whose rows are played by loops that bring rewards of their own."""
+    setting = Setting.of(config, tokenizer)
+    samples = [dataset[row] for dataset in datasets if dataset is not None for row in range(len(dataset))]
+    scored = {sample.data_source for sample in samples if not loop_class(setting, sample).gives_reward}
+    return frozenset({sample.data_source for sample in samples} - scored)
 
 
 def training_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from hone.agents import single_turn
+from hone.agents.player import Player
+from hone.agents.setting import Setting
 from hone.algorithms import advantage_estimators
 from hone.cluster.context import prepare_torch
 from hone.config.tree import RLConfig
@@ -26,7 +27,7 @@ from hone.data.statistics import spread
 from hone.data.tokenizer import load_tokenizer
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, Finding
-from hone.generation import ENGINES
+from hone.generation.build import build_engine
 from hone.rewards.manager import RewardManager
 from hone.rewards.score import Score
 from hone.trainers.inputs import prompt_dataset, training_sampling
@@ -77,7 +78,7 @@ def run_pilot(config: RLConfig, prompts: int = PROMPTS) -> Pilot:
     Raises:
         HoneError: model, data or reward cannot be used.
     """
-    model_config, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    model_config = config.actor_rollout_ref.model
     device = prepare_torch(config.trainer)
     tokenizer = load_tokenizer(
         model_config.tokenizer_path or model_config.path,
@@ -85,27 +86,21 @@ def run_pilot(config: RLConfig, prompts: int = PROMPTS) -> Pilot:
         custom_chat_template=model_config.custom_chat_template,
     )
     most = config.data.train_max_samples
-    dataset = prompt_dataset(
-        config.data, config.data.train_files, tokenizer, prompts if most < 0 else min(prompts, most)
-    )
+    dataset = prompt_dataset(config, config.data.train_files, tokenizer, prompts if most < 0 else min(prompts, most))
     samples = [dataset[index] for index in range(len(dataset))]
-    with torch.no_grad():
-        model = load_policy(model_config, device=device, seed=config.trainer.seed).eval()
-    engine = ENGINES.get(rollout.name)(
-        model=model,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=config.actor_rollout_ref.actor.dtype if rollout.dtype == "auto" else rollout.dtype,
-        max_num_seqs=rollout.max_num_seqs,
-        max_cache_tokens=rollout.max_cache_tokens,
-        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-    )
+
+    def model() -> Any:
+        with torch.no_grad():
+            return load_policy(model_config, device=device, seed=config.trainer.seed).eval()
+
+    engine = build_engine(config, model=model, tokenizer=tokenizer, device=device, shares_weights=True)
     manager = RewardManager(config.reward)
     try:
         manager.check(dataset.data_sources())
         return asyncio.run(_pilot(config, samples, engine, tokenizer, manager))
     finally:
         manager.close()
+        engine.close()
 
 
 async def _pilot(config: RLConfig, samples: list[Sample], engine: Any, tokenizer: Any, manager: RewardManager) -> Pilot:
@@ -116,8 +111,11 @@ async def _pilot(config: RLConfig, samples: list[Sample], engine: Any, tokenizer
 
     begun = time.monotonic()
     sampling = training_sampling(config, tokenizer)
-    played = [t async for t in single_turn.play(samples, engine, tokenizer, sampling, n=n, seed_of=seed_of)]
-    played.sort(key=lambda t: (t.uid, t.index))
+    setting = Setting.of(config, tokenizer)
+    try:
+        played = await Player(engine, setting).play(samples, sampling, n=n, seed_of=seed_of)
+    finally:
+        setting.close()
     generated = time.monotonic()
     scores = await manager.score(played)
     return summarise(played, scores, n, generated - begun, time.monotonic() - generated)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hone.data.batch import Batch
 from hone.data.types import StopReason, Trajectory
+from hone.insight.episode_metrics import episode_metrics
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import trajectory_record
 from hone.rewards.manager import error_metrics
@@ -41,6 +42,7 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
         _spread(metrics, "critic/greedy_baseline", batch.tensor("reward_baselines"))
     _reward_metrics(metrics, batch.objects("score"), batch.objects("uid"), scores)
     _stop_metrics(metrics, batch.objects("trajectory"))
+    metrics.update(episode_metrics(batch.objects("trajectory"), scores.tolist()))
     _mismatch_metrics(metrics, batch, mask)
     metrics.add(
         "perf/total_num_tokens",

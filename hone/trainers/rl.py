@@ -40,7 +40,7 @@ from hone.trainers.episodes import Episodes, joined
 from hone.trainers.estimates import needed_columns, suppliers
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
-from hone.trainers.inputs import prompt_dataset, training_sampling
+from hone.trainers.inputs import prompt_dataset, self_scored, training_sampling
 from hone.trainers.reporting import memory_metrics, overhead_metrics, update_metrics
 from hone.trainers.rollouter import Rollouter
 from hone.trainers.session import RunSession, session_steps
@@ -98,7 +98,7 @@ class RLTrainer:
         self.metrics = MetricStore()
         self.step = resume.step if resume else 0
 
-        dataset = prompt_dataset(config.data, config.data.train_files, self.tokenizer, config.data.train_max_samples)
+        dataset = prompt_dataset(config, config.data.train_files, self.tokenizer, config.data.train_max_samples)
         self.sampler = make_sampler(
             config.data, dataset, config.trainer.seed if config.data.seed is None else config.data.seed
         )
@@ -111,7 +111,9 @@ class RLTrainer:
         self.episodes = Episodes(self.runtime.group("rollout"), self.work, self._optional("reward_model"))
         self.publisher = Publisher(config, self.actor, self.runtime.group("rollout"), dataset[0])
         self.validator = Validator(config, self.tokenizer, self.episodes)
-        self.work.check_rewards(dataset.data_sources() + self.validator.data_sources()).result()
+        sources = dataset.data_sources() + self.validator.data_sources()
+        own = self_scored(config, self.tokenizer, dataset, self.validator.dataset)
+        self.work.check_rewards(sources, own).result()
         self.sampling = training_sampling(config, self.tokenizer)
         self.buffer = GroupBuffer(config.data.train_batch_size)
         filtering = config.algorithm.filter_groups
@@ -119,7 +121,7 @@ class RLTrainer:
         if filtering.enable:
             score, values_of = self.episodes.score, self.work.values_of
             self.group_filter = GroupFilter(filtering, score, values_of, config.data.train_batch_size)
-        n = config.actor_rollout_ref.rollout.n
+        n, agent = config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.rollout.agent
         self.rollouter = Rollouter(
             dataset,
             self.sampler,
@@ -128,6 +130,8 @@ class RLTrainer:
             n=n,
             seed=config.trainer.seed,
             group_filter=self.group_filter,
+            broken_in=self.broken_groups if agent.on_error == "drop" else None,
+            max_error_rate=agent.max_error_rate,
         )
         check_stages(self.stages())
         if resume is not None:
@@ -136,6 +140,10 @@ class RLTrainer:
     def roles(self) -> list[RoleSpec]:
         """The roles of the run, in the order in which they are made."""
         return [*model_roles(self.config), RoleSpec("work", StepWork)]
+
+    async def broken_groups(self, batch: AnyBatch) -> list[str]:
+        """The groups with an episode that failed."""
+        return await self.work.broken_groups(batch.select("uid", "broken"))
 
     def _optional(self, role: str) -> Group | None:
         return self.runtime.group(role) if role in self.runtime else None
@@ -175,6 +183,8 @@ class RLTrainer:
         self.metrics.add("training/staleness", max(self.buffer.staleness(group) for group in self.groups))
         if self.group_filter is not None:
             self.group_filter.report(self.metrics)
+        if self.rollouter.broken_in is not None:
+            self.metrics.add("episode/dropped_groups", self.rollouter.dropped)
         batch = joined([group.batch for group in self.groups])
         await self.work.check_sampled(batch)
         return batch
@@ -269,6 +279,8 @@ class RLTrainer:
 
     async def _publish(self) -> None:
         canary = await self.publisher.publish(self.step)
+        for part, seconds in self.publisher.seconds.items():
+            self.metrics.add(f"timing_s/update_weights_{part}", seconds)
         if canary is not None:
             await self.work.check_published(canary)
 

@@ -35,6 +35,7 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
             file_list(files),
             self.tokenizer,
             messages_key=data.messages_key,
+            tools_key=data.tools_key,
             max_length=data.max_length,
             truncation=data.truncation,
             max_samples=max_samples,

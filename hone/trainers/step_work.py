@@ -23,6 +23,7 @@ from hone.data.ragged import Ragged
 from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
+from hone.rewards.placement import token_rewards
 from hone.trainers.estimates import estimate
 from hone.trainers.judged_rewards import JudgedRewards
 from hone.trainers.reporting import batch_metrics, rollout_records
@@ -62,9 +63,13 @@ class StepWork:
     # scores ----------------------------------------------------------------------------------------------------------
 
     @dispatch(Split.ZERO)
-    def check_rewards(self, data_sources: Mapping[str, int]) -> None:
-        """Make sure that every kind of problem can be scored; see :meth:`RewardManager.check`."""
-        self.rewards.check(data_sources)
+    def check_rewards(
+        self, data_sources: Mapping[str, int], self_scored: frozenset[str] = frozenset()
+    ) -> dict[str, str]:
+        """Make sure that every kind of problem can be scored (see :meth:`RewardManager.check`); returns what scores them, with
+        hashes of the code."""
+        self.rewards.check(data_sources, self_scored)
+        return self.rewards.identity(data_sources)
 
     @dispatch(Split.ZERO, objects=True)
     async def score(self, batch: Batch, *, training: bool) -> Batch:
@@ -73,6 +78,13 @@ class StepWork:
         judged = batch.tensor(JUDGED).tolist() if JUDGED in batch else None
         return Batch({"score": await rewards.score(batch.objects("trajectory"), judged)})
 
+    @dispatch(Split.ZERO)
+    def broken_groups(self, batch: Batch) -> list[str]:
+        """The groups with an episode that failed."""
+        return list(
+            dict.fromkeys(uid for uid, broken in zip(batch.uids, batch.tensor("broken"), strict=True) if broken)
+        )
+
     @dispatch(Split.ZERO, objects=True)
     def values_of(self, batch: Batch, metric: str | None) -> tuple[list[float], list[str] | None]:
         """What dynamic sampling compares; see :func:`values_of`."""
@@ -80,11 +92,14 @@ class StepWork:
 
     @dispatch(Split.ZERO, objects=True)
     def place_rewards(self, batch: Batch) -> Batch:
-        """The reward stands on the last token of the response."""
-        mask = batch.ragged("response_mask")
-        totals = torch.tensor([score.total for score in batch.objects("score")], dtype=torch.float32)
+        """The reward stands on the last sampled token of the response, but for the parts of it that a turn or a token earned."""
+        mask, scores = batch.ragged("response_mask"), batch.objects("score")
+        totals = torch.tensor([score.total for score in scores], dtype=torch.float32)
         rewards = mask.with_values(torch.zeros(len(mask.values)))
-        rewards.values[mask.offsets[1:] - 1] = totals
+        for row, score in enumerate(scores):
+            begin = int(mask.offsets[row])
+            for token, reward in token_rewards(score, mask.row(row).tolist()).items():
+                rewards.values[begin + token] = reward
         self.invariants.check_finite("reward", totals, batch)
         return Batch({"token_level_scores": rewards, "token_level_rewards": rewards, "reward": totals})
 
@@ -149,7 +164,9 @@ class StepWork:
     @dispatch(Split.ZERO)
     def check_sampled(self, batch: Batch) -> None:
         """Groups are whole, and masks fit their responses."""
-        self.invariants.check_groups(batch.uids, self.config.actor_rollout_ref.rollout.n)
+        first = batch.tensor("part").tolist()
+        episodes = [uid for uid, part in zip(batch.uids, first, strict=True) if part == 0]
+        self.invariants.check_groups(episodes, self.config.actor_rollout_ref.rollout.n)
         self.invariants.check_mask(batch)
 
     @dispatch(Split.ZERO)

@@ -26,7 +26,7 @@ class Validator:
         self.config, self.episodes = config, episodes
         self.dataset: PromptDataset | None = None
         if config.data.val_files:
-            self.dataset = prompt_dataset(config.data, config.data.val_files, tokenizer, config.data.val_max_samples)
+            self.dataset = prompt_dataset(config, config.data.val_files, tokenizer, config.data.val_max_samples)
         self.sampling = validation_sampling(config, tokenizer)
 
     def data_sources(self) -> Counter[str]:

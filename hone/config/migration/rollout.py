@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hone.config.migration.actor import ROLLOUT
-from hone.config.migration.entries import Changed, Entry, Foreign, Others, Refused, Settled, Unsupported
-from hone.config.migration.reasons import ENGINE, ENGINE_LAYOUT, PROFILER, SEVERAL_TURNS, SINGLE_TURN
+from hone.config.migration.entries import Changed, Entry, Foreign, Others, Refused, Renamed, Settled, Unsupported
+from hone.config.migration.reasons import ENGINE, ENGINE_LAYOUT, PROFILER
 
 
 def _sampling_off(block: str) -> Changed:
@@ -36,24 +36,17 @@ ENTRIES: dict[str, Entry] = {
     f"{ROLLOUT}.logprobs_mode": Settled("log-probs come twice: under the policy, and under what was sampled from"),
     f"{ROLLOUT}.load_format": Settled("the engine gets its weights from the trainer"),
     f"{ROLLOUT}.{{layered_summon,checkpoint_engine.**,checkpoint_manager_class}}": Foreign(
-        "how weights get to an external engine; the native engine reads those that are trained"
+        "how weights get to an external engine; see rollout.checkpoint_engine.backend"
     ),
-    f"{ROLLOUT}.{{gpu_memory_utilization,standalone_gpu_memory_utilization,enforce_eager,cudagraph_capture_sizes}}": Foreign(
+    f"{ROLLOUT}.{{standalone_gpu_memory_utilization,cudagraph_capture_sizes,free_cache_engine,enable_sleep_mode}}": Foreign(
         ENGINE
-    ),
-    f"{ROLLOUT}.{{free_cache_engine,enable_sleep_mode,enable_chunked_prefill,enable_prefix_caching,max_num_batched_tokens}}": (
-        Foreign(ENGINE)
     ),
     f"{ROLLOUT}.{{scheduling_policy,disable_log_stats,skip_tokenizer_init,swap_space,use_fire_sampling}}": Foreign(
         ENGINE
     ),
-    f"{ROLLOUT}.{{engine_kwargs,server,limit_images,moe_load_balance_metrics_interval,prometheus,mtp,custom}}.**": Foreign(
-        ENGINE
-    ),
+    f"{ROLLOUT}.{{server,limit_images,moe_load_balance_metrics_interval,prometheus,mtp,custom}}.**": Foreign(ENGINE),
     f"{ROLLOUT}.{{multi_stage_wake_up,over_sample_rate,layer_name_map,sglang_engine_mode,block_size}}": Foreign(ENGINE),
-    f"{ROLLOUT}.{{tensor_model_parallel_size,data_parallel_size,expert_parallel_size,pipeline_model_parallel_size}}": Foreign(
-        ENGINE_LAYOUT
-    ),
+    f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,pipeline_model_parallel_size}}": Foreign(ENGINE_LAYOUT),
     f"{ROLLOUT}.{{moe_tensor_parallel_size,disaggregation.**}}": Foreign(ENGINE_LAYOUT),
     f"{ROLLOUT}.{{quantization,quantization_config_file}}": Unsupported(
         "generation with quantized weights", "leave it out"
@@ -64,22 +57,17 @@ ENTRIES: dict[str, Entry] = {
         "this restriction in validation", "val_kwargs.top_p, top_k and temperature", (0, 0.0, 1, 1.0, None)
     ),
     # episodes
-    f"{ROLLOUT}.multi_turn.{{enable,tool_config_path,function_tool_path,interaction_config_path}}": Unsupported(
-        SEVERAL_TURNS, SINGLE_TURN
-    ),
-    f"{ROLLOUT}.multi_turn.{{max_assistant_turns,max_user_turns,max_turns}}": Unsupported(SEVERAL_TURNS, SINGLE_TURN),
-    f"{ROLLOUT}.multi_turn.**": Unsupported(SEVERAL_TURNS, SINGLE_TURN),
-    f"{ROLLOUT}.multi_turn.{{max_parallel_calls,max_tool_response_length,tool_response_truncate_side,format}}": Settled(
-        "acts only on episodes of several turns, which are not supported yet"
-    ),
-    f"{ROLLOUT}.multi_turn.{{tokenization_sanity_check_mode,use_inference_chat_template,num_repeat_rollouts}}": Settled(
+    f"{ROLLOUT}.multi_turn.max_turns": Renamed(f"{ROLLOUT}.multi_turn.max_assistant_turns"),
+    f"{ROLLOUT}.multi_turn.{{use_inference_chat_template,num_repeat_rollouts}}": Settled(
         "text is never tokenized again: the tokens trained on are the tokens sampled"
     ),
     f"{ROLLOUT}.agent.num_workers": Settled("episodes of one batch are played in one event loop"),
-    f"{ROLLOUT}.agent.default_agent_loop": Settled(
-        "episodes have one turn", ("single_turn_agent", None), "single_turn_agent"
+    f"{ROLLOUT}.agent.{{agent_loop_config_path,custom_async_server.**,agent_loop_manager_class}}": Unsupported(
+        "registries of agent loops in files",
+        "agent_name or agent.default_agent_loop as an import path, my_loops:MyLoop",
     ),
-    f"{ROLLOUT}.agent.**": Unsupported("agent loops of your own", SINGLE_TURN),
-    f"{ROLLOUT}.chat_scheduler": Unsupported("agent loops of your own", SINGLE_TURN),
+    f"{ROLLOUT}.chat_scheduler": Unsupported(
+        "chat schedulers", "an agent loop of your own: agent.default_agent_loop=my_loops:MyLoop"
+    ),
     "async_training.**": Unsupported("training that does not wait for generation", "synchronous training"),
 }

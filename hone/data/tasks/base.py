@@ -20,12 +20,22 @@ class Problem:
         ground_truth: what the scorer of ``data_source`` compares with.
         solution: a worked answer, as an assistant would write it; None where the task knows none.
         extra: further facts, stored in ``extra_info``.
+        prompt: messages before the answer; None is the question as a user message.
+        answer: messages of a worked answer of several turns; None is ``solution`` as one assistant message.
+        tools: function schemas that prompt and answer show, for supervised fine-tuning.
+        agent_name: the agent loop that plays the problem; None leaves it to the run.
+        key: what tells the problem from others; None is the question.
     """
 
     question: str
     ground_truth: str
     solution: str | None
     extra: dict[str, Any] = field(default_factory=dict)
+    prompt: list[dict[str, Any]] | None = None
+    answer: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    agent_name: str | None = None
+    key: str | None = None
 
 
 class Task(Protocol):

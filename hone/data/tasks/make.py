@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def write_task(task: Task, out: Path, *, size: int, val_size: int, seed: int) ->
     The validation problems are drawn first, so that they do not depend on ``size``.
 
     Columns: ``data_source``, ``prompt`` (messages), ``reward_model`` {style, ground_truth}, ``extra_info`` {index, split,
-    question, answer, ...} and ``messages`` (the prompt and the worked solution, for supervised fine-tuning).
+    question, answer, ...} and ``messages`` (the prompt and the worked solution, for supervised fine-tuning); tasks of several
+    turns add ``agent_name`` and ``tools`` (schemas as JSON text).
 
     Returns:
         The two paths.
@@ -64,8 +66,9 @@ def _distinct(task: Task, count: int, seed: int) -> list[Problem]:
     found: dict[str, Problem] = {}
     misses = 0
     for problem in task.problems(seed):
-        misses = misses + 1 if problem.question in found else 0
-        found.setdefault(problem.question, problem)
+        name = problem.key or problem.question
+        misses = misses + 1 if name in found else 0
+        found.setdefault(name, problem)
         if len(found) == count or misses == PATIENCE:
             break
     if len(found) < count:
@@ -79,9 +82,13 @@ def _distinct(task: Task, count: int, seed: int) -> list[Problem]:
 
 
 def _row(source: str, problem: Problem, split: str, index: int) -> dict[str, Any]:
-    prompt = [{"role": "user", "content": problem.question}]
+    prompt = problem.prompt or [{"role": "user", "content": problem.question}]
     answer = [] if problem.solution is None else [{"role": "assistant", "content": problem.solution}]
+    more: dict[str, Any] = {} if problem.agent_name is None else {"agent_name": problem.agent_name}
+    if problem.tools is not None:
+        more["tools"] = json.dumps(problem.tools)
     return {
+        **more,
         "data_source": source,
         "prompt": prompt,
         "reward_model": {"style": "rule", "ground_truth": problem.ground_truth},
@@ -92,5 +99,5 @@ def _row(source: str, problem: Problem, split: str, index: int) -> dict[str, Any
             "answer": problem.solution,
             **problem.extra,
         },
-        "messages": prompt + answer,
+        "messages": prompt + (problem.answer or answer),
     }

@@ -15,7 +15,7 @@ _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
-@register_scorer("gsm8k", "openai/gsm8k", "gsm8k", "arithmetic")
+@register_scorer("gsm8k", "openai/gsm8k", "gsm8k", "arithmetic", "calculator")
 def compute_score(
     data_source: str,
     solution_str: str,

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from hone.agents import single_turn
+from hone.agents.player import Player
+from hone.agents.setting import Setting
 from hone.data.types import Sample, StopReason
 from hone.generation.protocol import Completion, SamplingParams
 
@@ -11,11 +12,11 @@ class Scripted:
     """An engine that answers the last request first."""
 
     def __init__(self) -> None:
-        self.requests = []
+        self.calls = []
 
     async def generate(self, requests):
-        self.requests = list(requests)
-        for request in reversed(self.requests):
+        self.calls.append(list(requests))
+        for request in reversed(requests):
             tokens = [*request.prompt_ids, request.seed]
             yield Completion(
                 request_id=request.request_id,
@@ -39,19 +40,16 @@ def test_every_sample_is_asked_n_times_and_tokens_pass_through_untouched():
         Sample(uid=uid, prompt_ids=[number], messages=None, data_source="x") for number, uid in enumerate(["a#b", "c"])
     ]
     engine, sampling = Scripted(), SamplingParams(max_tokens=5)
+    player = Player(engine, Setting(Tokens()))  # type: ignore[arg-type]
+    played = asyncio.run(player.play(samples, sampling, n=2, seed_of=lambda uid, index: 100 * len(uid) + index))
 
-    async def play():
-        def seed_of(uid: str, index: int) -> int:
-            return 100 * len(uid) + index
-
-        return [t async for t in single_turn.play(samples, engine, Tokens(), sampling, n=2, seed_of=seed_of)]  # type: ignore[arg-type]
-
-    played = asyncio.run(play())
-    assert [request.prompt_ids for request in engine.requests] == [[0], [0], [1], [1]]
-    assert all(request.sampling is sampling for request in engine.requests)
-    assert [(t.uid, t.index) for t in played] == [("c", 1), ("c", 0), ("a#b", 1), ("a#b", 0)]
-    first = played[-1]
+    (asked,) = engine.calls  # episodes that begin together are one call: a group shares its prefill
+    assert [request.prompt_ids for request in asked] == [[0], [0], [1], [1]]
+    assert all(request.sampling == sampling and request.session is None for request in asked)
+    assert [(t.uid, t.index) for t in played] == [("a#b", 0), ("a#b", 1), ("c", 0), ("c", 1)]
+    first = played[0]
     assert first.sample is samples[0]
     assert (first.prompt_ids, first.response_ids, first.response_mask) == ([0], [0, 300], [1, 1])
     assert (first.rollout_log_probs, first.sampling_log_probs) == ([-0.5, -0.5], [-0.25, -0.25])
     assert (first.text, first.stop_reason, first.weight_versions) == ("0-300", StopReason.LENGTH, (3, 4))
+    assert first.episode is None, "one answer to one prompt needs no record besides the trajectory"

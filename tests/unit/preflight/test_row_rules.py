@@ -65,7 +65,8 @@ CASES: list[tuple[dict[int, dict[str, Any]], str, bool, list[str]]] = [
         {number: {"prompt": [user("1 + 1 = ?")]} for number in range(1, 4)},
         *("R47", False, ["2 of 10 training prompts (20%)", "occurs 3 times"]),
     ),
-    ({4: {"agent_name": "tool_agent"}}, "R48", True, ["'tool_agent' (1 of 10 rows)", "single_turn"]),
+    ({4: {"agent_name": "tool_agnt"}}, "R48", True, ["'tool_agnt' (1 of 10 rows)", "tool_agent"]),
+    ({4: {"agent_name": "environment"}}, "R33", True, ["environment (1 rows)", "multi_turn.enable=false"]),
     (
         {4: {"extra_info": {"tools_kwargs": {"calc": {"x": 1}}}}},
         *("R48", True, ["the tool 'calc', which is not registered"]),

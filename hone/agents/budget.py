@@ -1,0 +1,83 @@
+"""How far an episode may go: turns, tokens, calls, time. Each limit ends it with a reason of its own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from hone.data.episode_log import EpisodeEnd
+
+
+class BudgetSpent(Exception):  # noqa: N818 - it ends an episode, and is no error
+    """A limit of the episode is reached.
+
+    Attributes:
+        end: which one.
+    """
+
+    def __init__(self, end: EpisodeEnd) -> None:
+        super().__init__(end.value)
+        self.end = end
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one episode; None is no limit.
+
+    Attributes:
+        tokens: of everything behind the prompt, sampled or not.
+        assistant_turns: turns of the policy.
+        user_turns: turns of a simulated user or an environment.
+        tool_calls: calls that are carried out.
+        seconds: wall time.
+        context: tokens that the engine can hold, prompt included.
+    """
+
+    tokens: int
+    assistant_turns: int | None = None
+    user_turns: int | None = None
+    tool_calls: int | None = None
+    seconds: float | None = None
+    context: int | None = None
+
+
+class Budget:
+    """What an episode has used of its limits.
+
+    Args:
+        limits: of the episode.
+        started: clock at its beginning (``time.perf_counter``).
+    """
+
+    def __init__(self, limits: Limits, started: float) -> None:
+        self.limits, self._started = limits, started
+
+    def check_time(self) -> None:
+        """Raise :class:`BudgetSpent` when the time is over."""
+        if self.limits.seconds is not None and self.seconds_left <= 0:
+            raise BudgetSpent(EpisodeEnd.TIME)
+
+    @property
+    def seconds_left(self) -> float:
+        """Wall time that is left; infinite without a limit."""
+        if self.limits.seconds is None:
+            return float("inf")
+        return self.limits.seconds - (time.perf_counter() - self._started)
+
+    def check_turn(self, assistant_turns: int, tokens_left: int) -> None:
+        """Raise :class:`BudgetSpent` when the policy may not take another turn.
+
+        Args:
+            assistant_turns: taken so far.
+            tokens_left: of the episode's limit.
+        """
+        self.check_time()
+        if self.limits.assistant_turns is not None and assistant_turns >= self.limits.assistant_turns:
+            raise BudgetSpent(EpisodeEnd.ASSISTANT_TURNS)
+        if tokens_left <= 0:
+            raise BudgetSpent(EpisodeEnd.TOKENS)
+
+    def check_user_turn(self, user_turns: int) -> None:
+        """Raise :class:`BudgetSpent` when the user, or the environment, may not take another turn."""
+        if self.limits.user_turns is not None and user_turns >= self.limits.user_turns:
+            raise BudgetSpent(EpisodeEnd.USER_TURNS)

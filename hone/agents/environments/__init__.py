@@ -1,0 +1,5 @@
+"""Environments: small worlds that answer the model's turns, and adapters of other libraries' environments."""
+
+from hone.agents.environments.base import ENVIRONMENTS, Environment, Step, make_environment
+
+__all__ = ["ENVIRONMENTS", "Environment", "Step", "make_environment"]

@@ -1,0 +1,121 @@
+"""Environments of the library gymnasium whose states can be told in words.
+
+The observation is the environment's own text: what it renders with ``render_mode="ansi"``, an observation of the space ``Text``,
+or the printed value. Actions of a ``Text`` space are the turn itself; of a ``Discrete`` space a number, or one of the names
+that ``actions`` gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hone.agents.environments.base import Environment, Step
+from hone.agents.messages import AssistantTurn, Message
+from hone.errors import ConfigError
+
+_ANSI = re.compile(r"\x1b\[(\d*)m")
+
+
+class Gymnasium(Environment):
+    """One gymnasium environment.
+
+    Args:
+        id: as of ``gymnasium.make``, for example ``FrozenLake-v1``.
+        actions: names of the actions of a ``Discrete`` space, in their order.
+        prompt: what stands before the first observation; None names the actions.
+        max_steps: the episode ends after as many; None leaves it to the environment.
+        kwargs: further arguments of ``gymnasium.make``.
+
+    Raises:
+        ConfigError: gymnasium or the environment is not installed, or its actions cannot be written as text.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        actions: Sequence[str] | None = None,
+        prompt: str | None = None,
+        max_steps: int | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise ConfigError(
+                "the environment 'gymnasium' needs the package gymnasium, which is not installed",
+                fix="pip install 'hone-rl[environments]'",
+            ) from error
+        try:
+            spec = gymnasium.spec(id)
+            env_class: Any = gymnasium.envs.registration.load_env_creator(str(spec.entry_point))
+            modes = getattr(env_class, "metadata", {}).get("render_modes", [])
+            settings = {"render_mode": "ansi"} if "ansi" in modes else {}
+            self.env = gymnasium.make(id, max_episode_steps=max_steps, **(settings | (kwargs or {})))
+        except (gymnasium.error.Error, ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"gymnasium cannot make '{id}': {error}", where="extra_info.environment.options", fix="mend the id"
+            ) from error
+        self._renders = self.env.render_mode == "ansi"
+        space = self.env.action_space
+        if isinstance(space, gymnasium.spaces.Discrete):
+            self.names = [str(name) for name in actions or range(int(space.start), int(space.start + space.n))]
+            self._first: int | None = int(space.start)
+            if len(self.names) != space.n:
+                raise ConfigError(f"'{id}' has {space.n} actions, and {len(self.names)} are named", fix="name them all")
+        elif isinstance(space, gymnasium.spaces.Text):
+            self.names, self._first = [], None
+        else:
+            raise ConfigError(
+                f"the actions of '{id}' are {space}, which a text cannot name",
+                fix="an environment with Discrete or Text actions",
+            )
+        self.intro = prompt if prompt is not None else self._intro(id)
+        self._total, self._steps = 0.0, 0
+
+    def _intro(self, id: str) -> str:
+        if not self.names:
+            return f"You play {id}."
+        return f"You play {id}. Answer with one of: {', '.join(self.names)}."
+
+    async def reset(self, seed: int) -> list[Message]:
+        """Begin anew."""
+        observation, _ = await asyncio.to_thread(self.env.reset, seed=seed)
+        self._total, self._steps = 0.0, 0
+        return [{"role": "user", "content": f"{self.intro}\n{self._shown(observation)}".strip()}]
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        """Take the action that the turn names last."""
+        action = self._action(turn.content)
+        self._steps += 1
+        if action is None:
+            facts = {"invalid_action": 1.0, "solved": float(self._total > 0), "steps": float(self._steps)}
+            return Step.says(f"answer with one of: {', '.join(self.names)}", facts=facts)
+        observation, reward, terminated, truncated, _ = await asyncio.to_thread(self.env.step, action)
+        self._total += float(reward)
+        facts = {"solved": float(self._total > 0), "steps": float(self._steps), "invalid_action": 0.0}
+        if terminated or truncated:
+            return Step(reward=float(reward), done=True, facts=facts)
+        return Step.says(self._shown(observation), reward=float(reward), facts=facts)
+
+    async def close(self) -> None:
+        """Free what the environment holds."""
+        self.env.close()
+
+    def _action(self, text: str) -> Any:
+        if self._first is None:
+            return text
+        words = "|".join(re.escape(name) for name in sorted(self.names, key=len, reverse=True))
+        found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text, re.IGNORECASE)
+        lowered = [name.lower() for name in self.names]
+        return self._first + lowered.index(found[-1].lower()) if found else None
+
+    def _shown(self, observation: Any) -> str:
+        if not self._renders:
+            return str(observation)
+        # the place of the player is shown in colour, which a text has not: it is put into brackets
+        rendered = str(self.env.render()).strip()
+        return _ANSI.sub(lambda mark: "]" if mark[1] in ("", "0") else "[", rendered)

@@ -1,0 +1,62 @@
+"""Problems of the library reasoning-gym, with several tries: a wrong answer is answered with its score."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hone.agents.environments.base import Environment, Step
+from hone.agents.messages import AssistantTurn, Message
+from hone.errors import ConfigError
+
+
+class ReasoningGym(Environment):
+    """One problem of a dataset of reasoning-gym.
+
+    Args:
+        dataset: its name, for example ``basic_arithmetic``.
+        tries: answers in all.
+        config: settings of the dataset.
+
+    Raises:
+        ConfigError: the package is not installed, or it has no such dataset.
+    """
+
+    def __init__(self, *, dataset: str, tries: int = 1, config: dict[str, Any] | None = None) -> None:
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise ConfigError(
+                "the environment 'reasoning_gym' needs the package reasoning-gym, which is not installed",
+                fix="pip install 'hone-rl[tasks]'",
+            ) from error
+        if tries < 1:
+            raise ValueError(f"tries={tries}")
+        self._make, self.dataset, self.tries, self.config = reasoning_gym.create_dataset, dataset, tries, config or {}
+        self.problems: Any = None
+        self.entry: dict[str, Any] = {}
+        self.made = 0
+
+    async def reset(self, seed: int) -> list[Message]:
+        """Draw the problem of this seed."""
+        try:
+            self.problems = self._make(self.dataset, size=1, seed=seed, **self.config)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"reasoning-gym cannot make '{self.dataset}': {error}", where="extra_info.environment.options"
+            ) from error
+        self.entry, self.made = self.problems[0], 0
+        return [{"role": "user", "content": self.entry["question"]}]
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        """Score an answer: the text after the last ``<answer>`` or ``####``, else the whole turn."""
+        from hone.rewards.scorers.base import final_answer
+
+        self.made += 1
+        score = float(
+            await asyncio.to_thread(self.problems.score_answer, answer=final_answer(turn.content)[0], entry=self.entry)
+        )
+        facts = {"solved": float(score >= 1.0), "tries": float(self.made)}
+        if score >= 1.0 or self.made == self.tries:
+            return Step(reward=score, done=True, facts=facts)
+        return Step.says(f"That scores {score:g} of 1. Try again.", facts=facts)

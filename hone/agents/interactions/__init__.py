@@ -1,0 +1,5 @@
+"""Simulated users: what answers the model's turns in a conversation."""
+
+from hone.agents.interactions.base import Interaction, Reply
+
+__all__ = ["Interaction", "Reply"]

@@ -1,0 +1,5 @@
+"""Tasks of `hone data make` whose problems are episodes of several turns. Importing this package registers them."""
+
+from hone.agents.tasks import calculator, environment, multi_hop
+
+__all__ = ["calculator", "environment", "multi_hop"]

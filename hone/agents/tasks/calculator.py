@@ -1,0 +1,88 @@
+"""Arithmetic that wants a calculator: sums too large for the head of a small model, and demonstrations of its use.
+
+What is 34*27+51?      -> calculator(expression="34*27+51") -> 969 -> #### 969
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hone.agents.tasks.demonstrations import calls, result, says
+from hone.agents.tools.calculator import Calculator, calculate
+from hone.data.tasks.base import TASKS, Problem, parse_options, require
+
+
+@dataclass(frozen=True)
+class CalculatorOptions:
+    """Options of the task.
+
+    Attributes:
+        max_number: numbers run from 2 to this.
+        operations: operators of every problem.
+        operators: which of ``+``, ``-`` and ``*`` occur.
+        guesses: percent of the demonstrations that do without the tool and guess (a random number of the answer's length).
+            Imitation then learns to guess as often, and a reward can teach it to ask.
+    """
+
+    max_number: int = 99
+    operations: int = 1
+    operators: str = "+-*"
+    guesses: int = 0
+
+
+class CalculatorTask:
+    """The task; see the module's docstring."""
+
+    data_source = "calculator"
+
+    def __init__(self, options: CalculatorOptions) -> None:
+        def check(condition: bool, what: str, fix: str) -> None:
+            require(condition, what, task="calculator", fix=fix)
+
+        check(
+            3 <= options.max_number <= 10**6, f"max_number={options.max_number} is not in 3..1000000", "max_number=99"
+        )
+        check(1 <= options.operations <= 8, f"operations={options.operations} is not in 1..8", "operations=1")
+        check(
+            bool(options.operators) and set(options.operators) <= set("+-*"),
+            f"operators={options.operators} must be some of +-*",
+            "operators=+*",
+        )
+        check(0 <= options.guesses <= 100, f"guesses={options.guesses} is not in 0..100 percent", "guesses=75")
+        self.options = options
+        self.tools = [Calculator().schema]
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        """Endless draws."""
+        draw, options = random.Random(seed), self.options
+        while True:
+            expression = str(draw.randint(2, options.max_number))
+            for _ in range(options.operations):
+                expression += f"{draw.choice(options.operators)}{draw.randint(2, options.max_number)}"
+            value = calculate(expression)
+            guess = draw.randrange(100) < options.guesses
+            yield Problem(
+                f"What is {expression}?",
+                value,
+                f"#### {value}",
+                {"expression": expression, "guessed": guess},
+                answer=self._guess(draw, value) if guess else self._asks(expression, value),
+                tools=self.tools,
+                agent_name="tool_agent",
+            )
+
+    def _asks(self, expression: str, value: str) -> list[dict]:
+        return [calls("calculator", expression=expression), result("calculator", value), says(f"#### {value}")]
+
+    def _guess(self, draw: random.Random, value: str) -> list[dict]:
+        digits = len(value.lstrip("-"))
+        number = draw.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+        return [says(f"#### {'-' if value.startswith('-') else ''}{number}")]
+
+
+@TASKS.register("calculator")
+def make(options: Sequence[str]) -> CalculatorTask:
+    """Build the task from ``key=value`` options."""
+    return CalculatorTask(parse_options(CalculatorOptions, options, task="calculator"))

@@ -1,0 +1,106 @@
+"""Any environment as a task: every seed is a problem. ``environment:guess_the_number max_number=16``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hone.agents.environments.base import ENVIRONMENTS, make_environment
+from hone.agents.environments.guess_the_number import GuessTheNumber
+from hone.agents.environments.planning import Planning
+from hone.agents.messages import AssistantTurn, Message
+from hone.agents.tasks.demonstrations import says
+from hone.data.seeding import derive_seed
+from hone.data.tasks.base import TASKS, Problem
+from hone.errors import ConfigError
+
+_SEEDS = 2**31
+
+
+class EnvironmentTask:
+    """Problems are the seeds of an environment. Guess-the-number and planning come with worked episodes.
+
+    Args:
+        name: of the environment, or an import path.
+        options: of the environment; ``random_demonstrations`` is the task's own: percent of the worked episodes of
+            guess-the-number that guess without listening.
+    """
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self.random = int(options.pop("random_demonstrations", 0))
+        if not 0 <= self.random <= 100:
+            raise ConfigError(
+                f"random_demonstrations={self.random} is not in 0..100 percent", where=f"environment:{name}"
+            )
+        self.name, self.options = name, options
+        make_environment(name, options)  # refuses bad options now
+        self.data_source = f"environment/{name}"
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        """Endless draws; a question may occur again, with another seed behind it."""
+        number = 0
+        while True:
+            own = derive_seed(seed, "environment", self.name, number) % _SEEDS
+            yield asyncio.run(self._problem(own))
+            number += 1
+
+    async def _problem(self, seed: int) -> Problem:
+        environment = make_environment(self.name, self.options)
+        try:
+            prompt = await environment.reset(seed)
+            answer = await self._worked(environment, seed)
+        finally:
+            await environment.close()
+        spec = {"name": self.name, "seed": seed, "options": self.options}
+        return Problem(
+            str(prompt[-1]["content"]),
+            "",
+            None,
+            {"environment": spec},
+            prompt=prompt,
+            answer=answer,
+            tools=list(environment.tools) or None,
+            agent_name="environment",
+            key=f"{seed}",
+        )
+
+    async def _worked(self, environment: Any, seed: int) -> list[Message] | None:
+        if isinstance(environment, Planning):
+            return [says(environment.solution())]
+        if not isinstance(environment, GuessTheNumber):
+            return None
+        careless = derive_seed(seed, "careless") % 100 < self.random
+        low, high, messages = 1, environment.max_number, []
+        for turn in range(environment.guesses):
+            guess = 1 + derive_seed(seed, "guess", turn) % environment.max_number if careless else (low + high) // 2
+            messages.append(says(str(guess)))
+            step = await environment.step(AssistantTurn(str(guess)))
+            if step.done:
+                break
+            low, high = (guess + 1, high) if step.messages[0]["content"] == "higher" else (low, guess - 1)
+            messages += step.messages
+        return messages
+
+
+@TASKS.register("environment")
+def make(options: Sequence[str]) -> EnvironmentTask:
+    """Build the task from ``dataset=NAME`` (from ``environment:NAME``) and the environment's options, values in JSON."""
+    values: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals:
+            raise ConfigError(f"'{option}' is not key=value", where="environment", fix="max_number=16")
+        try:
+            values[name] = json.loads(text)
+        except json.JSONDecodeError:
+            values[name] = text
+    environment = values.pop("dataset", None)
+    if environment is None:
+        raise ConfigError(
+            "no environment is named",
+            where="environment",
+            fix=f"environment:<one of {', '.join(ENVIRONMENTS.names())}>",
+        )
+    return EnvironmentTask(str(environment), values)

@@ -1,0 +1,87 @@
+"""Questions that take several look-ups: the answer of one is the key of the next.
+
+    Where does the boss of the boss of Ann live?
+    lookup("boss of Ann") -> Tom -> lookup("boss of Tom") -> Eva -> lookup("home of Eva") -> Oslo -> #### Oslo
+
+Each row brings a table of facts of its own (``tools_kwargs.lookup.create_kwargs.facts``), with facts that lead nowhere.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hone.agents.tasks.demonstrations import calls, result, says
+from hone.agents.tools.lookup import Lookup
+from hone.data.tasks.base import TASKS, Problem, parse_options, require
+
+NAMES = ("Ann", "Tom", "Eva", "Ben", "Zoe", "Max", "Ida", "Leo", "Mia", "Sam", "Liv", "Tim", "Una", "Kai", "Pia", "Rex")
+TOWNS = ("Oslo", "Rome", "Lima", "Cairo", "Paris", "Quito", "Delhi", "Seoul")
+
+
+@dataclass(frozen=True)
+class MultiHopOptions:
+    """Options of the task.
+
+    Attributes:
+        hops: look-ups that the answer takes.
+        people: people of a table, at least ``hops``.
+    """
+
+    hops: int = 2
+    people: int = 6
+
+
+class MultiHop:
+    """The task; see the module's docstring."""
+
+    data_source = "multi_hop"
+
+    def __init__(self, options: MultiHopOptions) -> None:
+        require(
+            1 <= options.hops <= options.people <= len(NAMES),
+            f"hops={options.hops}, people={options.people}: not 1 <= hops <= people <= {len(NAMES)}",
+            task="multi_hop",
+            fix="hops=2 people=6",
+        )
+        self.options = options
+        self.tools = [Lookup().schema]
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        """Endless draws."""
+        draw, options = random.Random(seed), self.options
+        while True:
+            people = draw.sample(NAMES, options.people)
+            facts: dict[str, str] = {}
+            for place, name in enumerate(people):
+                facts[f"boss of {name}"] = people[(place + 1) % len(people)]
+                facts[f"home of {name}"] = draw.choice(TOWNS)
+            steps, name = [], people[0]
+            for _ in range(options.hops - 1):
+                steps.append((f"boss of {name}", facts[f"boss of {name}"]))
+                name = steps[-1][1]
+            steps.append((f"home of {name}", facts[f"home of {name}"]))
+            table = sorted(facts.items(), key=lambda _: draw.random())
+            chain = "the boss of " * (options.hops - 1) + people[0]
+            answer = [
+                message
+                for number, (key, value) in enumerate(steps)
+                for message in (calls("lookup", number, key=key), result("lookup", value, number))
+            ]
+            final = f"#### {steps[-1][1]}"
+            yield Problem(
+                f"Where does {chain} live?",
+                steps[-1][1],
+                final,
+                {"tools_kwargs": {"lookup": {"create_kwargs": {"facts": [list(fact) for fact in table]}}}},
+                answer=[*answer, says(final)],
+                tools=self.tools,
+                agent_name="tool_agent",
+            )
+
+
+@TASKS.register("multi_hop")
+def make(options: Sequence[str]) -> MultiHop:
+    """Build the task from ``key=value`` options."""
+    return MultiHop(parse_options(MultiHopOptions, options, task="multi_hop"))

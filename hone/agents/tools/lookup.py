@@ -1,0 +1,39 @@
+"""A table of facts that each row brings: one key at a time, so that several calls lead to an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hone.agents.tools.base import Tool, ToolError
+
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look up one fact.",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "what to look up"}},
+            "required": ["key"],
+        },
+    },
+}
+
+
+class Lookup(Tool):
+    """Answers from ``extra_info.tools_kwargs.lookup.create_kwargs.facts`` of the row, a mapping or a list of [key, value]."""
+
+    def __init__(self) -> None:
+        super().__init__(_SCHEMA)
+
+    async def create(self, *, facts: Any = (), **kwargs: Any) -> dict[str, str]:
+        """The row's table."""
+        return {str(key): str(value) for key, value in (facts.items() if isinstance(facts, Mapping) else facts)}
+
+    async def execute(self, state: dict[str, str], arguments: Mapping[str, Any], **kwargs: Any) -> str:
+        """The value of ``arguments["key"]``."""
+        key = arguments["key"].strip()
+        if key not in state:
+            raise ToolError(f"nothing is known of '{key}'")
+        return state[key]

@@ -1,0 +1,192 @@
+"""Tools of MCP servers (Model Context Protocol), by the official client: a program on stdio, or streamable HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from hone.agents.tools.base import Tool, ToolError
+from hone.errors import ConfigError, did_you_mean
+
+START_SECONDS = 30.0
+_OPTIONS = {"stdio": ("command", "args", "env", "cwd"), "http": ("url",)}
+
+
+class McpServer:
+    """A connection to one server, held by a thread with an event loop of its own: it outlives the loops of a run.
+
+    A connection that breaks is made anew at the next call.
+
+    Args:
+        options: ``command``, ``args``, ``env`` and ``cwd`` of a program, or the ``url`` of a server.
+        where: place in the tool file, for messages.
+
+    Raises:
+        ConfigError: the package is missing, options are wrong, or the server cannot be reached.
+    """
+
+    def __init__(self, options: dict[str, Any], where: str) -> None:
+        self.target, self.where = _target(options, where), where
+        self._name = str(options.get("url") or options.get("command"))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"mcp {self._name}", daemon=True)
+        self._thread.start()
+        self._client: Any = None
+        self._stop: asyncio.Event | None = None
+        self._holding: Future[None] | None = None
+        self.tools: list[Any] = self._connect()
+        atexit.register(self.close)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """The server's answer to a call of its tool ``name``."""
+        if self._holding is None or self._holding.done():
+            await asyncio.to_thread(self._connect)
+        asked = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
+        return await asyncio.wrap_future(asked)
+
+    def close(self) -> None:
+        """End the connection, and the program."""
+        atexit.unregister(self.close)
+        if self._loop.is_closed():
+            return
+        self._hang_up()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _connect(self) -> list[Any]:
+        """Connect, and return the tools that the server lists."""
+        self._hang_up()
+        ready: Future[list[Any]] = Future()
+        self._holding = asyncio.run_coroutine_threadsafe(self._hold(ready), self._loop)
+        try:
+            return ready.result(START_SECONDS)
+        except Exception as error:
+            self._hang_up()
+            reason = (
+                f"no answer within {START_SECONDS:g} seconds" if isinstance(error, TimeoutError) else _reason(error)
+            )
+            raise ConfigError(
+                f"the MCP server '{self._name}' cannot be reached: {reason}",
+                why="its tools could not be called",
+                fix="start it, or mend command, args or url",
+                where=self.where,
+            ) from error
+
+    async def _hold(self, ready: Future[list[Any]]) -> None:
+        """Keep the connection until told to stop: the client must be left by the task that entered it."""
+        from mcp import Client
+
+        self._stop = asyncio.Event()
+        try:
+            async with Client(self.target) as client:
+                tools, cursor = [], None
+                while True:
+                    page = await client.list_tools(cursor=cursor)
+                    tools += page.tools
+                    cursor = page.next_cursor
+                    if not cursor:
+                        break
+                self._client = client
+                ready.set_result(tools)
+                await self._stop.wait()
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    def _hang_up(self) -> None:
+        held, stop = self._holding, self._stop
+        if held is None or held.done():
+            return
+        if stop is not None:
+            self._loop.call_soon_threadsafe(stop.set)
+        try:
+            held.result(START_SECONDS)
+        except Exception:  # noqa: BLE001 - it ends in any case; what it ended with was told to whoever called
+            held.cancel()
+
+
+class McpTool(Tool):
+    """A tool of a server.
+
+    Args:
+        server: that has it.
+        described: as the server describes it.
+    """
+
+    def __init__(self, server: McpServer, described: Any) -> None:
+        function = {
+            "name": described.name,
+            "description": described.description or "",
+            "parameters": described.input_schema,
+        }
+        super().__init__({"type": "function", "function": function})
+        self.server = server
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> str:
+        """Ask the server.
+
+        Raises:
+            ToolError: the server says that the call failed.
+        """
+        answer = await self.server.call(self.name, arguments)
+        text = "\n".join(_text(part) for part in answer.content)
+        if answer.is_error:
+            raise ToolError(text or "the call failed")
+        return text
+
+    def close(self) -> None:
+        """End the connection."""
+        self.server.close()
+
+
+def tools_of_server(options: dict[str, Any], *, only: Sequence[str] | None = None, where: str = "") -> list[McpTool]:
+    """The tools of a server, or those that are named.
+
+    Raises:
+        ConfigError: see :class:`McpServer`; or a named tool does not exist.
+    """
+    server = McpServer(options, where)
+    tools = {described.name: McpTool(server, described) for described in server.tools}
+    for name in only or ():
+        if name not in tools:
+            server.close()
+            raise ConfigError(f"the server has no tool '{name}'", where=where, fix=did_you_mean(name, tools))
+    return [tool for name, tool in tools.items() if only is None or name in only]
+
+
+def _target(options: dict[str, Any], where: str) -> Any:
+    kind = "http" if "url" in options else "stdio"
+    for name in options:
+        if name not in _OPTIONS[kind]:
+            raise ConfigError(f"unknown setting '{name}' of mcp", where=where, fix=did_you_mean(name, _OPTIONS[kind]))
+    if kind == "stdio" and not options.get("command"):
+        raise ConfigError(
+            "mcp names neither a command nor a url", where=where, fix="mcp: {command: python, args: [server.py]}"
+        )
+    try:
+        from mcp import StdioServerParameters
+    except ImportError as error:
+        raise ConfigError(
+            "tools of MCP servers need the package mcp, which is not installed",
+            where=where,
+            fix="pip install 'hone-rl[mcp]'",
+        ) from error
+    return options["url"] if kind == "http" else StdioServerParameters(**options)
+
+
+def _text(part: Any) -> str:
+    text = getattr(part, "text", None)
+    return text if isinstance(text, str) else f"({part.type}: not text)"
+
+
+def _reason(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,82 @@
+"""Tools that fail and tarry at random: for policies that must cope with a bad day."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hone.agents.tools.base import Tool, ToolError
+from hone.data.seeding import derive_seed
+
+
+@dataclass(frozen=True)
+class NoiseOptions:
+    """How bad the day is.
+
+    Attributes:
+        failure_rate: share of calls that fail; the model reads so, and may call again.
+        latency: mean seconds that a call waits, drawn from an exponential distribution.
+        seed: of the draws.
+    """
+
+    failure_rate: float = 0.0
+    latency: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.failure_rate <= 1 or self.latency < 0:
+            raise ValueError(f"failure_rate={self.failure_rate} must lie in 0..1, latency={self.latency} not below 0")
+
+
+@dataclass
+class _State:
+    inner: Any
+    name: str
+    calls: int = 0
+
+
+class Noisy(Tool):
+    """A tool behind a bad connection. Which calls fail depends on ``options.seed``, the call's arguments and its number in the
+    episode, so a run repeats.
+
+    Args:
+        tool: the tool itself.
+        options: how bad it is.
+    """
+
+    def __init__(self, tool: Tool, options: NoiseOptions) -> None:
+        super().__init__(tool.schema)
+        self.tool, self.options = tool, options
+        self.timeout, self.retries, self.concurrency = tool.timeout, tool.retries, tool.concurrency
+
+    async def create(self, **kwargs: Any) -> _State:
+        """The tool's state, and a count of calls."""
+        return _State(await self.tool.create(**kwargs), self.name)
+
+    async def execute(self, state: _State, arguments: Mapping[str, Any], **kwargs: Any) -> Any:
+        """Wait, fail, or pass the call on."""
+        state.calls += 1
+        draw = random.Random(
+            derive_seed(self.options.seed, state.name, json.dumps(arguments, sort_keys=True), state.calls)
+        )
+        if self.options.latency:
+            await asyncio.sleep(draw.expovariate(1 / self.options.latency))
+        if draw.random() < self.options.failure_rate:
+            raise ToolError("the service is not available, try again")
+        return await self.tool.execute(state.inner, arguments, **kwargs)
+
+    async def calc_reward(self, state: _State, **kwargs: Any) -> float | None:
+        """The tool's."""
+        return await self.tool.calc_reward(state.inner, **kwargs)
+
+    async def release(self, state: _State, **kwargs: Any) -> None:
+        """The tool's."""
+        await self.tool.release(state.inner, **kwargs)
+
+    def close(self) -> None:
+        """The tool's."""
+        self.tool.close()

@@ -1,0 +1,58 @@
+"""Python for the model: every call is a program of its own, run in the sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hone.agents.tools.base import Tool, ToolError
+from hone.rewards.sandbox import Ending, Limits, Sandbox
+
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run a Python program and return what it prints.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "the program"}},
+            "required": ["code"],
+        },
+    },
+}
+
+
+class PythonTool(Tool):
+    """Runs programs without network, with limits on time, memory and output; see :mod:`hone.rewards.sandbox`.
+
+    Args:
+        backend: of the sandbox: ``auto``, ``bubblewrap`` or ``process``.
+        seconds: wall time of a program.
+        memory_mb: memory of a program.
+        max_concurrent: programs at one time.
+    """
+
+    def __init__(
+        self, *, backend: str = "auto", seconds: float = 10.0, memory_mb: int = 1024, max_concurrent: int = 8
+    ) -> None:
+        super().__init__(_SCHEMA)
+        limits = Limits(seconds=seconds, memory_mb=memory_mb)
+        self.sandbox = Sandbox(backend=backend, limits=limits, max_concurrent=max_concurrent)
+        self.concurrency, self.retries = max_concurrent, 0
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> str:
+        """What the program prints; where it fails, also the last lines of its errors.
+
+        Raises:
+            ToolError: it was stopped at a limit.
+        """
+        result = await self.sandbox.run(arguments["code"])
+        if result.ending is not Ending.FINISHED:
+            raise ToolError(f"the program was stopped: {result.error or result.ending.value}")
+        if result.succeeded:
+            return result.stdout or "(nothing was printed)"
+        return f"{result.stdout}\n{result.stderr}".strip()
+
+    def close(self) -> None:
+        """Wait for the programs that run."""
+        self.sandbox.close()

@@ -1,0 +1,262 @@
+"""The tools of a run, and how an episode uses them: every call is answered, whatever becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import jsonschema.validators
+
+from hone.agents.episode import Episode
+from hone.agents.messages import Message, ToolCall, tool_message
+from hone.agents.setting import Setting
+from hone.agents.tools.base import Schema, Tool, ToolError, ToolResult
+from hone.agents.tools.truncation import truncate
+from hone.config.agents import MultiTurnConfig
+from hone.data.episode_log import CallRecord, CallStatus
+from hone.errors import ConfigError, DataError, HoneError, did_you_mean
+
+log = logging.getLogger("hone.agents.tools")
+
+_SHOWN = 3
+
+
+class Toolbox:
+    """All tools of a run.
+
+    Args:
+        tools: with distinct names.
+        multi_turn: limits of calls.
+
+    Raises:
+        ConfigError: a name occurs twice, or a schema is no JSON schema.
+    """
+
+    def __init__(self, tools: Sequence[Tool], multi_turn: MultiTurnConfig) -> None:
+        self.multi_turn = multi_turn
+        self._tools: dict[str, Tool] = {}
+        for tool in tools:
+            if tool.name in self._tools:
+                raise ConfigError(
+                    f"two tools are called '{tool.name}'",
+                    why="a call could not be told from the other's",
+                    fix="rename one, or leave it out",
+                    where="actor_rollout_ref.rollout.multi_turn",
+                )
+            self._tools[tool.name] = tool
+        self._validators = {name: _validator(tool) for name, tool in self._tools.items()}
+        self._gates: dict[str, asyncio.Semaphore] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tools)
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    def __getitem__(self, name: str) -> Tool:
+        return self._tools[name]
+
+    def schemas(self, selection: Sequence[str] | None = None) -> list[Schema]:
+        """Schemas of the tools, or of those that are selected.
+
+        Raises:
+            DataError: a selected tool does not exist.
+        """
+        for name in selection or ():
+            if name not in self._tools:
+                raise DataError(
+                    f"tool '{name}' is asked for, and does not exist",
+                    why="it could never be called",
+                    fix=did_you_mean(name, self._tools),
+                    where="extra_info.tool_selection",
+                    code="R48",
+                )
+        return [tool.schema for name, tool in self._tools.items() if selection is None or name in selection]
+
+    def session(self, episode: Episode, setting: Setting) -> ToolSession:
+        """The tools as one episode uses them; leaving the context releases what was created.
+
+        Raises:
+            DataError: the row selects a tool that does not exist.
+        """
+        return ToolSession(self, episode, setting)
+
+    def invalid(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments by the tool's schema, None when nothing is."""
+        found = sorted(self._validators[name].iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+        texts = [f"{'.'.join(map(str, error.path)) or 'arguments'}: {error.message}" for error in found[:_SHOWN]]
+        return "; ".join(texts) or None
+
+    def gate(self, tool: Tool) -> asyncio.Semaphore:
+        """Lets as many calls of a tool through at a time as it allows."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._gates = loop, {}
+        places = tool.concurrency or self.multi_turn.tool_concurrency
+        return self._gates.setdefault(tool.name, asyncio.Semaphore(places))
+
+    def close(self) -> None:
+        """End what the tools have started."""
+        for tool in self._tools.values():
+            tool.close()
+
+
+@dataclass
+class _Answer:
+    status: CallStatus
+    text: str
+    result: ToolResult | None = None
+    attempts: int = 1
+
+
+class ToolSession:
+    """The tools of one episode.
+
+    Args:
+        toolbox: of the run.
+        episode: whose calls they answer; its row selects tools and gives arguments.
+        setting: of the run.
+
+    Attributes:
+        schemas: what the model is shown.
+        exhausted: whether the model has been told that no further call is carried out.
+    """
+
+    def __init__(self, toolbox: Toolbox, episode: Episode, setting: Setting) -> None:
+        extra = episode.sample.extra_info
+        self.toolbox, self.episode, self.setting = toolbox, episode, setting
+        self.schemas = toolbox.schemas(extra.get("tool_selection"))
+        self.exhausted = False
+        self._kwargs: Mapping[str, Mapping[str, Any]] = extra.get("tools_kwargs") or {}
+        self._names = [schema["function"]["name"] for schema in self.schemas]
+        self._states: dict[str, asyncio.Future[Any]] = {}
+        self._carried_out = 0
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> ToolSession:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)
+
+    async def answer(self, calls: Sequence[ToolCall]) -> list[Message]:
+        """Carry out the calls of a turn at the same time; one tool message for each, in their order."""
+        started = self.setting.multi_turn
+        left = None if started.max_tool_calls is None else started.max_tool_calls - self._carried_out
+        allowed = started.max_parallel_calls if left is None else min(left, started.max_parallel_calls)
+        self.exhausted = left is not None and len(calls) > left
+        self._carried_out += min(len(calls), allowed)
+        waiting = [self._one(call, number < allowed, allowed) for number, call in enumerate(calls)]
+        records = await self.episode.outside(asyncio.gather(*waiting))
+        self.episode.log.calls += records
+        self.episode.reward_turn(sum(record.reward for record in records))
+        return [tool_message(call, record.result) for call, record in zip(calls, records, strict=True)]
+
+    async def _one(self, call: ToolCall, permitted: bool, allowed: int) -> CallRecord:
+        started, several = time.perf_counter(), self.setting.multi_turn
+        if permitted:
+            answer = await self._try(call)
+        else:
+            answer = _Answer(CallStatus.OVER_LIMIT, _over_limit(allowed, self.exhausted))
+        text, cut = truncate(
+            answer.text, several.max_tool_response_length, several.tool_response_truncate_side, self.setting.tokenizer
+        )
+        result = answer.result or ToolResult("")
+        return CallRecord(
+            call.name,
+            call.arguments,
+            answer.status,
+            text,
+            self.episode.log.assistant_turns - 1,
+            time.perf_counter() - started,
+            answer.attempts,
+            cut,
+            result.reward,
+            result.metrics,
+        )
+
+    async def _try(self, call: ToolCall) -> _Answer:
+        if call.error is not None or call.arguments is None:
+            return _Answer(CallStatus.MALFORMED, f"error: {call.error or 'the arguments are no JSON object'}")
+        if call.name not in self._names:
+            there = ", ".join(self._names)
+            return _Answer(CallStatus.UNKNOWN_TOOL, f"error: there is no tool '{call.name}'; there are: {there}")
+        wrong = self.toolbox.invalid(call.name, call.arguments)
+        if wrong is not None:
+            return _Answer(CallStatus.INVALID_ARGUMENTS, f"error: {wrong}")
+        tool = self.toolbox[call.name]
+        async with self.toolbox.gate(tool):
+            return await self._carry_out(tool, call.arguments)
+
+    async def _carry_out(self, tool: Tool, arguments: Mapping[str, Any]) -> _Answer:
+        several = self.setting.multi_turn
+        limit = several.tool_timeout if tool.timeout is None else tool.timeout
+        tries = 1 + (several.tool_retries if tool.retries is None else tool.retries)
+        answer = _Answer(CallStatus.ERROR, "")
+        for attempt in range(1, tries + 1):
+            try:
+                async with asyncio.timeout(limit):
+                    state = await self._state(tool)
+                    result = ToolResult.of(await tool.execute(state, arguments, **self._further(tool, "execute")))
+                return _Answer(CallStatus.OK, result.text, result, attempt)
+            except ToolError as refusal:
+                return _Answer(CallStatus.ERROR, f"error: {refusal}", None, attempt)
+            except TimeoutError:
+                answer = _Answer(CallStatus.TIMEOUT, f"error: no answer within {limit:g} seconds", None, attempt)
+            except HoneError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a tool may raise anything; the model is told, and it is counted
+                log.debug("tool %s", tool.name, exc_info=error)
+                answer = _Answer(CallStatus.ERROR, f"error: {type(error).__name__}: {error}", None, attempt)
+        return answer
+
+    async def _state(self, tool: Tool) -> Any:
+        """The state of the episode, created at the first call; calls of one turn wait for the same."""
+        future = self._states.get(tool.name)
+        if future is None or (future.done() and (future.cancelled() or future.exception() is not None)):
+            future = self._states[tool.name] = asyncio.ensure_future(self._create(tool))
+        return await asyncio.shield(future)
+
+    async def _create(self, tool: Tool) -> Any:
+        state = await tool.create(**self._further(tool, "create"))
+        self._stack.push_async_callback(tool.release, state, **self._further(tool, "release"))
+        self._stack.push_async_callback(self._earned, tool, state)
+        return state
+
+    async def _earned(self, tool: Tool, state: Any) -> None:
+        earned = await tool.calc_reward(state, **self._further(tool, "calc_reward"))
+        if earned is not None:
+            self.episode.log.facts[f"{tool.name}_reward"] = float(earned)
+
+    def _further(self, tool: Tool, step: str) -> dict[str, Any]:
+        return dict((self._kwargs.get(tool.name) or {}).get(f"{step}_kwargs") or {})
+
+
+def _over_limit(allowed: int, exhausted: bool) -> str:
+    if exhausted:
+        return "error: not carried out, no further tool call is allowed; answer now"
+    return f"error: not carried out, at most {allowed} calls are allowed at a time; call again"
+
+
+def _validator(tool: Tool) -> Any:
+    parameters = tool.schema["function"].get("parameters") or {"type": "object"}
+    kind = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(parameters)
+    except jsonschema.SchemaError as error:
+        raise ConfigError(
+            f"the parameters of tool '{tool.name}' are no JSON schema: {error.message}",
+            fix='write {"type": "object", "properties": {...}, "required": [...]}',
+            where=json.dumps(parameters)[:200],
+        ) from error
+    return kind(parameters)

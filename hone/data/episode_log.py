@@ -1,0 +1,151 @@
+"""What an episode of several turns leaves besides tokens: how it ended, its conversation, its tool calls, its rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class EpisodeEnd(StrEnum):
+    """Why an episode ended."""
+
+    ANSWER = "answer"
+    """The model ended its turn without asking for anything more."""
+    DONE = "done"
+    """The environment or the simulated user says that it is over."""
+    TOKENS = "tokens"
+    """``data.max_response_length``: sampled tokens, tool results and user turns together."""
+    ASSISTANT_TURNS = "assistant_turns"
+    """``multi_turn.max_assistant_turns``."""
+    USER_TURNS = "user_turns"
+    """``multi_turn.max_user_turns``."""
+    TOOL_CALLS = "tool_calls"
+    """``multi_turn.max_tool_calls``."""
+    TIME = "time"
+    """``multi_turn.max_episode_seconds``."""
+    ABORTED = "aborted"
+    """The engine cut a turn short."""
+    ERROR = "error"
+    """Something broke, and retrying did not help."""
+
+
+class CallStatus(StrEnum):
+    """What became of a tool call."""
+
+    OK = "ok"
+    MALFORMED = "malformed"
+    """The text of the call cannot be read."""
+    UNKNOWN_TOOL = "unknown_tool"
+    INVALID_ARGUMENTS = "invalid_arguments"
+    """The arguments do not fit the tool's schema."""
+    OVER_LIMIT = "over_limit"
+    """One more than ``multi_turn.max_parallel_calls`` in a turn, or than ``max_tool_calls``; the model is told."""
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    """The tool raised."""
+
+
+@dataclass
+class CallRecord:
+    """One tool call.
+
+    Attributes:
+        name: of the tool, as the model wrote it.
+        arguments: as parsed; None where they could not be.
+        status: what became of it.
+        result: text that the model was given.
+        turn: number of the assistant turn that made it.
+        seconds: wall time, waiting for a free place included.
+        attempts: times it was tried.
+        truncated: whether the result was cut.
+        reward: that the tool gave for this call.
+        metrics: numbers that the tool reports.
+    """
+
+    name: str
+    arguments: dict[str, Any] | None
+    status: CallStatus
+    result: str = ""
+    turn: int = 0
+    seconds: float = 0.0
+    attempts: int = 1
+    truncated: bool = False
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class EpisodeLog:
+    """What happened in one episode.
+
+    Attributes:
+        messages: the conversation after the prompt, in OpenAI form.
+        end: why it ended.
+        assistant_turns: turns that the policy took.
+        user_turns: turns that a simulated user or an environment took.
+        calls: tool calls, in order.
+        turn_rewards: reward of each assistant turn, where the environment, a tool or the user gave one, else 0.
+        reward: of the episode, as its environment, tools or user have it; None leaves it to the scorer.
+        facts: named numbers that an environment reports at its end (``solved``, for example).
+        error: type, message and trace of what broke, None when nothing did.
+        tokenization: how its tokens differ from its conversation rendered anew, None when they do not or nobody looked.
+        retries: times it was played again because something broke.
+        generate_seconds: waiting for the engine.
+        tool_seconds: waiting for tools, environment and user.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    end: EpisodeEnd = EpisodeEnd.ANSWER
+    assistant_turns: int = 0
+    user_turns: int = 0
+    calls: list[CallRecord] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    reward: float | None = None
+    facts: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    tokenization: str | None = None
+    retries: int = 0
+    generate_seconds: float = 0.0
+    tool_seconds: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one answer to one prompt, of which the trajectory tells all."""
+        told = (self.messages, self.calls, self.error, self.retries, self.facts, self.reward is not None)
+        return self.assistant_turns == 1 and not any(told)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the conversation, the prompt counted as one."""
+        return 1 + len(self.messages)
+
+    def summary(self) -> dict[str, Any]:
+        """As plain data, for scorers and files: without wall times, so that it repeats with the run."""
+        return {
+            "end": self.end.value,
+            "num_turns": self.num_turns,
+            "assistant_turns": self.assistant_turns,
+            "user_turns": self.user_turns,
+            "reward": self.reward,
+            "turn_rewards": list(self.turn_rewards),
+            "facts": dict(self.facts),
+            "tool_calls": [_call(call) for call in self.calls],
+            "messages": self.messages,
+            "error": self.error,
+            "tokenization": self.tokenization,
+            "retries": self.retries,
+        }
+
+
+def _call(call: CallRecord) -> dict[str, Any]:
+    return {
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": call.status.value,
+        "result": call.result,
+        "turn": call.turn,
+        "attempts": call.attempts,
+        "truncated": call.truncated,
+        "reward": call.reward,
+    }
