@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import AssistantTurn, ToolCall
+from hone.data.chat import special_tokens
 from hone.registry import Registry
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
@@ -78,13 +79,11 @@ class ToolParser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self._tokenizer = tokenizer
-        known = tokenizer.added_tokens_encoder if tokenizer is not None else {}
+        known = named_tokens(tokenizer) if tokenizer is not None else {}
         marks = [mark for mark in dict.fromkeys((*self.thoughts, *self.marks)) if mark in known]
         self._characters = {mark: chr(0xD800 + number) for number, mark in enumerate(marks)}
         self._by_id = {known[mark]: character for mark, character in self._characters.items()}
-        self._special = frozenset(tokenizer.all_special_ids) if tokenizer is not None else frozenset()
-        if tokenizer is not None:
-            self._special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = frozenset(special_tokens(tokenizer)) if tokenizer is not None else frozenset()
 
     def parse(
         self,
@@ -158,6 +157,12 @@ class ToolParser:
             else:
                 run.append(token)
         return Lexed("".join(pieces), self._characters)
+
+
+def named_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the tokens that a tokenizer recognises by their name, special or not, and their ids."""
+    named: Any = tokenizer.added_tokens_encoder
+    return dict(named)
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser, finite
+from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser, finite, named_tokens
 from hone.agents.parsers.sections import blocks
 
 _CALL = re.compile(r"\s*call:(?P<name>[\w.\-]+)\s*(?=\{)")
@@ -29,7 +29,7 @@ class GemmaParser(ToolParser):
     _function_gemma = ("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>")
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        if tokenizer is not None and self._function_gemma[0] in tokenizer.added_tokens_encoder:
+        if tokenizer is not None and self._function_gemma[0] in named_tokens(tokenizer):
             self.marks = self._function_gemma  # type: ignore[misc]
         super().__init__(tokenizer)
 

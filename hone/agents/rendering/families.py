@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from hone.agents.parsers.base import named_tokens
 from hone.errors import ModelError
 from hone.registry import Registry
 
@@ -95,7 +96,7 @@ _TELLING_FIRST = ("harmony", "deepseek", "kimi", "llama3", "gemma4", "gemma", "q
 
 def family_of(tokenizer: PreTrainedTokenizerBase) -> Family:
     """Return the family whose tokens the vocabulary has, ``generic`` when it has those of none."""
-    known = tokenizer.added_tokens_encoder
+    known = named_tokens(tokenizer)
     for name in _TELLING_FIRST:
         family = FAMILIES.get(name)
         if all(token in known for token in family.signature):
@@ -113,7 +114,7 @@ def family_called(name: str, tokenizer: PreTrainedTokenizerBase) -> Family:
     if name == "auto":
         return family_of(tokenizer)
     family = FAMILIES.get(name)
-    missing = [token for token in family.signature if token not in tokenizer.added_tokens_encoder]
+    missing = [token for token in family.signature if token not in named_tokens(tokenizer)]
     if missing:
         raise ModelError(
             f"renderer '{name}' needs the token {missing[0]}, which the tokenizer does not have",

@@ -92,9 +92,9 @@ def written_call(template: Template) -> list[int] | None:
 
 def parser_that_reads(template: Template, likely: str) -> str:
     """Return the name of the parser that reads the template's own way of writing calls, ``likely`` where none does."""
-    turn = written_call(template)
+    turn = written_call(template) or []
     expected = call()["function"]
-    for name in (likely, *TOOL_PARSERS) if turn is not None else ():
+    for name in (likely, *TOOL_PARSERS):
         calls = TOOL_PARSERS.get(name)(template.tokenizer).parse(turn, [TOOL]).calls
         if [(made.name, made.arguments) for made in calls] == [(expected["name"], expected["arguments"])]:
             return name

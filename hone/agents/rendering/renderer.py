@@ -19,8 +19,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import AssistantTurn, Message
-from hone.agents.parsers.base import ToolParser
+from hone.agents.parsers.base import ToolParser, named_tokens
 from hone.agents.rendering.comparison import Difference, compare, rewritten
+from hone.agents.rendering.continuation import Continuation, by_result, closers_of
 from hone.agents.rendering.families import Family
 from hone.agents.rendering.probes import probe_conversations
 from hone.agents.rendering.template import HiddenText, Template
@@ -41,15 +42,19 @@ class Renderer:
         tools_as_text: tools, calls and results are written into contents, because the template knows none.
 
     Attributes:
-        stop_token_ids: tokens that end an assistant turn.
+        closers: tokens that the template ends an assistant turn with.
+        closer_ids: their ids.
+        stop_token_ids: tokens at which generation ends.
     """
 
     def __init__(self, template: Template, family: Family, parser: ToolParser, *, tools_as_text: bool = False) -> None:
         self.template, self.family, self.parser, self.tools_as_text = template, family, parser, tools_as_text
-        known = template.tokenizer.added_tokens_encoder
-        groups = family.closers or _closers_of(template)
-        self._closers = [[token for token in group if token in known] for group in groups]
-        self._closer_ids = [[known[token] for token in group] for group in self._closers]
+        groups = family.closers or closers_of(template)
+        known = named_tokens(template.tokenizer)
+        named = [[token for token in group if token in known] for group in groups]
+        self._continuation = Continuation(template, [group for group in named if group], shows_tools=not tools_as_text)
+        self.closers: list[str] = [token for group in named for token in group]
+        self.closer_ids: list[int] = [known[token] for token in self.closers]
         eos = template.tokenizer.eos_token_id
         stops = [known[token] for token in family.stops if token in known] if family.stops else self.closer_ids
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*stops, *([eos] if isinstance(eos, int) else [])]))
@@ -59,16 +64,6 @@ class Renderer:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer rendered for."""
         return self.template.tokenizer
-
-    @property
-    def closers(self) -> list[str]:
-        """Tokens that the template ends an assistant turn with."""
-        return [token for group in self._closers for token in group]
-
-    @property
-    def closer_ids(self) -> list[int]:
-        """Their ids."""
-        return [token for group in self._closer_ids for token in group]
 
     def prompt(
         self,
@@ -111,13 +106,15 @@ class Renderer:
         new = messages_as_text(new_messages) if self.tools_as_text else list(new_messages)
         results = sum(message["role"] == "tool" for message in new)
         if results > 1 and self.family.results_one_by_one:
-            return self._bridge_of(sampled_ids, _by_result(new), tools)
+            return self._continuation.ids(sampled_ids, by_result(new), tools)
         try:
-            return self._bridge_of(sampled_ids, [new], tools)
+            return self._continuation.ids(sampled_ids, [new], tools)
         except DataError:
             if results < 2:
                 raise
-            return self._bridge_of(sampled_ids, _by_result(new), tools)  # a template that takes one call at a time
+            return self._continuation.ids(
+                sampled_ids, by_result(new), tools
+            )  # a template that takes one call at a time
 
     def parse(
         self,
@@ -252,106 +249,3 @@ class Renderer:
                 code="R35",
             )
         self._checked_tools.add(names)
-
-    def _bridge_of(
-        self, sampled_ids: Sequence[int], groups: list[list[Message]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> list[int]:
-        ids: list[int] = []
-        for number, group in enumerate(groups):
-            closer, tail = self._behind_a_turn(group, tools, ask=number == len(groups) - 1)
-            encoded = self.template.encode(HiddenText(closer + tail.text, tail.hidden))
-            ended = number > 0 or (bool(sampled_ids) and sampled_ids[-1] in self._same_as(closer))
-            ids += encoded[1:] if closer and ended else encoded
-        return ids
-
-    def _same_as(self, closer: str) -> list[int]:
-        for names, ids in zip(self._closers, self._closer_ids, strict=True):
-            if closer in names:
-                return ids
-        return []
-
-    def _behind_a_turn(
-        self, new: list[Message], tools: Sequence[Mapping[str, Any]] | None, *, ask: bool
-    ) -> tuple[str, HiddenText]:
-        """The token that ends an assistant turn (\"\" where a template has none), and the rendering behind it."""
-        mark = _STAND_IN
-        while any(mark in str(message.get("content")) for message in new):
-            mark += "."
-        shown, start = self._stand_in(mark, new, tools, ask=ask)
-        for message in new:
-            self._check_shown(message, shown.text[start:])
-        found = [(shown.text.find(closer, start), closer) for closer in self.closers]
-        position, closer = min(((at, closer) for at, closer in found if at >= 0), default=(start, ""))
-        return closer, shown[position + len(closer) :]
-
-    def _stand_in(
-        self, mark: str, new: list[Message], tools: Sequence[Mapping[str, Any]] | None, *, ask: bool
-    ) -> tuple[HiddenText, int]:
-        """A short conversation with the new messages behind an assistant turn, and where in it that turn's text ends."""
-        calls = [_call(message, mark) for message in new if message["role"] == "tool"]
-        turns: list[Message] = [{"role": "assistant", "content": mark}]
-        if calls and self.closers:  # first with calls, as results of calls are shown
-            turns.insert(0, {"role": "assistant", "content": "", "tool_calls": calls})
-        refusal: DataError | None = None
-        for turn in turns:
-            try:
-                shown = self.rendered_as_is([_QUESTION, turn, *new], tools, ask=ask)
-            except DataError as error:
-                refusal = refusal or error
-                continue
-            if mark in shown.text:
-                return shown, shown.text.rindex(mark) + len(mark)
-        raise refusal or DataError(
-            "the chat template leaves the assistant's text out",
-            where=str(self.tokenizer.name_or_path),
-            why="what follows it cannot be found",
-            fix="another template with actor_rollout_ref.model.custom_chat_template=PATH",
-        )
-
-    def rendered_as_is(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, ask: bool
-    ) -> HiddenText:
-        """Return the text of messages that were already put in the template's form."""
-        return self.template.text(messages, None if self.tools_as_text else tools, ask=ask)
-
-    def _check_shown(self, message: Message, tail: str) -> None:
-        content = message.get("content")
-        if not isinstance(content, str) or not content.strip():
-            return
-        word = max(content.split(), key=len)
-        plain = "".join(character for character in word if character.isalnum() and character.isascii())
-        if plain == word and word not in tail:
-            raise DataError(
-                f"the chat template leaves out a message of role '{message['role']}': '{word[:40]}' is not in its text",
-                where=str(self.tokenizer.name_or_path),
-                why="the model would be asked to go on without it",
-                fix="actor_rollout_ref.rollout.multi_turn.renderer=text_tools, or another template with "
-                "actor_rollout_ref.model.custom_chat_template=PATH",
-                code="R35",
-            )
-
-
-def _call(message: Message, mark: str) -> dict[str, Any]:
-    """A call that the tool message answers."""
-    function = {"name": message.get("name") or "unknown", "arguments": {"value": mark}}
-    return {"id": message.get("tool_call_id") or "call_0", "type": "function", "function": function}
-
-
-def _by_result(messages: list[Message]) -> list[list[Message]]:
-    """The messages in groups that begin with each result."""
-    groups: list[list[Message]] = [[]]
-    for message in messages:
-        if message["role"] == "tool" and groups[-1]:
-            groups.append([])
-        groups[-1].append(message)
-    return groups
-
-
-def _closers_of(template: Template) -> tuple[tuple[str, ...], ...]:
-    """The special token that a template puts behind an assistant turn, none where it puts plain text there."""
-    turns = [_QUESTION, {"role": "assistant", "content": _STAND_IN}, _QUESTION]
-    text = template.text(turns).text
-    _, found, behind = text.partition(_STAND_IN)
-    literals = [str(template.tokenizer.convert_ids_to_tokens(index)) for index in template.special]
-    following = [(behind.find(literal), literal) for literal in literals if literal in behind]
-    return ((min(following)[1],),) if found and following else ()

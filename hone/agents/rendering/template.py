@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import Message
+from hone.agents.parsers.base import named_tokens
 from hone.data.chat import REFUSALS, special_tokens, template_of
 from hone.errors import DataError
 
@@ -41,7 +42,7 @@ class Template:
         self.source = template_of(tokenizer)
         self.special = special_tokens(tokenizer)
         self._special_text = _any_of(str(tokenizer.convert_ids_to_tokens(index)) for index in self.special)
-        self._named_text = _any_of(tokenizer.added_tokens_encoder)
+        self._named_text = _any_of(named_tokens(tokenizer))
         self._arguments_as_text = self._wants_text()
 
     def text(

@@ -19,7 +19,7 @@ from hone.errors import ConfigError, DataError, ModelError
 
 ONE_CALL = ("llama3_1", "harmony")
 QUICK = settings(
-    max_examples=15,
+    max_examples=12,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -180,7 +180,14 @@ def test_a_template_that_leaves_results_out() -> None:
         renderer_for(tokenizer_with(silent, CHATML)).bridge([], [result()])
 
 
-@pytest.mark.parametrize("template", [PLAIN, GEMMA.replace("<|turn|>", "[").replace("<|/turn|>", "</s>")])
+OPENERS = (
+    "{% for m in messages %}<pad>{{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<pad>assistant\n{% endif %}"
+)
+"""Special tokens begin turns, and nothing ends them."""
+
+
+@pytest.mark.parametrize("template", [PLAIN, OPENERS, GEMMA.replace("<|turn|>", "[").replace("<|/turn|>", "</s>")])
 def test_unknown_families(template: str) -> None:
     """The end of a turn is found from the template; one that ends turns with plain text works as well."""
     made = tokenizer_with(template, Shape(("</s>", "<pad>")))
