@@ -22,7 +22,7 @@ class CheckpointEngineConfig:
 
 @dataclass(kw_only=True)
 class EngineConfig(OwnPoolConfig):
-    """Engines in a process and an environment of their own: vllm and sglang."""
+    """Engines in a process and an environment of their own."""
 
     engine_env: str | None = None
     """Virtual environment that the engine is installed in; null is where `hone engines install` puts it."""

@@ -26,5 +26,5 @@ def _hf(**arguments: Any) -> Engine:
     return HuggingFaceEngine(**arguments)
 
 
-SERVED = ("vllm", "sglang")
+SERVED = ("vllm",)
 """Engines that are servers in an environment of their own; :mod:`hone.generation.build` starts them."""

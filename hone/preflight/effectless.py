@@ -56,6 +56,7 @@ def effectless_keys(config: RLConfig) -> Iterator[Finding]:
         *_estimator_switches(config),
         *_loss_switches(config),
         *_sampling_switches(config),
+        *_engine_switches(config),
         Switch(
             ("actor_rollout_ref.actor.loss_scale_factor",),
             actor.loss_agg_mode == "seq-mean-token-sum-norm",
@@ -114,6 +115,30 @@ def _loss_switches(config: RLConfig) -> Iterator[Switch]:
     if clips <= chosen.options:
         left = actor.clip_ratio_low is None or actor.clip_ratio_high is None
         yield Switch((f"{ACTOR}.clip_ratio",), left, "clip_ratio_low and clip_ratio_high are both set", "")
+
+
+def _engine_switches(config: RLConfig) -> list[Switch]:
+    from hone.config.engines import EngineConfig
+    from hone.config.ray import OwnPoolConfig
+    from hone.generation import SERVED
+
+    name, url = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.engine_url
+    own = set(EngineConfig.__dataclass_fields__) - set(OwnPoolConfig.__dataclass_fields__) - {"checkpoint_engine"}
+    here = f"engine '{name}' runs in Hone's own process" if name not in SERVED else "the engine at engine_url runs already"
+    return [
+        Switch(
+            tuple(f"actor_rollout_ref.rollout.{key}" for key in sorted(own - {"engine_url"})),
+            name in SERVED and url is None,
+            here,
+            "actor_rollout_ref.rollout.name=vllm" if name not in SERVED else "actor_rollout_ref.rollout.engine_url=null",
+        ),
+        Switch(
+            ("actor_rollout_ref.rollout.engine_url", "actor_rollout_ref.rollout.checkpoint_engine.backend"),
+            name in SERVED,
+            here,
+            "actor_rollout_ref.rollout.name=vllm",
+        ),
+    ]
 
 
 def _sampling_switches(config: RLConfig) -> list[Switch]:

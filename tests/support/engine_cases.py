@@ -78,7 +78,7 @@ class Subject:
     """An engine under test, and how it gets new weights.
 
     Attributes:
-        kind: native, hf, served (native in a process of its own), vllm, sglang.
+        kind: native, hf, served (native in a process of its own), vllm.
         engine: speaks the protocol.
         model: in this process, of engines that read the trainer's own.
     """

@@ -34,9 +34,16 @@ def _truncation(value: Any, others: Others) -> dict[str, Any]:
 
 
 def _engine(value: Any, others: Others) -> dict[str, Any]:
-    if value in ("vllm", "sglang", "trtllm"):
+    if value in ("sglang", "trtllm"):
         raise Refused(f"the engine {value}", f"{_ROLLOUT}.name=native", {f"{_ROLLOUT}.name": "native"})
     return {f"{_ROLLOUT}.name": "hf" if value == "naive" else value}
+
+
+def _transport(value: Any, others: Others) -> dict[str, Any]:
+    path = f"{_ROLLOUT}.checkpoint_engine.backend"
+    if value in ("nccl", "hccl", "nixl", "kimi_ckpt_engine", "mooncake", "delta_sharded"):
+        raise Refused(f"weights sent by {value}", f"{path}=auto", {path: "auto"})
+    return {path: "auto" if value == "naive" else value}
 
 
 def _logger(value: Any, others: Others) -> dict[str, Any]:
@@ -75,7 +82,8 @@ def _own_nodes(block: str) -> Changed:
 
 VALUES: dict[str, Changed] = {
     "data.truncation": Changed("left is called truncate", _truncation),
-    f"{_ROLLOUT}.name": Changed("vllm, sglang and trtllm are not supported yet", _engine),
+    f"{_ROLLOUT}.name": Changed("sglang and trtllm are not supported yet, naive is called hf", _engine),
+    f"{_ROLLOUT}.checkpoint_engine.backend": Changed("naive is auto; by nccl and the like not yet", _transport),
     f"{_ROLLOUT}.top_k": Changed("0 is -1: all tokens", _plain(f"{_ROLLOUT}.top_k", {0: -1})),
     f"{_ROLLOUT}.val_kwargs.top_k": Changed("0 is -1: all tokens", _plain(f"{_ROLLOUT}.val_kwargs.top_k", {0: -1})),
     "algorithm.filter_groups.max_num_gen_batches": Changed(

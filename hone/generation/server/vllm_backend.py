@@ -62,10 +62,11 @@ class VllmBackend:
         if self._on_cpu:
             options |= {"block_size": _CPU_BLOCK, "enforce_eager": True}
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(self._cache_bytes(settings) / 2**30))
+            workers = settings.options.get("tensor_parallel_size", 1)
+            if workers == 1:  # the worker lives in the process of the engine's core: one process less to start
+                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             if settings.cpus:
-                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _binding(
-                    settings.cpus, settings.options.get("tensor_parallel_size", 1)
-                )
+                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _binding(settings.cpus, workers)
         elif settings.max_cache_tokens is not None:
             options["kv_cache_memory_bytes"] = self._cache_bytes(settings)
         return {**options, **settings.options}

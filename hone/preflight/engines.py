@@ -1,0 +1,24 @@
+"""Rules about engines that live in an environment of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hone.config.tree import RLConfig
+from hone.errors import ConfigError
+from hone.preflight.rules import Finding, Stage, rule, warning
+
+
+@rule("R76", RLConfig, stage=Stage.ENVIRONMENT)
+def engine_is_installed(config: RLConfig) -> Iterator[Finding]:
+    """An external engine has its environment on this machine, unless the run attaches to one that serves already."""
+    from hone.generation import SERVED
+    from hone.generation.environments import interpreter_of
+
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name not in SERVED or rollout.engine_url is not None:
+        return
+    try:
+        interpreter_of(rollout.name, rollout.engine_env)
+    except ConfigError as missing:
+        yield warning(missing.what, why=missing.why, fix=missing.fix, where=missing.where)
