@@ -1,169 +1,153 @@
-"""Scores responses: with a reward function of the user's own, or with the built-in scorer of each kind of problem."""
+"""Scores responses: with a reward function of the user's own, with the built-in scorers, or with several of them added up."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
-from hone.errors import RewardError, did_you_mean
-from hone.insight import activity
-from hone.rewards.outcome import TIMEOUT, failed, to_score
-from hone.rewards.pool import ASYNC_GRACE, Outcome, WorkerPool
+from hone.errors import RewardError
+from hone.rewards.outcome import TIMEOUT, failed
+from hone.rewards.placement import add, first_turns, place, turn_ends
+from hone.rewards.pool import Outcome
 from hone.rewards.score import Score
-from hone.rewards.scorers import SCORERS, Scorer, scorer_for
-from hone.rewards.worker import Target
+from hone.rewards.scorers import SCORERS
+from hone.rewards.services import Services
+from hone.rewards.sources import ScorerSource, Source, function_source
+from hone.rewards.terms import Term, combine, read_terms
 
 logger = logging.getLogger("hone.rewards")
 
 
 class RewardManager:
-    """Scores trajectories, in parallel and with a time limit each.
+    """Scores trajectories, in parallel and with a limit on the time of each call.
 
-    A custom function, and built-in scorers that may hang (symbolic mathematics, other packages' verifiers), run in worker
-    processes; built-in scorers that only read text run here. A call that raises, runs out of time, kills its process or
-    returns no finite number is an error: counted and shown, or the end of the run (``reward.on_error``).
+    A reward function, and built-in scorers that may hang (symbolic mathematics, other packages' verifiers), run in worker
+    processes; scorers that only read text run here; those that ask a sandbox, a judge or a server are awaited together. A
+    call that raises, runs out of time, kills its process or returns no finite number is an error: counted and shown, or the
+    end of the run (``reward.on_error``).
 
     Args:
         config: the block ``reward``.
 
     Raises:
-        RewardError: the custom function cannot be loaded or called, or an option is unknown.
-        ConfigError: ``reward.scorer`` is unknown.
+        RewardError: a function cannot be loaded or called, or an option is unknown.
+        ConfigError: ``reward.scorer`` or an entry of ``reward.terms`` is wrong.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config
-        self._pool: WorkerPool | None = None
+        self.services = Services(config)
+        self.terms = read_terms(config.terms)
         self._traceback_logged = False
-        self._forced = SCORERS.get(config.scorer) if config.scorer else None
         self._custom = config.custom_reward_function.path is not None
-        if self._custom and self._forced:
-            raise RewardError(
-                f"both reward.scorer={config.scorer} and a custom reward function are set",
-                why="one of them would be ignored",
-                fix="reward.scorer=null or reward.custom_reward_function.path=null",
-            )
-        if self._custom:
-            self._pool = WorkerPool(self._custom_target(), config.num_workers)
-        else:
-            self._check_options([self._forced] if self._forced else [SCORERS.get(name) for name in SCORERS])
+        _one_way(config, bool(self.terms))
+        self.sources: list[Source] = []
+        try:
+            for term in self.terms:
+                self.sources.append(self._source_of(term))
+            if not self.terms:
+                self.sources.append(self._only_source())
+        except BaseException:
+            self.close()
+            raise
 
-    def check(self, data_sources: Mapping[str, int]) -> None:
+    @property
+    def _named(self) -> bool:
+        """Whether the configuration says what scores, rather than each row."""
+        return self._custom or bool(self.terms) or self.config.scorer is not None
+
+    def check(self, data_sources: Mapping[str, int], self_scored: Collection[str] = ()) -> None:
         """Make sure, before anything is generated, that every kind of problem can be scored.
 
         Args:
             data_sources: data source to number of rows.
+            self_scored: data sources whose episodes bring their own reward.
 
         Raises:
-            RewardError: a data source has no scorer, or its scorer needs a package that is not installed.
+            RewardError: a data source has no scorer, or its scorer needs a package or a service that is not there.
         """
-        if self._custom:
-            return
-        found = {source: self._forced or scorer_for(source) for source in data_sources}
-        missing = sorted((source for source, scorer in found.items() if scorer is None), key=lambda s: -data_sources[s])
-        if missing:
-            rows = ", ".join(f"'{source}' ({data_sources[source]} rows)" for source in missing[:5])
-            known = ", ".join(sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources}))
-            raise RewardError(
-                f"no reward for data_source {rows}{' and more' if len(missing) > 5 else ''}. Known: {known}",
-                why="their responses could not be scored",
-                fix=f"reward.scorer=<one of {', '.join(SCORERS.names())}> for all rows, or a function of your own: "
-                "reward.custom_reward_function.path=<file>.py",
-                code="R43",
-                where="data",
-            )
-        used = {scorer.name: scorer for scorer in found.values() if scorer is not None}
-        for scorer in used.values():
-            scorer.check_installed()
-        self._check_options(list(used.values()))
+        scored = (
+            data_sources if self._named else {name: n for name, n in data_sources.items() if name not in self_scored}
+        )
+        for source in self.sources:
+            source.check(scored)
 
-    async def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
+        """What scores these kinds of problems: names, and hashes of the code."""
+        return {name: version for source in self.sources for name, version in source.identity(data_sources).items()}
+
+    async def score(self, trajectories: Sequence[Trajectory], *, training: bool = False) -> list[Score]:
         """Score each trajectory; scores come back in the same order.
+
+        Args:
+            trajectories: what was played.
+            training: terms are normalised where ``reward.terms`` says so; validation shows them as they are.
 
         Raises:
             RewardError: a call failed and ``on_error`` is ``stop``, more than ``max_error_rate`` of these failed, or a
                 trajectory's data source has no scorer.
         """
-        total = len(trajectories)
-        allowed = 0 if self.config.on_error == "stop" else int(self.config.max_error_rate * total + 1e-9)
-        chosen = [None if self._custom else self._scorer(trajectory) for trajectory in trajectories]
-        sent = [index for index, scorer in enumerate(chosen) if scorer is None or scorer.may_hang]
-        outcomes: list[Outcome | None] = [None] * total
-        job = None
-        if sent:
-            job = self._workers().submit([self._call(trajectories[i], chosen[i]) for i in sent], max_failures=allowed)
-        for index, scorer in enumerate(chosen):
-            if scorer is not None and not scorer.may_hang:
-                outcomes[index] = _score_here(scorer, self._arguments(trajectories[index], scorer))
-                activity.tick()
-        if job is not None:
-            limit = self.config.timeout + ASYNC_GRACE
-            with activity.waiting(f"{len(sent)} scores", on=["reward worker"], limit=limit):
-                answers = await asyncio.wrap_future(job.done)
-            for index, outcome in zip(sent, answers, strict=True):
-                outcomes[index] = outcome
+        allowed = 0 if self.config.on_error == "stop" else int(self.config.max_error_rate * len(trajectories) + 1e-9)
+        own = [None if self._named else _own_reward(trajectory) for trajectory in trajectories]
+        asked = [t for t, reward in zip(trajectories, own, strict=True) if reward is None and _fault(t) is None]
+        answers = iter(await self._ask(asked, allowed, training) if asked else [])
+        outcomes: list[Outcome | None] = []
+        for trajectory, reward, turn in zip(trajectories, own, first_turns(trajectories), strict=True):
+            fault = _fault(trajectory)
+            if fault is not None:
+                outcomes.append(Outcome(failed(f"the episode broke: {fault}")))
+                continue
+            outcome = next(answers) if reward is None else Outcome(Score(reward))
+            if outcome is not None:
+                outcome.score = _with_episode(outcome.score, trajectory, turn)
+            outcomes.append(outcome)
         self._judge(trajectories, outcomes, allowed)
         return [outcome.score for outcome in outcomes if outcome is not None]
 
     def close(self) -> None:
-        """End the worker processes."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        """End the worker processes and what else was started."""
+        for source in self.sources:
+            source.close()
+        self.services.close()
 
-    # calls -----------------------------------------------------------------------------------------------------------
+    # sources ---------------------------------------------------------------------------------------------------------
 
-    def _custom_target(self) -> Target:
-        custom = self.config.custom_reward_function
-        path = Path(str(custom.path)).expanduser().resolve()
-        if not path.is_file():
-            near = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-            raise RewardError(
-                f"there is no file {custom.path}",
-                why="without it no response can be scored",
-                fix=did_you_mean(path.name, near) if near else f"the directory {path.parent} holds no Python file",
-                where="reward.custom_reward_function.path",
-            )
-        return Target(self.config.timeout, str(path), custom.name, dict(custom.reward_kwargs))
+    def _only_source(self) -> Source:
+        if self._custom:
+            return function_source(self.config.custom_reward_function, self.config)
+        forced = SCORERS.get(self.config.scorer) if self.config.scorer else None
+        return ScorerSource(forced, self.config.scorer_kwargs, self.config, self.services)
 
-    def _workers(self) -> WorkerPool:
-        if self._pool is None:
-            names = tuple(n for n in SCORERS if SCORERS.get(n).may_hang and SCORERS.get(n).is_installed())
-            self._pool = WorkerPool(Target(self.config.timeout, scorers=names), self.config.num_workers)
-        return self._pool
+    def _source_of(self, term: Term) -> Source:
+        if term.function is not None:
+            return function_source(term.function, self.config)
+        return ScorerSource(SCORERS.get(str(term.scorer)), term.options, self.config, self.services)
 
-    def _scorer(self, trajectory: Trajectory) -> Scorer:
-        source = trajectory.sample.data_source
-        scorer = self._forced or scorer_for(source)
-        if scorer is None:
-            self.check({source: 1})
-            raise AssertionError(source)
-        return scorer
-
-    def _call(self, trajectory: Trajectory, scorer: Scorer | None) -> dict[str, Any]:
-        if scorer is None:
-            return _field_arguments(trajectory)
-        return {"scorer": scorer.name, **self._arguments(trajectory, scorer)}
-
-    def _arguments(self, trajectory: Trajectory, scorer: Scorer) -> dict[str, Any]:
-        options = {name: value for name, value in self.config.scorer_kwargs.items() if name in scorer.options}
-        return _field_arguments(trajectory) | options
-
-    def _check_options(self, scorers: Sequence[Scorer]) -> None:
-        known = {option for scorer in scorers for option in scorer.options}
-        for option in self.config.scorer_kwargs:
-            if option not in known:
-                names = ", ".join(scorer.name for scorer in scorers)
-                raise RewardError(
-                    f"no scorer in use ({names}) has an option '{option}'",
-                    where="reward.scorer_kwargs",
-                    fix=did_you_mean(option, known),
-                )
+    async def _ask(self, trajectories: Sequence[Trajectory], allowed: int, training: bool) -> list[Outcome | None]:
+        columns = await asyncio.gather(*(source.outcomes(trajectories, allowed) for source in self.sources))
+        for column in columns:
+            for outcome, trajectory in zip(column, trajectories, strict=True):
+                if outcome is not None and outcome.score.error is None:
+                    outcome.score = place(outcome.score, trajectory)
+        if not self.terms:
+            return columns[0]
+        rows = [[column[row] for column in columns] for row in range(len(trajectories))]
+        whole = [[o for o in row if o is not None] for row in rows]
+        told = [number for number, row in enumerate(whole) if len(row) == len(columns)]
+        scores = combine(
+            self.terms,
+            [[whole[number][term].score for number in told] for term in range(len(columns))],
+            [trajectories[number] for number in told],
+            normalized=training,
+        )
+        outcomes: list[Outcome | None] = [None] * len(rows)
+        for number, score in zip(told, scores, strict=True):
+            outcomes[number] = Outcome(score, next((o.traceback for o in whole[number] if o.traceback), None))
+        return outcomes
 
     # errors ----------------------------------------------------------------------------------------------------------
 
@@ -213,18 +197,54 @@ def error_metrics(scores: Sequence[Score]) -> dict[str, float]:
     }
 
 
-def _field_arguments(trajectory: Trajectory) -> dict[str, Any]:
-    sample = trajectory.sample
-    return {
-        "data_source": sample.data_source,
-        "solution_str": trajectory.text,
-        "ground_truth": sample.ground_truth,
-        "extra_info": sample.extra_info,
-    }
+def _one_way(config: RewardConfig, terms: bool) -> None:
+    """Refuse two answers to the question what scores, and a manager that nothing would use."""
+    custom = config.custom_reward_function.path is not None
+    if custom and config.scorer:
+        raise RewardError(
+            f"both reward.scorer={config.scorer} and a custom reward function are set",
+            why="one of them would be ignored",
+            fix="reward.scorer=null or reward.custom_reward_function.path=null",
+        )
+    if terms and (custom or config.scorer):
+        other = "reward.scorer" if config.scorer else "reward.custom_reward_function.path"
+        raise RewardError(
+            f"both reward.terms and {other} are set",
+            why="one of them would be ignored",
+            fix=f"{other}=null, and if it shall count a term of its own",
+        )
+    functions = custom or any("function" in term for term in config.terms)
+    if config.reward_manager == "batch" and not functions:
+        raise RewardError(
+            "reward.reward_manager=batch, and there is no reward function of your own",
+            why="built-in scorers score one response at a time",
+            fix="reward.reward_manager=naive or reward.custom_reward_function.path=FILE.py",
+            where="reward.reward_manager",
+        )
 
 
-def _score_here(scorer: Scorer, arguments: dict[str, Any]) -> Outcome:
-    try:
-        return Outcome(to_score(scorer.compute(**arguments)))
-    except (ValueError, TypeError, KeyError) as error:  # a ground truth that the scorer cannot read
-        return Outcome(failed(f"{type(error).__name__}: {error}"))
+def _fault(trajectory: Trajectory) -> str | None:
+    """What broke the episode, in one line."""
+    if trajectory.episode is None or trajectory.episode.error is None:
+        return None
+    return (trajectory.episode.error.strip().splitlines() or ["unknown"])[0]
+
+
+def _own_reward(trajectory: Trajectory) -> float | None:
+    """The reward that the episode brings itself."""
+    return None if trajectory.episode is None else trajectory.episode.reward
+
+
+def _with_episode(score: Score, trajectory: Trajectory, first_turn: int) -> Score:
+    """Add what the episode itself says: rewards of its turns, and numbers that it reports."""
+    log = trajectory.episode
+    if log is None or score.error is not None:
+        return score
+    score.terms = log.facts | score.terms
+    ends = turn_ends(trajectory.response_mask)
+    earned = log.turn_rewards[first_turn : first_turn + len(ends)]
+    if any(earned):
+        score.total += sum(earned)
+        score.terms.setdefault("turn_rewards", sum(earned))
+        add(score, zip(ends, earned, strict=False))
+    return score

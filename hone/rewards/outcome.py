@@ -11,6 +11,8 @@ from hone.rewards.score import Score
 
 TIMEOUT = "timeout"
 """First word of ``Score.error`` when scoring took too long."""
+PLACED = ("turn_rewards", "token_rewards")
+"""Entries of a returned dict that say where parts of the score stand."""
 
 
 def to_score(value: Any) -> Score:
@@ -27,6 +29,16 @@ def to_score(value: Any) -> Score:
     if not math.isfinite(number):
         return failed(f"returned {number}")
     return Score(number)
+
+
+def to_scores(value: Any, count: int) -> list[Score]:
+    """Read the return value of a function that scored ``count`` responses in one call: a sequence of what
+    :func:`to_score` reads. Anything else makes every one of them an error.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, list | tuple) or len(value) != count:
+        return [failed(f"returned {_describe(value)}, not a list of {count} scores")] * count
+    return [to_score(entry) for entry in value]
 
 
 def failed(error: str) -> Score:
@@ -55,13 +67,28 @@ def _from_mapping(value: Mapping[Any, Any]) -> Score:
         name, number = str(key), as_number(entry)
         if name == "score":
             continue
-        if number is None:
+        if name in PLACED:
+            parts = _numbers(entry)
+            if parts is None:
+                return failed(f"'{name}' is {_describe(entry)}, not a list of finite numbers")
+            setattr(score, name, parts)
+        elif number is None:
             score.extra[name] = _plain(entry)
         elif math.isfinite(number):
             score.terms[name] = number
         else:
             return failed(f"term '{name}' is {number}")
     return score
+
+
+def _numbers(value: Any) -> list[float] | None:
+    """A list, tuple or array of finite numbers, as a list; else None."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, list | tuple):
+        return None
+    numbers = [as_number(entry) for entry in value]
+    found = [number for number in numbers if number is not None and math.isfinite(number)]
+    return found if len(found) == len(numbers) else None
 
 
 def _plain(value: Any) -> Any:

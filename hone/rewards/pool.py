@@ -51,10 +51,11 @@ logger = logging.getLogger("hone.rewards")
 
 @dataclass
 class Outcome:
-    """A score, and the traceback when the function raised."""
+    """A score, and the traceback when the function raised; of a call that scored a batch, all its scores."""
 
     score: Score
     traceback: str | None = None
+    batch: list[Score] | None = None
 
 
 @dataclass
@@ -202,9 +203,10 @@ class WorkerPool:
                     process.kill()
                     self._blame(waiting, process, f"{TIMEOUT}: no answer within {self.target.timeout:g} s")
                     return None
-                number, score, trace = process.connection.recv()
+                number, said, trace = process.connection.recv()
                 task = waiting.pop(number)
-                self._settle(task.job, task.index, Outcome(score, trace))
+                outcome = Outcome(said[0], trace, said) if isinstance(said, list) else Outcome(said, trace)
+                self._settle(task.job, task.index, outcome)
         except (EOFError, OSError):
             code = process.kill()
             self._blame(waiting, process, f"the worker process ended (exit code {code})")

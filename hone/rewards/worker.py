@@ -5,7 +5,8 @@ they do; it speaks over the first and leaves standard output to the reward funct
 script without ``if __name__ == "__main__"`` is not run twice.
 
     parent -> worker    a Target, once; then chunks: lists of (number, pickled keyword arguments)
-    worker -> parent    Ready or LoadFailure, once; then (number, Score, traceback or None) as each call ends
+    worker -> parent    Ready or LoadFailure, once; then (number, Score, traceback or None) as each call ends, and a list of
+                        scores from a function that scores a batch
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from typing import Any
 
 from hone.errors import did_you_mean
 from hone.insight import activity
-from hone.rewards.outcome import TIMEOUT, failed, to_score
+from hone.rewards.outcome import TIMEOUT, failed, to_score, to_scores
 from hone.rewards.score import Score
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-SIGNATURE = f"def compute_score({', '.join(ARGUMENTS)}, **kwargs)"
+PLURALS = tuple(f"{name}s" for name in ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Target:
         name: of the function in the file.
         kwargs: further keyword arguments of every call of it.
         scorers: built-in scorers to make ready.
+        batch: a call scores many responses: each argument is a list, and so is what it returns.
     """
 
     timeout: float
@@ -52,6 +54,21 @@ class Target:
     name: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
     scorers: tuple[str, ...] = ()
+    batch: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the arguments of each call, beside ``kwargs``."""
+        return PLURALS if self.batch else ARGUMENTS
+
+    @property
+    def signature(self) -> str:
+        """How its function may be written."""
+        return f"def compute_score({', '.join(self.arguments)}, **kwargs)"
+
+    def read(self, value: Any, call: dict[str, Any]) -> Score | list[Score]:
+        """The score, or the scores of a batch, that a call returned."""
+        return to_scores(value, len(call[PLURALS[0]])) if self.batch else to_score(value)
 
 
 @dataclass(frozen=True)
@@ -98,10 +115,10 @@ def main() -> None:
             return
         with activity.doing(f"{len(chunk)} calls"):
             if is_async:
-                loop.run_until_complete(_run_together(connection, function, chunk, target.timeout))
+                loop.run_until_complete(_run_together(connection, function, chunk, target))
             else:
                 for number, payload in chunk:
-                    _reply(connection, number, *_run_one(function, payload, loop, target.timeout))
+                    _reply(connection, number, *_run_one(function, payload, loop, target))
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -120,7 +137,9 @@ def _load(target: Target) -> tuple[Callable[..., Any], bool]:
             f"reward.custom_reward_function.name=<function>. {did_you_mean(target.name, functions)}",
         )
     if not callable(function):
-        raise LoadFailure(f"'{target.name}' of {target.path} is a {type(function).__name__}, not a function", SIGNATURE)
+        raise LoadFailure(
+            f"'{target.name}' of {target.path} is a {type(function).__name__}, not a function", target.signature
+        )
     _check_signature(function, target)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return functools.partial(function, **target.kwargs), is_async
@@ -146,11 +165,11 @@ def _load_module(path: Path) -> Any:
 
 def _check_signature(function: Callable[..., Any], target: Target) -> None:
     try:
-        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **target.kwargs)
+        inspect.signature(function).bind(**dict.fromkeys(target.arguments), **target.kwargs)
     except TypeError as error:
-        given = ", ".join([*ARGUMENTS, *target.kwargs])
+        given = ", ".join([*target.arguments, *target.kwargs])
         raise LoadFailure(
-            f"'{target.name}' of {target.path} cannot be called with {given}: {error}", SIGNATURE
+            f"'{target.name}' of {target.path} cannot be called with {given}: {error}", target.signature
         ) from error
     except ValueError:
         return  # a builtin without a signature; the first call will tell
@@ -172,28 +191,30 @@ def _load_scorers(names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _run_one(
-    function: Callable[..., Any], payload: bytes, loop: asyncio.AbstractEventLoop, timeout: float
-) -> tuple[Score, str | None]:
+    function: Callable[..., Any], payload: bytes, loop: asyncio.AbstractEventLoop, target: Target
+) -> tuple[Score | list[Score], str | None]:
     begun = time.monotonic()
     try:
-        value = function(**pickle.loads(payload))
+        call = pickle.loads(payload)
+        value = function(**call)
         if inspect.isawaitable(value):
-            value = loop.run_until_complete(asyncio.wait_for(value, timeout))
-        return to_score(value), None
+            value = loop.run_until_complete(asyncio.wait_for(value, target.timeout))
+        return target.read(value, call), None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward function raises is a counted error
-        return _failure(error, time.monotonic() - begun, timeout)
+        return _failure(error, time.monotonic() - begun, target.timeout)
 
 
 async def _run_together(
-    connection: Connection, function: Callable[..., Any], chunk: list[tuple[int, bytes]], timeout: float
+    connection: Connection, function: Callable[..., Any], chunk: list[tuple[int, bytes]], target: Target
 ) -> None:
     async def run(number: int, payload: bytes) -> None:
         begun = time.monotonic()
         try:
-            value = await asyncio.wait_for(function(**pickle.loads(payload)), timeout)
-            outcome = to_score(value), None
+            call = pickle.loads(payload)
+            value = await asyncio.wait_for(function(**call), target.timeout)
+            outcome = target.read(value, call), None
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - see above
-            outcome = _failure(error, time.monotonic() - begun, timeout)
+            outcome = _failure(error, time.monotonic() - begun, target.timeout)
         _reply(connection, number, *outcome)
 
     await asyncio.gather(*(run(number, payload) for number, payload in chunk))
@@ -209,7 +230,7 @@ def _last_line(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
-def _reply(connection: Connection, number: int, score: Score, trace: str | None) -> None:
+def _reply(connection: Connection, number: int, score: Score | list[Score], trace: str | None) -> None:
     connection.send((number, score, trace))
     activity.tick()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
@@ -31,31 +32,34 @@ class JudgedRewards(RewardManager):
         super().__init__(config)
         self.settings, self.with_rules = config.reward_model, True
 
-    def check(self, data_sources: Mapping[str, int]) -> None:
+    def check(self, data_sources: Mapping[str, int], self_scored: Collection[str] = ()) -> None:
         """Make sure that every kind of problem can be scored; with ``combine=replace`` the model alone can do it.
 
         Raises:
             RewardError: with ``combine=add`` a data source has no scorer, or a scorer's package is missing.
         """
-        named = self.config.custom_reward_function.path is not None or self.config.scorer is not None
-        unknown = [source for source in data_sources if not named and scorer_for(source) is None]
+        unknown = [source for source in data_sources if not self._named and source not in self_scored and scorer_for(source) is None]
         if self.settings.enable and self.settings.combine == "replace" and unknown:
             self.with_rules = False
             log.info("no scorer knows data_source %s: the reward model alone scores", ", ".join(sorted(unknown)))
         else:
-            super().check(data_sources)
+            super().check(data_sources, self_scored)
 
-    async def score(self, trajectories: Sequence[Trajectory], judged: Sequence[float] | None = None) -> list[Score]:
+    async def score(
+        self, trajectories: Sequence[Trajectory], judged: Sequence[float] | None = None, *, training: bool = False
+    ) -> list[Score]:
         """Score each trajectory; scores come back in the same order.
 
         Args:
+            trajectories: what was played.
             judged: the reward model's score of each; None where there is no reward model.
+            training: whether terms are normalised.
 
         Raises:
             RewardError: as of the manager, or a score of the model is not finite.
         """
         if judged is None:
-            return await super().score(trajectories)
+            return await super().score(trajectories, training=training)
         for value, trajectory in zip(judged, trajectories, strict=True):
             if not math.isfinite(value):
                 raise RewardError(
@@ -66,9 +70,14 @@ class JudgedRewards(RewardManager):
                 )
         if not self.with_rules:
             return [Score(self.settings.coef * value, {"rm": value}) for value in judged]
-        rules = await super().score(trajectories)
+        rules = await super().score(trajectories, training=training)
         return [self._combined(value, rule) for value, rule in zip(judged, rules, strict=True)]
 
     def _combined(self, value: float, rule: Score) -> Score:
-        total = self.settings.coef * value + (rule.total if self.settings.combine == "add" else 0.0)
-        return Score(total, rule.terms | {"rule": rule.total, "rm": value}, rule.extra, rule.error)
+        added = self.settings.combine == "add"
+        return dataclasses.replace(
+            rule,
+            total=self.settings.coef * value + (rule.total if added else 0.0),
+            terms=rule.terms | {"rule": rule.total, "rm": value},
+            placed=rule.placed if added else {},
+        )

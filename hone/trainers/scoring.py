@@ -26,6 +26,7 @@ class TrainingRewards:
 
     def __init__(self, rewards: JudgedRewards, overlong: OverlongBufferConfig, max_response_length: int) -> None:
         self.rewards, self.overlong, self.max_response_length = rewards, overlong, max_response_length
+        self.enabled = overlong.enable or rewards.config.reward_manager == "dapo"
 
     async def score(self, trajectories: Sequence[Trajectory], judged: Sequence[float] | None = None) -> list[Score]:
         """Score each trajectory; scores come back in the same order.
@@ -36,8 +37,8 @@ class TrainingRewards:
         Raises:
             RewardError: as :meth:`~hone.rewards.manager.RewardManager.score`.
         """
-        scores = await self.rewards.score(trajectories, judged)
-        if not self.overlong.enable:
+        scores = await self.rewards.score(trajectories, judged, training=True)
+        if not self.enabled:
             return scores
         lengths = torch.tensor([len(trajectory.response_ids) for trajectory in trajectories])
         penalties = self._penalties(lengths).tolist()

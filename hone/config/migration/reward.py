@@ -12,10 +12,26 @@ _OLD_BUFFERS = (
     "reward.reward_kwargs.overlong_buffer_cfg,reward.reward_model.reward_kwargs.overlong_buffer_cfg}"
 )
 
+_ENABLED = tuple(
+    f"{block}.enable"
+    for block in (
+        "reward.overlong_buffer",
+        "reward_model.overlong_buffer",
+        "reward.overlong_buffer_cfg",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward.reward_kwargs.overlong_buffer_cfg",
+        "reward.reward_model.reward_kwargs.overlong_buffer_cfg",
+    )
+)
+
 
 def _manager(value: Any, others: Others) -> dict[str, Any]:
-    """Managers whose work is done for every run: scoring by data_source, in processes, with the overlong punishment."""
-    if value in ("naive", "dapo", "prime", "gdpo", None):
+    """dapo punishes length here; there it did so only with the overlong buffer enabled."""
+    if value in ("naive", "batch", "prime"):
+        return {"reward.reward_manager": value}
+    if value == "dapo":
+        return {"reward.reward_manager": "dapo" if any(others.get(key) for key in _ENABLED) else "naive"}
+    if value in ("gdpo", "remote", "rate_limited", None):
         return {}
     raise Refused(
         f"the reward manager {value}",
@@ -39,7 +55,11 @@ def _same_length(value: Any, others: Others) -> dict[str, Any]:
     )
 
 
-_MANAGER = Changed("naive, dapo, prime and gdpo do what is done for every run", _manager)
+_MANAGER = Changed(
+    "the same names; gdpo, remote and rate_limited are what their keys ask of any manager",
+    _manager,
+    ("reward.reward_manager",),
+)
 
 ENTRIES: dict[str, Entry] = {
     "custom_reward_function.path": Renamed("reward.custom_reward_function.path"),
@@ -95,14 +115,12 @@ ENTRIES: dict[str, Entry] = {
     ),
     "{reward_model,reward}.reward_kwargs.**": Renamed("reward.custom_reward_function.reward_kwargs.*"),
     # services
-    "{reward.sandbox_fusion,reward_model.sandbox_fusion,sandbox_fusion}.**": Unsupported(
-        "an external sandbox for code", "a reward function of your own: it runs in worker processes with a time limit"
-    ),
-    "{reward.sandbox_fusion,reward_model.sandbox_fusion,sandbox_fusion}.{max_concurrent,memory_limit_mb}": Settled(
-        "acts only on an external sandbox for code, which is not supported yet"
-    ),
-    "reward.{max_rpm,max_tpm,max_concurrent,estimated_tokens_per_request}": Unsupported(
-        "limits on calls of a reward service", "reward.num_workers bounds the calls at one time"
+    "{reward_model.sandbox_fusion,sandbox_fusion}.url": Renamed("reward.sandbox_fusion.url"),
+    "{reward_model.sandbox_fusion,sandbox_fusion}.max_concurrent": Renamed("reward.sandbox_fusion.max_concurrent"),
+    "{reward_model.sandbox_fusion,sandbox_fusion}.memory_limit_mb": Renamed("reward.sandbox_fusion.memory_limit_mb"),
+    "reward.max_rpm": Renamed("reward.requests_per_minute"),
+    "reward.{max_tpm,estimated_tokens_per_request}": Unsupported(
+        "a limit on the tokens of a reward service", "reward.requests_per_minute bounds the calls"
     ),
     "reward_model.timeout": Renamed("reward.timeout"),
 }

@@ -13,6 +13,9 @@ from hone.errors import RewardError
 from hone.registry import Registry
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+CONTEXT = ("services", "messages", "trajectory")
+"""What a scorer is also given when its signature asks for it: what it may ask, the prompt, the whole episode. Such a scorer
+does not run in a worker process."""
 
 
 def _nothing() -> None:
@@ -31,6 +34,8 @@ class Scorer:
         may_hang: it runs in a worker process with a time limit.
         package: package it needs, or None; and the extra of Hone that installs it.
         prepare: called once in a worker, before time is measured (slow imports).
+        context: which of :data:`CONTEXT` it is given.
+        check: called before the run with the services; raises RewardError where the scorer could not work.
     """
 
     name: str
@@ -40,6 +45,23 @@ class Scorer:
     may_hang: bool = False
     package: tuple[str, str] | None = None
     prepare: Callable[[], object] = field(default=_nothing)
+    context: frozenset[str] = frozenset()
+    check: Callable[[Any], object] | None = None
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it asks a service, and is awaited."""
+        return inspect.iscoroutinefunction(self.compute)
+
+    @property
+    def reads_text_only(self) -> bool:
+        """Whether it can be tried anywhere with the four arguments that every reward function has."""
+        return not self.may_hang and not self.is_async and not self.context
+
+    @property
+    def file(self) -> str:
+        """The file of its code."""
+        return str(inspect.getsourcefile(self.compute))
 
     def is_installed(self) -> bool:
         """Whether the package it needs is there."""
@@ -63,12 +85,14 @@ def register_scorer(
     may_hang: bool = False,
     package: tuple[str, str] | None = None,
     prepare: Callable[[], object] = _nothing,
+    check: Callable[[Any], object] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that registers a function as scorer ``name`` of ``data_sources``."""
 
     def decorate(compute: Callable[..., Any]) -> Callable[..., Any]:
-        options = frozenset(inspect.signature(compute).parameters) - set(ARGUMENTS)
-        SCORERS.register(name)(Scorer(name, compute, data_sources, options, may_hang, package, prepare))
+        names = frozenset(inspect.signature(compute).parameters)
+        options, context = names - {*ARGUMENTS, *CONTEXT}, names & set(CONTEXT)
+        SCORERS.register(name)(Scorer(name, compute, data_sources, options, may_hang, package, prepare, context, check))
         return compute
 
     return decorate

@@ -155,10 +155,10 @@ def test_final_answer() -> None:
     assert final_answer(" plain ") == ("plain", False)
 
 
-@pytest.mark.parametrize("name", [n for n in SCORERS if not SCORERS.get(n).may_hang])
+@pytest.mark.parametrize("name", [n for n in SCORERS if SCORERS.get(n).reads_text_only])
 @pytest.mark.parametrize("piece", ["<answer>", "</answer>", "####", "#### 1", "1.", "(", "answer is", "\\boxed{", " "])
 def test_scorers_that_run_in_the_trainer_take_linear_time(name: str, piece: str) -> None:
-    truth = COUNTDOWN if name == "countdown" else "18"
+    truth = {"countdown": COUNTDOWN}.get(name, "18")
     begun = time.perf_counter()
     SCORERS.get(name).compute(data_source=name, solution_str=piece * 20_000, ground_truth=truth)
     assert time.perf_counter() - begun < 1.0

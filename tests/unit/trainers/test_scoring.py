@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hone.cluster.rollout import RolloutWorker
-from hone.config.reward import OverlongBufferConfig
+from hone.config.reward import OverlongBufferConfig, RewardConfig
+from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.generation.protocol import Completion, SamplingParams
@@ -22,8 +23,11 @@ from hone.trainers.step_work import baselines
 class Fixed:
     """A reward function that has an opinion of its own on each length."""
 
-    async def score(self, trajectories, judged):
-        assert judged is None
+    def __init__(self, manager: str):
+        self.config = RewardConfig(reward_manager=manager)
+
+    async def score(self, trajectories, judged, *, training):
+        assert judged is None and training
         return [Score(float(len(t.response_ids) % 2), terms={"acc": 1.0}, extra={"pred": t.uid}) for t in trajectories]
 
 
@@ -34,8 +38,8 @@ def trajectory(length: int) -> Trajectory:
     )
 
 
-def scored(**settings) -> list[Score]:
-    fixed: Any = Fixed()
+def scored(manager: str = "naive", **settings) -> list[Score]:
+    fixed: Any = Fixed(manager)
     rewards = TrainingRewards(fixed, OverlongBufferConfig(**settings), max_response_length=10)
     return asyncio.run(rewards.score([trajectory(length) for length in (1, 6, 7, 8, 9, 10)]))
 
@@ -50,6 +54,10 @@ def test_the_last_tokens_cost_more_and_more():
     assert [score.total for score in found] == pytest.approx([1, 0, 0.5, -1, -0.5, -2])
     assert [score.quality for score in found] == [1, 0, 1, 0, 1, 0]
     assert all(score.terms == {"acc": 1.0} and score.extra == {"pred": "p"} for score in found)
+
+
+def test_the_manager_dapo_switches_it_on():
+    assert scored("dapo", len=4) == scored(enable=True, len=4) != scored("prime", len=4)
 
 
 def test_logged_as_terms():
@@ -83,7 +91,7 @@ class Work:
 
 def test_every_prompt_is_asked_once_and_its_score_goes_to_all_its_rows():
     engine: Any = Greedy()
-    context: Any = SimpleNamespace(tokenizer=Words(), roles={})
+    context: Any = SimpleNamespace(config=RLConfig(), tokenizer=Words(), roles={})
     work: Any = Work()
     episodes = Episodes(RolloutWorker(context, engine), work, None)  # type: ignore[arg-type]
     samples = [Sample(uid, [number], None, "x") for uid, number in (("b", 5), ("a", 7), ("c", 9), ("b", 5))]

@@ -1,0 +1,65 @@
+"""What a reward function is called with, and how many calls are awaited together."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from hone.data.types import Trajectory
+from hone.insight import activity
+from hone.rewards.pool import Outcome
+from hone.rewards.throttle import Throttle
+from hone.rewards.worker import ARGUMENTS, PLURALS
+
+
+def arguments(trajectory: Trajectory) -> dict[str, Any]:
+    """The arguments of a reward function.
+
+    Of an episode of several turns ``extra_info`` also tells ``num_turns`` and ``episode``: its messages, tool calls, rewards
+    and end (:meth:`~hone.data.episode_log.EpisodeLog.summary`).
+    """
+    sample, extra = trajectory.sample, trajectory.sample.extra_info
+    if trajectory.episode is not None and not trajectory.episode.is_plain:
+        extra = {**extra, "num_turns": trajectory.episode.num_turns, "episode": trajectory.episode.summary()}
+    return {
+        "data_source": sample.data_source,
+        "solution_str": trajectory.text,
+        "ground_truth": sample.ground_truth,
+        "extra_info": extra,
+    }
+
+
+def batched(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """The arguments of a reward function that scores all responses in one call."""
+    rows = [arguments(trajectory) for trajectory in trajectories]
+    return {plural: [row[name] for row in rows] for name, plural in zip(ARGUMENTS, PLURALS, strict=True)}
+
+
+def split(outcome: Outcome, count: int) -> list[Outcome | None]:
+    """The outcomes of the responses that one call has scored, all failed where the call failed."""
+    if outcome.batch is None:
+        return [Outcome(copy.deepcopy(outcome.score), outcome.traceback) for _ in range(count)]
+    return [Outcome(score) for score in outcome.batch]
+
+
+async def together(
+    calls: Sequence[Callable[[], Awaitable[Outcome]]], throttle: Throttle, allowed: int
+) -> list[Outcome | None]:
+    """Await calls as far as they are let through; what has not begun when more than ``allowed`` have failed is left out."""
+    outcomes: list[Outcome | None] = [None] * len(calls)
+    failures = 0
+
+    async def one(index: int) -> None:
+        nonlocal failures
+        async with throttle:
+            if failures > allowed:
+                return
+            outcome = await calls[index]()
+        outcomes[index] = outcome
+        failures += outcome.score.error is not None
+        activity.tick()
+
+    await asyncio.gather(*(one(index) for index in range(len(calls))))
+    return outcomes

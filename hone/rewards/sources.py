@@ -1,0 +1,290 @@
+"""Where scores come from: a function of the user's own, a server, or the built-in scorers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hone.config.reward import CustomRewardConfig, RewardConfig
+from hone.data.types import Trajectory
+from hone.errors import RewardError, did_you_mean
+from hone.insight import activity
+from hone.rewards.calls import arguments, batched, split, together
+from hone.rewards.http import JsonService, ServiceError
+from hone.rewards.outcome import failed, to_score, to_scores
+from hone.rewards.pool import ASYNC_GRACE, Outcome, WorkerPool
+from hone.rewards.scorers import SCORERS, Scorer, scorer_for
+from hone.rewards.services import Services
+from hone.rewards.throttle import Throttle
+from hone.rewards.worker import Target
+
+SERVICE_CALLS = 64
+"""Calls of services at one time where no limit is set."""
+
+
+class Source(ABC):
+    """Scores responses, each call with its own outcome."""
+
+    @abstractmethod
+    async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
+        """Score each trajectory, in order; None where it was given up because more than ``allowed`` had failed."""
+
+    def check(self, data_sources: Mapping[str, int]) -> None:  # noqa: B027 - most take every kind
+        """Raise RewardError if some kind of problem (with its number of rows) cannot be scored."""
+
+    @abstractmethod
+    def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
+        """Name and version (hash of the code, or address) of what scores these kinds of problems."""
+
+    def close(self) -> None:  # noqa: B027 - not every source starts something
+        """End what was started."""
+
+
+def is_address(path: str) -> bool:
+    """Whether a reward function is named by the URL of a server."""
+    return path.startswith(("http://", "https://"))
+
+
+def function_source(function: CustomRewardConfig, config: RewardConfig) -> Source:
+    """The source for a reward function of the user's own: a file, or a server."""
+    return (RemoteSource if is_address(str(function.path)) else FunctionSource)(function, config)
+
+
+class FunctionSource(Source):
+    """A function in a file, called in worker processes with a time limit for each call.
+
+    Args:
+        function: file, name and further arguments.
+        config: the block ``reward``.
+
+    Raises:
+        RewardError: it cannot be loaded or called.
+    """
+
+    def __init__(self, function: CustomRewardConfig, config: RewardConfig) -> None:
+        self.path, self.name = Path(str(function.path)).expanduser().resolve(), function.name
+        if not self.path.is_file():
+            near = [file.name for file in self.path.parent.glob("*.py")] if self.path.parent.is_dir() else []
+            raise RewardError(
+                f"there is no file {function.path}",
+                why="without it no response can be scored",
+                fix=did_you_mean(self.path.name, near)
+                if near
+                else f"the directory {self.path.parent} holds no Python file",
+                where="reward.custom_reward_function.path",
+            )
+        self.timeout, self.batch = config.timeout, config.reward_manager == "batch"
+        self.throttle = Throttle(config.max_concurrent, config.requests_per_minute)
+        target = Target(self.timeout, str(self.path), self.name, dict(function.reward_kwargs), batch=self.batch)
+        self.pool = WorkerPool(target, 1 if self.batch else config.num_workers)
+
+    async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
+        """See :class:`Source`."""
+        if self.batch:
+            with self._waiting(1):
+                return split(await self._call(batched(trajectories)), len(trajectories))
+        calls = [arguments(trajectory) for trajectory in trajectories]
+        with self._waiting(len(calls)):
+            if self.throttle.limits:
+                return await together([partial(self._call, call) for call in calls], self.throttle, allowed)
+            return await asyncio.wrap_future(self.pool.submit(calls, max_failures=allowed).done)
+
+    def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
+        """See :class:`Source`."""
+        return {f"{self.path}:{self.name}": file_hash(self.path)}
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.pool.close()
+
+    async def _call(self, call: dict[str, Any]) -> Outcome:
+        (outcome,) = await asyncio.wrap_future(self.pool.submit([call], max_failures=1).done)
+        assert outcome is not None  # one failure is allowed
+        return outcome
+
+    def _waiting(self, calls: int) -> Any:
+        limit = self.timeout + ASYNC_GRACE + self.throttle.wait_of(1)
+        return activity.waiting(f"{calls} scores", on=["reward worker"], limit=limit)
+
+
+class RemoteSource(Source):
+    """A function behind a URL: the arguments are posted as JSON, and the answer is what a function would return.
+
+    Args:
+        function: its address (``path``) and further arguments.
+        config: the block ``reward``.
+    """
+
+    def __init__(self, function: CustomRewardConfig, config: RewardConfig) -> None:
+        self.address, self.kwargs = str(function.path), dict(function.reward_kwargs)
+        self.batch = config.reward_manager == "batch"
+        self.service = JsonService(self.address, timeout=config.timeout)
+        self.throttle = Throttle(config.max_concurrent or SERVICE_CALLS, config.requests_per_minute)
+
+    async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
+        """See :class:`Source`."""
+        if self.batch:
+            return split(await self._call(batched(trajectories), len(trajectories)), len(trajectories))
+        calls = [partial(self._call, arguments(trajectory)) for trajectory in trajectories]
+        return await together(calls, self.throttle, allowed)
+
+    def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
+        """See :class:`Source`."""
+        return {self.address: "remote"}
+
+    async def _call(self, call: Mapping[str, Any], count: int | None = None) -> Outcome:
+        try:
+            answer = await self.service.post("", {**call, **self.kwargs})
+        except ServiceError as error:
+            return Outcome(failed(f"ServiceError: {error}"))
+        except (TypeError, ValueError) as error:
+            return Outcome(failed(f"the arguments are no JSON: {error}"))
+        if count is None:
+            return Outcome(to_score(answer))
+        scores = to_scores(answer, count)
+        return Outcome(scores[0], batch=scores)
+
+
+class ScorerSource(Source):
+    """Built-in scorers: one for every row, or the one registered for the row's ``data_source``.
+
+    Those that only read text run here, those that may run long in worker processes, and those that ask a service run
+    together in the event loop.
+
+    Args:
+        scorer: for every row, or None.
+        options: keyword arguments; each scorer is given those it knows.
+        config: the block ``reward``.
+        services: what scorers may ask.
+
+    Raises:
+        RewardError: no scorer knows an option.
+    """
+
+    def __init__(
+        self, scorer: Scorer | None, options: Mapping[str, Any], config: RewardConfig, services: Services
+    ) -> None:
+        self.forced, self.options, self.config, self.services = scorer, dict(options), config, services
+        self.throttle = Throttle(config.max_concurrent or SERVICE_CALLS, config.requests_per_minute)
+        self._pool: WorkerPool | None = None
+        self._check_options([scorer] if scorer else [SCORERS.get(name) for name in SCORERS])
+
+    def check(self, data_sources: Mapping[str, int]) -> None:
+        """See :class:`Source`."""
+        found = {source: self.forced or scorer_for(source) for source in data_sources}
+        missing = sorted((source for source, scorer in found.items() if scorer is None), key=lambda s: -data_sources[s])
+        if missing:
+            rows = ", ".join(f"'{source}' ({data_sources[source]} rows)" for source in missing[:5])
+            known = ", ".join(sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources}))
+            raise RewardError(
+                f"no reward for data_source {rows}{' and more' if len(missing) > 5 else ''}. Known: {known}",
+                why="their responses could not be scored",
+                fix=f"reward.scorer=<one of {', '.join(SCORERS.names())}> for all rows, or a function of your own: "
+                "reward.custom_reward_function.path=<file>.py",
+                code="R43",
+                where="data",
+            )
+        used = {scorer.name: scorer for scorer in found.values() if scorer is not None}
+        for scorer in used.values():
+            scorer.check_installed()
+            if scorer.check is not None:
+                scorer.check(self.services)
+        self._check_options(list(used.values()))
+
+    async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
+        """See :class:`Source`."""
+        chosen = [self._scorer(trajectory) for trajectory in trajectories]
+        outcomes: list[Outcome | None] = [None] * len(chosen)
+        sent = [index for index, scorer in enumerate(chosen) if scorer.may_hang]
+        asking = [index for index, scorer in enumerate(chosen) if scorer.is_async]
+        job = None
+        if sent:
+            calls = [{"scorer": chosen[i].name, **self._arguments(trajectories[i], chosen[i])} for i in sent]
+            job = self._workers().submit(calls, max_failures=allowed)
+        for index, scorer in enumerate(chosen):
+            if not scorer.may_hang and not scorer.is_async:
+                outcomes[index] = _score_here(scorer, self._arguments(trajectories[index], scorer))
+                activity.tick()
+        if asking:
+            calls = [partial(_ask, chosen[i], self._arguments(trajectories[i], chosen[i])) for i in asking]
+            with activity.waiting(f"{len(asking)} scores", on=["services"]):
+                answers = await together(calls, self.throttle, allowed)
+            for index, outcome in zip(asking, answers, strict=True):
+                outcomes[index] = outcome
+        if job is not None:
+            limit = self.config.timeout + ASYNC_GRACE
+            with activity.waiting(f"{len(sent)} scores", on=["reward worker"], limit=limit):
+                answers = await asyncio.wrap_future(job.done)
+            for index, outcome in zip(sent, answers, strict=True):
+                outcomes[index] = outcome
+        return outcomes
+
+    def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
+        """See :class:`Source`."""
+        used = [self.forced] if self.forced else [scorer_for(source) for source in data_sources]
+        return {scorer.name: file_hash(Path(scorer.file)) for scorer in used if scorer is not None}
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _workers(self) -> WorkerPool:
+        if self._pool is None:
+            every = [self.forced] if self.forced else [SCORERS.get(name) for name in SCORERS]
+            names = tuple(scorer.name for scorer in every if scorer.may_hang and scorer.is_installed())
+            self._pool = WorkerPool(Target(self.config.timeout, scorers=names), self.config.num_workers)
+        return self._pool
+
+    def _scorer(self, trajectory: Trajectory) -> Scorer:
+        source = trajectory.sample.data_source
+        scorer = self.forced or scorer_for(source)
+        if scorer is None:
+            self.check({source: 1})
+            raise AssertionError(source)
+        return scorer
+
+    def _arguments(self, trajectory: Trajectory, scorer: Scorer) -> dict[str, Any]:
+        options = {name: value for name, value in self.options.items() if name in scorer.options}
+        context = {"services": self.services, "messages": trajectory.sample.messages, "trajectory": trajectory}
+        return arguments(trajectory) | options | {name: context[name] for name in scorer.context}
+
+    def _check_options(self, scorers: Sequence[Scorer]) -> None:
+        known = {option for scorer in scorers for option in scorer.options}
+        for option in self.options:
+            if option not in known:
+                names = ", ".join(scorer.name for scorer in scorers)
+                raise RewardError(
+                    f"no scorer in use ({names}) has an option '{option}'",
+                    where="reward.scorer_kwargs",
+                    fix=did_you_mean(option, known),
+                )
+
+
+def file_hash(path: Path) -> str:
+    """The SHA-256 of a file's content, as run.json records it."""
+    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def _score_here(scorer: Scorer, call: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(to_score(scorer.compute(**call)))
+    except UNSCORABLE as error:
+        return Outcome(failed(f"{type(error).__name__}: {error}"))
+
+
+async def _ask(scorer: Scorer, call: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(to_score(await scorer.compute(**call)))
+    except UNSCORABLE as error:
+        return Outcome(failed(f"{type(error).__name__}: {error}"))
+
+
+UNSCORABLE = (ValueError, TypeError, KeyError, RuntimeError)
+"""What a built-in scorer raises of a ground truth that it cannot read, or of a service that gives no answer."""
