@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 40
 _BACK = 20
-_EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*|<\|channel>thought\s*<channel\|>\s*")
+EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*|<\|channel>thought\s*<channel\|>\s*")
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ def rewritten(before: str, after: str, played: str | None, closers: Sequence[str
     A block of thoughts with nothing in it counts as none: some templates put one before the last answer only, to tell that it is
     to be given without thinking.
     """
-    before, after = _EMPTY_THOUGHTS.sub("", before), _EMPTY_THOUGHTS.sub("", after)
+    before, after = EMPTY_THOUGHTS.sub("", before), EMPTY_THOUGHTS.sub("", after)
     said = _up_to_end(before, closers)
     if after.startswith(said):
         return None
-    if played is not None and after.startswith(_without_end(_EMPTY_THOUGHTS.sub("", played), closers)):
+    if played is not None and after.startswith(_without_end(EMPTY_THOUGHTS.sub("", played), closers)):
         return None
     position = len(os.path.commonprefix([said, after]))
     position = max(position - _BACK, *(said.rfind(edge, 0, position) for edge in "<\n "), 0)
