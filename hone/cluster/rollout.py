@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -48,7 +49,6 @@ class RolloutWorker:
         self.context, self.tokenizer = context, context.tokenizer
         self.weights = self._source()
         self.engine = engine or self._build()
-        self.player = Player(self.engine, Setting.of(context.config, self.tokenizer))
 
     def _source(self) -> Weights:
         if "actor" not in self.context.roles:
@@ -76,9 +76,15 @@ class RolloutWorker:
             number=context.rank,
         )
 
+    @functools.cached_property
+    def player(self) -> Player:
+        """Plays the episodes."""
+        return Player(self.engine, Setting.of(self.context.config, self.tokenizer))
+
     def close(self) -> None:
         """End what engine and tools have started."""
-        self.player.setting.close()
+        if "player" in vars(self):
+            self.player.setting.close()
         self.engine.close()
 
     @dispatch(Split.ZERO)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hone.cluster.rollout import RolloutWorker
 from hone.config.algorithm import FilterGroupsConfig
+from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
 from hone.data.types import Sample, StopReason
@@ -71,7 +72,7 @@ def rollouter(
 ) -> Rollouter:
     dataset: Any = [Sample(uid=str(row), prompt_ids=[row], messages=None, data_source="x") for row in range(size)]
     sampler = EpochSampler(size, batch, shuffle=shuffle, seed=3)
-    context: Any = SimpleNamespace(tokenizer=Words(), roles={})
+    context: Any = SimpleNamespace(config=RLConfig(), tokenizer=Words(), roles={})
     worker = RolloutWorker(context, engine=Shuffled(engine_seed))  # type: ignore[arg-type]
 
     async def play(samples, seeding):

@@ -1,0 +1,85 @@
+"""Tools of real MCP servers: a program on stdio, and streamable HTTP."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hone.agents.tools import ToolError
+from hone.agents.tools.loading import tools_of_yaml
+from hone.agents.tools.mcp import McpTool
+from hone.errors import ConfigError
+
+pytest.importorskip("mcp")
+SERVER = Path(__file__).parent.parent / "support/mcp_server.py"
+
+
+def loaded(folder: Path, entry: str) -> dict[str, McpTool]:
+    path = folder / "tools.yaml"
+    path.write_text(f"tools:\n  - {entry}\n")
+    return {tool.name: tool for tool in tools_of_yaml(path)}  # type: ignore[misc]
+
+
+def ask(tool: McpTool, **arguments) -> str:
+    return asyncio.run(tool.execute(None, arguments))
+
+
+def test_a_program_on_stdio(tmp_path: Path):
+    tools = loaded(tmp_path, f"mcp: {{command: {sys.executable}, args: [{SERVER}, stdio]}}")
+    try:
+        assert set(tools) == {"add", "fail", "leave"}
+        function = tools["add"].schema["function"]
+        assert function["description"] == "Add two numbers." and function["parameters"]["required"] == ["a", "b"]
+        assert ask(tools["add"], a=2, b=3) == "5"
+        assert ask(tools["add"], a=2, b=4) == "6", "the connection outlives an event loop"
+        with pytest.raises(ToolError, match="fail"):
+            ask(tools["fail"], reason="no luck")
+        with pytest.raises(Exception):  # noqa: B017 - whatever the client says when its server is gone
+            asyncio.run(asyncio.wait_for(tools["leave"].execute(None, {}), 10))
+        for attempt in range(3):  # the connection is made anew as soon as it is seen to be gone
+            try:
+                assert ask(tools["add"], a=1, b=1) == "2"
+                break
+            except Exception:
+                assert attempt < 2
+                time.sleep(0.2)
+    finally:
+        tools["add"].close()
+    assert not tools["add"].server._thread.is_alive()
+
+
+def test_a_server_on_http(tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, str(SERVER), "http", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        tools = loaded(tmp_path, f"mcp: {{url: 'http://127.0.0.1:{port}/mcp'}}\n    only: [add]")
+        assert set(tools) == {"add"} and ask(tools["add"], a=20, b=22) == "42"
+        tools["add"].close()
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("mcp: {command: /no/such/program}", "cannot be reached"),
+        ("mcp: {comand: x}", "unknown setting 'comand'"),
+        ("mcp: {}", "neither a command nor a url"),
+    ],
+)
+def test_servers_that_cannot_be_used(tmp_path: Path, entry: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        loaded(tmp_path, entry)

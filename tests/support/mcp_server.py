@@ -1,0 +1,33 @@
+"""A small MCP server: `python mcp_server.py stdio`, or `python mcp_server.py http PORT`."""
+
+import os
+import sys
+
+from mcp.server import MCPServer
+
+server = MCPServer("test")
+
+
+@server.tool()
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+@server.tool()
+def fail(reason: str) -> str:
+    """Fail."""
+    raise ValueError(reason)
+
+
+@server.tool()
+def leave() -> str:
+    """End the server without a word."""
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "stdio":
+        server.run("stdio")
+    else:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))

@@ -1,0 +1,311 @@
+"""The tool agent: tokens are exact, every call is answered, every limit ends the episode by its own name."""
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.agents import call, play, sample, setting
+
+from hone.agents.tools import Tool, ToolError, ToolResult, tool
+from hone.agents.tools.calculator import Calculator
+from hone.data.episode_log import CallStatus, EpisodeEnd
+from hone.errors import ConfigError, DataError, EpisodeError
+
+SCHEMA = Calculator().schema
+
+
+def schema(name: str, **properties: dict) -> dict:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+class Recorder(Tool):
+    """Notes its life."""
+
+    def __init__(self, behaviour=None, name="note") -> None:
+        super().__init__(schema(name, text={"type": "string"}))
+        self.behaviour, self.life = behaviour, []
+
+    async def create(self, **kwargs):
+        self.life.append(("create", kwargs))
+        return {}
+
+    async def execute(self, state, arguments, **kwargs):
+        self.life.append(("execute", arguments["text"]))
+        return await self.behaviour(arguments) if self.behaviour else "noted"
+
+    async def calc_reward(self, state, **kwargs):
+        self.life.append(("calc_reward", kwargs))
+        return 0.5
+
+    async def release(self, state, **kwargs):
+        self.life.append(("release", kwargs))
+
+
+def asks_then_answers(name, turn):
+    return call("calculator", expression="6*7") if turn == 0 else "#### 42"
+
+
+def test_a_call_is_carried_out_and_only_sampled_tokens_count():
+    made = setting([Calculator()])
+    (t,), engine = play(made, asks_then_answers, [sample(tools=[SCHEMA])])
+    first, second = engine.requests
+    decode = made.tokenizer.decode
+    assert first.session == second.session == "row#0" and engine.ended == ["row#0"]
+    assert first.seed != second.seed
+    # the next prompt is exactly what was there, what was sampled, and what was put in
+    assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+    assert (
+        t.prompt_ids == first.prompt_ids
+        and t.prompt_ids + t.response_ids[: -len(made.tokenizer.encode("#### 42")) - 1] == second.prompt_ids
+    )
+    sampled = [i for i, m in zip(t.response_ids, t.response_mask, strict=True) if m]
+    given_ids = [i for i, m in zip(t.response_ids, t.response_mask, strict=True) if not m]
+    assert decode(sampled) == call("calculator", expression="6*7") + "<|im_end|>#### 42<|im_end|>"
+    assert "42" in decode(given_ids) and "tool_response" in decode(given_ids)
+    assert all(p == 0 for p, m in zip(t.rollout_log_probs, t.response_mask, strict=True) if not m)
+    assert all(p < 0 for p, m in zip(t.rollout_log_probs, t.response_mask, strict=True) if m)
+    assert t.text == call("calculator", expression="6*7") + "\n#### 42", "what the tool said is not the model's"
+    assert t.episode is not None and t.episode.end is EpisodeEnd.ANSWER
+    (record,) = t.episode.calls
+    assert (record.status, record.result, record.turn, record.arguments) == (
+        CallStatus.OK,
+        "42",
+        0,
+        {"expression": "6*7"},
+    )
+    assert [m["role"] for m in t.episode.messages] == ["assistant", "tool", "assistant"] and t.episode.num_turns == 4
+    assert t.episode.tokenization is None, "the tokens are those of the conversation rendered anew"
+    json.dumps(t.episode.summary())
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "words"),
+    [
+        ('<tool_call>\n{"name": "calculator", "arguments": {\n</tool_call>', CallStatus.MALFORMED, "error"),
+        (call("calc", expression="1"), CallStatus.UNKNOWN_TOOL, "there is no tool 'calc'; there are: calculator"),
+        (call("calculator", wrong=1), CallStatus.INVALID_ARGUMENTS, "'expression' is a required property"),
+        (call("calculator", expression=7), CallStatus.INVALID_ARGUMENTS, "expression: 7 is not of type 'string'"),
+        (call("calculator", expression="1/0"), CallStatus.ERROR, "division by zero"),
+        (call("calculator", expression="__import__('os')"), CallStatus.ERROR, "is no arithmetic expression"),
+    ],
+)
+def test_a_call_that_goes_wrong_is_told_to_the_model(said, status, words):
+    made = setting([Calculator()])
+    (t,), engine = play(made, lambda name, turn: said if turn == 0 else "sorry", [sample(tools=[SCHEMA])])
+    assert t.episode is not None
+    (record,) = t.episode.calls
+    assert record.status is status and words in record.result
+    assert words[:20] in made.tokenizer.decode(engine.requests[1].prompt_ids)
+
+
+def test_calls_over_the_limit_are_answered_and_not_carried_out():
+    note = Recorder()
+    made = setting([note], max_parallel_calls=2)
+    said = "\n".join(call("note", text=str(number)) for number in range(4))
+    (t,), _ = play(made, lambda name, turn: said if turn == 0 else "done", [sample(tools=[note.schema])])
+    assert t.episode is not None
+    assert [r.status for r in t.episode.calls] == [CallStatus.OK] * 2 + [CallStatus.OVER_LIMIT] * 2
+    assert "at most 2 calls" in t.episode.calls[-1].result
+    assert [step for step, _ in note.life] == ["create", "execute", "execute", "calc_reward", "release"]
+    assert t.episode.facts == {"note_reward": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("limits", "end", "turns"),
+    [
+        ({"max_assistant_turns": 3}, EpisodeEnd.ASSISTANT_TURNS, 3),
+        ({"max_tool_calls": 2}, EpisodeEnd.TOOL_CALLS, 4),
+        ({"max_episode_seconds": 1e-9}, EpisodeEnd.TIME, 0),
+        ({}, EpisodeEnd.TOKENS, None),
+    ],
+)
+def test_every_limit_ends_an_episode_by_its_own_name(limits, end, turns):
+    made = setting([Calculator()], agent={"on_error": "drop", "max_retries": 0}, **limits)
+    most = 900 if limits else 200
+    (t,), _ = play(
+        made, lambda name, turn: call("calculator", expression="1"), [sample(tools=[SCHEMA])], max_tokens=most
+    )
+    assert t.episode is not None
+    if turns == 0:
+        assert t.episode.error is not None and "before a token was sampled" in t.episode.error
+        return
+    assert t.episode.end is end
+    assert turns is None or t.episode.assistant_turns == turns
+    assert t.response_mask[-1] == 1, "what nobody answered is cut off: it teaches nothing"
+    assert len(t.response_ids) <= most
+
+
+def test_a_tool_that_hangs_or_breaks_is_tried_again_then_told_and_always_released():
+    tries = []
+
+    async def hangs(arguments):
+        tries.append(1)
+        await asyncio.sleep(60)
+
+    async def breaks(arguments):
+        tries.append(1)
+        raise KeyError("database")
+
+    async def recovers(arguments):
+        tries.append(1)
+        if len(tries) == 1:
+            raise OSError("reset")
+        return ToolResult("fine", reward=0.25, metrics={"hits": 3})
+
+    for behaviour, status, words, count in (
+        (hangs, CallStatus.TIMEOUT, "no answer within 0.05 seconds", 2),
+        (breaks, CallStatus.ERROR, "KeyError: 'database'", 2),
+        (recovers, CallStatus.OK, "fine", 2),
+    ):
+        tries.clear()
+        note = Recorder(behaviour)
+        made = setting([note], tool_timeout=0.05, tool_retries=1)
+        script = lambda name, turn: call("note", text="x") if turn == 0 else "done"  # noqa: E731
+        (t,), _ = play(made, script, [sample(tools=[note.schema])])
+        assert t.episode is not None
+        (record,) = t.episode.calls
+        assert record.status is status and words in record.result and record.attempts == len(tries) == count
+        assert [step for step, _ in note.life][-2:] == ["calc_reward", "release"]
+    assert t.episode.turn_rewards == [0.25, 0.0] and record.metrics == {"hits": 3}
+
+
+def test_an_episode_that_breaks_is_retried_and_its_tools_are_released():
+    class Broken(Recorder):
+        async def release(self, state, **kwargs):
+            await super().release(state)
+            if len(self.life) < 5:
+                raise RuntimeError("cannot close")
+
+    note = Broken()
+    script = lambda name, turn: call("note", text="x") if turn == 0 else "done"  # noqa: E731
+    (t,), engine = play(setting([note]), script, [sample(tools=[note.schema])])
+    assert t.episode is not None and t.episode.retries == 1 and t.episode.error is None
+    assert {request.session for request in engine.requests} == {"row#0", "row#0~1"}
+    assert len({request.seed for request in engine.requests}) == 4
+    note = Broken()
+    with pytest.raises(EpisodeError, match="row broke.*RuntimeError: cannot close"):
+        play(setting([note], agent={"max_retries": 0}), script, [sample(tools=[note.schema])])
+    note = Broken()
+    made = setting([note], agent={"max_retries": 0, "on_error": "drop"})
+    (t,), _ = play(made, script, [sample(tools=[note.schema])])
+    assert t.episode is not None and t.episode.end is EpisodeEnd.ERROR and "cannot close" in (t.episode.error or "")
+
+
+def test_slow_tools_do_not_hold_other_episodes_up():
+    waiting, most = 0, 0
+
+    async def slow(arguments):
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        await asyncio.sleep(0.05)
+        waiting -= 1
+        return "ok"
+
+    note = Recorder(slow)
+    made = setting([note])
+    rows = [sample(uid=f"r{number}", tools=[note.schema]) for number in range(20)]
+    script = lambda name, turn: call("note", text="x") if turn == 0 else "done"  # noqa: E731
+    played, _ = play(made, script, rows, n=2)
+    assert most == 40
+    assert [(t.uid, t.index) for t in played] == [(f"r{number}", index) for number in range(20) for index in range(2)]
+    note.concurrency, most = 3, 0
+    play(made, script, rows)
+    assert most == 3
+    most, note.concurrency = 0, None
+    play(setting([note], agent={"max_concurrent_episodes": 5}), script, rows)
+    assert most == 5
+
+
+def test_a_row_chooses_its_tools_and_their_arguments():
+    note, other = Recorder(), Recorder(name="other")
+    made = setting([note, other])
+    row = sample(tools=[note.schema], tool_selection=["note"], tools_kwargs={"note": {"create_kwargs": {"path": "p"}}})
+    script = lambda name, turn: call("other" if turn == 0 else "note", text="x") if turn < 2 else "done"  # noqa: E731
+    (t,), _ = play(made, script, [row])
+    assert t.episode is not None
+    assert [r.status for r in t.episode.calls] == [CallStatus.UNKNOWN_TOOL, CallStatus.OK]
+    assert note.life[0] == ("create", {"path": "p"}) and other.life == []
+    with pytest.raises(DataError, match="'nott' is asked for"):
+        play(made, script, [sample(tool_selection=["nott"])])
+
+
+def test_long_results_are_cut_by_tokens():
+    async def long(arguments):
+        return "word " * 2_000_000
+
+    note = Recorder(long)
+    made = setting([note], max_tool_response_length=10)
+    script = lambda name, turn: call("note", text="x") if turn == 0 else "done"  # noqa: E731
+    (t,), _ = play(made, script, [sample(tools=[note.schema])])
+    assert t.episode is not None
+    (record,) = t.episode.calls
+    assert record.truncated and "...(truncated)..." in record.result and len(record.result) < 120
+
+
+def test_functions_become_tools():
+    @tool
+    def convert(amount: float, unit: str = "km") -> dict:
+        """Convert a length.
+
+        Args:
+            amount: how much.
+            unit: of what.
+        """
+        return {"metres": amount * 1000} if unit == "km" else {}
+
+    made = setting([convert])
+    assert convert.schema["function"]["parameters"]["required"] == ["amount"]
+    script = lambda name, turn: call("convert", amount=2.5) if turn == 0 else "done"  # noqa: E731
+    (t,), _ = play(made, script, [sample(tools=[convert.schema])])
+    assert t.episode is not None and t.episode.calls[0].result == '{"metres": 2500.0}'
+    with pytest.raises(ConfigError, match="no tool schema can be derived from the function 'untyped'"):
+
+        @tool
+        def untyped(x):
+            """Nothing is said of x."""
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="two tools are called 'calculator'"):
+        setting([Calculator(), Calculator()])
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=30)
+TRICKY = st.sampled_from(["<|im_end|>", "<tool_call>", "</tool_response>", '{"name": "note"}', "<|im_start|>user\n"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(answers=st.lists(st.one_of(TEXT, TRICKY), min_size=1, max_size=4))
+def test_whatever_tools_say_the_tokens_only_grow(answers):
+    replies = list(answers)
+
+    async def behaviour(arguments):
+        return replies.pop(0)
+
+    note = Recorder(behaviour)
+    made = setting([note])
+    script = lambda name, turn: call("note", text=str(turn)) if turn < len(answers) else "end"  # noqa: E731
+    (t,), engine = play(made, script, [sample(tools=[note.schema])], max_tokens=4000)
+    assert t.episode is not None and [r.status for r in t.episode.calls] == [CallStatus.OK] * len(answers)
+    whole = t.prompt_ids + t.response_ids
+    for before, after in zip(engine.requests, engine.requests[1:], strict=False):
+        assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids
+        assert whole[: len(after.prompt_ids)] == after.prompt_ids
+    end = made.tokenizer.eos_token_id
+    marks = [i for i, m in zip(t.response_ids, t.response_mask, strict=True) if i == end and m == 0]
+    assert len(marks) == len(answers), "text that looks like a mark is no mark"
+
+
+def test_tool_errors_are_not_tried_again():
+    async def refuses(arguments):
+        raise ToolError("no such page")
+
+    note = Recorder(refuses)
+    script = lambda name, turn: call("note", text="x") if turn == 0 else "done"  # noqa: E731
+    (t,), _ = play(setting([note], tool_retries=5), script, [sample(tools=[note.schema])])
+    assert t.episode is not None
+    assert (t.episode.calls[0].attempts, t.episode.calls[0].result) == (1, "error: no such page")
