@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from hone.agents import environment_loop, interaction_loop, single_turn, tool_agent
 from hone.agents.base import AGENT_LOOPS
+from hone.agents.program import loop as program
 from hone.config.agents import AgentConfig, MultiTurnConfig
 
-__all__ = ["AGENT_LOOPS", "default_loop", "environment_loop", "interaction_loop", "single_turn", "tool_agent"]
+__all__ = ["AGENT_LOOPS", "default_loop", "environment_loop", "interaction_loop", "program", "single_turn", "tool_agent"]
 
 
 def default_loop(multi_turn: MultiTurnConfig, agent: AgentConfig) -> str:
     """The loop of rows without ``agent_name``: the one that is set, else the one that the files call for."""
     if agent.default_agent_loop is not None:
         return agent.default_agent_loop
+    if agent.program.command or agent.program.function:
+        return "program"
     if multi_turn.enable and multi_turn.interaction_config_path:
         return "interaction"
     if multi_turn.enable and (multi_turn.tool_config_path or multi_turn.function_tool_path):

@@ -39,6 +39,7 @@ class Episode:
         sampling: how each turn is drawn.
         session: name under which the engine keeps what it has computed, or None.
         log: what happens besides tokens; loops fill in messages, calls and rewards.
+        answer: text to be scored; None means everything that the policy wrote.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Episode:
         self.sampling, self.client = sampling, client
         self.session = self.name if keeps_session else None
         self.parts: list[TokenLedger] = [self.ledger]
+        self.answer: str | None = None
         self._finished: list[Callable[[], Awaitable[None]]] = []
 
     @property
@@ -120,6 +122,13 @@ class Episode:
         """The history was rewritten: begin a part with tokens of its own. Each part becomes a trajectory."""
         self.ledger = TokenLedger(prompt_ids)
         self.parts.append(self.ledger)
+
+    def adopt(self, conversations: Sequence[TokenLedger]) -> None:
+        """Take conversations that were played elsewhere as the parts of this episode, in place of what it has."""
+        self.parts = list(conversations)
+        self.ledger = self.parts[-1]
+        self.log.assistant_turns = sum(len(part.turns) for part in self.parts)
+        self.log.turn_rewards = [0.0] * self.log.assistant_turns
 
     def count_user_turn(self) -> None:
         """A simulated user, or the environment, takes a turn.
@@ -183,6 +192,7 @@ class Episode:
         text = "\n".join(
             decode(part.response_ids[turn.start : turn.stop]) for part in self.parts for turn in part.turns
         )
+        text = text if self.answer is None else self.answer
         parts = [part for part in self.parts if part.trained_length]
         return [self._trajectory(part, number, text) for number, part in enumerate(parts)]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hone.config.fields import choice, named, number, texts
+from hone.config.fields import block, choice, named, number, texts
 
 
 @dataclass
@@ -55,12 +55,27 @@ class MultiTurnConfig:
 
 
 @dataclass
+class ProgramConfig:
+    """An agent that is a program of its own: all it knows is the address of an OpenAI-compatible endpoint. See docs/serving.md."""
+
+    command: list[str] = field(default_factory=list)
+    """Program with its arguments, run once an episode, as in [python,my_agent.py]. It gets OPENAI_BASE_URL, OPENAI_API_KEY,
+    OPENAI_MODEL, and its row as JSON on standard input."""
+    function: str | None = None
+    """Function in place of a command, as an import path (my_agent:play), best an async one. It is called with the row, and with
+    base_url, api_key and model by name."""
+    timeout: float = number(600.0, above=0)
+    """Seconds that one run of it may take; then it is killed, and the episode counts as broken."""
+
+
+@dataclass
 class AgentConfig:
     """Which agent loop plays an episode, how many at a time, and what becomes of one that breaks."""
 
     default_agent_loop: str | None = named(None, "agent loop")
-    """Loop of rows without the column agent_name: single_turn, tool_agent, interaction, environment, or an import path
-    (my_loops:MyLoop). null means single_turn, and with multi_turn.enable what its files call for."""
+    """Loop of rows without the column agent_name: single_turn, tool_agent, interaction, environment, program, or an import path
+    (my_loops:MyLoop). null means program where agent.program names one, what the files of multi_turn call for, else
+    single_turn."""
     max_concurrent_episodes: int | None = number(None, low=1)
     """Most episodes under way at a time on each rollout worker; null plays all of a batch at once."""
     max_retries: int = number(1, low=0)
@@ -70,3 +85,5 @@ class AgentConfig:
     counts it (in validation the episode has score 0 and an error)."""
     max_error_rate: float = number(0.2, low=0, high=1)
     """With on_error=drop: largest share of broken groups in a step; with more the run stops."""
+    program: ProgramConfig = block(ProgramConfig)
+    """The agent of the loop `program`."""

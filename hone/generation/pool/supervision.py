@@ -226,7 +226,7 @@ class Supervisor:
     async def _end(self, replica: Replica) -> None:
         old, replica.engine = replica.engine, None
         if old is not None:
-            await asyncio.get_running_loop().run_in_executor(self._threads, old.close)
+            await asyncio.shield(asyncio.wrap_future(self._threads.submit(old.close)))
 
     async def _bring_up_to_date(self, replica: Replica, engine: Engine) -> None:
         pool = self._pool
