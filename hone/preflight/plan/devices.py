@@ -24,6 +24,7 @@ class Device:
         launch: seconds that a small operation takes at least.
         link: bytes a second to a device of the same node.
         network: bytes a second to a device of another node.
+        host: bytes a second to the host's memory; 0 on a CPU, where that is the same.
         overhead: bytes that a process takes before it holds a model.
     """
 
@@ -36,6 +37,7 @@ class Device:
     launch: float
     link: float
     network: float
+    host: float = 0.0
     overhead: float = 0.0
 
 
@@ -68,7 +70,7 @@ _SPECS = {
 }
 _USABLE = 0.94
 """Share of a GPU's stated memory that a process can have (error correction and the driver take the rest)."""
-_NETWORK = 25e9
+_NETWORK, _HOST = 25e9, 20e9
 _LAUNCH = 6e-6
 _CONTEXT = 0.8 * GIB
 """CUDA's own memory in a process, and NCCL's."""
@@ -91,7 +93,7 @@ def device_named(name: str) -> Device:
     ]
     if len(found) != 1:
         raise ConfigError(
-            f"{len(found) or 'no'} GPU{'s' * (len(found) != 1)} called '{name}'",
+            f"{len(found) or 'no'} GPU{'s' * (len(found) > 1)} called '{name}'",
             where="--cluster",
             fix=f"one of {', '.join(found)}" if found else did_you_mean(name, _SPECS),
         )
@@ -106,6 +108,7 @@ def device_named(name: str) -> Device:
         launch=_LAUNCH,
         link=link * 1e9,
         network=_NETWORK,
+        host=_HOST,
         overhead=_CONTEXT,
     )
 

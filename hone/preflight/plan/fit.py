@@ -6,7 +6,7 @@ micro-batch -> gradient checkpointing -> activation offload -> key-value cache -
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,20 +96,35 @@ class Fitter:
         return TIGHT * self.device.memory
 
     def fit(self, config: AnyConfig) -> Fitting:
-        """Turn knobs, those that bring something, until the run fits or there are none left."""
+        """Turn knobs, those that bring something, until the run fits or there are none left; then leave out again, from the
+        last on, those without which it fits too.
+        """
+        changed, knobs = self._turned(config, _LADDER)
+        if self.peak(changed) <= self.limit:
+            turns = [turn for turn, _ in knobs]
+            for turn in reversed(list(turns)):
+                without = [kept for kept in turns if kept is not turn]
+                if self.peak(self._turned(config, without)[0]) <= self.limit:
+                    turns = without
+            changed, knobs = self._turned(config, turns)
+        work, budget = self.work(changed), self.largest_budget(changed)
+        fits = self.peak(changed) <= self.limit
+        return Fitting(changed, work, self.memories(work), tuple(knob for _, knob in knobs), fits, budget)
+
+    def _turned(self, config: AnyConfig, turns: Sequence[Turn]) -> tuple[AnyConfig, list[tuple[Turn, Knob]]]:
+        """A copy of the configuration after as many of the turns as it takes, and what each of them brought."""
         config, knobs = copy.deepcopy(config), []
         peak = self.peak(config)
-        for turn in _LADDER:
+        for turn in turns:
             if peak <= self.limit:
                 break
             changed = copy.deepcopy(config)
             settings = turn(changed, self)
             after = self.peak(changed) if settings else peak
             if after < peak:
-                knobs.append(Knob(" ".join(settings), peak - after, after))
+                knobs.append((turn, Knob(" ".join(settings), peak - after, after)))
                 config, peak = changed, after
-        work = self.work(config)
-        return Fitting(config, work, self.memories(work), tuple(knobs), peak <= self.limit, self.largest_budget(config))
+        return config, knobs
 
     def largest_budget(self, config: AnyConfig) -> int | None:
         """The most tokens of a micro-batch that fit, with all other keys as they are; no more than a mini-batch has."""
@@ -226,6 +241,7 @@ _LADDER: tuple[Turn, ...] = tuple(
             _smaller_cache,
             _offload("optimizer_offload"),
             _offload("param_offload"),
+            lambda config, fitter: _smaller_cache(config, fitter),  # generation may be the fullest phase now
             _adapters,
         ),
     )

@@ -51,7 +51,7 @@ def local_processes(config: AnyConfig) -> int:
 def bare_device(memory: float, *, on_cpu: bool) -> Device:
     """A device of which only the memory matters, with a constant for the bare process: nothing is measured."""
     overhead = PROCESS_BYTES if on_cpu else CONTEXT_BYTES
-    return Device("", on_cpu, memory, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, overhead)
+    return Device("", on_cpu, memory, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, overhead)
 
 
 def planned(config: AnyConfig) -> list[dict[str, Any]]:

@@ -6,9 +6,9 @@
     publication  where the model is divided: whole parameters on their way to the engines, bucket by bucket
     checkpoint   on a CPU: the copies that are written while training goes on
 
-Weights, gradients and AdamW's two moments are float32. An update has three moments of which the largest counts: before the
-backward pass (all is kept, logits exist), in the last layer (all is kept, its gradients exist), and at the end (all gradients
-exist, and the embedding's once more).
+Weights, gradients and AdamW's two moments are float32. An update has four moments of which the largest counts: before the
+backward pass (all is kept, logits exist), in the last layer (all is kept, its gradients exist), at its end (all gradients
+exist, and the embedding's once more), and in the optimizer's step (its state is there, wherever it was before).
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ SAMPLING_BYTES = 24
 """A logit while a token is drawn: logits, scaled, log-probs, probabilities in float32, their sums in float64."""
 BUCKET_BYTES = 256 * 2**20
 """Whole parameters that are gathered at a time (:data:`hone.training.export_stream.BUCKET_BYTES`)."""
+BUCKET_COPIES = 4
+"""Of a bucket while it is gathered: this rank's pieces and their message, what arrives (in gloo twice), and the whole."""
+HEAP_BYTES = 64 * 2**20
+"""What stays in a CPU process beside tensors once it has computed: holes of the heap, kernels that were prepared (measured)."""
 _CACHE_ROUNDING = 32
 _MOMENTS = {
     "Adam": 2,
@@ -114,7 +118,7 @@ def memory_of(work: Work, process: Process, overhead: float = 0.0) -> Memory:
         process: whose memory.
         overhead: bytes that the process takes before it holds a model.
     """
-    always = [*_resident(work, process), Part(OVERHEAD, overhead)]
+    always = [*_resident(work, process), Part(OVERHEAD, overhead + HEAP_BYTES * work.on_cpu)]
     cache = Part(CACHE, cache_bytes(work, process)) if "rollout" in process.roles else Part(CACHE, 0)
     phases = []
     if "rollout" in process.roles:
@@ -178,25 +182,47 @@ def _shards(process: Process) -> int:
 
 
 def _resident(work: Work, process: Process) -> list[Part]:
-    """Weights and optimizer state, whatever the phase."""
-    parts, shards = [], _shards(process)
-    offloaded = not work.on_cpu and process.divided
-    shape, roles = work.actor.shape, process.roles
-    weights = 0 if offloaded and (work.fsdp.offload_policy or work.fsdp.param_offload) else FROZEN_BYTES / shards
-    states = 0 if offloaded and (work.fsdp.offload_policy or work.fsdp.optimizer_offload) else 1 / shards
+    """Weights and optimizer state while nothing of them is in use: what is offloaded is on the host then."""
+    parts, shards, roles = [], _shards(process), process.roles
+    on_host = _on_host(work, process)
+    weights = 0.0 if on_host & {"offload_policy", "param_offload"} else FROZEN_BYTES / shards
+    states = 0.0 if on_host & {"offload_policy", "optimizer_offload"} else 1 / shards
     for role, trained in (("actor", work.actor), ("critic", work.critic)):
         if role in roles and trained is not None:
-            count = trained_parameters(work, trained)
-            held = trained.shape.parameters + (count if count != trained.shape.parameters else 0)
-            parts += [Part(WEIGHTS, held * weights), Part(OPTIMIZER, count * state_bytes(trained.optim) * states)]
+            parts.append(Part(WEIGHTS, _held(work, trained) * weights))
+            parts.append(Part(OPTIMIZER, trained_parameters(work, trained) * state_bytes(trained.optim) * states))
+    shape = work.actor.shape
     if "rollout" in roles and (process.divided or "actor" not in roles):
         parts.append(Part("engine's own weights", shape.parameters * FROZEN_BYTES))
-    if work.reference and "reference" in roles or (work.reference and work.rollout is None):
+    if work.reference and ("reference" in roles or work.rollout is None):
         shared = "actor" in roles and work.adapters
         parts.append(Part("reference", 0 if shared else shape.parameters * weights))
     if work.reward_model is not None and "reward_model" in roles:
         parts.append(Part("reward model", work.reward_model.parameters * FROZEN_BYTES))
     return parts
+
+
+def _on_host(work: Work, process: Process) -> set[str]:
+    """Which keys of offloading are on; none of them changes anything on a CPU, or where the model is not divided."""
+    if work.on_cpu or not process.divided:
+        return set()
+    return {name for name in ("offload_policy", "param_offload", "optimizer_offload") if getattr(work.fsdp, name)}
+
+
+def _held(work: Work, trained: Trained) -> int:
+    """Parameters of a model that is trained, adapters and what they stand on."""
+    count = trained_parameters(work, trained)
+    return trained.shape.parameters + (count if count != trained.shape.parameters else 0)
+
+
+def _returned(work: Work, process: Process, trained: Trained) -> tuple[Part, Part]:
+    """What offloading brings back to the device: weights while the model is in use, the optimizer's state for its own step."""
+    on_host, shards = _on_host(work, process), _shards(process)
+    if "offload_policy" in on_host:
+        return Part(WEIGHTS, 0), Part(OPTIMIZER, 0)
+    weights = _held(work, trained) * FROZEN_BYTES / shards if "param_offload" in on_host else 0
+    states = trained_parameters(work, trained) * state_bytes(trained.optim) / shards
+    return Part(WEIGHTS, weights), Part(OPTIMIZER, states if "optimizer_offload" in on_host else 0)
 
 
 def _generating(work: Work, process: Process) -> list[Part]:
@@ -240,6 +266,7 @@ def _forward(work: Work, process: Process, trained: Trained) -> list[Part]:
         Part(LOGITS, max(0.0, logits - passing)),
         Part(COPIES, copies),
         Part("gathered weights", _gathered(work, process, shape)),
+        _returned(work, process, trained)[0],
     ]
 
 
@@ -249,7 +276,8 @@ def _updating(work: Work, process: Process, trained: Trained) -> Iterable[list[P
     micro = work.micro_batch(trained, process)
     tokens, responses = _own_share(micro, process)
     count, shards = trained_parameters(work, trained), _shards(process)
-    all_gradients = count * GRADIENT_BYTES / shards
+    all_gradients = 0.0 if "offload_policy" in _on_host(work, process) else count * GRADIENT_BYTES / shards
+    weights, states = _returned(work, process, trained)
     before = all_gradients if micro.count > 1 else 0.0
     layers = layer_kept(shape, how).times(shape.layers)
     of_output = 0.0 if trained.value or how.adapter_rank else shape.embedding / how.tensor * 4
@@ -258,15 +286,17 @@ def _updating(work: Work, process: Process, trained: Trained) -> Iterable[list[P
     copies, gathered = Part(COPIES, layers.weights), Part("gathered weights", _gathered(work, process, shape))
     scored = 0.0 if trained.value else head_kept(shape, how).of(responses)
     logits = 0.0 if trained.value else logits_moment(shape, how, responses, backward=True)
-    yield [Part(GRADIENTS, before), Part(ACTIVATIONS, kept + scored), Part(LOGITS, logits), copies, gathered]
+    yield [Part(GRADIENTS, before), Part(ACTIVATIONS, kept + scored), Part(LOGITS, logits), copies, gathered, weights]
     yield [
         Part(GRADIENTS, before + of_output + _layer_gradient(work, process, trained)),
         Part(ACTIVATIONS, kept + tokens * backward_moment(shape, how)),
         copies,
         gathered,
+        weights,
     ]
     last = count * GRADIENT_BYTES if count < shape.embedding else shape.embedding / how.tensor * GRADIENT_BYTES
-    yield [Part(GRADIENTS, all_gradients + last), gathered]
+    yield [Part(GRADIENTS, all_gradients + last), gathered, weights]
+    yield [Part(GRADIENTS, all_gradients), weights, states]
 
 
 def _own_share(micro: MicroBatch, process: Process) -> tuple[float, float]:
@@ -295,6 +325,7 @@ def _between(work: Work, process: Process) -> Iterable[tuple[str, list[Part]]]:
     """Phases in which nothing is computed."""
     if "rollout" in process.roles and process.divided:
         whole = work.actor.shape.parameters * FROZEN_BYTES
-        yield "publication", [Part("parameters on their way", 3 * min(whole, BUCKET_BYTES))]
+        sent = BUCKET_COPIES * min(whole, max(BUCKET_BYTES, work.actor.shape.embedding * FROZEN_BYTES))
+        yield "publication", [Part("parameters on their way", sent)]
     if work.saves and work.on_cpu and "actor" in process.roles:
         yield "checkpoint", [Part("copies that are written", checkpoint_bytes(work) / process.world)]

@@ -79,9 +79,9 @@ def _measured(name: str, on_cpu: bool, machine: Machine) -> Device:
     finally:
         torch.set_num_threads(threads)
     link = copied / 2 if on_cpu else 32e9
-    overhead = _process_bytes() if on_cpu else 0.8 * 2**30
+    overhead, host = (_process_bytes(), 0.0) if on_cpu else (0.8 * 2**30, 20e9)
     wide, narrow = rates[torch.float32], rates[torch.bfloat16]
-    return Device(name, on_cpu, 0.0, wide, narrow, copied, launch, link, _NETWORK, overhead)
+    return Device(name, on_cpu, 0.0, wide, narrow, copied, launch, link, _NETWORK, host, overhead)
 
 
 def _products(torch: Any, device: Any, dtype: Any) -> float:

@@ -95,9 +95,24 @@ def _update(work: Work, trained: Trained, process: Process, device: Device) -> f
     shards = process.layout.dp_shard * process.layout.ranks_a_shard if process.divided else 1
     state = trained_parameters(work, trained) / shards * 2 * (8 + state_bytes(trained.optim))
     steps = max(1, work.batch // trained.mini) * trained.epochs
-    if work.fsdp.optimizer_offload or work.fsdp.offload_policy:
-        state *= 1 + device.bandwidth / device.link if not device.on_cpu else 1
-    return trained.epochs * (computed + moved / device.bandwidth) + steps * state / device.bandwidth
+    seconds = trained.epochs * (computed + moved / device.bandwidth) + steps * state / device.bandwidth
+    return seconds + (_offloading(work, trained, process, tokens, steps) / device.host if device.host else 0.0)
+
+
+def _offloading(work: Work, trained: Trained, process: Process, tokens: int, steps: int) -> float:
+    """Bytes that go to the host's memory and come back in the updates of a step."""
+    how, shape, fsdp = work.computation(trained, process), trained.shape, work.fsdp
+    moved = 0.0
+    if how.on_host:
+        moved += 2 * trained.epochs * tokens * shape.layers * layer_kept(shape, how).a_token / process.layout.sequence
+    if process.divided:
+        shards = process.layout.dp_shard * process.layout.ranks_a_shard
+        count = trained_parameters(work, trained) / shards
+        if fsdp.param_offload or fsdp.offload_policy:
+            moved += 2 * (steps + 1) * shape.parameters / shards * 4
+        if fsdp.optimizer_offload or fsdp.offload_policy:
+            moved += 2 * steps * count * state_bytes(trained.optim)
+    return moved
 
 
 def _generation(work: Work, process: Process, device: Device) -> float:

@@ -42,7 +42,7 @@ def on(monkeypatch: pytest.MonkeyPatch):
             {"gpus": (Gpu(0, "H100", 80, 41),), "gpu_users": (GpuUser(0, 4711, "VLLM::EngineCore", 41),)},
             *({"trainer.device": "auto"}, "R05", False, ["41.0 of 80 GiB", "PID 4711 (VLLM::EngineCore)", "kill 4711"]),
         ),
-        ({"memory": 4 * GIB // 5}, {}, "R06", False, ["process 768 MiB", "activations", "key-value cache", "0.8 GiB"]),
+        ({"memory": 4 * GIB // 5}, {}, "R06", False, ["process 832 MiB", "activations", "key-value cache", "0.8 GiB"]),
         (
             {"gpus": (Gpu(0, "tiny", 0.001, 0),)},
             *({"trainer.device": "auto"}, "R31", True, ["memory of the GPU 0.0 GiB", "that is not enough"]),
@@ -63,7 +63,13 @@ def test_machine_rule_speaks(
 
 @pytest.mark.parametrize(
     "facts",
-    [{"quota": 8.0}, {"shared_memory": 1}, {"open_files": 20}, {"gpus": (Gpu(0, "H100", 80, 41),)}, {"memory": 2 * GIB}],
+    [
+        {"quota": 8.0},
+        {"shared_memory": 1},
+        {"open_files": 20},
+        {"gpus": (Gpu(0, "H100", 80, 41),)},
+        {"memory": 2 * GIB},
+    ],
 )
 def test_machine_rules_are_silent(rl: RLConfig, on: Any, facts: dict[str, Any]) -> None:
     on(**facts)

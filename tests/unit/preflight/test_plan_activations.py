@@ -33,11 +33,15 @@ def build(kind: str, layers: int, how: Computation, **shape: int) -> torch.nn.Mo
         "tie_word_embeddings": True,
         **shape,
     }
-    model: Any = Qwen3ForCausalLM(Qwen3Config(**numbers)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**numbers))
+    model: Any = (
+        Qwen3ForCausalLM(Qwen3Config(**numbers)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**numbers))
+    )
     if how.adapter_rank:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=how.adapter_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=how.adapter_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     tiles = TiledMlpConfig(enabled=how.tiles > 1, num_shards=how.tiles)
     prepare(model, ModelConfig(path="x", enable_gradient_checkpointing=how.recompute, tiled_mlp=tiles))
     return model.train()
@@ -64,9 +68,9 @@ def kept_bytes(model: torch.nn.Module, samples: int, how: Computation) -> tuple[
         alive.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with autocast(CPU, "bfloat16" if how.narrow else "float32"):
-            PolicyHead()(model, packed, with_entropy=False)
+    narrow = autocast(CPU, "bfloat16" if how.narrow else "float32")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), narrow:
+        PolicyHead()(model, packed, with_entropy=False)
     sizes = sum(tensor.untyped_storage().nbytes() for pointer, tensor in alive.items() if pointer not in own)
     return sizes, packed.input_ids.shape[1], len(packed.targets)
 
@@ -90,7 +94,13 @@ def shape_of(kind: str, layers: int, numbers: dict[str, int]) -> ModelShape:
     return shape
 
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+}
 WAYS = {
     "float32": Computation(on_cpu=True, narrow=False),
     "bfloat16": Computation(on_cpu=True, narrow=True),

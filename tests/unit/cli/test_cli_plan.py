@@ -1,0 +1,121 @@
+"""`hone plan` and what `hone runs show` makes of a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hone.cli import runs
+from hone.cli.main import app, main
+from hone.insight.run_directory import RunDirectory
+from hone.preflight.plan import profile
+from hone.preflight.plan.devices import GIB, Device
+
+SETTINGS = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+    return ["plan", "--preset", "grpo", f"actor_rollout_ref.model.path={tmp_path}"]
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_plan_from_the_config_alone(words: list[str]) -> None:
+    done = call(*words, "--device", "h200", "--json")
+    found = json.loads(done.output)
+    assert done.exit_code == 0 and not found["fits"] and found["fits_with_knobs"]
+    assert found["model"]["parameters"] == 8030261248, "of Llama 3.1 8B"
+    assert found["knobs"][0]["setting"].startswith("actor_rollout_ref.")
+    (pool,) = found["pools"]
+    for phase in pool["phases"].values():
+        assert phase["total"] == pytest.approx(sum(size for name, size in phase.items() if name != "total"))
+    text = call(*words, "--device", "h200").output
+    assert "8.03 billion parameters" in text and "to make it fit, in this order:" in text
+
+
+def test_a_placement(words: list[str]) -> None:
+    done = call(*words, "--cluster", "8xH100", "actor_rollout_ref.actor.dtype=bfloat16")
+    assert done.exit_code == 0 and "run it with:" in done.output and "trainer.n_gpus_per_node=8" in done.output
+
+
+def test_exit_code_when_nothing_fits(words: list[str]) -> None:
+    assert call(*words, "--device", "T4").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--cluster", "many"], "does not describe a cluster"),
+        (["--device", "H1000"], "no GPU called 'H1000'"),
+        (["--cluster", "8xH100", "--of", "sft"], "there is nothing to place"),
+    ],
+)
+def test_mistakes(words: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "sft" in more:
+        words = ["plan"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, *more])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_this_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[str] = []
+
+    def measure(name: str, on_cpu: bool, machine: Any) -> Device:
+        measured.append(name)
+        return Device(name, on_cpu, 0.0, 1e11, 1e11, 1e10, 1e-6, 5e9, 1e9, 0.0, 0.4 * GIB)
+
+    monkeypatch.setattr(profile, "_measured", measure)
+    local = [*words, "trainer.device=cpu", "--json"]
+    first = json.loads(call(*local).output)
+    assert first["device"]["wide_rate"] == 1e11 and first["device"]["memory"] > GIB
+    assert json.loads(call(*local).output) == first and len(measured) == 1
+    _ = call(*local, "--measure")
+    assert len(measured) == 2
+    (tmp_path / "hone" / "devices.json").write_text('{"x": {"name": "of another version"}}')
+    _ = call(*local)
+    assert len(measured) == 3
+
+
+@pytest.mark.slow
+def test_a_measured_device_is_plausible() -> None:
+    from hone.preflight.machine import look
+
+    found = profile._measured("here", True, look())
+    assert 1e9 < found.wide_rate < 1e14 and 1e8 < found.bandwidth < 1e12 and 1e-8 < found.launch < 1e-2
+    assert 0.1 * GIB < found.overhead < 4 * GIB
+
+
+def test_prediction_and_measurement_are_shown(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    plan = [{"pool": "main", "peak_gib": 1.1, "peak_phase": "update", "phases": {}, "roles": ["actor"]}]
+    directory.expect(plan)
+    directory.start(seed=1, config_yaml="a: 1\n")
+    memory = {"main[0]": {"bare": 0.4, "peak": 1.4}}
+    directory.update_status("finished", memory=memory)
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["plan"] == plan and record["memory"] == memory
+    (text,) = runs._memory(record).values()
+    assert text == "1.00 GiB measured above 0.40 GiB of the bare process, 1.10 GiB predicted (update), +10%"
+    assert "main[0]" in call("runs", "show", str(tmp_path / "run")).output
+    directory.start(seed=1, config_yaml="a: 1\n")
+    assert json.loads((tmp_path / "run/run.json").read_text())["memory"] == {}, (
+        "of the run that goes on, not the one before"
+    )

@@ -1,0 +1,311 @@
+"""The plan's arithmetic, the knobs that make a run fit, and the search for a placement."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.preflight import change
+
+from hone.catalogue.memory import FROZEN_BYTES, TRAINED_BYTES
+from hone.config import RLConfig, SFTConfig
+from hone.data.ragged import Ragged
+from hone.errors import ConfigError, ModelError
+from hone.generation.native import runner
+from hone.preflight.evidence import Evidence
+from hone.preflight.plan import memory, work
+from hone.preflight.plan.devices import GIB, Device, device_named, known_devices, parse_cluster
+from hone.preflight.plan.fit import TIGHT, Fitter
+from hone.preflight.plan.memory import Memory, memory_of
+from hone.preflight.plan.model import ModelShape
+from hone.preflight.plan.plan import as_json, model_shape, plan_of, search
+from hone.preflight.plan.render import render, run_settings
+from hone.preflight.plan.step_time import step_time
+from hone.preflight.plan.work import Work, fill, work_of
+from hone.training import engine, export_stream
+from hone.training.packing import plan_micro_batches
+
+SEVEN_BILLION = ModelShape("qwen2", 7_615_616_512, 28, 3584, 28, 4, 128, 18944, 152064, tied=False)
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+def gpu(gib: float) -> Device:
+    return replace(device_named("H100"), memory=gib * GIB)
+
+
+@pytest.fixture
+def big(rl: RLConfig) -> RLConfig:
+    """GRPO of a model of seven billion parameters."""
+    rl.data.train_batch_size, rl.data.max_prompt_length, rl.data.max_response_length = 64, 512, 1024
+    change(rl, {f"{ACTOR}.ppo_mini_batch_size": 64, f"{ACTOR}.dtype": "bfloat16", f"{ROLLOUT}.n": 8})
+    return rl
+
+
+def of(config: RLConfig | SFTConfig, shape: ModelShape = SEVEN_BILLION, *, on_cpu: bool = False) -> tuple[Work, Memory]:
+    found = work_of(config, shape, on_cpu=on_cpu)
+    return found, memory_of(found, found.main)
+
+
+def phases(config: RLConfig | SFTConfig, **options: Any) -> dict[str, memory.Phase]:
+    return {phase.name: phase for phase in of(config, **options)[1].phases}
+
+
+# --------------------------------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "mistral", "qwen3_moe", "gemma2", "phi3"])
+def test_shapes_are_those_of_the_models(arch: str) -> None:
+    """Layers and embeddings of a shape are the parameters of the modules."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hone.training.init_model import ARCHITECTURES, Shape
+    from hone.training.model import layers_of
+
+    class Words:
+        eos_token_id = pad_token_id = bos_token_id = 0
+
+        def __len__(self) -> int:
+            return 320
+
+    from hone.training import init_model
+
+    settings = init_model._config(ARCHITECTURES.get(arch), Shape(3, 64, 160, 16), Words(), 128)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    shape = ModelShape.of(settings.to_dict(), model.num_parameters())
+    assert shape is not None
+    layer = sum(parameter.numel() for parameter in layers_of(model)[0].parameters())
+    assert shape.layer == pytest.approx(layer, rel=0.01)
+    assert shape.embedding == model.get_input_embeddings().weight.numel()
+    assert 0.98 * layer <= shape.matrices <= layer
+
+
+def test_what_is_no_decoder_has_no_shape(rl: RLConfig, model: Path) -> None:
+    assert ModelShape.of({"hidden_size": 3}, 10) is None
+    (model / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="no config.json of a decoder"):
+        model_shape(rl)
+    assert Evidence(rl).work(on_cpu=True) is None
+
+
+def test_adapters_are_counted_as_peft_makes_them() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    numbers = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 50}
+    config = LlamaConfig(**numbers, num_attention_heads=4, num_key_value_heads=2, head_dim=12)
+    shape = ModelShape.of(config.to_dict(), 0)
+    model: Any = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules="all-linear"))
+    assert shape is not None and shape.adapter(4) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+# ------------------------------------------------------------------------------------------------------------ arithmetic
+
+
+def test_constants_are_those_of_the_code() -> None:
+    assert engine.CPU_TOKENS == work.CPU_TOKENS
+    assert runner.PREFILL_TOKENS == memory.PREFILL_TOKENS
+    assert export_stream.BUCKET_BYTES == memory.BUCKET_BYTES
+    assert memory.FROZEN_BYTES + memory.GRADIENT_BYTES + 8 == TRAINED_BYTES and memory.FROZEN_BYTES == FROZEN_BYTES
+
+
+@given(
+    groups=st.integers(1, 6),
+    samples=st.integers(1, 5),
+    prompt=st.integers(1, 30),
+    response=st.integers(1, 30),
+    budget=st.integers(1, 400),
+    most=st.none() | st.integers(1, 12),
+)
+def test_micro_batches_are_filled_as_the_engine_fills_them(
+    groups: int, samples: int, prompt: int, response: int, budget: int, most: int | None
+) -> None:
+    import torch
+
+    rows = groups * samples
+    prompts = Ragged.from_rows([[row // samples] * prompt for row in range(rows)], torch.int64)
+    responses = torch.full((rows,), response)
+    plan = plan_micro_batches(prompts, responses, budget, most)
+    tokens = [len(part) * response + len({row // samples for row in part}) * prompt for part in plan]
+    found = fill(rows, samples, prompt, response, budget, most)
+    assert found.rows == max(map(len, plan)) and found.tokens <= max(tokens)
+    assert found.tokens >= max(tokens) - prompt, "a micro-batch may begin inside a group, and bring one prompt more"
+
+
+def test_parts_of_a_dense_model(big: RLConfig) -> None:
+    found = phases(big)
+    update, parameters = found["update"], SEVEN_BILLION.parameters
+    assert update.size("weights") == 4 * parameters and update.size("optimizer") == 8 * parameters
+    assert update.size("gradients") == 4 * parameters, "several micro-batches add up"
+    tokens = found["generation"].size("key-value cache") / (28 * 2 * 512 * 2)
+    assert tokens == 256 * 1536, "max_num_seqs sequences of full length"
+    assert found["generation"].size("key-value cache") == update.size("key-value cache"), "it stays"
+    assert sum(part.size for part in update.parts) == update.total
+
+
+def test_what_is_smaller_with_which_key(big: RLConfig) -> None:
+    def less(phase: str, part: str, **changes: Any) -> float:
+        before = phases(big)[phase].size(part)
+        changed = copy.deepcopy(big)
+        change(changed, {key.replace("__", "."): value for key, value in changes.items()})
+        return phases(changed)[phase].size(part) / before
+
+    assert less("update", "activations", **{f"{ACTOR}.ppo_max_token_len_per_gpu": 8192}) == pytest.approx(0.5, abs=0.03)
+    assert less("update", "activations", **{f"{MODEL}.enable_gradient_checkpointing": True}) < 0.12
+    assert less("update", "optimizer", **{f"{ACTOR}.optim.optimizer": "SGD"}) == 0
+    assert less("update", "gradients", **{f"{MODEL}.lora_rank": 16}) < 0.01
+    assert less("generation", "key-value cache", **{f"{ROLLOUT}.max_num_seqs": 64}) == 0.25
+    split = {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 8}
+    assert less("update", "weights", **split) == less("update", "optimizer", **split) == 1 / 8
+    tensor = {**split, f"{ACTOR}.tensor_model_parallel_size": 4}
+    assert less("update", "weights", **tensor) == 1 / 8
+    sequence = {**split, f"{ACTOR}.ulysses_sequence_parallel_size": 4}
+    assert less("update", "activations", **sequence) == pytest.approx(0.25, abs=0.02)
+
+
+def test_reference_critic_and_reward_model(big: RLConfig) -> None:
+    assert "reference" not in {part.name for part in of(big)[1].peak.parts}
+    change(big, {f"{ACTOR}.use_kl_loss": True, "algorithm.adv_estimator": "gae", f"{ROLLOUT}.n": 1})
+    found = phases(big)
+    assert found["update"].size("reference") == 4 * SEVEN_BILLION.parameters
+    assert found["critic update"].size("optimizer") == 16 * SEVEN_BILLION.parameters
+    change(big, {f"{MODEL}.lora_rank": 16})
+    assert phases(big)["update"].size("reference") == 0, "the base model is the reference"
+
+
+def test_engines_of_divided_models_hold_a_copy(big: RLConfig) -> None:
+    change(big, {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 4})
+    found = phases(big)
+    assert found["generation"].size("engine's own weights") == 4 * SEVEN_BILLION.parameters
+    assert "publication" in found
+    change(big, {f"{ROLLOUT}.enable_resource_pool": True, f"{ROLLOUT}.n_gpus_per_node": 2})
+    whole = work_of(big, SEVEN_BILLION, on_cpu=False)
+    main, engines = (memory_of(whole, process) for process in whole.processes)
+    assert "generation" not in {phase.name for phase in main.phases} and main.peak.size("engine's own weights") == 0
+    assert [phase.name for phase in engines.phases] == ["generation"]
+    assert engines.peak.size("weights") == 0 and engines.peak.size("engine's own weights") > 0
+
+
+def test_other_commands(sft: SFTConfig) -> None:
+    sft.data.max_length, sft.data.train_batch_size, sft.data.max_token_len_per_gpu = 1024, 64, 4096
+    found = phases(sft)
+    assert set(found) == {"update"} and found["update"].size("key-value cache") == 0
+    sft.trainer.save_freq = -1
+    assert set(phases(sft, on_cpu=True)) == {"update", "checkpoint"}, "on a CPU the copies are in the same memory"
+
+
+# ------------------------------------------------------------------------------------------------------------- what fits
+
+
+def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(big: RLConfig) -> None:
+    fitter = Fitter(gpu(280), SEVEN_BILLION, {})
+    budget = fitter.largest_budget(big)
+    assert budget is not None and budget % 256 == 0
+    change(big, {f"{ACTOR}.ppo_max_token_len_per_gpu": budget})
+    assert fitter.peak(big) <= TIGHT * 280 * GIB
+    change(big, {f"{ACTOR}.ppo_max_token_len_per_gpu": budget + 2048})
+    assert fitter.peak(big) > TIGHT * 280 * GIB
+
+
+@pytest.mark.parametrize(
+    ("gib", "knobs"),
+    [
+        (400, []),
+        (280, ["ppo_max_token_len_per_gpu"]),
+        (165, ["enable_gradient_checkpointing"]),
+        (80, ["lora_rank"]),
+    ],
+)
+def test_knobs_in_the_order_of_tuning(big: RLConfig, gib: int, knobs: list[str]) -> None:
+    fitting = Fitter(gpu(gib), SEVEN_BILLION, {}).fit(big)
+    assert fitting.fits
+    turned = [knob.setting for knob in fitting.knobs]
+    assert len(turned) >= len(knobs) and all(any(name in setting for setting in turned) for name in knobs), turned
+    peaks = [knob.peak for knob in fitting.knobs]
+    assert peaks == sorted(peaks, reverse=True)
+    assert big.actor_rollout_ref.model.lora_rank == 0, "what was asked for is not touched"
+
+
+def test_a_run_that_nothing_makes_fit(big: RLConfig) -> None:
+    fitting = Fitter(gpu(20), SEVEN_BILLION, {}).fit(big)
+    assert not fitting.fits and fitting.largest_budget is None
+    plan = plan_of(big, gpu(20), shape=SEVEN_BILLION)
+    assert "too much in" in render(plan) and not as_json(plan)["fits"]
+
+
+# ------------------------------------------------------------------------------------------------------------- placement
+
+
+def test_clusters_by_a_word() -> None:
+    found = parse_cluster("2x8xH100-80GB")
+    assert (found.nodes, found.per_node, found.device.name) == (2, 8, "H100-80GB")
+    assert parse_cluster("4xh200") == replace(parse_cluster("1x4xH200-141GB"))
+    assert {parse_cluster(f"1x1x{name}").device.name for name in known_devices()} == set(known_devices())
+    for wrong, words in [
+        ("8", "does not describe"),
+        ("8xA100", "2 GPUs"),
+        ("0x8xH100", "does not"),
+        ("8xQ100", "no GPU"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            parse_cluster(wrong)
+
+
+def test_the_best_placement_is_the_fastest_that_fits(big: RLConfig) -> None:
+    plan = search(big, parse_cluster("2x8xH100-80GB"), shape=SEVEN_BILLION)
+    assert plan.fits and len(plan.placements) > 10
+    best, fitter = plan.placements[0], Fitter(plan.device, SEVEN_BILLION, {})
+    fitting = [placement for placement in plan.placements if placement.fitting.fits]
+    unchanged = [p for p in fitting if not any("lora" in knob.setting for knob in p.fitting.knobs)]
+    assert best.time.total == min(placement.time.total for placement in unchanged)
+    for placement in plan.placements:
+        worlds = [process.world for process in placement.fitting.work.processes]
+        assert sum(worlds) <= 16
+        assert placement.fitting.fits == all(m.peak.total <= plan.limit for m in placement.fitting.memories)
+    from hone.config import load_config
+
+    words = [f"{MODEL}.path=x", "data.train_batch_size=64", "data.max_response_length=1024", f"{ACTOR}.dtype=bfloat16"]
+    words += [f"{ACTOR}.ppo_mini_batch_size=64", f"{ROLLOUT}.n=8"]
+    again = load_config(RLConfig, [*words, *run_settings(best)])
+    assert fitter.peak(again) <= plan.limit, "the overrides that are shown make what is shown"
+    text = render(plan)
+    assert "placements compared" in text and "run it with:" in text and "slower by" in text
+
+
+def test_nothing_fits_where_no_device_holds_the_engines_copy(big: RLConfig) -> None:
+    plan = search(big, parse_cluster("4x8xA100-40GB"), shape=SEVEN_BILLION)
+    assert not plan.fits and not any(placement.fitting.fits for placement in plan.placements)
+    assert "engine's own weights 28.4 GiB" in render(plan)
+    assert json.loads(json.dumps(as_json(plan)))["placements"][0]["fits"] is False
+
+
+def test_offloading_makes_room_and_takes_time(big: RLConfig) -> None:
+    change(big, {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 8})
+    before, device = work_of(big, SEVEN_BILLION, on_cpu=False), device_named("H100")
+    at_rest, seconds = memory_of(before, before.main).phases[0], step_time(before, device).update
+    fsdp = f"{ACTOR}.fsdp_config"
+    change(big, {f"{fsdp}.param_offload": True, f"{fsdp}.optimizer_offload": True})
+    work = work_of(big, SEVEN_BILLION, on_cpu=False)
+    found = memory_of(work, work.main)
+    share = SEVEN_BILLION.parameters / 8
+    assert found.phases[0].name == "generation" and at_rest.total - found.phases[0].total == 12 * share
+    assert next(phase for phase in found.phases if phase.name == "update").size("weights") == 4 * share, "in use"
+    assert step_time(work, device).update > seconds
+
+
+def test_a_step_takes_longer_with_more_to_do(big: RLConfig) -> None:
+    device = device_named("H100")
+    base = step_time(work_of(big, SEVEN_BILLION, on_cpu=False), device)
+    assert base.generation > 0 and base.update > base.log_probs > 0 and base.messages == 0
+    change(big, {f"{MODEL}.enable_gradient_checkpointing": True})
+    assert step_time(work_of(big, SEVEN_BILLION, on_cpu=False), device).update > base.update
+    change(big, {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 8})
+    eight = step_time(work_of(big, SEVEN_BILLION, on_cpu=False), device)
+    assert eight.messages > 0 and eight.update < base.update / 4
