@@ -156,8 +156,14 @@ def serve(engine: Engine, asked: Iterable[GenerationRequest]) -> dict[str, Compl
     return asyncio.run(collect(engine, asked))
 
 
-def expected_log_probs(model: PreTrainedModel, asked: GenerationRequest, tokens: list[int]) -> tuple[Tensor, Tensor]:
-    """Raw and sampling log-probs by one forward pass without cache and transformers' processors, token by token."""
+def expected_log_probs(
+    model: PreTrainedModel, asked: GenerationRequest, tokens: list[int], *, min_p_first: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Raw and sampling log-probs by one forward pass without cache and transformers' processors, token by token.
+
+    Args:
+        min_p_first: apply min-p before top-k and top-p, as vLLM does, and not after them.
+    """
     ids, start_at = torch.tensor([asked.prompt_ids + tokens]), len(asked.prompt_ids)
     with attention_of(model, "eager"), torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0].float()
@@ -166,11 +172,13 @@ def expected_log_probs(model: PreTrainedModel, asked: GenerationRequest, tokens:
         processors.append(transformers.RepetitionPenaltyLogitsProcessor(p.repetition_penalty))
     if p.temperature > 0:
         processors.append(transformers.TemperatureLogitsWarper(p.temperature))
+    if p.min_p > 0 and min_p_first:
+        processors.append(transformers.MinPLogitsWarper(p.min_p))
     if p.top_k > 0:
         processors.append(transformers.TopKLogitsWarper(p.top_k))
     if p.top_p < 1:
         processors.append(transformers.TopPLogitsWarper(p.top_p))
-    if p.min_p > 0:
+    if p.min_p > 0 and not min_p_first:
         processors.append(transformers.MinPLogitsWarper(p.min_p))
     raw, drawn = [], []
     for at, token in enumerate(tokens, start=start_at):

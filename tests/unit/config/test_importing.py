@@ -127,8 +127,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 UNSUPPORTED = {
-    "multi_turn_sglang": {f"{ROLLOUT}.multi_turn.enable", f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.name"},
-    "megatron": {f"{ACTOR}.strategy", f"{ACTOR}.megatron.pipeline_model_parallel_size", f"{ROLLOUT}.name"},
+    "multi_turn_sglang": {f"{ROLLOUT}.multi_turn.enable", f"{ROLLOUT}.multi_turn.tool_config_path"},
+    "megatron": {f"{ACTOR}.strategy", f"{ACTOR}.megatron.pipeline_model_parallel_size"},
 }
 """What is refused, where it is more than the engine."""
 
@@ -206,7 +206,21 @@ def overrides(*lines: str) -> Translation:
         ("+reward_model.reward_kwargs={a: 1}", Outcome.RENAMED, {"reward.custom_reward_function.reward_kwargs.a": 1}),
         ("actor_rollout_ref.rollout.do_sample=False", Outcome.CHANGED, {f"{ROLLOUT}.temperature": 0.0}),
         ("actor_rollout_ref.rollout.do_sample=True", Outcome.SETTLED, {}),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm={a: 1}", Outcome.FOREIGN, {}),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.vllm={a: 1}",
+            Outcome.KEPT,
+            {f"{ROLLOUT}.engine_kwargs.vllm": {"a": 1}},
+        ),
+        (
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=naive",
+            Outcome.CHANGED,
+            {f"{ROLLOUT}.checkpoint_engine.backend": "auto"},
+        ),
+        (
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+            Outcome.UNSUPPORTED,
+            {f"{ROLLOUT}.checkpoint_engine.backend": "auto"},
+        ),
         ("actor_rollout_ref.rollout.nnodes=0", Outcome.SETTLED, {}),
         ("actor_rollout_ref.model.use_remove_padding=False", Outcome.UNSUPPORTED, {}),
         ("data.custom_cls.path=x.py", Outcome.UNSUPPORTED, {}),
@@ -221,7 +235,14 @@ def overrides(*lines: str) -> Translation:
             Outcome.UNSUPPORTED,
             {f"{ACTOR}.optim.lr_scheduler_type": "cosine"},
         ),
-        ("reward.reward_manager.name=batch", Outcome.UNSUPPORTED, {}),
+        ("reward.reward_manager.name=batch", Outcome.CHANGED, {"reward.reward_manager": "batch"}),
+        (
+            "reward_model.reward_manager=dapo",
+            Outcome.CHANGED,
+            {"reward.reward_manager": "naive"},
+        ),  # no buffer, no penalty
+        ("reward.max_rpm=60", Outcome.RENAMED, {"reward.requests_per_minute": 60}),
+        ("sandbox_fusion.url=http://x", Outcome.RENAMED, {"reward.sandbox_fusion.url": "http://x"}),
     ],
 )
 def test_single_lines(line: str, outcome: Outcome, sets: dict[str, Any]) -> None:
@@ -280,7 +301,6 @@ def test_yaml_files(tmp_path: Path) -> None:
     translation = import_yaml(source)
     assert translation.values[f"{ROLLOUT}.n"] == 4
     assert [line.reading.key for line in translation.lines if line.reading.outcome is Outcome.UNSUPPORTED] == [
-        f"{ROLLOUT}.name",
         f"{ROLLOUT}.multi_turn.enable",
     ]
     with pytest.raises(ConfigError, match="valid YAML"):

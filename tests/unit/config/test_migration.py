@@ -132,7 +132,7 @@ def test_the_most_exact_entry_wins() -> None:
         ("trainer.logger=['console','file']", "trainer.logger", ["console"]),
         ("+data.shuffle=false", "data.shuffle", False),
         ("custom_reward_function.path='a b/it''s.py'", "reward.custom_reward_function.path", None),
-        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "actor_rollout_ref.rollout.n", 1),
+        ("actor_rollout_ref.rollout.free_cache_engine=true", "actor_rollout_ref.rollout.n", 1),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.x=1", "actor_rollout_ref.rollout.n", 1),
         ("actor_rollout_ref.actor.fsdp_config.dtype=bf16", "actor_rollout_ref.actor.dtype", "bfloat16"),
     ],
@@ -157,7 +157,7 @@ def test_lines_of_verl_work_on_the_command_line(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("actor_rollout_ref.rollout.name=vllm", ["engine vllm", "actor_rollout_ref.rollout.name=native"]),
+        ("actor_rollout_ref.rollout.name=trtllm", ["engine trtllm", "actor_rollout_ref.rollout.name=native"]),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", ["not supported yet", "several turns"]),
         ("actor_rollout_ref.actor.strategy=megatron", ["megatron", "strategy=fsdp2"]),
         ("actor_rollout_ref.model.use_remove_padding=False", ["always packed"]),

@@ -1,0 +1,49 @@
+"""Training with vLLM as the engine: weights arrive after every update, and the policy learns as with the native engine.
+
+`scripts/conformance vllm` runs this, in vLLM's own environment.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.world import curve, mean, metrics, rl_command
+
+from hone.errors import ConfigError
+from hone.generation.environments import interpreter_of
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+LEARN = ("actor_rollout_ref.rollout.n=8", "trainer.val_before_train=false")
+CASES = {
+    "local": ("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
+    "lora": (
+        *("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32"),
+        *("actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=40"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    ),
+    "two replicas on Ray": (
+        *("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
+        *("trainer.runtime=ray", "trainer.n_gpus_per_node=2"),
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    try:
+        interpreter_of("vllm")
+    except ConfigError as missing:
+        pytest.skip(missing.what)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_policy_learns_and_engine_and_trainer_agree(case, world, run, tmp_path):
+    words = rl_command(world, tmp_path / "run", "grpo", VLLM, *LEARN, *CASES[case])
+    ended = run(*words, timeout=500)
+    assert ended.code == 0, ended.output
+    rows, rewards = metrics(tmp_path / "run"), curve(tmp_path / "run")
+    assert max(row["rollout/canary_gap"] for row in rows) < 1e-4
+    assert max(row["training/rollout_probs_diff_max"] for row in rows) < 1e-3
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.03 and mean(rewards[-5:]) > 1.3 * mean(rewards[:5]), rewards
+    logs = list((tmp_path / "run/engines").iterdir())
+    assert len(logs) == (2 if "Ray" in case else 1)
