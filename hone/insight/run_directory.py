@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 import platform
 import re
@@ -44,6 +45,8 @@ from hone.insight.run_files import (
 )
 
 __all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_record"]
+
+log = logging.getLogger("hone.insight")
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
@@ -171,7 +174,13 @@ class RunDirectory:
         self._write_run(self._run() | {"plan": plan, "pid": os.getpid()})
 
     def start(
-        self, *, seed: int, config_yaml: str, command: list[str] | None = None, last_step: int | None = None
+        self,
+        *,
+        seed: int,
+        config_yaml: str,
+        command: list[str] | None = None,
+        last_step: int | None = None,
+        rewards: Mapping[str, str] | None = None,
     ) -> None:
         """Write ``config.yaml`` and ``run.json`` with status ``running``. A resumed run keeps its first start time.
 
@@ -180,6 +189,7 @@ class RunDirectory:
             config_yaml: the resolved config.
             command: the command line; None means this process's.
             last_step: step of the checkpoint that a resumed run goes on from, None for a fresh run.
+            rewards: what scores responses, with a hash of its code. That it changed since the run began is warned about.
         """
         tree = yaml.safe_load(config_yaml)
         hidden = redact_tree(tree)
@@ -189,6 +199,9 @@ class RunDirectory:
         earlier = before if last_step is not None else {}
         now, ours = _now(), before.get("pid") == os.getpid()
         resumed = [] if last_step is None else [*earlier.get("resumed", []), {"at": now, "from_step": last_step}]
+        changed = sorted(name for name, code in earlier.get("rewards", {}).items() if (rewards or {}).get(name) != code)
+        if changed:
+            log.warning("the reward is not what it was when the run began: %s", ", ".join(changed))
         self._write_run(
             {
                 "status": RunStatus.RUNNING.value,
@@ -196,6 +209,7 @@ class RunDirectory:
                 "started": earlier.get("started", now),
                 "resumed": resumed,
                 "restarts": before.get("restarts", []) if ours else [],
+                "rewards": dict(rewards or {}),
                 "plan": before.get("plan", []) if ours else [],
                 "memory": {},
                 "ended": None,

@@ -32,7 +32,7 @@ answer>>>
 Is it correct, complete and to the point? Think in a few words, then end with one line:
 Score: N
 where N is a number from 0 (worthless) to 10 (perfect)."""
-_SCORE = re.compile(r"score\W{0,6}(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?|\[\[(-?\d+(?:\.\d+)?)\]\]", re.IGNORECASE)
+_SCORE = re.compile(r"score[^\w-]{0,6}(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?|\[\[(-?\d+(?:\.\d+)?)\]\]", re.IGNORECASE)
 _MARKS = ("<<<answer", "answer>>>")
 
 

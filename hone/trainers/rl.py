@@ -113,7 +113,7 @@ class RLTrainer:
         self.validator = Validator(config, self.tokenizer, self.episodes)
         sources = dataset.data_sources() + self.validator.data_sources()
         own = self_scored(config, self.tokenizer, dataset, self.validator.dataset)
-        self.work.check_rewards(sources, own).result()
+        self.session.rewards = self.work.check_rewards(sources, own).result()
         self.sampling = training_sampling(config, self.tokenizer)
         self.buffer = GroupBuffer(config.data.train_batch_size)
         filtering = config.algorithm.filter_groups

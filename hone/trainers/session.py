@@ -43,6 +43,9 @@ class RunSession:
     Args:
         config: the resolved configuration.
         on_hang: what to do when nothing moves any more; see :class:`hone.cluster.watchdog.Watchdog`.
+
+    Attributes:
+        rewards: what scores responses, with a hash of its code, for run.json; set before the run starts.
     """
 
     def __init__(self, config: AnyConfig, on_hang: Callable[[Hang], bool] = end_run) -> None:
@@ -53,6 +56,7 @@ class RunSession:
         self.checkpoints = RunCheckpoints(config, self.directory)
         self.resumed_from = self.checkpoints.resumed_from
         self.total_steps = 0
+        self.rewards: dict[str, str] = {}
         self._signal: int | None = None
         self._logged_step = self.resumed_from.step if self.resumed_from else 0
         self._outcome = ("failed", "the loop ended without saying why", 0)
@@ -77,7 +81,9 @@ class RunSession:
         config_yaml = to_yaml(self.config)
         self.checkpoints.set_aside_later()
         last_step = self.resumed_from.step if self.resumed_from else None
-        self.directory.start(seed=self.trainer.seed, config_yaml=config_yaml, last_step=last_step)
+        self.directory.start(
+            seed=self.trainer.seed, config_yaml=config_yaml, last_step=last_step, rewards=self.rewards
+        )
         self.directory.rewind(-1 if last_step is None else last_step)
         self.trackers = build_trackers(
             self.trainer.logger,

@@ -233,3 +233,13 @@ def test_a_trajectory_becomes_a_record_with_tokens_text_mask_and_scores(run):
     }
     expected |= {"score": 0.5, "terms": {"acc": 1.0}, "extra": {"pred": "18"}, "ground_truth": "18"}
     assert row.items() >= expected.items()
+
+
+def test_a_reward_that_changed_is_told_on_resume(tmp_path, caplog):
+    run = RunDirectory(tmp_path / "run")
+    start(run, rewards={"score.py:f": "sha256:1", "gsm8k": "sha256:2"})
+    assert read_run(run.path)["rewards"] == {"score.py:f": "sha256:1", "gsm8k": "sha256:2"}
+    start(run, rewards={"score.py:f": "sha256:1", "gsm8k": "sha256:2"}, last_step=3)
+    assert "reward is not what it was" not in caplog.text
+    start(run, rewards={"score.py:f": "sha256:3", "gsm8k": "sha256:2"}, last_step=3)
+    assert "when the run began: score.py:f" in caplog.text

@@ -1,0 +1,179 @@
+"""Rewards of several terms, and rewards that an episode brings itself."""
+
+import asyncio
+import statistics
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hone.config.reward import RewardConfig
+from hone.data.episode_log import EpisodeLog
+from hone.data.types import Sample, StopReason, Trajectory
+from hone.errors import ConfigError, RewardError
+from hone.rewards.manager import RewardManager
+from hone.rewards.score import Score
+from hone.rewards.terms import Term, combine, read_terms
+from hone.rewards.throttle import Throttle
+
+
+def trajectory(text: str = "text", *, uid: str = "a", mask: tuple[int, ...] = (1,), log: EpisodeLog | None = None, part: int = 0) -> Trajectory:  # fmt: skip
+    zeros = [0.0] * len(mask)
+    sample = Sample(uid, [1], None, "exact", "text")
+    return Trajectory(uid, 0, [1], [2] * len(mask), list(mask), zeros, zeros, text, StopReason.STOP, sample, episode=log, part=part)  # fmt: skip
+
+
+def scored(config: RewardConfig, trajectories: list[Trajectory], **settings: Any) -> list[Score]:
+    manager = RewardManager(config)
+    try:
+        return asyncio.run(manager.score(trajectories, **settings))
+    finally:
+        manager.close()
+
+
+def test_terms_are_weighed_clipped_and_logged() -> None:
+    terms = [
+        {"scorer": "exact", "weight": 2.0},
+        {
+            "name": "short",
+            "scorer": "length",
+            "weight": -1,
+            "options": {"max_chars": 2, "margin": 4},
+            "clip": [0.0, 0.25],
+        },
+    ]
+    right, wrong = scored(RewardConfig(terms=terms), [trajectory("text"), trajectory("other!")])
+    assert right.total == pytest.approx(2.0 - 0.25) and wrong.total == pytest.approx(0.0)
+    assert right.terms == {"exact": 1.0, "short": 0.5, "acc": 1.0, "format": 0.0, "chars": 4.0}
+    assert right.extra == {"pred": "text"} and wrong.terms["short"] == 0.0
+
+
+VALUES = st.lists(st.tuples(st.floats(-5, 5), st.sampled_from("abc")), min_size=1, max_size=12)
+
+
+@given(VALUES, st.sampled_from([None, "group", "batch"]), st.floats(-2, 2), st.booleans())
+def test_normalised_values_are_those_of_the_slow_way(
+    values: list, normalize: str | None, weight: float, training: bool
+) -> None:
+    rows = [trajectory(uid=uid) for _, uid in values]
+    column = [Score(value) for value, _ in values]
+    found = combine([Term("x", "exact", normalize=normalize, weight=weight)], [column], rows, normalized=training)
+    for (value, uid), score in zip(values, found, strict=True):
+        peers = [v for v, other in values if normalize == "batch" or other == uid]
+        expected = value
+        if training and normalize and len(peers) > 1:
+            spread = statistics.stdev(peers)
+            expected = (value - statistics.fmean(peers)) / spread if spread > 1e-6 else 0.0
+        assert score.total == pytest.approx(weight * expected, abs=1e-9)
+        assert score.terms["x"] == value  # logged as it is
+
+
+def test_a_term_that_fails_fails_the_whole_and_takes_no_part_in_the_mean() -> None:
+    columns = [[Score(1.0), Score(3.0), Score(0.0, error="timeout: too long")], [Score(1.0)] * 3]
+    terms = [Term("a", "exact", normalize="batch"), Term("b", "exact")]
+    found = combine(terms, columns, [trajectory()] * 3, normalized=True)
+    assert found[0].total == pytest.approx(1 - 0.5**0.5) and found[1].total == pytest.approx(1 + 0.5**0.5)
+    assert found[2].error == "timeout: term a: too long" and found[2].total == 0.0
+
+
+def test_parts_of_a_term_keep_their_places() -> None:
+    columns = [[Score(1.0, placed={0: 0.5})], [Score(2.0, placed={0: 1.0, 2: 1.0})]]
+    (whole,) = combine([Term("a", weight=2.0), Term("b", weight=0.5)], columns, [trajectory()], normalized=False)
+    assert whole.total == 3.0 and whole.placed == {0: 1.5, 2: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("exact", "is no mapping"),
+        ({}, "neither a scorer nor a function"),
+        ({"scorer": "exact", "function": "a.py:f"}, "both a scorer and a function"),
+        ({"scorer": "exact", "wieght": 1}, "Did you mean weight"),
+        ({"scorer": "exact", "weight": "much"}, "is no number"),
+        ({"scorer": "exact", "clip": [1]}, r"is not \[low, high\]"),
+        ({"scorer": "exact", "clip": [1, 0]}, r"is not \[low, high\]"),
+        ({"scorer": "exact", "normalize": "all"}, "none of group, batch"),
+        ({"scorer": "exact", "options": 3}, "is no mapping"),
+    ],
+)
+def test_wrong_terms_are_refused(entry: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_terms([entry])
+
+
+def test_names_of_terms() -> None:
+    terms = read_terms(
+        [{"scorer": "exact"}, {"function": "dir/mine.py:f"}, {"function": "http://host:80/x", "name": "far"}]
+    )
+    assert [term.name for term in terms] == ["exact", "mine", "far"]
+    assert terms[1].function is not None and (terms[1].function.path, terms[1].function.name) == ("dir/mine.py", "f")
+    assert terms[2].function is not None and terms[2].function.path == "http://host:80/x"
+    with pytest.raises(ConfigError, match="two terms are called 'exact'"):
+        read_terms([{"scorer": "exact"}, {"scorer": "exact"}])
+    with pytest.raises(ConfigError, match="unknown scorer"):
+        RewardManager(RewardConfig(terms=[{"scorer": "exakt"}]))
+    with pytest.raises(RewardError, match="both reward.terms and reward.scorer"):
+        RewardManager(RewardConfig(terms=[{"scorer": "exact"}], scorer="gsm8k"))
+    with pytest.raises(RewardError, match="has an option 'limit'"):
+        RewardManager(RewardConfig(terms=[{"scorer": "exact", "options": {"limit": 3}}]))
+
+
+# ------------------------------------------------------------------------------------------------------------ episodes
+
+
+def test_what_an_episode_earned_is_added_on_its_turns() -> None:
+    log = EpisodeLog(assistant_turns=2, turn_rewards=[0.25, -0.5], facts={"solved": 1.0})
+    (score,) = scored(RewardConfig(), [trajectory("text", mask=(1, 1, 0, 1), log=log)])
+    assert score.total == 0.75 and score.placed == {1: 0.25, 3: -0.5}
+    assert score.terms == {"solved": 1.0, "acc": 1.0, "format": 0.0, "turn_rewards": -0.25}
+
+
+def test_a_reward_that_the_episode_brings_stands_unless_something_else_is_named() -> None:
+    def played() -> list[Trajectory]:
+        log = EpisodeLog(assistant_turns=2, turn_rewards=[0.0, 0.5], reward=0.25)
+        return [trajectory("text", mask=(1, 0, 1), log=log), trajectory("text")]
+
+    own, other = scored(RewardConfig(), played())
+    assert (own.total, own.placed, other.total) == (0.75, {2: 0.5}, 1.0)
+    assert scored(RewardConfig(scorer="exact"), played())[0].total == 1.5
+
+
+def test_an_episode_that_broke_is_an_error_and_no_silent_zero() -> None:
+    broken = trajectory(log=EpisodeLog(error="ToolCrash: gone\ntraceback"))
+    first, second = scored(RewardConfig(), [broken, trajectory("text")])
+    assert first.error == "the episode broke: ToolCrash: gone" and second.total == 1.0
+    with pytest.raises(RewardError, match="1 of 1 responses could not be scored"):
+        scored(RewardConfig(on_error="stop"), [broken])
+
+
+def test_a_source_that_brings_its_rewards_needs_no_scorer() -> None:
+    manager = RewardManager(RewardConfig())
+    with pytest.raises(RewardError, match="R43"):
+        manager.check({"my_game": 3})
+    manager.check({"my_game": 3}, {"my_game"})
+    assert list(manager.identity({"exact": 1, "my_game": 3})) == ["exact"]
+
+
+# ------------------------------------------------------------------------------------------------------------ throttle
+
+
+def test_a_throttle_serves_one_loop_after_another() -> None:
+    throttle = Throttle(2, 6000)
+    running = most = 0
+
+    async def one() -> None:
+        nonlocal running, most
+        async with throttle:
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.02)
+            running -= 1
+
+    async def several() -> None:
+        await asyncio.gather(*(one() for _ in range(6)))
+
+    for _ in range(2):
+        asyncio.run(several())
+    assert most == 2 and running == 0
+    assert throttle.limits and not Throttle().limits and throttle.wait_of(3) == pytest.approx(0.03)
