@@ -94,10 +94,8 @@ def launch_plan(config: RLConfig, *, number: int = 0) -> LaunchPlan:
     return LaunchPlan(
         engine=rollout.name,
         python=str(interpreter_of(rollout.name, rollout.engine_env)),
-        model=str(Path(model.path).absolute()) if Path(model.path).is_dir() else model.path,
-        tokenizer=str(Path(tokenizer).absolute())
-        if Path(tokenizer := model.tokenizer_path or model.path).is_dir()
-        else tokenizer,
+        model=_place(model.path),
+        tokenizer=_place(model.tokenizer_path or model.path),
         dtype=_dtype(config),
         max_num_seqs=rollout.max_num_seqs,
         max_model_len=_max_model_len(config),
@@ -133,6 +131,19 @@ def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
     }
     return {**{name: value for name, value in options.items() if value is not None}, **own}
+
+
+def _place(path: str | None) -> str:
+    """A directory as another process finds it; a name of a model hub as it is.
+
+    Raises:
+        ConfigError: there is no path.
+    """
+    if path is None:
+        raise ConfigError(
+            "no model is named", fix="actor_rollout_ref.model.path=DIR", where="actor_rollout_ref.model.path"
+        )
+    return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def _cores(number: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ class NativeBackend:
         if settings.cpus:
             torch.set_num_threads(len(settings.cpus))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
         model.requires_grad_(False).eval().to(device)
         use_hone_attention(model)
         self.device, self.max_cache_tokens = str(device), settings.max_cache_tokens

@@ -1,5 +1,6 @@
 """vLLM behind Hone's server. Runs in vLLM's own environment."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import inspect

@@ -3,6 +3,7 @@
 vLLM makes a class of this and its worker; every worker of a tensor-parallel engine runs each method.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any
@@ -77,6 +78,7 @@ def _renew_packed_heads(model: nn.Module) -> set[str]:
     tied = getattr(model.config, "tie_word_embeddings", False)
     embedding = next((module for name, module in model.named_modules() if name.endswith("embed_tokens")), None)
     names = set()
+    module: Any
     for name, module in model.named_modules():
         if not isinstance(module, ParallelLMHead) or not tied or embedding is None:
             continue
