@@ -20,7 +20,7 @@ class Difference:
     """Where the tokens of a conversation and a fresh rendering of its messages part.
 
     Attributes:
-        kind: ``tokenization`` (the same text in other tokens), ``strippable`` (white space or marks of a turn's end only) or ``text``.
+        kind: ``tokenization`` (the same text in other tokens), ``strippable`` (white space, empty thoughts or marks of a turn's end only) or ``text``.
         position: the first token that differs.
         played: text from there on, as it was played.
         rendered: text from there on, as the template would have it.
@@ -52,7 +52,8 @@ def compare(
 
 
 def _essence(text: str, closers: Sequence[str]) -> str:
-    """The text without white space and marks of a turn's end."""
+    """The text without white space, marks of a turn's end, and blocks of thoughts with nothing in them."""
+    text = EMPTY_THOUGHTS.sub("", text)
     for closer in closers:
         text = text.replace(closer, "")
     return "".join(text.split())

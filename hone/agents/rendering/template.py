@@ -58,18 +58,11 @@ class Template:
         Raises:
             DataError: the template refuses the messages.
         """
-        hidden = _Hidden(self._special_text, self._named_text)
-        prepared = [hidden.message(self._with_arguments(message)) for message in messages]
         try:
-            text: Any = self.tokenizer.apply_chat_template(
-                prepared,
-                tools=list(tools) if tools else None,  # type: ignore[arg-type]
-                chat_template=self.source,
-                add_generation_prompt=ask,
-                tokenize=False,
-                **self.kwargs,
-            )
+            return self._rendered([self._prepared(message) for message in messages], tools, ask)
         except REFUSALS as error:
+            if any(_malformed(message) for message in messages):
+                return self.text([_without_malformed(message) for message in messages], tools, ask=ask)
             raise DataError(
                 f"the chat template refuses the conversation ({', '.join(m['role'] for m in messages)}): {error}",
                 where=str(self.tokenizer.name_or_path),
@@ -77,6 +70,17 @@ class Template:
                 fix="check the roles and their order, take another template with actor_rollout_ref.model.custom_chat_template, "
                 "or show tools as text with actor_rollout_ref.rollout.multi_turn.renderer=text_tools",
             ) from error
+
+    def _rendered(self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, ask: bool) -> HiddenText:
+        hidden = _Hidden(self._special_text, self._named_text)
+        text: Any = self.tokenizer.apply_chat_template(
+            [hidden.message(message) for message in messages],
+            tools=list(tools) if tools else None,  # type: ignore[arg-type]
+            chat_template=self.source,
+            add_generation_prompt=ask,
+            tokenize=False,
+            **self.kwargs,
+        )
         return HiddenText(str(text), hidden.found)
 
     def encode(self, text: HiddenText) -> list[int]:
@@ -101,8 +105,9 @@ class Template:
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, **options)
         return list(encoded["input_ids"])
 
-    def _with_arguments(self, message: Message) -> Message:
+    def _prepared(self, message: Message) -> Message:
         """The message with the arguments of its calls in the form that the template takes: a mapping, or JSON text."""
+        message = {**message, "content": message.get("content") or ""}
         if not message.get("tool_calls"):
             return message
         calls = []
@@ -192,12 +197,28 @@ class _Hidden:
         return self._characters[literal]
 
 
+def _malformed(message: Message) -> bool:
+    """Whether a message makes calls whose arguments are no JSON object."""
+    return any(isinstance(_loaded(call["function"]["arguments"]), str) for call in message.get("tool_calls") or ())
+
+
+def _without_malformed(message: Message) -> Message:
+    """The message with no arguments where they are malformed: for templates that take a mapping only."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        value = _loaded(call["function"]["arguments"])
+        calls.append({**call, "function": {**call["function"], "arguments": {} if isinstance(value, str) else value}})
+    return {**message, "tool_calls": calls} if calls else message
+
+
 def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(literals, key=len, reverse=True))) or r"(?!)")
 
 
-def _loaded(text: str) -> Any:
+def _loaded(text: Any) -> Any:
     """The mapping that JSON text is; text that is none (a malformed call) stays text."""
+    if not isinstance(text, str):
+        return text
     try:
         value = json.loads(text)
     except ValueError:

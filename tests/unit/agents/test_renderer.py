@@ -11,6 +11,7 @@ from support.chat_templates import CHATML_SYSTEM, GEMMA, PLAIN
 from support.conversations import LOOKALIKES, TOOLS, calling, texts, turns, words, written
 from support.templates import SHAPES, Shape, tokenizer, tokenizer_with
 
+from hone.agents.messages import AssistantTurn, ToolCall, tool_message
 from hone.agents.rendering import Renderer, renderer_for
 from hone.agents.rendering.probes import ANSWERED, ASKED, ASKED_AGAIN, TOOL, call, result, thinking
 from hone.agents.rendering.probes import calling as probe_calling
@@ -115,6 +116,17 @@ def test_several_results(name: str) -> None:
     assert places == sorted(places) and all(text.count(word) == 1 for word in ("first1", "second2", "third3"))
     alone = str(renderer.tokenizer.decode(renderer.bridge(turn, new[:1], TOOLS)))
     assert text[-8:] == alone[-8:], "ends with the generation prompt"
+
+
+def test_malformed_calls_can_be_shown(name: str) -> None:
+    """A conversation with a call that is no JSON can be rendered anew, whatever the template makes of it."""
+    renderer = _renderer(name)
+    turn = AssistantTurn("", None, (ToolCall("functions.add:0", "add", None, '{"a": 1,', "The call is broken77."),))
+    answer = tool_message(turn.calls[0], str(turn.calls[0].error))
+    text = str(renderer.tokenizer.decode(renderer.prompt([ASKED, turn.message(), answer], TOOLS)))
+    assert "broken77" in text and "add" in text
+    null = {**probe_calling(call()), "content": None}
+    assert renderer.prompt([ASKED, null], TOOLS) == renderer.prompt([ASKED, probe_calling(call())], TOOLS)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "harmony"])
@@ -226,6 +238,11 @@ def test_sanity_check() -> None:
     found = renderer.sanity_check(ids + spaced, messages)
     assert found is not None and found.kind == "strippable"
     assert renderer.sanity_check(ids + spaced, messages, mode="ignore_strippable") is None
+    qwen3, block = _renderer("qwen3"), "<think>\n\n</think>\n\nIt is sunny in Rome.<|im_end|>"
+    for said, mode in ((block, "strict"), (block.split("\n\n")[-1], "ignore_strippable")):
+        assert (
+            qwen3.sanity_check(qwen3.prompt([ASKED]) + qwen3.tokenizer(said)["input_ids"], messages, mode=mode) is None
+        )
     other = renderer.tokenizer("It rains in Rome.<|im_end|>")["input_ids"]
     found = renderer.sanity_check(ids + other, messages, mode="ignore_strippable")
     assert found is not None and found.kind == "text" and "rains" in found.played and "sunny" in found.rendered
