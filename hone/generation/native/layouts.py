@@ -4,9 +4,8 @@ row."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 import torch.nn.functional as F
+from torch import Tensor
 
 from hone.generation.attention import PackedLayout, Scoring, attention_weights
 from hone.generation.native.cache import KeyValueCache
