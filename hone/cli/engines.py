@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hone.cli.mismatch import mismatch
+
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 _ENV = typer.Option(
@@ -108,3 +110,6 @@ def serve(
         ),
         option or [],
     )
+
+
+app.command()(mismatch)

@@ -32,6 +32,8 @@ def test_grpo_trains_on_the_exact_tokens_of_an_agent_s_calls(world: World, run, 
         "data.max_response_length=48",
         "actor_rollout_ref.actor.optim.lr=2e-3",
         "actor_rollout_ref.rollout.multi_turn.enable=true",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+        "actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=8",
         "actor_rollout_ref.rollout.agent.program.function=my_agent:play",
         timeout=240,
     )
