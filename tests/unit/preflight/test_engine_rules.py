@@ -1,0 +1,64 @@
+"""Rules about engines in an environment of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.preflight import change
+
+from hone.config import RLConfig
+from hone.preflight import Stage, engines, findings
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("HONE_ENGINES", str(tmp_path))
+    return tmp_path
+
+
+def missing(config: RLConfig) -> list[str]:
+    return [found.error.render() for found in engines.engine_is_installed(config)]
+
+
+def test_an_engine_that_is_not_installed_is_a_warning_with_its_install_command(rl: RLConfig, nothing_installed: Path):
+    assert missing(rl) == []
+    change(rl, {f"{ROLLOUT}.name": "vllm"})
+    assert len(missing(rl)) == 1 and "hone engines install vllm" in missing(rl)[0]
+    change(rl, {f"{ROLLOUT}.engine_url": "tcp://127.0.0.1:1"})
+    assert missing(rl) == []
+
+
+def test_an_installed_engine_is_found(rl: RLConfig, nothing_installed: Path):
+    python = nothing_installed / "vllm/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    change(rl, {f"{ROLLOUT}.name": "vllm"})
+    assert missing(rl) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({f"{ROLLOUT}.gpu_memory_utilization": 0.7}, "gpu_memory_utilization"),
+        ({f"{ROLLOUT}.enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({f"{ROLLOUT}.engine_url": "tcp://127.0.0.1:1"}, "engine_url"),
+        ({f"{ROLLOUT}.checkpoint_engine.backend": "file"}, "checkpoint_engine.backend"),
+        (
+            {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.engine_url": "tcp://127.0.0.1:1", f"{ROLLOUT}.enforce_eager": True},
+            "enforce_eager",
+        ),
+    ],
+)
+def test_keys_of_an_engine_that_is_not_started_do_nothing(rl: RLConfig, changes: dict[str, Any], key: str):
+    change(rl, changes)
+    idle = [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"]
+    assert [error.where for error in idle] == [f"{ROLLOUT}.{key}"]
+
+
+def test_keys_of_the_engine_that_is_started_are_fine(rl: RLConfig):
+    change(rl, {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.gpu_memory_utilization": 0.7, f"{ROLLOUT}.enforce_eager": True})
+    assert [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"] == []
