@@ -32,10 +32,13 @@ def template(
     from hone.errors import ConfigError
     from hone.trainers.inputs import stop_tokens
 
+    form = "--kwargs '{\"enable_thinking\": false}'"
     try:
         arguments = json.loads(kwargs)
     except ValueError as error:
-        raise ConfigError(f"--kwargs is not JSON: {error}", fix="--kwargs '{\"enable_thinking\": false}'") from error
+        raise ConfigError(f"--kwargs is not JSON: {error}", fix=form) from error
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"--kwargs is {kwargs}, not a JSON object", fix=form)
     tokenizer = load_tokenizer(model, custom_chat_template=custom_chat_template)
     report = examine(
         tokenizer,

@@ -90,6 +90,8 @@ def test_thoughts(tmp_path: Path) -> None:
 def test_mistakes(tmp_path: Path, chatml: Path) -> None:
     with pytest.raises(ConfigError, match="--kwargs is not JSON"):
         run(chatml, "--kwargs", "{enable_thinking}")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        run(chatml, "--kwargs", "[1]")
     bare = tokenizer_with(CHATML_SYSTEM, CHATML)
     bare.chat_template = None
     bare.save_pretrained(tmp_path / "bare")
