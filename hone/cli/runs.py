@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -173,7 +173,7 @@ def _print_head(console: Console, run: Run) -> None:
         console.print(f"  {key:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _memory(record: dict[str, Any]) -> dict[str, str]:
+def _memory(record: Mapping[str, Any]) -> dict[str, str]:
     """Predicted and measured memory of each process, above what it holds without models."""
     facts = {}
     for name, held in record.get("memory", {}).items():

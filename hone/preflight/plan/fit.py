@@ -14,7 +14,7 @@ from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.preflight.evidence import model_block
 from hone.preflight.plan.devices import Device
-from hone.preflight.plan.memory import CACHE, Memory, memory_of
+from hone.preflight.plan.memory import CACHE, Memory, cache_tokens, memory_of
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.work import CPU_TOKENS, Work, work_of
 
@@ -99,17 +99,26 @@ class Fitter:
         """Turn knobs, those that bring something, until the run fits or there are none left; then leave out again, from the
         last on, those without which it fits too.
         """
-        changed, knobs = self._turned(config, _LADDER)
-        if self.peak(changed) <= self.limit:
+        turned, knobs = self._turned(config, LADDER)
+        if self.peak(turned) <= self.limit:
             turns = [turn for turn, _ in knobs]
             for turn in reversed(list(turns)):
                 without = [kept for kept in turns if kept is not turn]
                 if self.peak(self._turned(config, without)[0]) <= self.limit:
                     turns = without
-            changed, knobs = self._turned(config, turns)
-        work, budget = self.work(changed), self.largest_budget(changed)
-        fits = self.peak(changed) <= self.limit
-        return Fitting(changed, work, self.memories(work), tuple(knob for _, knob in knobs), fits, budget)
+            turned, knobs = self._turned(config, turns)
+        return self._fitting(turned, knobs)
+
+    def fit_with_offloading(self, config: AnyConfig) -> Fitting:
+        """The same with optimizer and parameters on the host before generation gets fewer sequences at once: slower updates, and
+        where responses are long a faster step.
+        """
+        return self._fitting(*self._turned(config, CACHE_LAST))
+
+    def _fitting(self, config: AnyConfig, knobs: list[tuple[Turn, Knob]]) -> Fitting:
+        work, fits = self.work(config), self.peak(config) <= self.limit
+        turned = tuple(knob for _, knob in knobs)
+        return Fitting(config, work, self.memories(work), turned, fits, self.largest_budget(config))
 
     def _turned(self, config: AnyConfig, turns: Sequence[Turn]) -> tuple[AnyConfig, list[tuple[Turn, Knob]]]:
         """A copy of the configuration after as many of the turns as it takes, and what each of them brought."""
@@ -202,7 +211,7 @@ def _smaller_cache(config: AnyConfig, fitter: Fitter) -> Iterator[str]:
     if not memories:
         return
     fullest = max(memories, key=lambda memory: memory.peak.total)
-    present = config.actor_rollout_ref.rollout.max_num_seqs
+    present = cache_tokens(work, fullest.process)[0]
     over, cache = fullest.peak.total - fitter.limit, fullest.peak.size(CACHE)
     rows = int(present * max(0.0, 1 - over / cache)) if over > 0 else present
     rows = max(min(8, present), rows // 8 * 8)
@@ -227,22 +236,19 @@ def _adapters(config: AnyConfig, fitter: Fitter) -> Iterator[str]:
 Turn = Callable[[AnyConfig, Fitter], "list[str]"]
 
 
-def _listed(turn: Callable[[AnyConfig, Fitter], Iterator[str]]) -> Turn:
+def _named(turn: Callable[[AnyConfig, Fitter], Iterator[str]]) -> Turn:
     return lambda config, fitter: list(turn(config, fitter))
 
 
-_LADDER: tuple[Turn, ...] = tuple(
-    map(
-        _listed,
-        (
-            _smaller_micro_batch,
-            _recompute,
-            _activations_on_host,
-            _smaller_cache,
-            _offload("optimizer_offload"),
-            _offload("param_offload"),
-            lambda config, fitter: _smaller_cache(config, fitter),  # generation may be the fullest phase now
-            _adapters,
-        ),
-    )
+_FIRST = (_named(_smaller_micro_batch), _named(_recompute), _named(_activations_on_host))
+_OFFLOADS = (_named(_offload("optimizer_offload")), _named(_offload("param_offload")))
+LADDER: tuple[Turn, ...] = (
+    *_FIRST,
+    _named(_smaller_cache),
+    *_OFFLOADS,
+    _named(_smaller_cache),  # generation may be the fullest phase now
+    _named(_adapters),
 )
+"""The knobs in the order in which one tunes."""
+CACHE_LAST: tuple[Turn, ...] = (*_FIRST, *_OFFLOADS, _named(_smaller_cache), _named(_adapters))
+"""Offloading before the key-value cache."""

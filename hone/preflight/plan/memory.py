@@ -38,10 +38,12 @@ SAMPLING_BYTES = 24
 """A logit while a token is drawn: logits, scaled, log-probs, probabilities in float32, their sums in float64."""
 BUCKET_BYTES = 256 * 2**20
 """Whole parameters that are gathered at a time (:data:`hone.training.export_stream.BUCKET_BYTES`)."""
-BUCKET_COPIES = 4
-"""Of a bucket while it is gathered: this rank's pieces and their message, what arrives (in gloo twice), and the whole."""
+BUCKET_COPIES = 3
+"""Of a bucket while it is gathered: this rank's pieces and their message, what arrives, and the whole."""
 HEAP_BYTES = 64 * 2**20
 """What stays in a CPU process beside tensors once it has computed: holes of the heap, kernels that were prepared (measured)."""
+_ON_THE_WAY = {True: 4, False: 2}
+"""Layers' worth of what FSDP gathers, or sends off, at a time: in use and on the way, by gloo on a CPU with copies of each."""
 _CACHE_ROUNDING = 32
 _MOMENTS = {
     "Adam": 2,
@@ -305,12 +307,14 @@ def _own_share(micro: MicroBatch, process: Process) -> tuple[float, float]:
 
 
 def _gathered(work: Work, process: Process, shape: ModelShape) -> float:
-    """Parameters that FSDP has put together: what lies outside the layers, and two layers (one computes, one arrives)."""
+    """Parameters that FSDP has put together: what lies outside the layers, and two layers (one computes, one arrives). Gloo makes
+    copies of what it sends.
+    """
     if not process.divided:
         return 0.0
     size = 2 if work.actor.narrow else 4
     outside = shape.parameters - shape.layers * shape.layer
-    layers = 2 if work.fsdp.reshard_after_forward else shape.layers
+    layers = _ON_THE_WAY[work.on_cpu] if work.fsdp.reshard_after_forward else shape.layers
     return (outside + layers * shape.layer) / process.layout.tensor * size
 
 
@@ -318,7 +322,7 @@ def _layer_gradient(work: Work, process: Process, trained: Trained) -> float:
     """Gradients of a layer before they are summed over the ranks, and once more on their way."""
     if not process.divided or work.adapters:
         return 0.0
-    return 2 * trained.shape.layer / process.layout.tensor * GRADIENT_BYTES
+    return _ON_THE_WAY[work.on_cpu] * trained.shape.layer / process.layout.tensor * GRADIENT_BYTES
 
 
 def _between(work: Work, process: Process) -> Iterable[tuple[str, list[Part]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from hone.config.tree import RLConfig
@@ -53,17 +53,22 @@ def placements(config: RLConfig, cluster: Cluster, fitter: Fitter, *, plan_known
     found = []
     for settings, words, variant in _variants(config, cluster, fitter, plan_known):
         try:
-            fitting = fitter.fit(variant)
+            fittings = [fitter.fit(variant), fitter.fit_with_offloading(variant)]
         except ConfigError:  # sizes that do not multiply
             continue
-        if fitting.fits and fitting.largest_budget:
-            set_key(fitting.config, budget_key(config), fitting.largest_budget)
-        work = fitter.work(fitting.config)
-        fitting = Fitting(
-            fitting.config, work, fitter.memories(work), fitting.knobs, fitting.fits, fitting.largest_budget
-        )
-        found.append(Placement(tuple(settings), words, fitting, step_time(work, cluster.device)))
+        fittings = [_with_largest_micro_batch(fitting, fitter) for fitting in fittings]
+        ways = [Placement(tuple(settings), words, fit, step_time(fit.work, cluster.device)) for fit in fittings]
+        found.append(min(ways, key=_order))
     return sorted(found, key=_order)
+
+
+def _with_largest_micro_batch(fitting: Fitting, fitter: Fitter) -> Fitting:
+    if not fitting.fits or not fitting.largest_budget:
+        return fitting
+    config = copy.deepcopy(fitting.config)
+    set_key(config, budget_key(config), fitting.largest_budget)
+    work = fitter.work(config)
+    return replace(fitting, config=config, work=work, memories=fitter.memories(work))
 
 
 def _order(placement: Placement) -> tuple[bool, float, int]:

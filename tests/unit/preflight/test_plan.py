@@ -99,7 +99,7 @@ def test_adapters_are_counted_as_peft_makes_them() -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    numbers = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 50}
+    numbers: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 50}
     config = LlamaConfig(**numbers, num_attention_heads=4, num_key_value_heads=2, head_dim=12)
     shape = ModelShape.of(config.to_dict(), 0)
     model: Any = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules="all-linear"))
