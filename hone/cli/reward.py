@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,32 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 @app.callback()
 def group() -> None:
-    """Try rewards on answers whose worth is known."""
+    """List the built-in scorers; try rewards on answers whose worth is known."""
+
+
+@app.command("list")
+def list_scorers(
+    name: Annotated[str | None, typer.Argument(help="show this scorer alone, with all it says of itself")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """List the built-in scorers: the data sources they are chosen for, their options, where they run.
+
+    Example: hone reward list code
+    """
+    import json
+
+    from hone.rewards.scorers import SCORERS
+
+    scorers = [SCORERS.get(name)] if name else [SCORERS.get(each) for each in SCORERS]
+    if as_json:
+        typer.echo(json.dumps([scorer.as_json() for scorer in scorers], indent=2))
+    elif name:
+        typer.echo(scorers[0].text)
+        typer.echo(_facts(scorers[0].as_json()))
+    else:
+        for scorer in scorers:
+            typer.echo(f"{scorer.name}\n  {scorer.summary}\n{_facts(scorer.as_json())}")
+        typer.echo("`hone reward list NAME` tells all about one.")
 
 
 @app.command("test")
@@ -75,6 +100,12 @@ def test(
         _print(bench, found, show, [path for path in (png, output) if path is not None])
     if any(finding.stops for finding in found):
         raise typer.Exit(2)
+
+
+def _facts(scorer: dict[str, Any]) -> str:
+    options = ", ".join(f"{option}={value!r}" for option, value in scorer["options"].items()) or "none"
+    package = f"\n  needs the package {scorer['package']}" if scorer["package"] else ""
+    return f"  data_source: {', '.join(scorer['data_sources'])}\n  options: {options}\n  runs {scorer['runs']}{package}"
 
 
 def _config(reward: str | None, scorer: str | None, settings: list[str], timeout: float, workers: int) -> RewardConfig:

@@ -74,6 +74,7 @@ def diagnose(folder: Path = Path()) -> list[Check]:
         *_disk(folder),
         *_ports(),
         *_leftovers(here),
+        *_sandbox(),
         *_credentials(),
     ]
 
@@ -242,6 +243,24 @@ def _leftovers(here: Machine) -> Iterator[Check]:
         yield Check("other runs", WARNING, f"{len(left)} processes of Ray or an engine: {shown}", fix)
     if not left and not here.gpu_users:
         yield Check("other runs", OK, "no process of Ray or an engine, nobody on a GPU")
+
+
+def _sandbox() -> Iterator[Check]:
+    from hone.rewards.sandbox.backends import available
+
+    working, missing = available()
+    name = "sandbox for code"
+    if not working:
+        yield Check(name, WARNING, f"none: {missing.get('process', '')}", "reward.sandbox_fusion.url=URL of a server")
+        return
+    best = next(iter(working.values()))
+    if not best.unprotected:
+        yield Check(name, OK, f"{best.name}: no network, a read-only system, limits")
+        return
+    found = (
+        f"{best.name} (bubblewrap: {missing.get('bubblewrap')}); not kept from programs: {'; '.join(best.unprotected)}"
+    )
+    yield Check(name, WARNING, found, "apt-get install bubblewrap, if runs score or call model-written code")
 
 
 def _credentials() -> Iterator[Check]:

@@ -124,13 +124,17 @@ def _engine_switches(config: RLConfig) -> list[Switch]:
 
     name, url = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.engine_url
     own = set(EngineConfig.__dataclass_fields__) - set(OwnPoolConfig.__dataclass_fields__) - {"checkpoint_engine"}
-    here = f"engine '{name}' runs in Hone's own process" if name not in SERVED else "the engine at engine_url runs already"
+    here = (
+        f"engine '{name}' runs in Hone's own process" if name not in SERVED else "the engine at engine_url runs already"
+    )
     return [
         Switch(
             tuple(f"actor_rollout_ref.rollout.{key}" for key in sorted(own - {"engine_url"})),
             name in SERVED and url is None,
             here,
-            "actor_rollout_ref.rollout.name=vllm" if name not in SERVED else "actor_rollout_ref.rollout.engine_url=null",
+            "actor_rollout_ref.rollout.name=vllm"
+            if name not in SERVED
+            else "actor_rollout_ref.rollout.engine_url=null",
         ),
         Switch(
             ("actor_rollout_ref.rollout.engine_url", "actor_rollout_ref.rollout.checkpoint_engine.backend"),
@@ -177,7 +181,7 @@ def _sampling_switches(config: RLConfig) -> list[Switch]:
         ),
         Switch(
             (f"{buffer}.len", f"{buffer}.penalty_factor", f"{buffer}.log"),
-            overlong.enable,
+            overlong.enable or config.reward.reward_manager == "dapo",
             off(f"{buffer}.enable"),
             f"{buffer}.enable=true",
             stops=True,

@@ -13,6 +13,7 @@ from hone.config.reward import RewardConfig
 from hone.data.scored_rows import ScoredRow
 from hone.data.types import StopReason, Trajectory
 from hone.rewards.manager import RewardManager, is_timeout, logger
+from hone.rewards.pool import ENDED
 from hone.rewards.probes import Probe, ordinary, traps
 from hone.rewards.score import Score
 
@@ -68,7 +69,7 @@ def run_bench(
         config: the block ``reward``; its worker processes and its time limit are used.
         rows: of a dataset.
         adversarial: also try traps and ground truths of another type.
-        seconds: take no further row after so much time. A call that runs out of time ends the bench too.
+        seconds: take no further row after so much time. A call that runs out of time or ends its process ends the bench too.
 
     Raises:
         RewardError: the function cannot be loaded or called, or a row's data source has no scorer.
@@ -86,9 +87,9 @@ def run_bench(
                 bench.trials += _score(manager, batch)
                 if bench.trials[0].probe is not batch[0]:
                     calls, busy = calls + len(batch), busy + time.monotonic() - start
-                late = next((trial for trial in bench.trials if is_timeout(trial.score)), None)
-                if late is not None:
-                    bench.stopped = f"{late.probe.kind} answer, row {late.probe.sample.uid}: {late.score.error}"
+                costly = next((trial for trial in bench.trials if _cost_a_process(trial.score)), None)
+                if costly is not None:
+                    bench.stopped = f"{costly.probe.kind} answer, row {costly.probe.sample.uid}: {costly.score.error}"
                     return bench
             bench.rows += 1
             if time.monotonic() - begun > seconds:
@@ -104,6 +105,11 @@ def _score(manager: RewardManager, probes: Sequence[Probe]) -> list[Trial]:
     with _quiet(logger):
         scores = asyncio.run(manager.score([_trajectory(probe, index) for index, probe in enumerate(probes)]))
     return [Trial(probe, score) for probe, score in zip(probes, scores, strict=True)]
+
+
+def _cost_a_process(score: Score) -> bool:
+    """Whether a worker process had to be replaced for this call: hundreds of them would take minutes."""
+    return is_timeout(score) or (score.error is not None and score.error.startswith(ENDED))
 
 
 def _trajectory(probe: Probe, index: int) -> Trajectory:

@@ -33,11 +33,13 @@ def first_turns(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def place(score: Score, trajectory: Trajectory) -> Score:
-    """Fill in ``placed`` from what a scorer said of turns and tokens.
+    """Fill in ``placed`` from what a scorer said of turns and tokens; a response without tokens has no place for them.
 
     Returns:
         The score, or a failed one where it speaks of another number of turns or tokens than there are.
     """
+    if not trajectory.response_ids:
+        return score
     ends = turn_ends(trajectory.response_mask)
     for parts, positions, what in (
         (score.turn_rewards, ends, "turn"),

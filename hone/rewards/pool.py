@@ -35,6 +35,8 @@ from hone.rewards.worker import LoadFailure, Ready, Target
 START_TIMEOUT = 180.0
 """Seconds a worker may take to import the reward function's file."""
 MAX_CHUNK = 64
+ENDED = "the worker process ended"
+"""Beginning of ``Score.error`` when a call took its process down."""
 ASYNC_GRACE = 1.0
 """Seconds beyond the limit that a worker gets to cancel its own asynchronous calls."""
 
@@ -209,7 +211,7 @@ class WorkerPool:
                 self._settle(task.job, task.index, outcome)
         except (EOFError, OSError):
             code = process.kill()
-            self._blame(waiting, process, f"the worker process ended (exit code {code})")
+            self._blame(waiting, process, f"{ENDED} (exit code {code})")
             return None
         return process
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ OTHER_PROCESSES = (
     *("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "actor_rollout_ref.actor.expert_parallel_size"),
 )
 """Keys that act on runs of several processes; tests/integration/test_ray*.py and test_sharded*.py are about them."""
+SERVICES = ("reward.sandbox.", "reward.sandbox_fusion.", "reward.judge.")
+"""Keys of what rewards ask outside; see :func:`test_services_read_their_keys`."""
 POOLS = (".nnodes", ".n_gpus_per_node")
 
 RL_RUNS: dict[str, tuple[str, list[str]]] = {
@@ -113,7 +116,7 @@ def unread_of(cls: type, read: set[str]) -> list[str]:
     return [
         key.path
         for key in documentation(cls)
-        if key.path not in read and not key.path.startswith(BEFORE) and not key.path.startswith(OTHER_PROCESSES)
+        if key.path not in read and not key.path.startswith(BEFORE) and not key.path.startswith((*OTHER_PROCESSES, *SERVICES))
         and not key.path.endswith(POOLS)
     ]  # fmt: skip
 
@@ -123,6 +126,26 @@ def test_runs_read_every_key_of_rl(place: Path, tmp_path: Path, never_finish: No
     for name, (preset, overrides) in RL_RUNS.items():
         read |= keys_read(RLConfig, [*RL_BASE, *RUN, *overrides], preset, tmp_path / name)
     assert unread_of(RLConfig, read) == []
+
+
+def test_services_read_their_keys() -> None:
+    from support.services import serve
+
+    from hone.rewards.services import Services
+
+    reply = {"choices": [{"message": {"content": "Score: 7"}}]}
+    read: set[str] = set()
+    with serve(lambda path, body: (200, reply)) as (url, _):
+        config = load_config(RLConfig, [f"reward.judge={{base_url: '{url}', model: m}}"])
+        for server in (None, url):
+            config.reward.sandbox_fusion.url = server
+            log, services = watch(config), Services(config.reward)
+            assert services.sandbox and asyncio.run(services.judge.judge("q", "a", "t")).score == 0.7
+            services.close()
+            log.stop()
+            read |= log.read
+    keys = [key.path for key in documentation(RLConfig) if key.path.startswith(SERVICES)]
+    assert len(keys) > 10 and set(keys) <= read
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,35 @@ class Scorer:
         return not self.may_hang and not self.is_async and not self.context
 
     @property
+    def text(self) -> str:
+        """What it says of itself."""
+        return inspect.cleandoc(self.compute.__doc__ or "")
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of it, in one line."""
+        return " ".join(self.text.partition("\n\n")[0].split())
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data: names, options with their defaults, and where it runs."""
+        parameters = inspect.signature(self.compute).parameters
+        where = (
+            "in worker processes"
+            if self.may_hang
+            else "together, as a service answers"
+            if self.is_async
+            else "in the trainer"
+        )
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "data_sources": list(self.data_sources),
+            "options": {name: parameters[name].default for name in parameters if name in self.options},
+            "runs": where,
+            "package": self.package[0] if self.package else None,
+        }
+
+    @property
     def file(self) -> str:
         """The file of its code."""
         return str(inspect.getsourcefile(self.compute))

@@ -55,6 +55,50 @@ def test_a_built_in_scorer(data, tmp_path):
     assert [r["score"] for r in right] == [1.0] * 4 and all(r["terms"]["acc"] == 1.0 for r in right)
 
 
+BROKEN = {
+    "always the same": ("    return 0.5", "R49", "the reward is 0.5 for all"),
+    "the wrong way round": ("    return float(ground_truth not in solution_str)", "R49", "no better than garbage"),
+    "pays for nothing": ("    return 1.0 if not solution_str else float(solution_str == ground_truth)", "R49", "no better than garbage"),
+    "pays for length": ("    return len(solution_str) / 1000", "R49", "garbage"),
+    "text": ("    return 'good'", "R51", "gave no finite number"),
+    "no number": ("    return float('nan')", "R51", "gave no finite number"),
+    "forgets to return": ("    score = float(ground_truth in solution_str)", "R51", "gave no finite number"),
+    "a dict without a score": ("    return {'reward': 1.0}", "R51", "gave no finite number"),
+    "raises on most text": ("    return float(solution_str == ground_truth) if float(solution_str) else 0", "R52", "calls in a worker process failed"),
+    "kills its process": ("    import os; os._exit(1)", "R52", "calls in a worker process failed"),
+    "never ends": ("    while 'lorem' not in solution_str: pass", "R52", "a call did not end"),
+    "cannot be loaded": ("    return 1.0\nimport no_such_module", "E-reward", "importing"),
+    "other arguments": ("    return 1.0\ndef compute_score(text): return 1.0", "E-reward", "cannot be called with"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rewards_are_caught(data, reward, name):
+    body, code, words = BROKEN[name]
+    try:
+        result = run("--data", data, "--reward", reward(body), "--rows", 3, "--timeout", 1, "--json")
+    except HoneError as error:  # the program prints it, and ends with 2
+        assert code == error.code and words in error.what
+        return
+    found = json.loads(result.output)["findings"]
+    assert any(entry["code"] == code and words in entry["what"] for entry in found), found
+    assert result.exit_code == 2 or name == "pays for length"  # it may be what is wanted: a warning
+
+
+def test_the_list_of_scorers():
+    every = CliRunner().invoke(app, ["list", "--json"], catch_exceptions=False)
+    scorers = {entry["name"]: entry for entry in json.loads(every.output)}
+    assert scorers["gsm8k"]["options"] == {"method": "strict", "format_score": 0.0, "score": 1.0}
+    assert scorers["code"]["runs"] == "together, as a service answers" and "services" not in scorers["code"]["options"]
+    assert scorers["math"]["runs"] == "in worker processes" and "searchR1_*" in scorers["search_em"]["data_sources"]
+    shown = CliRunner().invoke(app, ["list"], catch_exceptions=False).output
+    assert "reasoning_gym" in shown and "options: method='strict'" in shown
+    one = CliRunner().invoke(app, ["list", "code"], catch_exceptions=False).output
+    assert "assert_case" in one and "codecontests" in one
+    with pytest.raises(HoneError, match="Did you mean code"):
+        CliRunner().invoke(app, ["list", "coed"], catch_exceptions=False)
+
+
 def test_json_and_arguments(data, reward):
     own = reward("    return float(ground_truth == solution_str.strip().split(' ')[-1]) + bonus")
     result = run("--data", data, "--reward", own, "--set", "bonus=0.5", "--rows", 3, "--json")

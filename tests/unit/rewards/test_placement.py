@@ -79,3 +79,7 @@ def test_a_batch_gives_a_score_each_or_errors() -> None:
 def test_parts_of_an_episode_count_their_turns_on() -> None:
     parts = [trajectory([1, 0, 1], part=1), trajectory([1, 0, 1, 0, 1], part=0), trajectory([1], index=1)]
     assert first_turns(parts) == [3, 0, 0]
+
+
+def test_a_response_without_tokens_keeps_its_score() -> None:
+    assert place(Score(1.0, turn_rewards=[0.5]), trajectory([])) == Score(1.0, turn_rewards=[0.5])
