@@ -73,6 +73,6 @@ def _recipient(part: _Part) -> str:
 
 def _call(turn: Lexed, part: _Part, name: str) -> Found:
     raw = turn.plain(part.header + turn.mark("<|message|>") + part.body) + part.ending
-    if part.ending != "<|call|>":
+    if part.ending not in ("<|call|>", "<|end|>"):  # the latter by the first templates of the format
         return Found(name, None, raw, "The call is not ended by <|call|>.")
     return arguments_of(name, turn.plain(part.body).strip() or "{}", raw)

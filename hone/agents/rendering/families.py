@@ -40,7 +40,7 @@ for _family in (
     Family(
         "harmony",
         signature=("<|start|>", "<|channel|>", "<|message|>", "<|call|>"),
-        closers=(("<|end|>", "<|return|>"), ("<|call|>",)),
+        closers=(("<|end|>", "<|return|>", "<|call|>"),),
         stops=("<|return|>", "<|call|>"),
         parser="harmony",
         results_one_by_one=True,

@@ -61,8 +61,9 @@ class Template:
         try:
             return self._rendered([self._prepared(message) for message in messages], tools, ask)
         except REFUSALS as error:
-            if any(_malformed(message) for message in messages):
-                return self.text([_without_malformed(message) for message in messages], tools, ask=ask)
+            simple = [_simplified(message) for message in messages]
+            if simple != list(messages):
+                return self.text(simple, tools, ask=ask)
             raise DataError(
                 f"the chat template refuses the conversation ({', '.join(m['role'] for m in messages)}): {error}",
                 where=str(self.tokenizer.name_or_path),
@@ -197,18 +198,20 @@ class _Hidden:
         return self._characters[literal]
 
 
-def _malformed(message: Message) -> bool:
-    """Whether a message makes calls whose arguments are no JSON object."""
-    return any(isinstance(_loaded(call["function"]["arguments"]), str) for call in message.get("tool_calls") or ())
-
-
-def _without_malformed(message: Message) -> Message:
-    """The message with no arguments where they are malformed: for templates that take a mapping only."""
+def _simplified(message: Message) -> Message:
+    """The message as stricter templates take it: calls with arguments that are mappings, and with thoughts or content, not both."""
+    if not message.get("tool_calls"):
+        return message
     calls = []
-    for call in message.get("tool_calls") or ():
+    for call in message["tool_calls"]:
         value = _loaded(call["function"]["arguments"])
-        calls.append({**call, "function": {**call["function"], "arguments": {} if isinstance(value, str) else value}})
-    return {**message, "tool_calls": calls} if calls else message
+        if isinstance(value, str):  # a malformed call
+            call = {**call, "function": {**call["function"], "arguments": {}}}
+        calls.append(call)
+    simple = {**message, "tool_calls": calls}
+    if message.get("content") and message.get("reasoning_content"):
+        simple |= {"reasoning_content": f"{message['reasoning_content']}\n{message['content']}", "content": ""}
+    return simple
 
 
 def _any_of(literals: Iterable[str]) -> re.Pattern[str]:

@@ -57,7 +57,7 @@ HARMONY = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
         ("gemma", "<|tool_call>call:add{a:" + "[" * 5000 + "<tool_call|>", "nested more than 64 deep"),
         ("gemma", "<|tool_call>call:add{a:1}", "not closed by <tool_call|>"),
         ("harmony", HARMONY + '{"a": 1<|call|>', "arguments of the call are not valid JSON"),
-        ("harmony", HARMONY + '{"a": 1}<|end|>', "not ended by <|call|>"),
+        ("harmony", HARMONY + '{"a": 1}<|return|>', "not ended by <|call|>"),
         ("harmony", HARMONY + '{"a": 1}', "not ended by <|call|>"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>[]<｜tool▁call▁end｜>", "not a JSON object but a list"),
         ("deepseek", "<｜tool▁calls▁begin｜>add(1)<｜tool▁calls▁end｜>", "has no <｜tool▁call▁begin｜>"),

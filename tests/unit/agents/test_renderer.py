@@ -149,6 +149,20 @@ def test_thoughts_are_removed_from_earlier_turns(name: str) -> None:
     assert "It is sunny in Rome." in shown and "Let me" not in shown, "the new sample begins as the template shows it"
 
 
+def test_the_first_template_of_harmony() -> None:
+    """It ends calls with <|end|> where <|call|> is sampled, and takes thoughts or content with a call, not both."""
+    made = tokenizer_with(tokenizer("harmony").chat_template.replace("<|call|>", "<|end|>"), SHAPES["harmony"])
+    old, new = renderer_for(made), _renderer("harmony")
+    turn = new.tokenizer(' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>')[
+        "input_ids"
+    ]
+    assert old.bridge(turn, [result()], [TOOL]) == new.bridge(turn, [result()], [TOOL])
+    whole = old.prompt([ASKED, probe_calling(call())], [TOOL], generation_prompt=False)
+    assert [c.arguments for c in old.parse(whole[len(old.prompt([ASKED], [TOOL])) :]).calls] == [{"city": "Rome"}]
+    both = {**probe_calling(call(), thoughts="Hm."), "content": "I will look."}
+    assert "Hm.\nI will look." in str(made.decode(new.prompt([ASKED, both, result()], [TOOL])))
+
+
 def test_no_thoughts_no_split() -> None:
     """An answer of Qwen 3 without thoughts is not split off, whether it has an empty block of thoughts or none."""
     renderer = _renderer("qwen3")
