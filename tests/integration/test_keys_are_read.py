@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from typer.testing import CliRunner
 from hone.cli import data as data_command
 from hone.cli import init as init_command
 from hone.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig, documentation, load_config
+from hone.config.engines import EngineConfig
 from hone.config.reads import BEFORE, ReadLog, unrecorded, watch
 from hone.errors import ConfigError, HoneError
+from hone.generation.build import served_engine
+from hone.generation.remote import ServedEngine
 from hone.preflight import examine
 
 OTHER_PROCESSES = (
@@ -27,6 +31,8 @@ OTHER_PROCESSES = (
 """Keys that act on runs of several processes; tests/integration/test_ray*.py and test_sharded*.py are about them."""
 SERVICES = ("reward.sandbox.", "reward.sandbox_fusion.", "reward.judge.")
 """Keys of what rewards ask outside; see :func:`test_services_read_their_keys`."""
+ENGINE_KEYS = tuple(f"actor_rollout_ref.rollout.{name}" for name in EngineConfig.__annotations__)
+"""Keys of an engine in a process of its own; see :func:`test_a_served_engine_reads_its_keys`."""
 POOLS = (".nnodes", ".n_gpus_per_node")
 
 RL_RUNS: dict[str, tuple[str, list[str]]] = {
@@ -116,7 +122,7 @@ def unread_of(cls: type, read: set[str]) -> list[str]:
     return [
         key.path
         for key in documentation(cls)
-        if key.path not in read and not key.path.startswith(BEFORE) and not key.path.startswith((*OTHER_PROCESSES, *SERVICES))
+        if key.path not in read and not key.path.startswith(BEFORE) and not key.path.startswith((*OTHER_PROCESSES, *SERVICES, *ENGINE_KEYS))
         and not key.path.endswith(POOLS)
     ]  # fmt: skip
 
@@ -146,6 +152,21 @@ def test_services_read_their_keys() -> None:
             read |= log.read
     keys = [key.path for key in documentation(RLConfig) if key.path.startswith(SERVICES)]
     assert len(keys) > 10 and set(keys) <= read
+
+
+def test_a_served_engine_reads_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(ServedEngine, "start", lambda plan, **options: started.append((plan, options)))
+    environment = Path(sys.executable).parents[1]
+    config = load_config(RLConfig, ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=blank"])
+    config.actor_rollout_ref.rollout.engine_env = str(environment)
+    log = watch(config)
+    served_engine(config)
+    log.stop()
+    keys = [key.path for key in documentation(RLConfig) if key.path.startswith(ENGINE_KEYS)]
+    assert len(keys) > 10 and set(keys) <= log.read
+    assert started[0][0].python == str(environment / "bin/python")
+    assert started[0][1] == {"backend": "auto", "bucket_bytes": 512 * 2**20}
 
 
 @pytest.mark.parametrize(
