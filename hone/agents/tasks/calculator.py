@@ -22,7 +22,8 @@ class CalculatorOptions:
         max_number: numbers run from 2 to this.
         operations: operators of every problem.
         operators: which of ``+``, ``-`` and ``*`` occur.
-        guesses: percent of the demonstrations that do without the tool and guess (a random number of the answer's length).
+        guesses: percent of the demonstrations that do without the tool: they repeat the sum and guess (a random number of the
+            answer's length).
             Imitation then learns to guess as often, and a reward can teach it to ask.
     """
 
@@ -68,7 +69,7 @@ class CalculatorTask:
                 value,
                 f"#### {value}",
                 {"expression": expression, "guessed": guess},
-                answer=self._guess(draw, value) if guess else self._asks(expression, value),
+                answer=self._guess(draw, expression, value) if guess else self._asks(expression, value),
                 tools=self.tools,
                 agent_name="tool_agent",
             )
@@ -76,10 +77,10 @@ class CalculatorTask:
     def _asks(self, expression: str, value: str) -> list[dict]:
         return [calls("calculator", expression=expression), result("calculator", value), says(f"#### {value}")]
 
-    def _guess(self, draw: random.Random, value: str) -> list[dict]:
+    def _guess(self, draw: random.Random, expression: str, value: str) -> list[dict]:
         digits = len(value.lstrip("-"))
         number = draw.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
-        return [says(f"#### {'-' if value.startswith('-') else ''}{number}")]
+        return [says(f"{expression} #### {'-' if value.startswith('-') else ''}{number}")]
 
 
 @TASKS.register("calculator")

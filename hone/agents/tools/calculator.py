@@ -23,7 +23,7 @@ _SCHEMA = {
         "description": "Compute an arithmetic expression.",
         "parameters": {
             "type": "object",
-            "properties": {"expression": {"type": "string", "description": "for example (12+7)*3"}},
+            "properties": {"expression": {"type": "string"}},
             "required": ["expression"],
         },
     },
