@@ -45,6 +45,20 @@ def registered_names(config: RLConfig) -> Iterator[Finding]:
 
 
 @rule("R11", RLConfig)
+def reward_terms(config: RLConfig) -> Iterator[Finding]:
+    """The terms of the reward can be read, and their scorers are registered."""
+    from hone.rewards.scorers import SCORERS
+    from hone.rewards.terms import read_terms
+
+    try:
+        for term in read_terms(config.reward.terms):
+            if term.scorer is not None:
+                SCORERS.get(term.scorer)
+    except ConfigError as found:
+        yield Finding(found, stops=True)
+
+
+@rule("R11", RLConfig)
 def import_paths(config: RLConfig) -> Iterator[Finding]:
     """An estimator or loss of the user's own can be imported."""
     from hone.algorithms import advantage_estimators, policy_losses

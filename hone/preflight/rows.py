@@ -58,7 +58,8 @@ def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Iterator[
     from hone.data import checks
     from hone.rewards.scorers import SCORERS, scorer_for
 
-    if config.reward.scorer or config.reward.custom_reward_function.path or _judged_alone(config):
+    reward = config.reward
+    if reward.scorer or reward.terms or reward.custom_reward_function.path or _judged_alone(config):
         return
     known = sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
     rows = [row for row in (*evidence.train_rows, *evidence.val_rows) if not _brings_reward(config, row)]
@@ -74,7 +75,8 @@ def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Iterat
 
     if _judged_alone(config):
         return
-    built_in = config.reward.custom_reward_function.path is None
+    reward = config.reward
+    built_in = reward.custom_reward_function.path is None and not reward.terms and _needs_truth(reward.scorer)
     for rows in (evidence.train_rows, evidence.val_rows):
         scored = [row for row in rows if not _brings_reward(config, row)]
         yield from checks.ground_truths(scored, built_in, _complaint(config) if built_in else lambda row, truth: None)
@@ -117,6 +119,13 @@ def _brings_reward(config: RLConfig, row: Row) -> bool:
 def _judged_alone(config: RLConfig) -> bool:
     """Whether a reward model alone gives the reward."""
     return config.reward.reward_model.enable and config.reward.reward_model.combine == "replace"
+
+
+def _needs_truth(scorer: str | None) -> bool:
+    """Whether a scorer for all rows, or the one of each row's kind, compares with a ground truth."""
+    from hone.rewards.scorers import SCORERS
+
+    return scorer is None or scorer not in SCORERS or SCORERS.get(scorer).needs_truth
 
 
 def _complaint(config: RLConfig) -> Any:

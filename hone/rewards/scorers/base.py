@@ -59,6 +59,11 @@ class Scorer:
         return not self.may_hang and not self.is_async and not self.context
 
     @property
+    def needs_truth(self) -> bool:
+        """Whether it compares with a ground truth: its parameter has no default."""
+        return inspect.signature(self.compute).parameters["ground_truth"].default is inspect.Parameter.empty
+
+    @property
     def text(self) -> str:
         """What it says of itself."""
         return inspect.cleandoc(self.compute.__doc__ or "")

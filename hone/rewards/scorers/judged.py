@@ -18,7 +18,7 @@ def _check(services: Services) -> None:
 async def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: Any = None,
     extra_info: dict[str, Any] | None = None,
     *,
     services: Services,

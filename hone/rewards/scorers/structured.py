@@ -17,7 +17,7 @@ _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: Any = None,
     extra_info: dict[str, Any] | None = None,
     schema: dict[str, Any] | None = None,
     valid_score: float = 0.2,

@@ -118,6 +118,8 @@ CORRECTION = "algorithm.rollout_correction"
         ),
         ({f"{ACTOR}.policy_loss.loss_mode": "json:dump_"}, "R11", True, ["has no 'dump_'", "dump"]),
         ({"algorithm.adv_estimator": "json:decoder"}, "R11", True, ["'json:decoder' is no advantage estimator"]),
+        ({"reward.terms": [{"scorer": "gsm8"}]}, "R11", True, ["unknown scorer 'gsm8'", "gsm8k"]),
+        ({"reward.terms": [{"scorer": "exact", "wait": 1}]}, "R11", True, ["has no 'wait'", "weight", "terms[0]"]),
     ],
 )
 def test_rule_speaks(rl: RLConfig, changes: dict[str, Any], code: str, stops: bool, words: list[str]) -> None:

@@ -195,3 +195,16 @@ def test_samplers_that_fit(rl: RLConfig, data: Path) -> None:
     assert list(findings(rl)) == []
     change(rl, {"data.sampler.name": "pass_rate", "data.sampler.difficulty_key": "difficulty", "data.shuffle": False})
     assert [(f.error.code, f.stops) for f in findings(rl)] == [("R23", False)]
+
+
+def test_scorers_without_a_truth_and_terms_need_neither_source_nor_ground_truth(rl: RLConfig, tmp_path: Path) -> None:
+    content = [row | {"data_source": "chat", "reward_model": {}} for row in rows(10)]
+    files = {"data.train_files": str(write_rows(tmp_path / "chats.parquet", content)), "preflight.reward_rows": 0}
+
+    def codes(**changes: Any) -> list[str]:
+        return [found.error.code for found in findings(change(rl, files | changes))]
+
+    assert codes() == ["R43", "R44"]
+    assert codes(**{"reward.scorer": "gsm8k"}) == ["R44"]
+    assert codes(**{"reward.scorer": "repetition"}) == []
+    assert codes(**{"reward.terms": [{"scorer": "length"}, {"scorer": "format"}]}) == []
