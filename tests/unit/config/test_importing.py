@@ -97,7 +97,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         f"{ACTOR}.ppo_micro_batch_size_per_gpu": 116,
         f"{ROLLOUT}.max_num_seqs": 512,
     },
-    "multi_turn_sglang": {f"{ROLLOUT}.n": 16, f"{ROLLOUT}.name": "native", "data.train_batch_size": 256},
+    "multi_turn_sglang": {f"{ROLLOUT}.n": 16, f"{ROLLOUT}.multi_turn.enable": True, "data.train_batch_size": 256},
     "megatron": {f"{ACTOR}.tensor_model_parallel_size": 4, f"{ACTOR}.strategy": None, "trainer.device": "cuda"},
     "reinforce_plus_plus_slurm": {
         "algorithm.adv_estimator": "reinforce_plus_plus_baseline",
@@ -127,7 +127,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 UNSUPPORTED = {
-    "multi_turn_sglang": {f"{ROLLOUT}.multi_turn.enable", f"{ROLLOUT}.multi_turn.tool_config_path"},
+    "multi_turn_sglang": {f"{ROLLOUT}.name"},
     "megatron": {f"{ACTOR}.strategy", f"{ACTOR}.megatron.pipeline_model_parallel_size"},
 }
 """What is refused, where it is more than the engine."""
@@ -301,8 +301,9 @@ def test_yaml_files(tmp_path: Path) -> None:
     translation = import_yaml(source)
     assert translation.values[f"{ROLLOUT}.n"] == 4
     assert [line.reading.key for line in translation.lines if line.reading.outcome is Outcome.UNSUPPORTED] == [
-        f"{ROLLOUT}.multi_turn.enable",
+        f"{ROLLOUT}.name",
     ]
+    assert translation.values[f"{ROLLOUT}.multi_turn.enable"] is True
     with pytest.raises(ConfigError, match="valid YAML"):
         import_yaml("a: [")
 
