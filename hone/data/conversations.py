@@ -117,7 +117,7 @@ def _rendered(
     """Tokens and mask of every conversation; those with the same tools are rendered in one call."""
     by_tools: dict[str, list[int]] = {}
     for row, schemas in enumerate(tools):
-        by_tools.setdefault(json.dumps(schemas, sort_keys=True), []).append(row)
+        by_tools.setdefault(json.dumps(schemas), []).append(row)
     found: dict[int, tuple[list[int], list[int]]] = {}
     for rows in by_tools.values():
         shown = tools[rows[0]]

@@ -154,9 +154,9 @@ def _tokenize(
     by_tools: dict[str, list[Sample]] = {}
     for sample in samples:
         if sample.messages is not None:
-            by_tools.setdefault(json.dumps(list(tools_of(sample)), sort_keys=True), []).append(sample)
-    for shown, chats in by_tools.items():
-        tools = json.loads(shown)
+            by_tools.setdefault(json.dumps(list(tools_of(sample))), []).append(sample)
+    for chats in by_tools.values():
+        tools = list(tools_of(chats[0]))
         settings = {**kwargs, "tools": tools} if tools else kwargs
         rendered = render_prompts(tokenizer, [sample.messages or [] for sample in chats], settings)
         for sample, ids in zip(chats, rendered, strict=True):

@@ -309,3 +309,25 @@ def test_tool_errors_are_not_tried_again():
     (t,), _ = play(setting([note], tool_retries=5), script, [sample(tools=[note.schema])])
     assert t.episode is not None
     assert (t.episode.calls[0].attempts, t.episode.calls[0].result) == (1, "error: no such page")
+
+
+def test_a_dataset_shows_tools_as_the_renderer_does(tmp_path):
+    """The prompt of a row, token by token, is what the renderer and supervised fine-tuning make of the same messages."""
+    from hone.agents.prompts import tools_of
+    from hone.data.conversations import ConversationDataset
+    from hone.data.prompts import PromptDataset
+
+    made = setting([Calculator()])
+    messages = [{"role": "user", "content": "What is 6*7?"}]
+    answer = [{"role": "assistant", "content": "#### 42"}]
+    row = {"prompt": messages, "messages": messages + answer, "data_source": "calculator", "tools": json.dumps([SCHEMA])}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    limits = {"max_prompt_length": 900, "truncation": "error"}
+    prompts = PromptDataset(
+        file, made.tokenizer, prompt_key="prompt", reward_fn_key="data_source", tools_of=tools_of(made), **limits
+    )
+    shown = made.renderer.prompt(messages, [SCHEMA])
+    assert prompts[0].prompt_ids == shown
+    chats = ConversationDataset(file, made.tokenizer, messages_key="messages", max_length=900, truncation="error")
+    assert chats[0].input_ids[: len(shown)] == shown
