@@ -202,8 +202,10 @@ class NativeEngine:
 
     def _burst(self) -> None:
         scheduler, runner = self._scheduler, self._runner
+        jobs = (*runner.running, *scheduler.waiting)
+        watched = any(job.request.progress is not None for job in jobs)
         with runner.computing():
-            for _ in range(WATCHED_BURST if self._watched() else BURST):
+            for _ in range(WATCHED_BURST if watched else BURST):
                 self._entering = scheduler.admit(runner.running)
                 if self._entering:
                     runner.enter(self._entering)
