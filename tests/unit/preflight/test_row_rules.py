@@ -199,7 +199,7 @@ def test_samplers_that_fit(rl: RLConfig, data: Path) -> None:
 
 def test_scorers_without_a_truth_and_terms_need_neither_source_nor_ground_truth(rl: RLConfig, tmp_path: Path) -> None:
     content = [row | {"data_source": "chat", "reward_model": {}} for row in rows(10)]
-    files = {"data.train_files": str(write_rows(tmp_path / "chats.parquet", content)), "preflight.reward_rows": 0}
+    files = {"data.train_files": str(write_rows(tmp_path / "chats.jsonl", content)), "preflight.reward_rows": 0}
 
     def codes(**changes: Any) -> list[str]:
         return [found.error.code for found in findings(change(rl, files | changes))]
