@@ -39,7 +39,9 @@ class Template:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.kwargs = tokenizer, dict(kwargs or {})
-        self.source = template_of(tokenizer)
+        self.source = self._source_with_tools = template_of(tokenizer)
+        if isinstance(tokenizer.chat_template, dict):  # several, the one for tools under a name of its own
+            self._source_with_tools = tokenizer.chat_template.get("tool_use", self.source)
         self.special = special_tokens(tokenizer)
         self._special_text = _any_of(str(tokenizer.convert_ids_to_tokens(index)) for index in self.special)
         self._named_text = _any_of(named_tokens(tokenizer))
@@ -77,7 +79,7 @@ class Template:
         text: Any = self.tokenizer.apply_chat_template(
             [hidden.message(message) for message in messages],
             tools=list(tools) if tools else None,  # type: ignore[arg-type]
-            chat_template=self.source,
+            chat_template=self._source_with_tools if tools else self.source,
             add_generation_prompt=ask,
             tokenize=False,
             **self.kwargs,
@@ -128,7 +130,7 @@ class Template:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
             text: Any = self.tokenizer.apply_chat_template(
-                chat, chat_template=self.source, tokenize=False, **self.kwargs
+                chat, chat_template=self._source_with_tools, tokenize=False, **self.kwargs
             )
         except REFUSALS:
             return True

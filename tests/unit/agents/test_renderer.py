@@ -200,6 +200,15 @@ def test_templates_without_tools() -> None:
     assert bridge.count("<|im_start|>user") == 1 and "sunny" in bridge and "rainy" in bridge
 
 
+def test_a_template_of_its_own_for_tools() -> None:
+    made = tokenizer_with(CHATML_SYSTEM, SHAPES["qwen2_5"])
+    made.chat_template = {"default": CHATML_SYSTEM, "tool_use": tokenizer("qwen2_5").chat_template}
+    renderer, expected = renderer_for(made), _renderer("qwen2_5")
+    assert renderer.prompt([ASKED], [TOOL]) == expected.prompt([ASKED], [TOOL]) != renderer.prompt([ASKED])
+    assert renderer.bridge([], [result()], [TOOL]) == expected.bridge([], [result()], [TOOL])
+    assert "Be helpful." in str(made.decode(renderer.prompt([ASKED])))
+
+
 def test_a_template_that_leaves_results_out() -> None:
     silent = CHATML_SYSTEM.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
     with pytest.raises(DataError, match="leaves out a message of role 'tool'"):
