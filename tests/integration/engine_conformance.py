@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import psutil
@@ -404,23 +403,24 @@ def test_an_untied_head_takes_new_weights_too(kind, models, tmp_path):
 # the end -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_crash_in_mid_flight_is_reported_to_everyone_who_waits(kind, models, tmp_path):
-    if kind in ("native", "hf"):
+@pytest.mark.parametrize("victim", ["its server", "its own worker"])
+def test_a_crash_in_mid_flight_is_reported_to_everyone_who_waits(kind, victim, models, tmp_path):
+    if kind in ("native", "hf") or (kind == "served" and victim == "its own worker"):
         return
     subject = start(kind, models["tied"][2], tmp_path / "crash.log")
-    pid = subject.engine.process.pid
-    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    server = psutil.Process(subject.engine.process.pid)
+    family = [server, *server.children(recursive=True)]
+    killed = server if victim == "its server" else family[-1]
 
     async def crash():
         waiting = [asyncio.create_task(collect(subject.engine, long_running(2))) for _ in range(4)]
         await asyncio.sleep(0.1)
-        os.kill(pid, signal.SIGKILL)
-        return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 15)
+        os.kill(killed.pid, signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30)
 
-    begun = time.monotonic()
     outcomes = asyncio.run(crash())
-    assert time.monotonic() - begun < 15
-    assert all(isinstance(found, EngineLost) and "killed by signal 9" in str(found) for found in outcomes), outcomes
+    assert all(isinstance(found, EngineLost) for found in outcomes), outcomes
+    assert ("killed by signal 9" if killed is server else "ended with code 70") in str(outcomes[0])
     with pytest.raises(EngineLost):
         serve(subject.engine, requests(GREEDY, 1))
     subject.engine.close()

@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,8 +109,6 @@ class VllmBackend:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Serve one request."""
-        import time
-
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
