@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,10 @@ import psutil
 import pytest
 import torch
 from support.engine_cases import assert_greedy, collect, make_model, plan, requests, save, serve
+from typer.testing import CliRunner
 
+from hone.cli.engine_server import run_server
+from hone.cli.engines import app
 from hone.config.rollout import RolloutConfig
 from hone.errors import ConfigError, GenerationError
 from hone.generation.build import engine_options
@@ -286,3 +290,40 @@ def test_closing_ends_the_process(path, tmp_path):
     assert len(serve(engine, requests(GREEDY, 1))) == 1
     engine.close()
     assert not psutil.pid_exists(pid)
+
+
+# the command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_of_the_command_line_is_attached_to_and_ends_when_it_is_told(path, tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "between us")
+    words = ["serve", "native", "--model", str(path), "--max-model-len", "64", "--dtype", "float32"]
+    command = [sys.executable, "-m", "hone.cli.main", "engines", *words, "--log", str(tmp_path / "engine.log")]
+    served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert served.stdout is not None
+    address = served.stdout.readline().rsplit("engine_url=", 1)[1].strip()
+    engine = ServedEngine.attach(address)
+    assert len(serve(engine, requests(GREEDY, 2))) == 2
+    children = psutil.Process(served.pid).children(recursive=True)
+    served.terminate()
+    assert served.wait(timeout=20) == 0 and children
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    engine.close()
+
+
+def test_a_server_beyond_this_machine_needs_a_token(path, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    wanted = dataclasses.replace(plan("served", path, Path(os.devnull)), host="0.0.0.0")
+    with pytest.raises(ConfigError, match="without a token"):
+        run_server(wanted, [])
+    with pytest.raises(ConfigError, match="no NAME=VALUE"):
+        run_server(dataclasses.replace(wanted, host="127.0.0.1"), ["enforce_eager"])
+
+
+def test_the_list_says_what_was_never_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("HONE_ENGINES", str(tmp_path))
+    rows = {row["name"]: row for row in json.loads(CliRunner().invoke(app, ["list", "--json"]).stdout)}
+    assert set(rows) == {"native", "hf", "vllm", "sglang", "trtllm"}
+    assert rows["trtllm"]["verified"].startswith("never run") and rows["sglang"]["installed"] == "not supported"
+    assert rows["vllm"]["installed"] == "hone engines install vllm"
