@@ -38,7 +38,11 @@ class JudgedRewards(RewardManager):
         Raises:
             RewardError: with ``combine=add`` a data source has no scorer, or a scorer's package is missing.
         """
-        unknown = [source for source in data_sources if not self._named and source not in self_scored and scorer_for(source) is None]
+        unknown = [
+            source
+            for source in data_sources
+            if not self._named and source not in self_scored and scorer_for(source) is None
+        ]
         if self.settings.enable and self.settings.combine == "replace" and unknown:
             self.with_rules = False
             log.info("no scorer knows data_source %s: the reward model alone scores", ", ".join(sorted(unknown)))

@@ -81,9 +81,7 @@ class RunSession:
         config_yaml = to_yaml(self.config)
         self.checkpoints.set_aside_later()
         last_step = self.resumed_from.step if self.resumed_from else None
-        self.directory.start(
-            seed=self.trainer.seed, config_yaml=config_yaml, last_step=last_step, rewards=self.rewards
-        )
+        self.directory.start(seed=self.trainer.seed, config_yaml=config_yaml, last_step=last_step, rewards=self.rewards)
         self.directory.rewind(-1 if last_step is None else last_step)
         self.trackers = build_trackers(
             self.trainer.logger,
