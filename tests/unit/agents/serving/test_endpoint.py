@@ -188,6 +188,22 @@ def test_choices_seeds_limits_and_stops() -> None:
         assert not none.choices[0].message.tool_calls
 
 
+def test_a_call_that_is_asked_for_is_begun_for_the_model_and_not_counted_as_its_own() -> None:
+    rest = ids(' {"city": "Rome"}}\n</tool_call>')
+    engine = ScriptedEngine(lambda request: rest)
+    with served(engine, TOKENIZER) as (url, endpoint):
+        named: Any = {"type": "function", "function": {"name": "get_weather"}}
+        arguments: Any = {"model": "tiny", "messages": [QUESTION], "tools": [WEATHER]}
+        found = client(url, path="/sessions/a").chat.completions.create(tool_choice=named, **arguments)
+        call = found.choices[0].message.tool_calls[0].function
+        assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Rome"})
+        (ledger,) = endpoint.sessions.find("a").ledgers()
+        assert ledger.response_ids == rest and len(ledger.prompt_ids) > len(RENDERER.prompt([QUESTION], [WEATHER]))
+        named["function"]["name"] = "get_time"
+        with pytest.raises(openai.BadRequestError, match="no tool 'get_time' among get_weather"):
+            client(url).chat.completions.create(tool_choice=named, **arguments)
+
+
 def test_text_completions_of_text_and_of_tokens() -> None:
     engine = ScriptedEngine(lambda request: ids(" and so on", ended=False))
     with served(engine, TOKENIZER) as (url, endpoint):
