@@ -17,14 +17,14 @@ PACKAGE = Path(hone.__file__).parent
 HEAVY = ("torch", "transformers", "tokenizers", "pyarrow", "hydra", "omegaconf", "numpy", "peft", "ray", "matplotlib")
 ADAPTERS = {
     "ray": ("cluster/ray/",),
-    "vllm": (),
+    "vllm": ("generation/server/",),
     "sglang": (),
     "tensorboard": ("insight/trackers/tensorboard.py",),
     "torch.utils.tensorboard": ("insight/trackers/tensorboard.py",),
     "wandb": ("insight/trackers/wandb.py",),
     "mlflow": ("insight/trackers/mlflow.py",),
     "math_verify": ("rewards/scorers/math_answer.py",),
-    "reasoning_gym": ("rewards/scorers/gym.py", "data/tasks/reasoning_gym.py"),
+    "reasoning_gym": ("rewards/scorers/gym.py", "data/tasks/reasoning_gym.py", "agents/environments/reasoning_gym.py"),
 }
 """Optional packages, and the modules that may import them. A folder may do so right away, and is itself imported lazily."""
 
