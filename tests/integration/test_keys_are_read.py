@@ -33,6 +33,8 @@ SERVICES = ("reward.sandbox.", "reward.sandbox_fusion.", "reward.judge.")
 """Keys of what rewards ask outside; see :func:`test_services_read_their_keys`."""
 ENGINE_KEYS = tuple(f"actor_rollout_ref.rollout.{name}" for name in EngineConfig.__annotations__)
 """Keys of an engine in a process of its own; see :func:`test_a_served_engine_reads_its_keys`."""
+EPISODES = ("actor_rollout_ref.rollout.multi_turn.", "actor_rollout_ref.rollout.agent.")
+"""Keys of episodes of several turns; see :func:`test_episodes_read_their_keys`."""
 POOLS = (".nnodes", ".n_gpus_per_node")
 
 RL_RUNS: dict[str, tuple[str, list[str]]] = {
@@ -122,7 +124,7 @@ def unread_of(cls: type, read: set[str]) -> list[str]:
     return [
         key.path
         for key in documentation(cls)
-        if key.path not in read and not key.path.startswith(BEFORE) and not key.path.startswith((*OTHER_PROCESSES, *SERVICES, *ENGINE_KEYS))
+        if key.path not in read and not key.path.startswith(BEFORE) and not key.path.startswith((*OTHER_PROCESSES, *SERVICES, *ENGINE_KEYS, *EPISODES))
         and not key.path.endswith(POOLS)
     ]  # fmt: skip
 
@@ -262,3 +264,40 @@ def test_validation_and_saving_come_later() -> None:
     assert watch(warm).unread() == ["trainer.critic_warmup"]  # the policy is first updated after the warm-up
     without = load_config(RLConfig, [*keys, "trainer.save_freq=0"])
     assert set(watch(without).unread()) >= {"actor_rollout_ref.rollout.val_kwargs.n", "trainer.async_save"}
+
+
+def test_episodes_read_their_keys(tmp_path: Path) -> None:
+    from support.agents import ScriptedEngine, call, sample
+    from support.templates import tokenizer
+
+    from hone.agents.player import Player
+    from hone.agents.setting import Setting
+    from hone.generation.protocol import SamplingParams
+
+    (tmp_path / "tools.yaml").write_text("tools: [{name: calculator}]\n")
+    (tmp_path / "users.yaml").write_text("interaction: [{name: teacher}]\n")
+    several = "actor_rollout_ref.rollout.multi_turn"
+    files = [
+        f"{several}.tool_config_path={tmp_path}/tools.yaml",
+        f"{several}.interaction_config_path={tmp_path}/users.yaml",
+    ]
+    config = load_config(RLConfig, [f"{several}.enable=true", f"{several}.max_assistant_turns=3", *files])
+    log = watch(config)
+    try:
+        words = tokenizer("qwen2_5")
+        engine = ScriptedEngine(
+            words, lambda name, turn: call("calculator", expression="1") if turn == 0 else "#### 42"
+        )
+        player = Player(engine, Setting.of(config, words))  # type: ignore[arg-type]
+        (played,) = asyncio.run(player.play([sample()], SamplingParams(max_tokens=300), n=1, seed_of=lambda *_: 0))
+        assert played.episode is not None and len(played.episode.calls) == 1
+    finally:
+        log.stop()
+    agent = "actor_rollout_ref.rollout.agent"
+    beyond = {
+        f"{agent}.on_error",
+        f"{agent}.max_error_rate",
+        f"{agent}.program.timeout",
+    }  # where episodes break; of programs
+    keys = {key.path for key in documentation(RLConfig) if key.path.startswith(EPISODES)}
+    assert keys - log.read == beyond

@@ -44,7 +44,7 @@ def test_a_program_on_stdio(tmp_path: Path):
             try:
                 assert ask(tools["add"], a=1, b=1) == "2"
                 break
-            except Exception:
+            except Exception:  # noqa: BLE001 - whatever the client says
                 assert attempt < 2
                 time.sleep(0.2)
     finally:

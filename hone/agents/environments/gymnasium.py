@@ -44,6 +44,7 @@ class Gymnasium(Environment):
     ) -> None:
         try:
             import gymnasium
+            from gymnasium.envs import registration
         except ImportError as error:
             raise ConfigError(
                 "the environment 'gymnasium' needs the package gymnasium, which is not installed",
@@ -51,10 +52,11 @@ class Gymnasium(Environment):
             ) from error
         try:
             spec = gymnasium.spec(id)
-            env_class: Any = gymnasium.envs.registration.load_env_creator(str(spec.entry_point))
+            env_class: Any = registration.load_env_creator(str(spec.entry_point))
             modes = getattr(env_class, "metadata", {}).get("render_modes", [])
-            settings = {"render_mode": "ansi"} if "ansi" in modes else {}
-            self.env = gymnasium.make(id, max_episode_steps=max_steps, **(settings | (kwargs or {})))
+            settings: dict[str, Any] = {"render_mode": "ansi"} if "ansi" in modes else {}
+            settings |= {"max_episode_steps": max_steps, **(kwargs or {})}
+            self.env = gymnasium.make(id, **settings)
         except (gymnasium.error.Error, ImportError, AttributeError) as error:
             raise ConfigError(
                 f"gymnasium cannot make '{id}': {error}", where="extra_info.environment.options", fix="mend the id"

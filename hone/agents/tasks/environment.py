@@ -53,7 +53,9 @@ class EnvironmentTask:
             answer = await self._worked(environment, seed)
         finally:
             await environment.close()
-        spec = {"name": self.name, "seed": seed, "options": self.options}
+        spec: dict[str, Any] = {"name": self.name, "seed": seed}
+        if self.options:  # parquet knows no object without a field
+            spec["options"] = self.options
         return Problem(
             str(prompt[-1]["content"]),
             "",

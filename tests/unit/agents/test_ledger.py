@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from support.agents import play, sample, setting
 from support.models import VOCABULARY, tiny_model
 
-from hone.algorithms.masked import where_mask
 from hone.agents.base import AGENT_LOOPS, AgentLoop
 from hone.agents.ledger import TokenLedger
+from hone.algorithms.masked import where_mask
 from hone.data.trajectories import to_batch
 from hone.data.types import StopReason
 from hone.errors import ConfigError, InvariantError
@@ -115,7 +115,9 @@ def test_gradients_are_those_of_the_sampled_tokens_alone(data):
     def gradient(mask: list[int], poison: float) -> torch.Tensor:
         model.zero_grad()
         ids = torch.tensor([ledger.ids[: start + length]])
-        picked = model(ids, layout=PackedLayout.from_lengths([start + length])).logits[0, start - 1 : -1].log_softmax(-1)
+        picked = (
+            model(ids, layout=PackedLayout.from_lengths([start + length])).logits[0, start - 1 : -1].log_softmax(-1)
+        )
         log_probs = picked.gather(1, ids[0, start:, None])[:, 0]
         chosen = torch.tensor(mask)
         where_mask(log_probs * torch.where(chosen.bool(), weights, poison), chosen).sum().backward()
@@ -127,5 +129,3 @@ def test_gradients_are_those_of_the_sampled_tokens_alone(data):
         for place in range(sampled.start, sampled.stop):
             by_hand += gradient([int(place == number) for number in range(length)], poison=0.0)
     torch.testing.assert_close(by_mask, by_hand, atol=1e-5, rtol=1e-4)
-
-

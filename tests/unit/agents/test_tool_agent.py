@@ -195,29 +195,32 @@ def test_an_episode_that_breaks_is_retried_and_its_tools_are_released():
 
 
 def test_slow_tools_do_not_hold_other_episodes_up():
-    waiting, most = 0, 0
-
-    async def slow(arguments):
-        nonlocal waiting, most
-        waiting += 1
-        most = max(most, waiting)
-        await asyncio.sleep(0.05)
-        waiting -= 1
-        return "ok"
-
-    note = Recorder(slow)
-    made = setting([note])
-    rows = [sample(uid=f"r{number}", tools=[note.schema]) for number in range(20)]
+    rows = [sample(uid=f"r{number}", tools=[Recorder().schema]) for number in range(20)]
     script = lambda name, turn: call("note", text="x") if turn == 0 else "done"  # noqa: E731
-    played, _ = play(made, script, rows, n=2)
-    assert most == 40
-    assert [(t.uid, t.index) for t in played] == [(f"r{number}", index) for number in range(20) for index in range(2)]
-    note.concurrency, most = 3, 0
-    play(made, script, rows)
-    assert most == 3
-    most, note.concurrency = 0, None
-    play(setting([note], agent={"max_concurrent_episodes": 5}), script, rows)
-    assert most == 5
+
+    def most_at_once(expected: int, n: int = 1, concurrency: int | None = None, **agent):
+        """The most calls under way at a time, when each waits until ``expected`` are."""
+        waiting, most, all_here = 0, 0, asyncio.Event()
+
+        async def slow(arguments):
+            nonlocal waiting, most
+            waiting += 1
+            most = max(most, waiting)
+            if waiting == expected:
+                all_here.set()
+            await all_here.wait()
+            waiting -= 1
+            return "ok"
+
+        note = Recorder(slow)
+        note.concurrency = concurrency
+        played, _ = play(setting([note], agent=agent), script, rows, n=n)
+        assert [(t.uid, t.index) for t in played] == [(f"r{row}", index) for row in range(20) for index in range(n)]
+        return most
+
+    assert most_at_once(40, n=2) == 40
+    assert most_at_once(3, concurrency=3) == 3
+    assert most_at_once(5, max_concurrent_episodes=5) == 5
 
 
 def test_a_row_chooses_its_tools_and_their_arguments():
@@ -320,7 +323,12 @@ def test_a_dataset_shows_tools_as_the_renderer_does(tmp_path):
     made = setting([Calculator()])
     messages = [{"role": "user", "content": "What is 6*7?"}]
     answer = [{"role": "assistant", "content": "#### 42"}]
-    row = {"prompt": messages, "messages": messages + answer, "data_source": "calculator", "tools": json.dumps([SCHEMA])}
+    row = {
+        "prompt": messages,
+        "messages": messages + answer,
+        "data_source": "calculator",
+        "tools": json.dumps([SCHEMA]),
+    }
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     limits = {"max_prompt_length": 900, "truncation": "error"}

@@ -1,0 +1,128 @@
+"""Many episodes with slow tools against the same episodes with tools that take no time: `python benchmarks/agents.py`.
+
+512 episodes of 4 turns, 32 tokens a turn and 16 tokens of tool result between turns, on the native engine with a Qwen3 of one
+million random parameters. While one episode waits 200 ms for its tool, the others are sampled: so tools should cost little wall
+time. The tokens that the engine computed for prompts are printed beside those that computing every turn's prompt anew would
+take: an episode's earlier turns are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import time
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from hone.agents.base import AGENT_LOOPS, AgentLoop
+from hone.agents.episode import Episode
+from hone.agents.player import Player
+from hone.agents.setting import Setting
+from hone.config.agents import AgentConfig, MultiTurnConfig
+from hone.data.types import Sample
+from hone.generation import ENGINES
+from hone.generation.attention import use_hone_attention
+from hone.generation.protocol import SamplingParams
+
+VOCABULARY, PROMPT, TURN, RESULT, TURNS = 512, 64, 32, 16, 4
+
+
+class Words:
+    """A tokenizer for tokens that mean nothing."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The numbers."""
+        return " ".join(map(str, ids))
+
+
+class Rounds(AgentLoop):
+    """Turns of a fixed length, with a tool between them that takes ``seconds``."""
+
+    seconds = 0.0
+
+    async def play(self, episode: Episode) -> None:
+        """Play all turns."""
+        for turn in range(TURNS):
+            await episode.generate(max_tokens=TURN, ignore_eos=True)
+            if turn < TURNS - 1:
+                if self.seconds:
+                    await episode.outside(asyncio.sleep(self.seconds))
+                episode.append([(7 * turn + place) % VOCABULARY for place in range(RESULT)])
+
+
+def make_engine(concurrent: int) -> object:
+    """The native engine over random weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=336,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    use_hone_attention(model)
+    return ENGINES.get("native")(
+        model=model,
+        tokenizer=Words(),
+        device=torch.device("cpu"),
+        dtype="float32",
+        max_num_seqs=concurrent,
+        max_cache_tokens=None,
+        max_model_len=PROMPT + TURNS * (TURN + RESULT),
+    )
+
+
+def play(episodes: int, concurrent: int, seconds: float) -> tuple[float, dict[str, int], int]:
+    """Wall time, the engine's counters, and the tokens of all turns' prompts."""
+    Rounds.seconds = seconds
+    engine = make_engine(concurrent)
+    setting = Setting(Words(), MultiTurnConfig(enable=True), AgentConfig(default_agent_loop="rounds"))  # type: ignore[arg-type]
+    samples = [
+        Sample(str(n), [(n + place * 3) % VOCABULARY for place in range(PROMPT)], None, "bench")
+        for n in range(episodes)
+    ]
+    sampling = SamplingParams(max_tokens=TURNS * (TURN + RESULT))
+    started = time.perf_counter()
+    player = Player(engine, setting)  # type: ignore[arg-type]
+    played = asyncio.run(player.play(samples, sampling, n=1, seed_of=lambda uid, index: int(uid)))
+    wall = time.perf_counter() - started
+    assert all(sum(t.response_mask) == TURNS * TURN for t in played)
+    anew = episodes * sum(PROMPT + turn * (TURN + RESULT) for turn in range(TURNS))
+    return wall, dict(engine.describe().stats), anew  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=512)
+    parser.add_argument("--concurrent", type=int, default=256, help="sequences decoded at once")
+    parser.add_argument("--seconds", type=float, default=0.2, help="time of a tool call")
+    parser.add_argument("--repetitions", type=int, default=2)
+    arguments = parser.parse_args()
+    AGENT_LOOPS.register("rounds")(Rounds)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"{arguments.episodes} episodes, {TURNS} turns of {TURN} tokens, {RESULT} tokens of result")
+    walls: dict[float, list[float]] = {0.0: [], arguments.seconds: []}
+    stats: dict[str, int] = {}
+    anew = 0
+    for _ in range(arguments.repetitions):
+        for seconds, seen in walls.items():
+            wall, stats, anew = play(arguments.episodes, arguments.concurrent, seconds)
+            seen.append(wall)
+    without, with_tools = (min(seen) for seen in walls.values())
+    print(f"tools take no time    {without:7.2f} s")
+    print(f"tools take {arguments.seconds * 1000:4.0f} ms    {with_tools:7.2f} s    {with_tools / without:.2f} x")
+    print(f"prompt tokens computed {stats['prefill_tokens']:,}; computing every turn's prompt anew would take {anew:,}")
+
+
+if __name__ == "__main__":
+    main()
