@@ -98,7 +98,6 @@ EPISODE_METRICS = (
     MetricSpec("agent_loop/tool_latency/max", "s", _MAX, "Time of a tool call: longest."),
     MetricSpec("agent_loop/slowest/seconds", "s", _MAX, "Wall time of the slowest episode."),
     MetricSpec("agent_loop/slowest/tool_calls", "s", _MAX, "What of it was waiting for tools, environment or user."),
-    MetricSpec("agent_loop/slowest/response_length", "tokens", _MAX, "Its tokens behind the prompt."),
 )
 
 _RATES = {
@@ -180,7 +179,6 @@ def _times(told: Sequence[tuple[Trajectory, EpisodeLog]]) -> dict[str, float]:
         "agent_loop/tool_calls/max": max(outside),
         "agent_loop/slowest/seconds": slowest.seconds,
         "agent_loop/slowest/tool_calls": log.tool_seconds,
-        "agent_loop/slowest/response_length": float(len(slowest.response_ids)),
     }
     latencies = [call.seconds for _, log in told for call in log.calls]
     if latencies:
