@@ -7,7 +7,15 @@ from hone.agents.base import AGENT_LOOPS
 from hone.agents.program import loop as program
 from hone.config.agents import AgentConfig, MultiTurnConfig
 
-__all__ = ["AGENT_LOOPS", "default_loop", "environment_loop", "interaction_loop", "program", "single_turn", "tool_agent"]
+__all__ = [
+    "AGENT_LOOPS",
+    "default_loop",
+    "environment_loop",
+    "interaction_loop",
+    "program",
+    "single_turn",
+    "tool_agent",
+]
 
 
 def default_loop(multi_turn: MultiTurnConfig, agent: AgentConfig) -> str:

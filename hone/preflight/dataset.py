@@ -28,7 +28,14 @@ class DatasetOptions:
     batch_size: int = 64
     max_tool_characters: int = 2000
     custom_reward: bool = False
-    agents: tuple[str, ...] = ("single_turn", "single_turn_agent", "tool_agent", "interaction", "environment", "program")
+    agents: tuple[str, ...] = (
+        "single_turn",
+        "single_turn_agent",
+        "tool_agent",
+        "interaction",
+        "environment",
+        "program",
+    )
 
 
 @dataclass
