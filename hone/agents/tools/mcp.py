@@ -46,7 +46,12 @@ class McpServer:
         if self._holding is None or self._holding.done():
             await asyncio.to_thread(self._connect)
         asked = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
-        return await asyncio.wrap_future(asked)
+        try:
+            return await asyncio.wrap_future(asked)
+        except Exception as error:
+            if _is_closed(error):
+                await asyncio.to_thread(self._hang_up)
+            raise
 
     def close(self) -> None:
         """End the connection, and the program."""
@@ -179,6 +184,14 @@ def _target(options: dict[str, Any], where: str) -> Any:
             fix="pip install 'hone-rl[mcp]'",
         ) from error
     return options["url"] if kind == "http" else StdioServerParameters(**options)
+
+
+def _is_closed(error: Exception) -> bool:
+    """Whether the client says that its server is gone."""
+    from mcp import MCPError
+    from mcp.types import CONNECTION_CLOSED
+
+    return isinstance(error, MCPError) and error.code == CONNECTION_CLOSED
 
 
 def _text(part: Any) -> str:

@@ -151,7 +151,7 @@ ENTRIES: dict[str, Entry] = {
     f"{_ROLES}.profile_steps": Foreign(PROFILER),
     f"{_TRAINED}.checkpoint.{{save_contents,load_contents,contents}}": Changed(_ALWAYS_WHOLE, _contents),
     f"{_TRAINED}.checkpoint.{{strict,mbridge_config.**}}": Settled(_ALWAYS_WHOLE),
-    f"{_TRAINED}.checkpoint.async_save": Unsupported("checkpoints written in the background", "leave it out"),
+    f"{_TRAINED}.checkpoint.async_save": Renamed("trainer.async_save"),
     f"{REF}.model.**": Unsupported(
         "a reference policy of other weights",
         "the reference is the policy's starting point, actor_rollout_ref.model.path",

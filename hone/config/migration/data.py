@@ -6,7 +6,6 @@ from hone.config.migration.entries import Entry, Foreign, Renamed, Settled, Unsu
 
 _IMAGES = "prompts with images, video or sound"
 _TEXT_ONLY = "a dataset of text prompts"
-_TOOLS = "tools and episodes of several turns"
 
 
 ENTRIES: dict[str, Entry] = {
@@ -23,7 +22,9 @@ ENTRIES: dict[str, Entry] = {
     ),
     "data.tokenizer": Renamed("actor_rollout_ref.model.tokenizer_path"),
     "data.trust_remote_code": Renamed("actor_rollout_ref.model.trust_remote_code"),
-    "data.{tool_config_path,function_tool_path,need_tools_kwargs}": Unsupported(_TOOLS, "single-turn prompts"),
+    "data.tool_config_path": Renamed("actor_rollout_ref.rollout.multi_turn.tool_config_path"),
+    "data.function_tool_path": Renamed("actor_rollout_ref.rollout.multi_turn.function_tool_path"),
+    "data.need_tools_kwargs": Settled("extra_info.tools_kwargs of a row is read where it stands"),
     "data.chat_template": Renamed("actor_rollout_ref.model.custom_chat_template"),
     "data.{custom_cls,datagen,dataset_class}.**": Unsupported(
         "a dataset class of your own", "write its rows to a parquet or JSON lines file and name it in data.train_files"

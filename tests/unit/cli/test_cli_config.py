@@ -81,9 +81,9 @@ def test_explain_tells_what_a_key_belongs_together_with() -> None:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("reward_model.reward_manager", "naive, dapo, prime and gdpo"),
+        ("reward_model.reward_manager", "Taken as reward.reward_manager"),
         ("reward_model.timeout", "Another name of reward.timeout"),
-        ("actor_rollout_ref.rollout.multi_turn.enable", "Not supported yet"),
+        ("actor_rollout_ref.actor.router_replay.mode", "Not supported yet"),
         ("actor_rollout_ref.actor.megatron.sequence_parallel", "No meaning here: a setting of Megatron"),
         ("data.return_raw_chat", "Always so here"),
     ],
