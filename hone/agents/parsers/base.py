@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -67,7 +68,7 @@ class Lexed:
         return Lexed(text, self._characters)
 
 
-class ToolParser:
+class ToolParser(ABC):
     """Reads one format of tool calls. Subclasses set ``marks`` and write :meth:`find`.
 
     Args:
@@ -117,9 +118,9 @@ class ToolParser:
         )
         return AssistantTurn(lexed.plain(content).strip(), lexed.plain(reasoning or "").strip() or None, calls)
 
+    @abstractmethod
     def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[Found]]:
         """Return the content of a turn without its thoughts, and its calls."""
-        raise NotImplementedError
 
     def split_thoughts(self, turn: Lexed, thinking: bool | None) -> tuple[str | None, str]:
         """Return the thoughts of a turn, None where there are none, and the rest.
