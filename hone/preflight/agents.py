@@ -10,7 +10,7 @@ from hone.config.tree import RLConfig
 from hone.data.files import Row
 from hone.errors import Finding, HoneError
 from hone.preflight.evidence import Evidence
-from hone.preflight.rules import Stage, error, rule
+from hone.preflight.rules import Stage, error, rule, warning
 
 if TYPE_CHECKING:
     from hone.agents.base import AgentLoop
@@ -137,6 +137,52 @@ def tools_are_shown(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
         setting.renderer.prompt([{"role": "user", "content": "What is 1 + 1?"}], schemas or None)
     except HoneError as found:
         yield Finding(found, stops=True)
+
+
+@rule("R37", RLConfig)
+def tool_results_leave_room(config: RLConfig) -> Iterator[Finding]:
+    """A single tool result does not fill the room of all turns."""
+    several, room = config.actor_rollout_ref.rollout.multi_turn, config.data.max_response_length
+    if several.enable and (several.tool_config_path or several.function_tool_path):
+        longest = several.max_tool_response_length
+        if longest >= room:
+            yield warning(
+                f"a tool result may have max_tool_response_length={longest} tokens, and data.max_response_length={room} must "
+                "hold calls, results and the answer",
+                why="the episode ends with the first long result, before the model can answer",
+                fix=f"data.max_response_length={4 * longest}, or {MULTI_TURN}.max_tool_response_length={max(1, room // 4)}",
+                where=f"{MULTI_TURN}.max_tool_response_length",
+            )
+
+
+@rule("R37", RLConfig, stage=Stage.TEMPLATE)
+def tool_limits_take_what_prompts_show(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Tool results and calls as the prompts show them are within the limits of an episode."""
+    from hone.data.checks import tool_result_lengths, tool_turns
+
+    several, tokenizer, key = config.actor_rollout_ref.rollout.multi_turn, evidence.tokenizer, config.data.prompt_key
+    if not several.enable or tokenizer is None:
+        return
+    limit = several.max_tool_response_length
+    lengths = tool_result_lengths(evidence.train_rows, key, tokenizer, limit)
+    if lengths.long:
+        yield warning(
+            f"{len(lengths.long)} of {lengths.results} tool results in the prompts ({len(lengths.long) / lengths.results:.0%}) "
+            f"are longer than {MULTI_TURN}.max_tool_response_length={limit} tokens (longest {lengths.long[0]})",
+            why="the results of an episode would be cut where those of its prompt are whole",
+            fix=f"{MULTI_TURN}.max_tool_response_length={lengths.long[0]}",
+            where=lengths.where,
+        )
+    turns = tool_turns(evidence.train_rows, key)
+    crowded = [count for count in turns if count > several.max_parallel_calls]
+    if crowded:
+        yield warning(
+            f"{len(crowded)} of {len(turns)} turns with tool calls in the prompts make up to {max(crowded)} calls, and "
+            f"{MULTI_TURN}.max_parallel_calls={several.max_parallel_calls}",
+            why="the model does as its prompt shows, and the calls beyond the limit are not carried out",
+            fix=f"{MULTI_TURN}.max_parallel_calls={max(crowded)}",
+            where=f"{MULTI_TURN}.max_parallel_calls",
+        )
 
 
 def loop_name(config: RLConfig, row: Row) -> str:

@@ -18,8 +18,9 @@ ELSEWHERE = {
     "R20": ("pilot", "Few groups have answers that are all right or all wrong (`hone train --pilot`)."),
     "R28": ("always", "Sequences are packed, which sequence parallelism needs; there is no padded path to choose."),
     "R37": (
-        "run",
-        "Tool results that are cut and calls over the limit are counted: tool/truncated_rate, tool/over_limit_rate.",
+        "pilot",
+        "Few tool results are cut, and few calls not carried out (`hone train --pilot`; in a run tool/truncated_rate and "
+        "tool/over_limit_rate count them).",
     ),
     "R58": (
         "resume",
@@ -28,15 +29,7 @@ ELSEWHERE = {
     "R59": ("first step", "The engine's log-probs agree with the trainer's after weights were published."),
     "R64": ("pilot", "Responses end before the limit (`hone train --pilot`)."),
 }
-"""Codes that no rule before the run bears: when they are answered instead, and the question."""
-
-PENDING = {
-    "R27": (
-        "log-prob micro-batches of another size than the update's",
-        "old log-probs are made in the update's micro-batches",
-    ),
-}
-"""Codes of features that Hone does not have: what the rule will look for, and why it has nothing to look at."""
+"""Codes that are answered at another time than before the run, some of them then too: when, and the question."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +52,6 @@ def index() -> list[CodeEntry]:
         asked[entry.code].append(CodeEntry(entry.code, entry.stage.name.lower(), question, trees))
     for code, (when, question) in ELSEWHERE.items():
         asked[code].append(CodeEntry(code, when, question))
-    for code, (what, why) in PENDING.items():
-        if code not in asked:
-            asked[code].append(CodeEntry(code, "pending", f"For {what}: {why}."))
     return [entry for code in sorted(asked) for entry in asked[code]]
 
 
@@ -70,7 +60,15 @@ END = "<!-- to here -->"
 
 
 def index_page(existing: str) -> str:
-    """Return the page with its index of codes written anew between the markers; the rest stays."""
+    """Return the page with its index of codes written anew between the markers; the rest stays.
+
+    Raises:
+        ValueError: the markers do not stand there once each.
+    """
+    if existing.count(BEGIN) != 1 or existing.count(END) != 1:
+        raise ValueError(
+            f"the page has {existing.count(BEGIN)} beginnings and {existing.count(END)} ends of an index, not one"
+        )
     head, _, rest = existing.partition(BEGIN)
     lines = ["", "| Code | When | What is asked |", "|---|---|---|"]
     lines += [f"| {entry.code} | {entry.when} | {_in_table(entry)} |" for entry in index()]

@@ -48,6 +48,11 @@ def dtypes(config: AnyConfig) -> dict[str, str | None]:
     }
 
 
+def on_cpu(config: AnyConfig) -> bool:
+    """Return whether the run computes on the CPU of this machine."""
+    return config.trainer.device == "cpu" or (config.trainer.device == "auto" and not _cuda())
+
+
 def _cuda() -> bool:
     import torch
 

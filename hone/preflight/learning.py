@@ -7,11 +7,14 @@ from pathlib import Path
 
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
+from hone.preflight.device import dtypes, on_cpu
 from hone.preflight.evidence import model_block, read_json
-from hone.preflight.needs import needs_reference
+from hone.preflight.needs import correction, needs_reference
+from hone.preflight.plan.work import CPU_TOKENS
 from hone.preflight.rules import Finding, rule, warning
 
 ACTOR = "actor_rollout_ref.actor"
+_REF_BUDGET = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
 _SMALL_LR = 5e-6
 _FORWARD_RATIO = 4
 _KL_PLACES = {"grpo": "loss", "reinforce_plus_plus": "reward"}
@@ -61,6 +64,46 @@ def kl_in_its_usual_place(config: RLConfig) -> Iterator[Finding]:
         )
 
 
+@rule("R27", RLConfig)
+def sampled_log_probs_are_the_updates(config: RLConfig) -> Iterator[Finding]:
+    """Where one on-policy update compares with the engine's log-probs, rounding to bfloat16 does not part the two."""
+    settings, actor, key = (
+        correction(config),
+        config.actor_rollout_ref.actor,
+        "algorithm.rollout_correction.bypass_mode",
+    )
+    one_update = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+    rounded = [key for key, dtype in dtypes(config).items() if dtype == "bfloat16" and not key.startswith("critic.")]
+    if one_update and settings and settings["bypass_mode"] and rounded:
+        yield warning(
+            f"{' and '.join(f'{name}=bfloat16' for name in rounded)}: the old log-probs are the engine's "
+            f"(bypass_mode=true), which reads token by token, and the update reads up to {actor.ppo_max_token_len_per_gpu} "
+            "tokens at once",
+            why="bfloat16 results depend on the shape of the micro-batch, by about 0.01 a token: the ratio of the one on-policy "
+            "update is not exactly 1",
+            fix=f"{key}=false (one forward pass more), or {' '.join(f'{name}=float32' for name in rounded)}",
+            where=key,
+        )
+
+
+@rule("R27", RLConfig)
+def reference_log_probs_are_made_alike(config: RLConfig) -> Iterator[Finding]:
+    """In bfloat16, the reference and the policy read micro-batches of the same size."""
+    actor, budget = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
+    if budget is None or actor.dtype != "bfloat16" or not needs_reference(config):
+        return
+    policys, references = actor.ppo_max_token_len_per_gpu, budget
+    most = CPU_TOKENS if on_cpu(config) else max(policys, references)
+    if min(policys, most) != min(references, most):
+        yield warning(
+            f"the reference reads micro-batches of {references} tokens and the policy of {policys}, both in bfloat16",
+            why="bfloat16 results depend on the shape of the micro-batch, by about 0.01 a token: the KL divergence is not 0 "
+            "at the first step, where both are the same model",
+            fix=f"{_REF_BUDGET}=null (the actor's), or {ACTOR}.dtype=float32",
+            where=_REF_BUDGET,
+        )
+
+
 @rule("R29", RLConfig)
 def roomy_token_budget(config: RLConfig) -> Iterator[Finding]:
     """A micro-batch has room for more than one long sequence."""
@@ -100,6 +143,6 @@ def reference_keeps_up(config: RLConfig) -> Iterator[Finding]:
             f"ref.log_prob_max_token_len_per_gpu={budget} tokens makes {actor / budget:.0f} forward passes for one of the update "
             f"({actor} tokens)",
             why="evaluating needs less memory than training; small micro-batches only make it slow",
-            fix=f"actor_rollout_ref.ref.log_prob_max_token_len_per_gpu={actor} or null",
-            where="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+            fix=f"{_REF_BUDGET}={actor} or null",
+            where=_REF_BUDGET,
         )

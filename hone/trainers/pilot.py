@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,6 +23,7 @@ from hone.agents.setting import Setting
 from hone.algorithms import advantage_estimators
 from hone.cluster.context import prepare_torch
 from hone.config.tree import RLConfig
+from hone.data.episode_log import CallStatus
 from hone.data.seeding import derive_seed
 from hone.data.statistics import spread
 from hone.data.tokenizer import load_tokenizer
@@ -37,6 +39,41 @@ PROMPTS = 32
 GROUP_SIZES = (2, 4, 8, 16, 32)
 _MOST_ANSWERS = 8
 _MANY_DEAD, _MANY_CUT, _LONG_SCORING = 0.5, 0.25, 0.3
+_MANY_CALLS = 0.1
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How tools were used.
+
+    Attributes:
+        calls: made in all episodes together.
+        episodes: share of the episodes that made one.
+        cut: share of the calls whose result was cut.
+        over_limit: share of the calls that were not carried out, because of a limit on their number.
+        most_in_a_turn: calls of the turn that made most.
+    """
+
+    calls: int = 0
+    episodes: float = 0.0
+    cut: float = 0.0
+    over_limit: float = 0.0
+    most_in_a_turn: int = 0
+
+    @classmethod
+    def of(cls, played: Sequence[Trajectory]) -> ToolUse:
+        """Count the calls of episodes."""
+        logs = [t.episode for t in played if t.part == 0]
+        made = [(number, call) for number, log in enumerate(logs) if log is not None for call in log.calls]
+        if not made:
+            return cls()
+        return cls(
+            calls=len(made),
+            episodes=len({number for number, _ in made}) / len(logs),
+            cut=sum(call.truncated for _, call in made) / len(made),
+            over_limit=sum(call.status is CallStatus.OVER_LIMIT for _, call in made) / len(made),
+            most_in_a_turn=max(Counter((number, call.turn) for number, call in made).values()),
+        )
 
 
 @dataclass(frozen=True)
@@ -56,6 +93,7 @@ class Pilot:
         generation_seconds: of the whole pilot.
         reward_seconds: of the whole pilot.
         tokens: generated.
+        tools: how they were used.
     """
 
     prompts: int
@@ -70,6 +108,7 @@ class Pilot:
     generation_seconds: float
     reward_seconds: float
     tokens: int
+    tools: ToolUse = ToolUse()
 
 
 def run_pilot(config: RLConfig, prompts: int = PROMPTS) -> Pilot:
@@ -144,6 +183,7 @@ def summarise(
         generation_seconds=generation_seconds,
         reward_seconds=reward_seconds,
         tokens=sum(lengths),
+        tools=ToolUse.of(played),
     )
 
 
@@ -177,7 +217,7 @@ def pilot_findings(pilot: Pilot, config: RLConfig) -> list[Finding]:
     found: list[Finding] = []
 
     def warn(code: str, what: str, why: str, fix: str, where: str) -> None:
-        found.append(Finding(ConfigError(what, why=why, fix=fix, where=where, code=code), stops=False))
+        found.append(_warning(code, what, why, fix, where))
 
     n, key = config.actor_rollout_ref.rollout.n, "actor_rollout_ref.rollout.n"
     dead = _at(pilot, n)
@@ -200,7 +240,33 @@ def pilot_findings(pilot: Pilot, config: RLConfig) -> list[Finding]:
         what = f"scoring takes {pilot.reward_seconds:.1f} s, generation {pilot.generation_seconds:.1f} s"
         fix = f"reward.num_workers={2 * config.reward.num_workers}, or an asynchronous function"
         warn("R53", what, "the model waits for it", fix, "reward.num_workers")
+    return [*found, *_tool_findings(pilot.tools, config)]
+
+
+def _tool_findings(tools: ToolUse, config: RLConfig) -> list[Finding]:
+    """What limits on tools took away (R37)."""
+    found: list[Finding] = []
+    several, block = config.actor_rollout_ref.rollout.multi_turn, "actor_rollout_ref.rollout.multi_turn"
+    if tools.cut > _MANY_CALLS:
+        limit, key = several.max_tool_response_length, f"{block}.max_tool_response_length"
+        what = f"{tools.cut:.0%} of {tools.calls} tool results were cut to {limit} tokens"
+        why = "the model reads a part of what it asked for"
+        found.append(_warning("R37", what, why, f"{key}={2 * limit}, or tools that answer in fewer words", key))
+    if tools.over_limit > _MANY_CALLS:
+        crowded = tools.most_in_a_turn > several.max_parallel_calls
+        name = "max_parallel_calls" if crowded else "max_tool_calls"
+        limit = getattr(several, name)
+        enough = tools.most_in_a_turn if crowded else 2 * (limit or 1)
+        what = f"{tools.over_limit:.0%} of {tools.calls} tool calls were not carried out: {name}={limit}"
+        if crowded:
+            what += f", and a turn made {tools.most_in_a_turn}"
+        why = "the model waits for results that it does not get, and is told so in their place"
+        found.append(_warning("R37", what, why, f"{block}.{name}={enough}", f"{block}.{name}"))
     return found
+
+
+def _warning(code: str, what: str, why: str, fix: str, where: str) -> Finding:
+    return Finding(ConfigError(what, why=why, fix=fix, where=where, code=code), stops=False)
 
 
 def describe(pilot: Pilot, config: RLConfig) -> str:
@@ -215,6 +281,13 @@ def describe(pilot: Pilot, config: RLConfig) -> str:
     dead = ", ".join(f"{size}: {share:.0%}" for size, share in pilot.dead_groups.items())
     rate = pilot.tokens / max(pilot.generation_seconds, 1e-9)
     generation, reward = (seconds * sequences / count for seconds in (pilot.generation_seconds, pilot.reward_seconds))
+    tools = []
+    if pilot.tools.calls or config.actor_rollout_ref.rollout.multi_turn.enable:
+        use = pilot.tools
+        tools = [
+            f"  tool calls         {use.calls}, in {use.episodes:.0%} of the episodes; {use.cut:.0%} of the results cut, "
+            f"{use.over_limit:.0%} not carried out"
+        ]
     return "\n".join(
         [
             f"pilot: {pilot.prompts} prompts x {pilot.answers} = {count} responses",
@@ -222,6 +295,7 @@ def describe(pilot: Pilot, config: RLConfig) -> str:
             f"  response tokens    {shown(pilot.response_lengths)}; {pilot.cut:.0%} reach the limit",
             f"  reward             mean {pilot.reward:.3g}, pass rate {pilot.pass_rate:.1%}, {pilot.failed:.0%} not scored",
             f"  dead groups by n   {dead}",
+            *tools,
             f"  generation         {pilot.generation_seconds:.1f} s, {rate:,.0f} tokens/s",
             f"  scoring            {1000 * pilot.reward_seconds / count:.2g} ms a response",
             f"  a step of {sequences} sequences: about {generation:.0f} s of generation and {reward:.2g} s of scoring",

@@ -8,10 +8,12 @@ from hone.data.checks.lengths import PromptLengths, overlong_prompts, prompt_len
 from hone.data.checks.overlap import duplicates, overlap, rare_sources
 from hone.data.checks.rewards import ground_truths, source_names, unknown_sources
 from hone.data.checks.roles import conversations, prompts
+from hone.data.checks.tool_limits import ToolResultLengths, tool_result_lengths, tool_turns
 from hone.data.checks.tools import agent_names, tool_loops, tool_names, tool_outputs, tool_schemas
 
 __all__ = [
     "PromptLengths",
+    "ToolResultLengths",
     "agent_names",
     "conversations",
     "duplicates",
@@ -25,6 +27,8 @@ __all__ = [
     "tool_loops",
     "tool_names",
     "tool_outputs",
+    "tool_result_lengths",
     "tool_schemas",
+    "tool_turns",
     "unknown_sources",
 ]

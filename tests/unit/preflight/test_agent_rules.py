@@ -19,7 +19,12 @@ GAME = {"environment": {"name": "guess_the_number", "seed": 1, "options": {"max_
 
 def spoken(rl: RLConfig, data: Path, changes: dict[str, Any], columns: dict[str, Any]) -> list[Any]:
     """What is found when all rows have these further columns."""
-    write_rows(data, [row | columns for row in rows()])
+    return spoken_of(rl, data, changes, [row | columns for row in rows()])
+
+
+def spoken_of(rl: RLConfig, data: Path, changes: dict[str, Any], content: list[dict[str, Any]]) -> list[Any]:
+    """What is found with these rows."""
+    write_rows(data, content)
     (data.parent / "tools.yaml").write_text("tools: [{name: calculator}]\n")
     rl.preflight.reward_rows = 0
     here = {key: str(data.parent / value) if key.endswith("_path") else value for key, value in changes.items()}
@@ -78,3 +83,49 @@ def test_rule_speaks(rl: RLConfig, data: Path, changes, columns, code: str, word
 def test_rules_are_silent(rl: RLConfig, data: Path, changes, columns) -> None:
     codes = {"R33", "R34", "R38", "R43", "R44", "R48"}
     assert [f.error.render() for f in spoken(rl, data, changes, columns) if f.error.code in codes] == []
+
+
+def tool_rows(results: list[str], calls: int) -> list[dict[str, Any]]:
+    """Rows whose prompt shows one turn of tool use."""
+    named = [{"type": "function", "function": {"name": "calculator", "arguments": "{}"}}] * calls
+    shown = [
+        {"role": "user", "content": "1 + 1 = ?"},
+        {"role": "assistant", "content": "", "tool_calls": named},
+        *({"role": "tool", "content": result} for result in results),
+        {"role": "user", "content": "2 + 2 = ?"},
+    ]
+    return [row | {"prompt": shown} for row in rows()]
+
+
+@pytest.mark.parametrize(
+    ("results", "calls", "changes", "repair", "words"),
+    [
+        (
+            ["2", "7" * 30],
+            2,
+            {f"{MULTI}.max_tool_response_length": 20},
+            {f"{MULTI}.max_tool_response_length": 30},
+            ["10 of 20 tool results", "(50%)", "=20 tokens (longest 30)", "max_tool_response_length=30"],
+        ),
+        (
+            ["2", "2", "2"],
+            3,
+            {f"{MULTI}.max_parallel_calls": 1},
+            {f"{MULTI}.max_parallel_calls": 3},
+            ["10 of 10 turns", "up to 3 calls", "max_parallel_calls=1", "max_parallel_calls=3"],
+        ),
+        (
+            ["2"],
+            1,
+            {"data.max_response_length": 256},
+            {"data.max_response_length": 1024},
+            ["max_tool_response_length=256", "data.max_response_length=256", "=1024", "=64"],
+        ),
+    ],
+)
+def test_limits_of_tools(rl: RLConfig, data: Path, results, calls, changes, repair, words: list[str]) -> None:
+    changes = ENABLED | {f"{MULTI}.tool_config_path": "tools.yaml"} | changes
+    found = [f for f in spoken_of(rl, data, changes, tool_rows(results, calls)) if f.error.code == "R37"]
+    assert [f.stops for f in found] == [False]
+    assert all(word in found[0].error.render() for word in words), found[0].error.render()
+    assert [f for f in findings(change(rl, repair)) if f.error.code == "R37"] == []

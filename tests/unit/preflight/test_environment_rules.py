@@ -196,6 +196,32 @@ def test_reference_of_an_adapter(rl: RLConfig, tmp_path: Path) -> None:
             {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 2048},
             *("R63", ["=2048", "8 forward passes", "log_prob_max_token_len_per_gpu=16384"]),
         ),
+        (
+            {f"{ACTOR}.dtype": "bfloat16", "algorithm.rollout_correction.bypass_mode": True},
+            *(
+                "R27",
+                [
+                    f"{ACTOR}.dtype=bfloat16",
+                    "16384 tokens",
+                    "not exactly 1",
+                    "bypass_mode=false",
+                    f"{ACTOR}.dtype=float32",
+                ],
+            ),
+        ),
+        (
+            {"actor_rollout_ref.rollout.dtype": "bfloat16", "algorithm.rollout_correction.bypass_mode": True},
+            *("R27", ["rollout.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=float32"]),
+        ),
+        (
+            {
+                f"{ACTOR}.dtype": "bfloat16",
+                f"{ACTOR}.use_kl_loss": True,
+                f"{ACTOR}.ppo_max_token_len_per_gpu": 4096,
+                "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 2048,
+            },
+            *("R27", ["2048 tokens", "policy of 4096", "log_prob_max_token_len_per_gpu=null"]),
+        ),
         ({"trainer.total_training_steps": 500}, "R56", ["500 steps", "trainer.save_freq=25"]),
         (
             {
@@ -214,6 +240,29 @@ def test_advice(rl: RLConfig, changes: dict[str, Any], code: str, words: list[st
     for word in words:
         assert word in found[0].error.render()
     assert "a1" not in found[0].error.render()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.rollout_correction.bypass_mode": True},
+        {f"{ACTOR}.dtype": "bfloat16"},
+        {
+            f"{ACTOR}.dtype": "bfloat16",
+            f"{ACTOR}.ppo_mini_batch_size": 4,
+            "algorithm.rollout_correction.bypass_mode": True,
+        },
+        # on a CPU both read 4096 tokens at most
+        {
+            f"{ACTOR}.dtype": "bfloat16",
+            f"{ACTOR}.use_kl_loss": True,
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 8192,
+        },
+        {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 8192},
+    ],
+)
+def test_log_probs_that_agree_are_passed_over(rl: RLConfig, changes: dict[str, Any]) -> None:
+    assert "R27" not in [f.error.code for f in findings(change(rl, changes))]
 
 
 def test_advice_for_sft(sft: SFTConfig, data: Path) -> None:

@@ -10,9 +10,12 @@ from support.launch import hone
 from support.preflight import change
 
 from hone.config import RLConfig
+from hone.data.episode_log import CallRecord, CallStatus, EpisodeLog
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.score import Score
 from hone.trainers.pilot import GROUP_SIZES, dead_probability, describe, pilot_findings, summarise
+
+MULTI = "actor_rollout_ref.rollout.multi_turn"
 
 
 @given(passes=st.lists(st.integers(0, 6), min_size=1, max_size=40), n=st.integers(1, 40))
@@ -69,6 +72,57 @@ def test_numbers_and_warnings():
     assert "scoring takes 3.0 s" in found["R53"].what
     text = describe(pilot, config)
     assert "4 prompts x 2 = 8 responses" in text and f"8: {pilot.dead_groups[8]:.0%}" in text
+
+
+def called(statuses, cut=0):
+    """An episode of calls: a list of statuses for each turn; the first ``cut`` results are cut."""
+    calls = [CallRecord("f", {}, status, turn=turn) for turn, made in enumerate(statuses) for status in made]
+    for call in calls[:cut]:
+        call.truncated = True
+    return EpisodeLog(calls=calls, assistant_turns=len(statuses))
+
+
+@pytest.mark.parametrize(
+    ("episodes", "limits", "words"),
+    [
+        (
+            [called([[CallStatus.OK], [CallStatus.OK]], cut=1), called([[CallStatus.OK]]), None, None],
+            {},
+            ["33% of 3 tool results were cut to 256 tokens", "max_tool_response_length=512"],
+        ),
+        (
+            [called([[CallStatus.OK, CallStatus.OVER_LIMIT, CallStatus.OVER_LIMIT]]), called([[CallStatus.OK]]), None, None],
+            {f"{MULTI}.max_parallel_calls": 1},
+            ["50% of 4 tool calls were not carried out: max_parallel_calls=1", "a turn made 3", "max_parallel_calls=3"],
+        ),
+        (
+            [called([[CallStatus.OK], [CallStatus.OVER_LIMIT]]), called([]), None, None],
+            {f"{MULTI}.max_tool_calls": 1},
+            ["50% of 2 tool calls", "max_tool_calls=1", "max_tool_calls=2"],
+        ),
+    ],
+)  # fmt: skip
+def test_limits_of_tools(episodes, limits, words):
+    trajectories = played([[1.0, 0.0], [1.0, 0.0]], [[3, 3], [3, 3]])
+    for trajectory, episode in zip(trajectories, episodes, strict=True):
+        trajectory.episode = episode
+    pilot = summarise(trajectories, [Score(1.0), Score(0.0)] * 2, 2, 2.0, 0.1)
+    made = [len(episode.calls) for episode in episodes if episode]
+    assert pilot.tools.calls == sum(made) and pilot.tools.episodes == sum(map(bool, made)) / 4
+    config = change(RLConfig(), {"actor_rollout_ref.rollout.n": 8, **limits})
+    (found,) = pilot_findings(pilot, config)
+    assert found.error.code == "R37" and all(word in found.error.render() for word in words), found.error.render()
+    assert f"tool calls         {sum(made)}, in {sum(map(bool, made)) / 4:.0%} of the episodes" in describe(
+        pilot, config
+    )
+
+
+def test_tools_within_their_limits_are_silent():
+    trajectories = played([[1.0, 0.0]], [[3, 3]])
+    trajectories[0].episode = called([[CallStatus.OK] * 4])
+    pilot = summarise(trajectories, [Score(1.0), Score(0.0)], 2, 2.0, 0.1)
+    assert pilot_findings(pilot, change(RLConfig(), {"actor_rollout_ref.rollout.n": 8})) == []
+    assert "4, in 50% of the episodes; 0% of the results cut" in describe(pilot, RLConfig())
 
 
 def test_a_sound_start_is_silent():
