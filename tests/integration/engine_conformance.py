@@ -43,7 +43,7 @@ SAMPLINGS = {
     "penalty": SamplingParams(max_tokens=16, repetition_penalty=1.4),
     "all": SamplingParams(max_tokens=16, temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
 }
-EXTERNAL = ("vllm",)
+EXTERNAL = ("vllm", "sglang")
 KINDS = [
     "native",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("hf", "served")),

@@ -23,8 +23,8 @@ from hone.cli.engine_server import run_server
 from hone.cli.engines import app
 from hone.config.rollout import RolloutConfig
 from hone.errors import ConfigError, GenerationError
-from hone.generation.build import engine_options
 from hone.generation.environments import RECIPES, install, interpreter_of
+from hone.generation.options import engine_options
 from hone.generation.protocol import SamplingParams
 from hone.generation.remote import EngineProcess, ServedEngine
 from hone.generation.remote.engine import TOKEN_VARIABLE, parse_url
@@ -325,5 +325,5 @@ def test_the_list_says_what_was_never_run(monkeypatch, tmp_path):
     monkeypatch.setenv("HONE_ENGINES", str(tmp_path))
     rows = {row["name"]: row for row in json.loads(CliRunner().invoke(app, ["list", "--json"]).stdout)}
     assert set(rows) == {"native", "hf", "vllm", "sglang", "trtllm"}
-    assert rows["trtllm"]["verified"].startswith("never run") and rows["sglang"]["installed"] == "not supported"
+    assert rows["trtllm"]["verified"].startswith("never run") and rows["trtllm"]["installed"] == "not supported"
     assert rows["vllm"]["installed"] == "hone engines install vllm"

@@ -86,6 +86,10 @@ def open_backend(settings: Settings) -> Backend:
             from hone.generation.server.vllm_backend import VllmBackend
 
             return VllmBackend(settings)
+        case "sglang":
+            from hone.generation.server.sglang_backend import SglangBackend
+
+            return SglangBackend(settings)
         case "native":
             from hone.generation.server.native_backend import NativeBackend
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hone.data.types import StopReason
-from hone.errors import ConfigError, GenerationError, did_you_mean
+from hone.errors import GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.server.arguments import check_names, first_lines, refused
 from hone.generation.server.backend import Settings
 from hone.generation.server.processes import give_up
 
@@ -92,17 +93,13 @@ class VllmBackend:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        known = inspect.signature(AsyncEngineArgs).parameters
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise _refused(f"vLLM has no argument '{unknown[0]}'", did_you_mean(unknown[0], known))
+        check_names("vllm", options, inspect.signature(AsyncEngineArgs).parameters, called="vLLM")
         try:
             arguments = AsyncEngineArgs(**options)
             arguments.create_engine_config()
         except (ValueError, TypeError) as error:
-            raise _refused(
-                f"vLLM refuses its arguments: {_first_lines(error)}", "the key that it names, or its default"
-            ) from error
+            what = f"vLLM refuses its arguments: {first_lines(error)}"
+            raise refused("vllm", what, "the key that it names, or its default") from error
         return AsyncLLM.from_engine_args(arguments)
 
     # requests --------------------------------------------------------------------------------------------------------
@@ -218,16 +215,3 @@ def _binding(cpus: Sequence[int], workers: int) -> str:
     """Cores of each worker, in vLLM's notation."""
     share = max(1, len(cpus) // workers)
     return "|".join(",".join(map(str, cpus[i * share : (i + 1) * share] or cpus[-1:])) for i in range(workers))
-
-
-def _refused(what: str, fix: str) -> ConfigError:
-    return ConfigError(
-        what,
-        why="rollout.engine_kwargs.vllm is passed on as it is",
-        fix=fix,
-        where="actor_rollout_ref.rollout.engine_kwargs.vllm",
-    )
-
-
-def _first_lines(error: Exception) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines()[:4])

