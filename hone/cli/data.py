@@ -22,7 +22,8 @@ def make(
     task: Annotated[
         str,
         typer.Argument(
-            help="arithmetic, digit_sequence, countdown, reasoning_gym:<dataset>, calculator, multi_hop, or environment:<name>"
+            help="arithmetic, digit_sequence, countdown, programs, reasoning_gym:<dataset>, calculator, multi_hop, search_qa, or "
+            "environment:<name>"
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="folder for train.parquet and val.parquet")],
@@ -46,7 +47,11 @@ def tokenizer(
     out: Annotated[Path, typer.Option("--out", help="tokenizer directory to write")],
     vocab_size: Annotated[int, typer.Option(help="tokens in all, at least 260")] = 512,
     template: Annotated[
-        str, typer.Option(help="chat template: chatml, chatml_tools (shows tools), or a Jinja file")
+        str,
+        typer.Option(
+            help="chat template: chatml, chatml_tools (shows tools), in the shape of a family's qwen3, function_gemma or harmony "
+            "(GPT-OSS), or a Jinja file"
+        ),
     ] = "chatml",
 ) -> None:
     """Train a small byte-level BPE tokenizer (each digit a token) with a chat template."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 RootOption = Annotated[Path, typer.Option("--root", help="folder that holds the runs")]
+PngOption = Annotated[Path | None, typer.Option("--png", help="also draw the curves into this file")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 
 _HIGHLIGHTS = (
@@ -64,6 +65,7 @@ def list_runs(root: RootOption = Path("runs"), as_json: JsonOption = False) -> N
 def show(
     run: Annotated[str, typer.Argument(help="run directory, or its name below the root")],
     metric: Annotated[list[str] | None, typer.Option("--metric", help="metric to chart; repeat for several")] = None,
+    png: PngOption = None,
     root: RootOption = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
@@ -72,6 +74,8 @@ def show(
 
     found = find_run(run, root)
     names = require_metrics(metric, [found]) if metric else found.names()
+    if png is not None:
+        _draw(png, [found], metric or headline_metrics([found]))
     summaries = {name: summary for name in names if (summary := summarise(found, name))}
     if as_json:
         metrics = {name: vars(summary) for name, summary in summaries.items()}
@@ -90,13 +94,15 @@ def show(
     console.print(table if summaries else "no metrics yet")
     for name in metric or headline_metrics([found])[:_CHARTS]:
         _print_chart(console, name, [found])
+    if png is not None:
+        console.print(f"wrote {png}", markup=False, highlight=False)
 
 
 @app.command("compare")
 def compare(
     runs: Annotated[list[str], typer.Argument(help="two or more runs: directories, or names below the root")],
     metrics: Annotated[str | None, typer.Option("--metrics", help="metrics to compare, separated by commas")] = None,
-    png: Annotated[Path | None, typer.Option("--png", help="also draw the curves into this file")] = None,
+    png: PngOption = None,
     root: RootOption = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:

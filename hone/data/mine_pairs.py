@@ -61,8 +61,10 @@ def mine_pairs(
         margin: least difference of scores in a pair.
         val_share: share of the prompts that go to validation, at least one of them when above 0.
         per_prompt: most pairs of one prompt.
-        form: of :data:`FORMS`; None takes messages where the run's prompts are messages, else tokens. Answers cut off by
-            the length limit can be written as tokens only: as a message they would end.
+        form: of :data:`FORMS`; None takes messages where the run's prompts are messages and its episodes one answer, else
+            tokens. Answers cut off by the length limit can be written as tokens only: as a message they would end. So can
+            episodes of several turns, with a mask of what the policy wrote: their messages alone do not say which tools
+            the prompt showed.
         seed: of the division.
 
     Raises:
@@ -70,11 +72,13 @@ def mine_pairs(
     """
     _check_options(margin, val_share, per_prompt, form)
     records = list(_records(run))
-    form = form or ("messages" if all(record.get("messages") for record in records) else "tokens")
+    plain = all(record.get("messages") and all(record["response_mask"]) for record in records)
+    form = form or ("messages" if plain else "tokens")
+    in_parts = {(record["uid"], record.get("index")) for record in records if record.get("part")}
     mined = Mined(samples=len(records))
     groups: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {}
     for record in records:
-        reason = _unusable(record, form)
+        reason = _unusable(record, form, in_parts)
         if reason:
             mined.left_out[reason] += 1
         else:
@@ -98,7 +102,8 @@ def mine_pairs(
 def write_pairs(mined: Mined, out: Path) -> list[Path]:
     """Write ``out/train.parquet`` and, when there are held-out pairs, ``out/val.parquet``.
 
-    Columns: ``prompt``, ``chosen``, ``rejected`` (messages or token ids), ``score_chosen``, ``score_rejected``, ``margin``
+    Columns: ``prompt``, ``chosen``, ``rejected`` (messages, or token ids with ``chosen_mask`` and ``rejected_mask``, 1 where the
+    policy wrote the token), ``score_chosen``, ``score_rejected``, ``margin``
     (their difference), ``data_source``, ``uid``.
 
     Raises:
@@ -150,14 +155,16 @@ def _records(run: Path) -> Iterator[dict[str, Any]]:
                 ) from error
 
 
-def _unusable(record: dict[str, Any], form: str) -> str:
-    """Why a sample cannot stand in a pair; empty when it can."""
+def _unusable(record: dict[str, Any], form: str, in_parts: set[tuple[str, int | None]]) -> str:
+    """Why a sample cannot stand in a pair; empty when it can. ``in_parts`` names episodes that left several samples."""
     if record.get("error") or not isinstance(record.get("score"), int | float):
         return "not scored"
     if not record["response_ids"]:
         return "empty"
-    if not all(record["response_mask"]):
-        return "holds text that the model did not write"
+    if (record["uid"], record.get("index")) in in_parts:
+        return "one of several parts of an episode whose history was rewritten"
+    if form == "messages" and not all(record["response_mask"]):
+        return "of several turns, which --as tokens can write"
     if form == "messages" and not record.get("messages"):
         return "its prompt is not messages"
     if form == "messages" and record["stop_reason"] != "stop":
@@ -179,7 +186,9 @@ def _row(better: dict[str, Any], worse: dict[str, Any], form: str) -> dict[str, 
             return record["response_ids"]
         return [{"role": "assistant", "content": record["text"]}]
 
+    masks = {"chosen_mask": better["response_mask"], "rejected_mask": worse["response_mask"]}
     return {
+        **(masks if form == "tokens" else {}),
         "prompt": better["prompt_ids"] if form == "tokens" else better["messages"],
         "chosen": side(better),
         "rejected": side(worse),

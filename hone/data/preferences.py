@@ -40,7 +40,10 @@ class Preference:
 
 @dataclass(frozen=True)
 class PreferenceColumns:
-    """Names of the columns; see the configuration block ``data`` of `hone prefer`."""
+    """Names of the columns; see the configuration block ``data`` of `hone prefer`.
+
+    Beside a response of token ids may stand its mask, in a column of the same name with ``_mask`` behind it.
+    """
 
     prompt: str = "prompt"
     chosen: str = "chosen"
@@ -49,6 +52,13 @@ class PreferenceColumns:
     label: str = "label"
     tools: str = "tools"
     margin: str | None = None
+
+    @property
+    def all(self) -> list[str]:
+        """The columns that are read."""
+        responses = (self.chosen, self.rejected, self.completion)
+        masks = [f"{name}_mask" for name in responses]
+        return [self.prompt, *responses, *masks, self.label, self.tools, *([self.margin] if self.margin else [])]
 
 
 def preference_columns(data: PreferenceDataConfig, margin: str | None = None) -> PreferenceColumns:
@@ -102,7 +112,7 @@ class PreferenceDataset:
     ) -> None:
         check_policy(truncation)
         columns = columns or PreferenceColumns()
-        rows = read_rows(files, required=(), optional=[c for c in vars(columns).values() if c], max_rows=max_samples)
+        rows = read_rows(files, required=(), optional=columns.all, max_rows=max_samples)
         if not rows:
             raise DataError(f"no row is left of max_samples={max_samples}", fix="set it to -1 for all rows")
         self.paired = holds_pairs(rows[0], columns)
@@ -195,7 +205,10 @@ def _sides(row: Row, columns: PreferenceColumns, paired: bool) -> list[Side]:
     values = {name: plain(value) for name, value in row.values.items()}
     prompt, tools = values.get(columns.prompt), schemas_of(values.get(columns.tools), row.where)
     if paired:
-        return sides_of_pair(prompt, values[columns.chosen], values[columns.rejected], tools, row.where)
+        sides = sides_of_pair(prompt, values[columns.chosen], values[columns.rejected], tools, row.where)
+        for side, name in zip(sides, (columns.chosen, columns.rejected), strict=True):
+            side.mask = values.get(f"{name}_mask")
+        return sides
     label = values[columns.label]
     if label not in (True, False, 0, 1):
         raise DataError(
@@ -203,7 +216,9 @@ def _sides(row: Row, columns: PreferenceColumns, paired: bool) -> list[Side]:
             where=row.where,
             fix="write true for a desirable response and false for an undesirable one",
         )
-    return [side_with_label(prompt, values[columns.completion], bool(label), tools, row.where)]
+    side = side_with_label(prompt, values[columns.completion], bool(label), tools, row.where)
+    side.mask = values.get(f"{columns.completion}_mask")
+    return [side]
 
 
 def _margin(row: Row, columns: PreferenceColumns) -> float:

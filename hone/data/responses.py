@@ -5,7 +5,7 @@
     a string              messages                 the same, the string being a user message
     (not looked at)       a whole conversation     the same; the prompt is what both sides of the pair begin with
     a string              a string                 plain text; the response ends with the end-of-sequence token
-    token ids             token ids or a string    left alone
+    token ids             token ids or a string    left alone; token ids may come with a mask of what the model wrote
 
 A response that begins with an assistant message follows the prompt; one that begins otherwise is a whole conversation.
 """
@@ -58,6 +58,7 @@ class Side:
         label: true when it is chosen or desirable.
         tools: for the chat template, or None.
         where: the row, for error messages.
+        mask: 1 on those token ids of the response that the model wrote, 0 on what tools or users said; None is all of them.
     """
 
     prompt: Any
@@ -65,6 +66,7 @@ class Side:
     label: bool
     tools: list[dict[str, Any]] | None
     where: str
+    mask: list[int] | None = None
 
 
 def sides_of_pair(
@@ -123,11 +125,14 @@ def render_sides(
     """Tokenize all sides, in order; conversations with the same tools are rendered in one call.
 
     Raises:
-        DataError: a template refuses a conversation or rewrites its beginning, or a prompt or response has no token.
+        DataError: a template refuses a conversation or rewrites its beginning, a prompt or response has no token, or a mask
+            does not fit its response.
     """
     responses: dict[int, Response] = {}
     by_tools: dict[str, list[int]] = {}
     for number, side in enumerate(sides):
+        if side.mask is not None and not _is_ids(side.response):
+            raise _wrong_mask(side, "goes with no token ids")
         if isinstance(side.prompt, list) and side.prompt and isinstance(side.prompt[0], dict):
             by_tools.setdefault(json.dumps(side.tools, sort_keys=True), []).append(number)
         else:
@@ -189,7 +194,30 @@ def _plain(side: Side, tokenizer: PreTrainedTokenizerBase) -> Response:
     if isinstance(response, str):
         end = tokenizer.eos_token_id
         response = encode_texts(tokenizer, [response])[0] + ([] if end is None else [int(end)])  # type: ignore[arg-type]
-    return Response(list(prompt), list(response), [1] * len(response))
+    return Response(list(prompt), list(response), _mask(side, len(response)))
+
+
+def _mask(side: Side, length: int) -> list[int]:
+    """What counts among the ``length`` tokens of a response of token ids."""
+    if side.mask is None:
+        return [1] * length
+    mask = [int(value) for value in side.mask]
+    if len(mask) != length:
+        raise _wrong_mask(side, f"has {len(mask)} entries for {length} tokens")
+    if set(mask) - {0, 1}:
+        raise _wrong_mask(side, f"holds {min(set(mask) - {0, 1})}")
+    if mask[0] == 0:
+        raise _wrong_mask(side, "begins with 0")
+    return mask
+
+
+def _wrong_mask(side: Side, what: str) -> DataError:
+    return DataError(
+        f"the mask of the {'chosen or desirable' if side.label else 'rejected or undesirable'} response {what}",
+        where=side.where,
+        why="it says which of the response's token ids the model wrote, the first of them always",
+        fix="write 1 for each token that the model wrote and 0 for each other, as `hone data pairs --as tokens` does",
+    )
 
 
 def _after_prompt(side: Side, ids: list[int], mask: list[int]) -> Response:

@@ -27,10 +27,13 @@ class MultiHopOptions:
     Attributes:
         hops: look-ups that the answer takes.
         people: people of a table, at least ``hops``.
+        guesses: percent of the demonstrations that name a town without looking up. Imitation then learns to guess as often, and a
+            reward can teach it to look up.
     """
 
     hops: int = 2
     people: int = 6
+    guesses: int = 0
 
 
 class MultiHop:
@@ -44,6 +47,12 @@ class MultiHop:
             f"hops={options.hops}, people={options.people}: not 1 <= hops <= people <= {len(NAMES)}",
             task="multi_hop",
             fix="hops=2 people=6",
+        )
+        require(
+            0 <= options.guesses <= 100,
+            f"guesses={options.guesses} is not in 0..100 percent",
+            task="multi_hop",
+            fix="guesses=75",
         )
         self.options = options
         self.tools = [Lookup().schema]
@@ -70,12 +79,18 @@ class MultiHop:
                 for message in (calls("lookup", number, key=key), result("lookup", value, number))
             ]
             final = f"#### {steps[-1][1]}"
+            guess = draw.randrange(100) < options.guesses if options.guesses else False
+            if guess:
+                answer = [says(f"#### {draw.choice(TOWNS)}")]
             yield Problem(
                 f"Where does {chain} live?",
                 steps[-1][1],
                 final,
-                {"tools_kwargs": {"lookup": {"create_kwargs": {"facts": [list(fact) for fact in table]}}}},
-                answer=[*answer, says(final)],
+                {
+                    "guessed": guess,
+                    "tools_kwargs": {"lookup": {"create_kwargs": {"facts": [list(fact) for fact in table]}}},
+                },
+                answer=answer if guess else [*answer, says(final)],
                 tools=self.tools,
                 agent_name="tool_agent",
             )

@@ -11,7 +11,7 @@ from hone.agents.tools.base import Tool
 from hone.data.files import read_rows
 from hone.errors import ConfigError, DataError
 
-_SCHEMA = {
+SCHEMA = {
     "type": "function",
     "function": {
         "name": "search",
@@ -23,6 +23,43 @@ _SCHEMA = {
         },
     },
 }
+
+
+class Index:
+    """Documents, found by the words that they share with a query.
+
+    Args:
+        documents: their texts.
+        k: documents a query.
+        stopwords: language of the words left out (``en``), or None.
+
+    Raises:
+        ConfigError: bm25s is not installed.
+    """
+
+    def __init__(self, documents: Sequence[str], *, k: int, stopwords: str | None = "en") -> None:
+        try:
+            import bm25s
+        except ImportError as error:
+            raise ConfigError(
+                "searching needs the package bm25s, which is not installed", fix="pip install 'hone-rl[search]'"
+            ) from error
+        self.documents, self.k = list(documents), min(k, len(documents))
+        self._stopwords, self._bm25s = stopwords, bm25s
+        self._index = bm25s.BM25()
+        self._index.index(self._words(self.documents), show_progress=False)
+
+    def find(self, query: str) -> str:
+        """The best documents, one a paragraph; those that share no word with the query are left out."""
+        words = self._words([query])
+        if not any(len(ids) for ids in words.ids):
+            return "nothing found"
+        places, scores = self._index.retrieve(words, k=self.k, show_progress=False)
+        found = [self.documents[place] for place, score in zip(places[0], scores[0], strict=True) if score > 0]
+        return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(found, 1)) or "nothing found"
+
+    def _words(self, texts: list[str]) -> Any:
+        return self._bm25s.tokenize(texts, stopwords=self._stopwords, show_progress=False)
 
 
 class Search(Tool):
@@ -49,36 +86,16 @@ class Search(Tool):
         k: int = 3,
         stopwords: str | None = "en",
     ) -> None:
-        super().__init__(_SCHEMA)
-        try:
-            import bm25s
-        except ImportError as error:
-            raise ConfigError(
-                "the tool 'search' needs the package bm25s, which is not installed", fix="pip install 'hone-rl[search]'"
-            ) from error
+        super().__init__(SCHEMA)
         paths: list[str | Path] = [files] if isinstance(files, str) else list(files)
         rows = read_rows(paths, required=(text_key,), optional=(title_key,))
         if not rows:
             raise DataError("there is no document to search", where=str(files), fix="name a file with rows")
         titles = [str(row.values.get(title_key) or "") for row in rows]
         texts = [str(row.values[text_key]) for row in rows]
-        self.documents = [f"{title}: {text}" if title else text for title, text in zip(titles, texts, strict=True)]
-        self.k, self._stopwords, self._bm25s = min(k, len(rows)), stopwords, bm25s
-        self._index = bm25s.BM25()
-        self._index.index(self._words(self.documents), show_progress=False)
+        documents = [f"{title}: {text}" if title else text for title, text in zip(titles, texts, strict=True)]
+        self.index = Index(documents, k=k, stopwords=stopwords)
 
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> str:
         """The best documents, one a paragraph; those that share no word with the query are left out."""
-        return await asyncio.to_thread(self.find, arguments["query"])
-
-    def find(self, query: str) -> str:
-        """:meth:`execute`, in the calling thread."""
-        words = self._words([query])
-        if not any(len(ids) for ids in words.ids):
-            return "nothing found"
-        places, scores = self._index.retrieve(words, k=self.k, show_progress=False)
-        found = [self.documents[place] for place, score in zip(places[0], scores[0], strict=True) if score > 0]
-        return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(found, 1)) or "nothing found"
-
-    def _words(self, texts: list[str]) -> Any:
-        return self._bm25s.tokenize(texts, stopwords=self._stopwords, show_progress=False)
+        return await asyncio.to_thread(self.index.find, arguments["query"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints, runtime_checkable
 
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import Registry
@@ -48,6 +48,15 @@ class Task(Protocol):
 
     def problems(self, seed: int) -> Iterator[Problem]:
         """Problems drawn from ``seed``, the same ones in the same order every time; repeats may occur."""
+        ...
+
+
+@runtime_checkable
+class TaskWithFiles(Protocol):
+    """A task whose problems need files of their own beside them."""
+
+    def files(self) -> dict[str, list[dict[str, Any]]]:
+        """Name of each (``*.jsonl``), and its rows."""
         ...
 
 

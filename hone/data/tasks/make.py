@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hone.data.seeding import derive_seed
-from hone.data.tasks import arithmetic, countdown, digit_sequence, reasoning_gym
-from hone.data.tasks.base import TASKS, Problem, Task
+from hone.data.tasks import arithmetic, countdown, digit_sequence, programs, reasoning_gym
+from hone.data.tasks.base import TASKS, Problem, Task, TaskWithFiles
 from hone.errors import DataError
 
-__all__ = ["arithmetic", "countdown", "digit_sequence", "make_task", "reasoning_gym", "write_task"]
+__all__ = ["arithmetic", "countdown", "digit_sequence", "make_task", "programs", "reasoning_gym", "write_task"]
 
 PATIENCE = 2000
 """Draws in a row without a new problem after which a task counts as exhausted."""
@@ -39,7 +39,7 @@ def write_task(task: Task, out: Path, *, size: int, val_size: int, seed: int) ->
 
     Columns: ``data_source``, ``prompt`` (messages), ``reward_model`` {style, ground_truth}, ``extra_info`` {index, split,
     question, answer, ...} and ``messages`` (the prompt and the worked solution, for supervised fine-tuning); tasks of several
-    turns add ``agent_name`` and ``tools`` (schemas as JSON text).
+    turns add ``agent_name`` and ``tools`` (schemas as JSON text). Files that the task brings stand beside them.
 
     Returns:
         The two paths.
@@ -57,6 +57,8 @@ def write_task(task: Task, out: Path, *, size: int, val_size: int, seed: int) ->
         for split, part in splits.items():
             rows = [_row(task.data_source, problem, split, index) for index, problem in enumerate(part)]
             pq.write_table(pa.Table.from_pylist(rows), paths[split])
+        for name, rows in task.files().items() if isinstance(task, TaskWithFiles) else ():
+            (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     except OSError as error:
         raise DataError(f"cannot write: {error}", where=str(out), fix="choose another folder with --out") from error
     return paths["train"], paths["val"]

@@ -10,6 +10,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from hone.data.chat_formats import CHAT_FORMATS
+
 _HERE = Path(__file__).parent
 _SPLIT = r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEXT = (
@@ -53,6 +55,12 @@ SHAPES = {
     "llama3_1": _LLAMA,
     "llama3_2_pythonic": _LLAMA,
     "gemma3": Shape(("<end_of_turn>", "<eos>", "<bos>", "<start_of_turn>"), bos="<bos>", metaspace=True),
+    "function_gemma": Shape(
+        ("<end_of_turn>", "<eos>", "<bos>", "<start_of_turn>", "<start_function_declaration>", "<end_function_declaration>",
+         "<start_function_call>", "<end_function_call>", "<start_function_response>", "<end_function_response>", "<escape>"),
+        bos="<bos>",
+        metaspace=True,
+    ),
     "gemma4": Shape(
         ("<turn|>", "<eos>", "<bos>", "<|turn>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
          "<tool_response|>", '<|"|>', "<|channel>", "<channel|>", "<|think|>"),
@@ -76,7 +84,14 @@ SHAPES = {
 @cache
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a template in the list."""
-    return tokenizer_with((_HERE / f"{name}.jinja").read_text(encoding="utf-8").rstrip("\n"), SHAPES[name])
+    return tokenizer_with(template_of(name), SHAPES[name])
+
+
+def template_of(name: str) -> str:
+    """Return a template: of the package where it has one of that name, else of this folder."""
+    if name in CHAT_FORMATS:
+        return CHAT_FORMATS[name].template
+    return (_HERE / f"{name}.jinja").read_text(encoding="utf-8").rstrip("\n")
 
 
 def tokenizer_with(template: str, shape: Shape) -> PreTrainedTokenizerFast:

@@ -15,6 +15,7 @@ TITLES = {
     "llama3_1": "Llama 3.1",
     "llama3_2_pythonic": "Llama 3.2, pythonic calls",
     "gemma3": "Gemma 2, 3",
+    "function_gemma": "FunctionGemma",
     "gemma4": "Gemma 4",
     "harmony": "GPT-OSS (harmony)",
     "deepseek_v3": "DeepSeek V3",

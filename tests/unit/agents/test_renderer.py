@@ -15,7 +15,7 @@ from hone.agents.messages import AssistantTurn, ToolCall, tool_message
 from hone.agents.rendering import Renderer, renderer_for
 from hone.agents.rendering.probes import ANSWERED, ASKED, ASKED_AGAIN, TOOL, call, result, thinking
 from hone.agents.rendering.probes import calling as probe_calling
-from hone.data.train_tokenizer import CHATML_TOOLS
+from hone.data.chat_formats import CHAT_FORMATS
 from hone.errors import ConfigError, DataError, ModelError
 
 ONE_CALL = ("llama3_1", "harmony")
@@ -277,7 +277,7 @@ _RENDERERS: dict[str, Renderer] = {}
 
 def _renderer(name: str) -> Renderer:
     if name not in _RENDERERS:
-        made = tokenizer_with(CHATML_TOOLS, CHATML) if name == "chatml_tools" else tokenizer(name)
+        made = tokenizer_with(CHAT_FORMATS["chatml_tools"].template, CHATML) if name == "chatml_tools" else tokenizer(name)
         _RENDERERS[name] = renderer_for(made)
     return _RENDERERS[name]
 

@@ -64,8 +64,10 @@ def test_show(root):
     assert out.count("┤") == 16  # two charts of eight lines: reward and KL
 
 
-def test_show_one_metric_and_json(root):
-    out = invoke("show", root / "hone" / "fast", "--metric", "timing_s/step")
+def test_show_one_metric_and_json(root, tmp_path):
+    png = tmp_path / "curve.png"
+    out = invoke("show", root / "hone" / "fast", "--metric", "timing_s/step", "--png", png)
+    assert png.read_bytes().startswith(b"\x89PNG")
     assert "timing_s/step" in out and "critic/rewards/mean" not in out and out.count("┤") == 8
     record = json.loads(invoke("show", "hone/fast", "--root", root, "--json"))
     assert record["config"] == {"algorithm.adv_estimator": "grpo", "optim.lr": 2e-5}

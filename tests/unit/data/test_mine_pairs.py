@@ -53,11 +53,27 @@ def test_what_cannot_stand_in_a_pair(tmp_path):
             record("a", "tool", 3.0, response_mask=[1, 0, 0, 1]),
         ],
     )  # fmt: skip
-    mined = mine_pairs(run, val_share=0)
+    mined = mine_pairs(run, val_share=0, form="messages")
     assert found(mined.train) == [("a", "good", "bad", 1.0)]
-    assert dict(mined.left_out) == {"cut off": 1, "not scored": 1, "holds text that the model did not write": 1}
-    (pair, *rest) = mine_pairs(run, val_share=0, form="tokens").train
-    assert bytes(pair["rejected"]).decode() == "long" and bytes(pair["prompt"]).decode() == "a" and not rest
+    assert dict(mined.left_out) == {"cut off": 1, "not scored": 1, "of several turns, which --as tokens can write": 1}
+    assert "chosen_mask" not in mined.train[0]
+
+
+def test_episodes_of_several_turns_are_paired_as_tokens_with_their_masks(tmp_path):
+    run = run_of(
+        tmp_path / "run",
+        [
+            record("a", "call[51]51", 1.0, index=0, response_mask=[1] * 4 + [0] * 4 + [1] * 2),
+            record("a", "guess", 0.0, index=1, stop_reason="length"),
+            *(record("a", text, 2.0, index=2, part=part) for part, text in enumerate(["begun", "rewritten"])),
+        ],
+    )
+    mined = mine_pairs(run, val_share=0)
+    assert dict(mined.left_out) == {"one of several parts of an episode whose history was rewritten": 2}
+    (pair,) = mined.train
+    assert bytes(pair["prompt"]).decode() == "a" and bytes(pair["rejected"]).decode() == "guess"
+    wrote = [chr(token) for token, own in zip(pair["chosen"], pair["chosen_mask"], strict=True) if own]
+    assert "".join(wrote) == "call51" and pair["rejected_mask"] == [1] * 5
 
 
 def test_tokens_where_prompts_are_no_messages(tmp_path):

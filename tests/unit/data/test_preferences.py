@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.chat_templates import LLAMA3, MARKED, PLAIN, THINK, assistant, user
 
 from hone.data.assistant_mask import render_conversations
@@ -63,6 +65,31 @@ def test_other_forms_give_the_same(dataset, tokenizer, row):
 @pytest.mark.parametrize("name", ["train.parquet", "train.json", "train.jsonl"])
 def test_every_file_format(dataset, tokenizer, name):
     assert texts(tokenizer, dataset([PAIR, PAIR], name=name)[1]) == texts(tokenizer, dataset([PAIR])[0])
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=12), st.booleans())
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_token_ids_keep_the_mask_that_stands_beside_them(dataset, tokens, labelled):
+    ids, mask = [token for token, _ in tokens], [1, *(int(own) for _, own in tokens[1:])]
+    pair = {"chosen": ids, "chosen_mask": mask, "rejected": [100], "rejected_mask": None}
+    row = {"prompt": [5, 6], **({"completion": ids, "completion_mask": mask, "label": True} if labelled else pair)}
+    (_, first), *others = dataset([row])[0].responses
+    assert (first.response_ids, first.response_mask) == (ids, mask)
+    assert all(other.response_mask == [1] for _, other in others)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": [1, 2], "chosen_mask": [1]}, "has 1 entries for 2 tokens"),
+        ({"chosen": [1, 2], "chosen_mask": [1, 2]}, "holds 2"),
+        ({"chosen": [1, 2], "chosen_mask": [0, 1]}, "begins with 0"),
+        ({"prompt": ASK, "chosen": "a", "rejected": "b", "chosen_mask": [1]}, "goes with no token ids"),
+    ],
+)
+def test_masks_that_do_not_fit(dataset, row, message):
+    with pytest.raises(DataError, match=f"chosen or desirable response {message}"):
+        dataset([{"prompt": [5], "rejected": [3], **row}])
 
 
 def test_plain_text_ends_with_the_end_of_sequence(dataset, tokenizer):

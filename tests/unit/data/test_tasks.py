@@ -6,6 +6,8 @@ import re
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hone.data.tasks.make import make_task, write_task
 from hone.errors import ConfigError, DataError, HoneError
@@ -51,6 +53,25 @@ def test_slips_change_the_worked_solution_and_never_the_answer():
 def test_arithmetic_has_plenty_of_problems():
     questions = {problem.question for problem in first("arithmetic", 60_000)}
     assert len(questions) > 55_000
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 5), st.integers(0, 99))
+def test_programs_do_what_their_tests_want_unless_they_slip(steps, seed):
+    slips = mistakes = 0
+    for problem in first("programs", 40, [f"steps={steps}", "slips=50"], seed):
+        tests, space = json.loads(problem.ground_truth), {}
+        exec(problem.solution.removeprefix("```python\n").removesuffix("\n```"), space)
+        told = re.findall(r"(add|subtract|multiply by) (\d+)", problem.question)
+        assert len(told) == steps
+        for (x,), wanted in zip(tests["inputs"], tests["outputs"], strict=True):
+            for word, number in told:
+                x = {"add": x + int(number), "subtract": x - int(number), "multiply by": x * int(number)}[word]
+            assert x == wanted
+        right = [space["f"](*given) for given in tests["inputs"]] == tests["outputs"]
+        assert right or problem.extra["slip"]
+        slips, mistakes = slips + problem.extra["slip"], mistakes + (not right)
+    assert mistakes > 0.8 * slips > 0
 
 
 @pytest.mark.parametrize(

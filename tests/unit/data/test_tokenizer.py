@@ -6,6 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hone.data.chat import render_texts
+from hone.data.chat_formats import CHAT_FORMATS
 from hone.data.tokenizer import load_tokenizer
 from hone.data.train_tokenizer import train_tokenizer
 from hone.errors import DataError, ModelError
@@ -98,3 +100,38 @@ def test_loading_mistakes_are_told(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Compute an arithmetic expression.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+CALL = {"id": "call_0", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "6*7"}'}}
+ASKED = [
+    {"role": "user", "content": "What is 6*7?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "calculator", "tool_call_id": "call_0", "content": "42"},
+    {"role": "assistant", "content": "#### 42"},
+]
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_FORMATS))
+def test_a_format_brings_its_tokens_and_learns_the_words_of_its_template(write_rows, tmp_path, name):
+    form = CHAT_FORMATS[name]
+    chat = ASKED if name != "chatml" else [ASKED[0], ASKED[3]]
+    path = write_rows([{"messages": chat, "tools": json.dumps([TOOL])}] * 8)
+    train_tokenizer([path], tmp_path / "made", vocab_size=700, template=name)
+    made = load_tokenizer(tmp_path / "made")
+    assert (made.eos_token, made.pad_token, made.bos_token) == (form.end, form.pad, form.bos)
+    ids = [made.encode(token, add_special_tokens=False) for token in (*form.all_special, *form.marks)]
+    assert all(len(found) == 1 for found in ids) and len({found[0] for found in ids}) == len(ids)
+    (shown,) = render_texts(made, [chat], False, {"tools": [TOOL]} if name != "chatml" else None)
+    tokens = made.encode(shown, add_special_tokens=False)
+    assert made.decode(tokens) == shown
+    if form.wordy:
+        assert len(tokens) < len(shown) / 4, "the words of the template are tokens, not letters"
+        assert len(made.encode("calculator")) == 1

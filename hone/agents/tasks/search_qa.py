@@ -1,0 +1,114 @@
+"""Questions whose answers stand in documents, to be found with the tool ``search``.
+
+    Where was Vera Holm born?
+    search("Vera Holm") -> [1] Vera Holm: a baker, born in Oslo, lives in Lima. ... -> <answer>Oslo</answer>
+
+The documents, one a person, are invented and the same for every seed. They are written beside the problems, as ``documents.jsonl``, which
+the tool's ``files`` names. No question of the validation file stands in the training file, so its answer has to be looked up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hone.agents.tasks.demonstrations import calls, result, says
+from hone.agents.tools.search import SCHEMA, Index
+from hone.data.seeding import derive_seed
+from hone.data.tasks.base import TASKS, Problem, parse_options, require
+
+FIRST = (
+    *("Vera", "Olaf", "Nina", "Hugo", "Ruth", "Igor", "Jana", "Karl", "Lena", "Emil", "Rosa", "Axel"),
+    *("Maja", "Otto", "Paul", "Elsa", "Finn", "Greta", "Ivan", "Dora"),
+)
+LAST = (
+    *("Holm", "Lund", "Berg", "Falk", "Stone", "Marsh", "Reed", "Frost", "Hale", "Vance", "Wolf", "Crane"),
+    *("Dahl", "Flint", "Moss", "Pike", "Rowe", "Thorn", "Voss", "West"),
+)
+TOWNS = ("Oslo", "Rome", "Lima", "Cairo", "Paris", "Quito", "Delhi", "Seoul", "Tunis", "Perth", "Turin", "Dakar")
+TRADES = ("baker", "nurse", "pilot", "judge", "tailor", "painter", "farmer", "singer", "miner", "clerk")
+QUESTIONS = {
+    "born": "Where was {} born?",
+    "home": "Where does {} live?",
+    "trade": "What is the trade of {}?",
+}
+
+
+@dataclass(frozen=True)
+class SearchQAOptions:
+    """Options of the task.
+
+    Attributes:
+        people: documents, at most 400.
+        k: documents that the demonstrations see for a query, as the tool's setting ``k`` has it.
+        guesses: percent of the demonstrations that do without the tool and guess. Imitation then learns to guess as often, and a
+            reward can teach it to search.
+    """
+
+    people: int = 300
+    k: int = 1
+    guesses: int = 0
+
+
+class SearchQA:
+    """The task; see the module's docstring."""
+
+    data_source = "search_em"
+
+    def __init__(self, options: SearchQAOptions) -> None:
+        def check(condition: bool, what: str, fix: str) -> None:
+            require(condition, what, task="search_qa", fix=fix)
+
+        most = len(FIRST) * len(LAST)
+        check(2 <= options.people <= most, f"people={options.people} is not in 2..{most}", "people=300")
+        check(1 <= options.k <= options.people, f"k={options.k} is not in 1..people={options.people}", "k=1")
+        check(0 <= options.guesses <= 100, f"guesses={options.guesses} is not in 0..100 percent", "guesses=75")
+        self.options, self.tools = options, [SCHEMA]
+        draw = random.Random(derive_seed(0, "search_qa"))
+        names = [f"{first} {last}" for first, last in itertools.product(FIRST, LAST)]
+        self._people = {
+            name: {"born": draw.choice(TOWNS), "home": draw.choice(TOWNS), "trade": draw.choice(TRADES)}
+            for name in draw.sample(names, options.people)
+        }
+
+    def files(self) -> dict[str, list[dict[str, Any]]]:
+        """The documents, for ``documents.jsonl``."""
+        texts = {
+            name: f"a {facts['trade']}, born in {facts['born']}, lives in {facts['home']}."
+            for name, facts in self._people.items()
+        }
+        return {"documents.jsonl": [{"title": name, "text": text} for name, text in texts.items()]}
+
+    @cached_property
+    def _index(self) -> Index:
+        documents = [f"{row['title']}: {row['text']}" for row in self.files()["documents.jsonl"]]
+        return Index(documents, k=self.options.k)
+
+    def problems(self, seed: int) -> Iterator[Problem]:
+        """Endless draws."""
+        draw, names = random.Random(seed), list(self._people)
+        while True:
+            name, kind = draw.choice(names), draw.choice(list(QUESTIONS))
+            answer = self._people[name][kind]
+            guess = draw.randrange(100) < self.options.guesses
+            said = f"<answer>{draw.choice(TRADES if kind == 'trade' else TOWNS) if guess else answer}</answer>"
+            searched = [] if guess else [calls("search", query=name), result("search", self._index.find(name))]
+            yield Problem(
+                QUESTIONS[kind].format(name),
+                answer,
+                f"<answer>{answer}</answer>",
+                {"guessed": guess},
+                answer=[*searched, says(said)],
+                tools=self.tools,
+                agent_name="tool_agent",
+            )
+
+
+@TASKS.register("search_qa")
+def make(options: Sequence[str]) -> SearchQA:
+    """Build the task from ``key=value`` options."""
+    return SearchQA(parse_options(SearchQAOptions, options, task="search_qa"))

@@ -1,0 +1,127 @@
+"""Chat formats for small tokenizers: a template, and the tokens that its vocabulary needs.
+
+``chatml`` and ``chatml_tools`` are as short as can be. The others have the shape of a family's own template, its marks and the order
+of its parts, with tokens of the same names: what is trained and parsed on a small model is what a large one of the family writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hone.data.tokenizer import read_template
+from hone.errors import ModelError, did_you_mean
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A chat template and its vocabulary.
+
+    Attributes:
+        template: in Jinja.
+        pad: padding token.
+        end: token that ends a turn, the end-of-sequence token.
+        special: further tokens that no text contains.
+        marks: tokens of their own that stand in decoded text.
+        bos: token that begins a sequence, one of ``special``.
+        wordy: the template brings words of its own (what it says of tools, for example), which a vocabulary should know.
+    """
+
+    template: str
+    pad: str
+    end: str
+    special: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+    bos: str | None = None
+    wordy: bool = False
+
+    @property
+    def all_special(self) -> tuple[str, ...]:
+        """All tokens that no text contains, in the order of their ids."""
+        return (self.pad, *self.special, self.end)
+
+
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CHATML_TOOLS = (
+    "{%- if tools or messages[0]['role'] == 'system' -%}"
+    "{{- '<|im_start|>system\n' -}}"
+    "{%- if messages[0]['role'] == 'system' -%}{{- messages[0]['content'] -}}{%- endif -%}"
+    "{%- for tool in tools or [] -%}{{- '\n' -}}{{- tool['function'] | tojson -}}{%- endfor -%}"
+    "{{- '<|im_end|>\n' -}}"
+    "{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] != 'system' or not loop.first -%}"
+    "{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    """{{- '<tool_call>{"name": "' + call['function']['name'] + '", "arguments": ' -}}"""
+    "{{- call['function']['arguments'] | tojson -}}{{- '}</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|im_end|>\n' -}}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+"""ChatML that shows tools, calls and results in as few tokens as it can."""
+
+
+def _chatml(template: str) -> ChatFormat:
+    marks = tuple(mark for mark in ("<tool_call>", "</tool_call>") if mark in template)
+    return ChatFormat(template, "<|pad|>", "<|im_end|>", ("<|endoftext|>", "<|im_start|>"), marks)
+
+
+def _file(name: str) -> str:
+    return (_HERE / f"{name}.jinja").read_text(encoding="utf-8").rstrip("\n")
+
+
+CHAT_FORMATS: dict[str, ChatFormat] = {
+    "chatml": _chatml(_CHATML),
+    "chatml_tools": _chatml(_CHATML_TOOLS),
+    "qwen3": ChatFormat(
+        _file("qwen3"),
+        pad="<|endoftext|>",
+        end="<|im_end|>",
+        special=("<|im_start|>",),
+        marks=("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+        wordy=True,
+    ),
+    "function_gemma": ChatFormat(
+        _file("function_gemma"),
+        pad="<pad>",
+        end="<end_of_turn>",
+        special=(
+            *("<bos>", "<eos>", "<start_of_turn>", "<start_function_declaration>", "<end_function_declaration>"),
+            *("<start_function_call>", "<end_function_call>", "<start_function_response>", "<end_function_response>"),
+            "<escape>",
+        ),
+        bos="<bos>",
+        wordy=True,
+    ),
+    "harmony": ChatFormat(
+        _file("harmony"),
+        pad="<|endoftext|>",
+        end="<|return|>",
+        special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
+        wordy=True,
+    ),
+}
+"""Formats by name."""
+
+
+def chat_format(name: str) -> ChatFormat:
+    """The format called ``name``; a Jinja template, or the path of one, goes with the tokens of ``chatml``.
+
+    Raises:
+        ModelError: neither known nor a file.
+    """
+    if name in CHAT_FORMATS:
+        return CHAT_FORMATS[name]
+    if "{" in name or Path(name).is_file():
+        return _chatml(read_template(name))
+    raise ModelError(f"unknown chat template '{name}'", fix=f"{did_you_mean(name, CHAT_FORMATS)} Or name a Jinja file.")
