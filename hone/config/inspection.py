@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from hone.errors import ConfigError
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
 
 
 class Inspection:
@@ -30,14 +32,12 @@ class Inspection:
     """
 
     def __init__(self, schema: type) -> None:
-        from omegaconf import OmegaConf
-
         self.schema = schema
         self.provenance: Provenance = {}
         self.problems: list[ConfigError] = []
         self._keys = {key.path: key for key in documentation(schema)}
         self._written: dict[str, Any] = {}
-        self._typed = OmegaConf.structured(schema)  # to try values on; what it holds means nothing
+        self._typed = _typed(schema)
 
     def layer(self, tree: Any, origin: str) -> None:
         """Look at a preset or file, given as nested dicts."""
@@ -151,6 +151,14 @@ class Inspection:
             fix=f"{path}=null" if "null" in leaf.type else f"leave it at its default, or set {path}=...",
             where=f"~{path}",
         )
+
+
+@functools.cache
+def _typed(schema: type) -> DictConfig:
+    """A tree to try values on; what it holds means nothing."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(schema)
 
 
 def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[str, Any]]:

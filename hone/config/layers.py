@@ -11,11 +11,12 @@ that tells where a value was written, and lets all mistakes be named at once ins
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hone.config.check import Provenance
 from hone.config.inspection import Inspection
@@ -84,8 +85,7 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
         lines = [str(override.input_line) for override in groups]
         if sources.preset:
             layers.append(f"presets/{sources.kind}/{sources.preset}@_global_")
-            label = f"preset {sources.preset}"
-            inspection.layer(OmegaConf.to_container(_compose(layers[-1:], [], label)), label)
+            inspection.layer(_preset(layers[-1], sources.preset, sources.directory), f"preset {sources.preset}")
         if sources.name:
             layers.append(f"{sources.name.removesuffix('.yaml')}@_global_")
             label = sources.file_label
@@ -94,7 +94,8 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
         inspection.problems += unsupported
         lines += inspection.command_line(own)
         inspection.finish()
-        return _compose(["hone_schema", *layers], lines, "the configuration", _OVERRIDE_FIX), inspection.provenance
+        whole = [_stored_schema(sources.schema), *layers]
+        return _compose(whole, lines, "the configuration", _OVERRIDE_FIX), inspection.provenance
 
 
 def _check_sources(sources: Sources) -> None:
@@ -118,12 +119,28 @@ def _check_sources(sources: Sources) -> None:
 @contextmanager
 def _hydra(sources: Sources) -> Iterator[None]:
     from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="hone_schema", node=sources.schema)
     directory = sources.directory or PRESETS
     with initialize_config_dir(config_dir=str(directory.absolute()), job_name="hone", version_base="1.3"):
         yield
+
+
+@functools.cache
+def _stored_schema(schema: type) -> str:
+    """Make a tree's schema known to Hydra; returns its name there."""
+    from hydra.core.config_store import ConfigStore
+
+    name = f"hone_{schema.__name__}"
+    ConfigStore.instance().store(name=name, node=schema)
+    return name
+
+
+@functools.cache
+def _preset(layer: str, name: str, directory: Path | None) -> Any:
+    """What a preset states, as nested dicts that nobody changes; read inside :func:`_hydra` of this directory."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(_compose([layer], [], f"preset {name}"))
 
 
 def _compose(defaults: Sequence[str], lines: list[str], what: str, fix: str = _FILE_FIX) -> DictConfig:
