@@ -256,29 +256,36 @@ def test_no_process_outlives_a_driver_that_is_killed(path, tmp_path):
     assert seconds < 10
 
 
-@pytest.mark.engines
-@pytest.mark.parametrize("name", ["vllm"])
-def test_no_process_of_an_external_engine_outlives_a_driver_that_is_killed(name, path, tmp_path):
+@pytest.fixture
+def external(request) -> str:
     try:
-        interpreter_of(name)
+        interpreter_of(request.param)
     except ConfigError as missing:
         pytest.skip(missing.what)
-    count, seconds = orphans_after_kill(name, path, tmp_path / "log")
+    return request.param
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("external", ["vllm", "sglang"], indirect=True)
+def test_no_process_of_an_external_engine_outlives_a_driver_that_is_killed(external, path, tmp_path):
+    count, seconds = orphans_after_kill(external, path, tmp_path / "log")
     assert count >= 2 and seconds < 10
 
 
 @pytest.mark.engines
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"blok_size": 32}, "vLLM has no argument 'blok_size'"), ({"max_num_seqs": -1}, "vLLM refuses its arguments")],
+    ("external", "options", "message"),
+    [
+        ("vllm", {"blok_size": 32}, "vLLM has no argument 'blok_size'"),
+        ("vllm", {"max_num_seqs": -1}, "vLLM refuses its arguments"),
+        ("sglang", {"tp_sise": 2}, "SGLang has no argument 'tp_sise'"),
+        ("sglang", {"page_size": 0}, "SGLang refuses its arguments"),
+    ],
+    indirect=["external"],
 )
-def test_vllm_checks_its_own_arguments(options, message, path, tmp_path):
-    try:
-        interpreter_of("vllm")
-    except ConfigError as missing:
-        pytest.skip(missing.what)
+def test_an_external_engine_checks_its_own_arguments(external, options, message, path, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        EngineProcess(plan("vllm", path, tmp_path / "log", **options))
+        EngineProcess(plan(external, path, tmp_path / "log", **options))
 
 
 @pytest.mark.slow

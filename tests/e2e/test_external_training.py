@@ -1,6 +1,6 @@
-"""Training with vLLM as the engine: weights arrive after every update, and the policy learns as with the native engine.
+"""Training with an external engine: weights arrive after every update, and the policy learns as with the native engine.
 
-`scripts/conformance vllm` runs this, in vLLM's own environment.
+`scripts/conformance NAME` runs this, in the engine's own environment.
 """
 
 from __future__ import annotations
@@ -12,33 +12,31 @@ from hone.errors import ConfigError
 from hone.generation.environments import interpreter_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
-VLLM = "actor_rollout_ref.rollout.name=vllm"
 LEARN = ("actor_rollout_ref.rollout.n=8", "trainer.val_before_train=false")
 CASES = {
-    "local": ("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
-    "lora": (
+    "vllm local": ("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
+    "vllm lora": (
         *("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32"),
         *("actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=40"),
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     ),
-    "two replicas on Ray": (
+    "vllm two replicas on Ray": (
         *("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
         *("trainer.runtime=ray", "trainer.n_gpus_per_node=2"),
     ),
+    "sglang local": ("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed():
-    try:
-        interpreter_of("vllm")
-    except ConfigError as missing:
-        pytest.skip(missing.what)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_policy_learns_and_engine_and_trainer_agree(case, world, run, tmp_path):
-    words = rl_command(world, tmp_path / "run", "grpo", VLLM, *LEARN, *CASES[case])
+    engine = case.split()[0]
+    try:
+        interpreter_of(engine)
+    except ConfigError as missing:
+        pytest.skip(missing.what)
+    name = f"actor_rollout_ref.rollout.name={engine}"
+    words = rl_command(world, tmp_path / "run", "grpo", name, *LEARN, *CASES[case])
     ended = run(*words, timeout=500)
     assert ended.code == 0, ended.output
     rows, rewards = metrics(tmp_path / "run"), curve(tmp_path / "run")
