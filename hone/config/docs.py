@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hone.config.check import yaml_value
 from hone.config.keys import KeyDoc, blocks, documentation
-from hone.config.migration import TABLE
-from hone.config.migration.values import VALUES
+from hone.config.migration import TABLES, VALUES
 from hone.config.migration.wording import described, kind
 from hone.config.trees import TREES
 
@@ -37,7 +36,7 @@ R14 in error messages are stable names of checks.
 
 _VERL = """## Keys of verl
 
-`hone train` takes the override lines of verl: keys with other names are understood, keys without meaning here are left out
+`hone train` and `hone sft` take the override lines of verl: keys with other names are understood, keys without meaning here are left out
 and named, and what is not supported yet is refused with what to do instead. `hone config import SCRIPT` translates a whole
 launch script. A `*` stands for one part of a key, `**` for all that is in a block.
 """
@@ -54,23 +53,27 @@ def config_page() -> str:
                 parts += [f"### {block}\n", f"{doc}\n", "| Key | Default | Takes | Meaning |", "|---|---|---|---|"]
                 parts += [_row(key) for key in keys]
                 parts.append("")
-    return "\n".join([*parts, *_verl_section()])
+    parts.append(_VERL)
+    for command, tree in TREES.items():
+        if tree in TABLES:
+            parts += _verl_section(command, tree)
+    return "\n".join(parts)
 
 
-def _verl_section() -> list[str]:
-    """The keys of verl that the trees do not have, and the values that they take otherwise."""
-    parts = [_VERL]
+def _verl_section(command: str, tree: type) -> list[str]:
+    """The keys of verl that the tree does not have, and the values that it takes otherwise."""
+    parts = []
     rows: dict[str, dict[str, list[str]]] = {}
-    for path, entry in TABLE.paths().items():
+    for path, entry in TABLES[tree].paths().items():
         rows.setdefault(kind(entry), {}).setdefault(described(entry), []).append(f"`{path}`")
     for heading in ("Other names", "Always so here", "Not supported yet", "Without meaning here"):
-        parts += [f"### {heading}\n", "| Key of verl | Here |", "|---|---|"]
+        parts += [f"### {heading} (hone {command})\n", "| Key of verl | Here |", "|---|---|"]
         parts += [
             f"| {', '.join(paths)} | {says} |".replace("\\|", "|") for says, paths in sorted(rows[heading].items())
         ]
         parts.append("")
-    parts += ["### Values\n", "| Key | Values of verl |", "|---|---|"]
-    parts += [f"| `{path}` | {change.says} |" for path, change in VALUES.items()]
+    parts += [f"### Values (hone {command})\n", "| Key | Values of verl |", "|---|---|"]
+    parts += [f"| `{path}` | {change.says} |" for path, change in VALUES[tree].items()]
     parts.append("")
     return parts
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hone.config.check import yaml_value
 from hone.config.keys import KeyDoc, blocks, documentation
-from hone.config.migration import TABLE
+from hone.config.migration import TABLES
 from hone.config.migration.wording import described
 from hone.config.suggest import unknown_key
 from hone.config.trees import TREES
@@ -59,15 +59,16 @@ class KeyAnswer:
 class ForeignAnswer:
     """A key of verl that the tree does not have."""
 
+    command: str
     key: str
     words: str
 
     def as_json(self) -> dict[str, Any]:
         """As plain data."""
-        return {"command": "train", "key": self.key, "verl": self.words}
+        return {"command": self.command, "key": self.key, "verl": self.words}
 
     def __str__(self) -> str:
-        return f"{self.key}  (verl)\n    {self.words}\n"
+        return f"{self.key}  (verl; here hone {self.command})\n    {self.words}\n"
 
 
 Answer = KeyAnswer | ForeignAnswer
@@ -90,8 +91,10 @@ def answer(words: str, commands: list[str]) -> list[Answer]:
     exact = [entry for entry in keys if f".{entry.key.path}".endswith(f".{name}")]
     if inside or exact:
         return [*(inside or exact)]
-    if TABLE.find(name) is not None and "train" in commands:
-        return [ForeignAnswer(name, described(TABLE.find(name)))]
+    tables = {command: TABLES[TREES[command]] for command in commands if TREES[command] in TABLES}
+    foreign = [ForeignAnswer(command, name, described(t.find(name))) for command, t in tables.items() if t.find(name)]
+    if foreign:
+        return [*foreign]
     found = search(name.replace("_", " "), commands) if "." not in name else []
     near = [entry for entry in found if name in entry.key.path]
     if near:

@@ -65,8 +65,8 @@ class Conversion:
         source: a name of :data:`SOURCES`.
         target: a name of :data:`TARGETS`.
         data_source: written to every row; chooses the scorer.
-        question: column of the question (csv).
-        answer: column of the answer (csv).
+        question: column of the question (csv); ``extra_info.question`` is a field of a column of objects.
+        answer: column of the answer (csv), likewise.
         system: a system message to put first, or None.
         ground_truth: a name of :data:`GROUND_TRUTHS`.
     """
@@ -201,13 +201,21 @@ def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Me
     question, answer = (
         ("\n\n".join(part for part in (record.get("instruction"), record.get("input")) if part), record.get("output"))
         if source == "alpaca"
-        else (record.get(options.question), record.get(options.answer))
+        else (_column(record, options.question), _column(record, options.answer))
     )
     if not str(question or "").strip() or not str(answer or "").strip():
         return "without question or answer"
     system = record.get("system")
     first = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
     return [*first, {"role": "user", "content": str(question)}, {"role": "assistant", "content": str(answer)}]
+
+
+def _column(record: dict[str, Any], name: str) -> Any:
+    """A column, or a field inside one that holds objects: ``extra_info.question``."""
+    value: Any = record
+    for part in [name] if name in record else name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _turns(turns: list[Any], system: Any) -> Messages | str:
@@ -236,7 +244,7 @@ def _source_of(record: dict[str, Any], file: Path, options: Conversion) -> str:
         return "sharegpt" if "from" in turns[0] else "openai"
     if "instruction" in record and "output" in record:
         return "alpaca"
-    if options.question in record and options.answer in record:
+    if all(name in record or _column(record, name) is not None for name in (options.question, options.answer)):
         return "csv"
     raise DataError(
         f"the form is not recognised; the columns are {', '.join(record) or '(none)'}",

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hone.config.importing.translation import Translation
 from hone.config.keys import documentation
 from hone.config.launch import Trouble
-from hone.config.migration.defaults import VERL_DEFAULTS
+from hone.config.migration.defaults import VERL_DEFAULTS, VERL_OLD_SFT_DEFAULTS, VERL_SFT_DEFAULTS
 from hone.config.trees import TREES
+
+_OLD_SFT_KEYS = {
+    *("model.partial_pretrain", "optim.lr_scheduler", "optim.warmup_steps_ratio"),
+    *("data.multiturn.enable", "data.multiturn.messages_key", "data.prompt_key", "data.response_key"),
+}
+"""Keys that only the older of verl's two trainers for supervised fine-tuning has."""
 
 
 def complete(translation: Translation) -> None:
     """Add what verl takes for granted and Hone does otherwise."""
-    if translation.command != "train":
+    if translation.command == "sft":
+        _complete_sft(translation)
         return
     values = translation.values
-    for key, value in VERL_DEFAULTS.items():
-        if key not in values:
-            translation.add(key, value, "verl's default")
+    _defaults(translation, VERL_DEFAULTS)
     batch, mini = values["data.train_batch_size"], values["actor_rollout_ref.actor.ppo_mini_batch_size"]
     if isinstance(batch, int) and isinstance(mini, int) and mini > batch:
         translation.add("actor_rollout_ref.actor.ppo_mini_batch_size", batch, f"{mini} is more than a batch has")
@@ -26,6 +33,28 @@ def complete(translation: Translation) -> None:
         translation.remarks.append(Trouble(0, "trainer.test_freq=-1 validates once, at the end; 0 never does"))
     if values.get("trainer.save_freq", -1) == -1:
         translation.remarks.append(Trouble(0, "trainer.save_freq=-1 saves once, at the end; 0 never does"))
+
+
+def _defaults(translation: Translation, defaults: dict[str, Any]) -> None:
+    for key, value in defaults.items():
+        if key not in translation.values:
+            translation.add(key, value, "verl's default")
+
+
+def _complete_sft(translation: Translation) -> None:
+    """The same for supervised fine-tuning, whose two spellings have defaults of their own."""
+    asked = {line.reading.key: line.reading.value for line in translation.lines}
+    _defaults(translation, VERL_OLD_SFT_DEFAULTS if asked.keys() & _OLD_SFT_KEYS else VERL_SFT_DEFAULTS)
+    values, budget = translation.values, "data.max_token_len_per_gpu"
+    longest = values.get("data.max_length", 1024)
+    if not isinstance(longest, int):
+        return
+    micro = asked.get("data.micro_batch_size_per_gpu")
+    if isinstance(micro, int) and micro > 0 and budget not in values and asked.get("data.use_dynamic_bsz") is not True:
+        translation.add(budget, micro * longest, f"{micro} conversations of at most {longest} tokens")
+    present = values.get(budget, longest)
+    if isinstance(present, int) and present < longest:
+        translation.add(budget, longest, f"{present} tokens are less than the longest conversation has, {longest}")
 
 
 def _placement(translation: Translation) -> None:

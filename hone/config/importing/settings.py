@@ -9,7 +9,7 @@ from typing import Any
 from hone.config.check import yaml_value
 from hone.config.importing.translation import Line, Translation
 from hone.config.launch import ALWAYS_SET, UNDECIDED, Argument, Trouble, open_names, opened
-from hone.config.migration import TABLE, Outcome, Reading, read_setting
+from hone.config.migration import TABLES, Outcome, Reading, read_setting
 from hone.config.migration.entries import Foreign, Unsupported
 from hone.config.migration.reading import own_key
 from hone.config.overrides import override_value, parse_overrides
@@ -61,7 +61,7 @@ def _without_tilde(text: str) -> str:
 
 
 def _spread(path: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
-    whole = own_key(path, schema) is not None or isinstance(TABLE.find(path), Foreign | Unsupported)
+    whole = own_key(path, schema) is not None or isinstance(TABLES[schema].find(path), Foreign | Unsupported)
     if isinstance(value, dict) and value and not whole:
         for name, item in value.items():
             yield from _spread(f"{path}.{name}", item, schema)
@@ -70,7 +70,7 @@ def _spread(path: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
 
 
 def _removal(key: str, schema: type) -> Reading:
-    known = own_key(key, schema) is not None or TABLE.find(key) is not None
+    known = own_key(key, schema) is not None or TABLES[schema].find(key) is not None
     return Reading(key, None, Outcome.SETTLED if known else Outcome.UNKNOWN, says="left at its default")
 
 

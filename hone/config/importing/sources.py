@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hone.errors import ConfigError
 
 _KNOWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "dapo_trainer")
 """Names of verl's own configuration files: they hold its defaults."""
+_SFT_BLOCKS, _RL_BLOCKS = {"model", "optim", "engine"}, {"actor_rollout_ref", "critic", "algorithm", "reward_model"}
 
 
 def import_script(
@@ -55,6 +56,9 @@ def import_script(
             )
         )
         lines += [word for word in lost if word.text.strip()]
+    if launch.command == "sft" and launch.processes not in (None, "1"):
+        what = f"the launcher starts {launch.processes} processes on a node, and `hone sft` trains in one: the same numbers, later"
+        translation.remarks.append(Trouble(launch.line, what))
     translate(lines, translation)
     if not launch.program.endswith(("hone", "train")) or "." in launch.program:
         complete(translation)
@@ -62,8 +66,8 @@ def import_script(
 
 
 def import_overrides(lines: Sequence[Argument]) -> Translation:
-    """Translate override lines of verl."""
-    translation = Translation()
+    """Translate override lines of verl: of reinforcement learning, or of supervised fine-tuning, as their blocks say."""
+    translation = Translation(_command_of(line.text.lstrip("+~") for line in lines))
     translate(list(lines), translation)
     complete(translation)
     return translation
@@ -75,10 +79,17 @@ def import_yaml(source: str) -> Translation:
     Raises:
         ConfigError: it is not a mapping in YAML.
     """
-    translation = Translation()
-    translate(_flat(_mapping(source, "the file")), translation)
+    lines = _flat(_mapping(source, "the file"))
+    translation = Translation(_command_of(line.text for line in lines))
+    translate(lines, translation)
     complete(translation)
     return translation
+
+
+def _command_of(keys: Iterable[str]) -> str:
+    """The command that keys belong to: supervised fine-tuning has its model at the top, reinforcement learning has roles."""
+    blocks = {key.partition("=")[0].partition(".")[0] for key in keys}
+    return "sft" if blocks & _SFT_BLOCKS and not blocks & _RL_BLOCKS else "train"
 
 
 def _plain_lines(source: str) -> list[Argument]:

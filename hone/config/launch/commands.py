@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hone.config.launch.expansion import opened
 from hone.config.launch.script import Argument, Started, is_setting
 
 _PROGRAM = re.compile(r"(?:.*[./])?(?:main_\w+|\w*trainer\w*|main|train\w*)(?:\.py)?")
@@ -25,6 +26,7 @@ class Launch:
         options: ``--config-name`` and its kin: name to value.
         strays: words that are neither.
         environment: names of variables set for this command alone.
+        processes: how many of it the launcher starts on a node, as written; None where it does not say.
     """
 
     program: str
@@ -33,6 +35,7 @@ class Launch:
     options: dict[str, str]
     strays: tuple[Argument, ...]
     environment: tuple[str, ...]
+    processes: str | None = None
 
     @property
     def command(self) -> str:
@@ -74,7 +77,18 @@ def _launch(command: Started) -> Launch | None:
             settings.append(argument)
         elif argument.text.strip():
             strays.append(argument)
-    return Launch(program, command.line, tuple(settings), options, tuple(strays), command.environment)
+    return Launch(
+        program, command.line, tuple(settings), options, tuple(strays), command.environment, _processes(words[:at])
+    )
+
+
+def _processes(words: list[str]) -> str | None:
+    """What stands behind ``--nproc_per_node`` of a launcher."""
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name.lstrip("-").replace("-", "_") == "nproc_per_node":
+            return opened(value if equals else words[at + 1] if at + 1 < len(words) else "")
+    return None
 
 
 def _program(words: list[str]) -> int | None:

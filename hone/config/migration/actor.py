@@ -34,12 +34,16 @@ def _micro_batch(value: Any, others: Others) -> dict[str, Any]:
     return {f"{ACTOR}.ppo_micro_batch_size_per_gpu": max(1, value // max(1, sizes[1] * sizes[2]))}
 
 
-def _precision(value: Any, others: Others) -> dict[str, Any]:
-    """The compute dtype by any of its names."""
+def precision(path: str) -> Changed:
+    """The compute dtype at ``path``, by any of its names."""
     names = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
-    if value in names:
-        return {f"{ACTOR}.dtype": names[value]}
-    raise Refused(f"training in {value}", f"{ACTOR}.dtype=bfloat16 or float32", {f"{ACTOR}.dtype": "bfloat16"})
+
+    def sets(value: Any, others: Others) -> dict[str, Any]:
+        if value in names:
+            return {path: names[value]}
+        raise Refused(f"training in {value}", f"{path}=bfloat16 or float32", {path: "bfloat16"})
+
+    return Changed("the dtype of forward and backward; parameters and optimizer state are float32", sets, (path,))
 
 
 def _ratio_cap(value: Any, others: Others) -> dict[str, Any]:
@@ -50,14 +54,15 @@ def _ratio_cap(value: Any, others: Others) -> dict[str, Any]:
     return {f"{block}.rollout_is": "token", f"{block}.rollout_is_threshold": str(float(value))}
 
 
-def _contents(value: Any, others: Others) -> dict[str, Any]:
+def contents(value: Any, others: Others) -> dict[str, Any]:
+    """What a checkpoint is to hold."""
     wanted = set(value or []) - {"model", "optimizer", "extra", "hf_model"}
     if wanted:
         raise Refused(f"checkpoints with {', '.join(sorted(wanted))}", "leave it out")
     return {}
 
 
-_ALWAYS_WHOLE = (
+ALWAYS_WHOLE = (
     "a checkpoint holds weights as a Hugging Face directory, optimizer and everything that an exact resume needs"
 )
 
@@ -122,9 +127,7 @@ ENTRIES: dict[str, Entry] = {
         "every random draw comes from trainer.seed, and runs repeat exactly"
     ),
     f"{_ENGINES}.{{qat,turbo_config}}.**": Unsupported("training for quantized weights", "leave it out"),
-    f"{ACTOR}.fsdp_config.dtype": Changed(
-        "the dtype of forward and backward; parameters and optimizer state are float32", _precision, (f"{ACTOR}.dtype",)
-    ),
+    f"{ACTOR}.fsdp_config.dtype": precision(f"{ACTOR}.dtype"),
     f"{_OTHER_ENGINES}.{{dtype,mixed_precision.param_dtype}}": Settled(_AS_ACTOR),
     f"{_ENGINES}.mixed_precision.buffer_dtype": Settled("buffers keep their dtype"),
     f"{_ENGINES}.strategy": Settled("is actor_rollout_ref.actor.strategy"),
@@ -149,8 +152,8 @@ ENTRIES: dict[str, Entry] = {
     f"{_ROLES}.{{load_weight,scale_loss,ppo_megatron,enable_timers}}": Foreign(MEGATRON),
     f"{_ROLES}.{{profiler,profile}}.**": Foreign(PROFILER),
     f"{_ROLES}.profile_steps": Foreign(PROFILER),
-    f"{_TRAINED}.checkpoint.{{save_contents,load_contents,contents}}": Changed(_ALWAYS_WHOLE, _contents),
-    f"{_TRAINED}.checkpoint.{{strict,mbridge_config.**}}": Settled(_ALWAYS_WHOLE),
+    f"{_TRAINED}.checkpoint.{{save_contents,load_contents,contents}}": Changed(ALWAYS_WHOLE, contents),
+    f"{_TRAINED}.checkpoint.{{strict,mbridge_config.**}}": Settled(ALWAYS_WHOLE),
     f"{_TRAINED}.checkpoint.async_save": Renamed("trainer.async_save"),
     f"{REF}.model.**": Unsupported(
         "a reference policy of other weights",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hone.config.migration.reading import Outcome, Reading, own_key, read_setting
+from hone.config.migration.table import TABLES
 from hone.config.overrides import COMMAND_LINE, hydra_value, override_value, parse_overrides
-from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def translate_overrides(overrides: Sequence[Override], schema: type) -> tuple[li
     """
     from hydra.core.override_parser.types import OverrideType
 
-    if schema is not RLConfig:
+    if schema not in TABLES:
         return list(overrides), []
     values = {override.key_or_group: override_value(override) for override in overrides if not override.is_delete()}
     kept: list[Override] = []

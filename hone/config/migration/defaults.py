@@ -17,3 +17,22 @@ VERL_DEFAULTS: dict[str, Any] = {
 }
 """Its values for the keys of `hone train`. Names of runs, trackers, seeds and directories keep Hone's defaults: they say
 nothing about what is learned."""
+
+VERL_SFT_DEFAULTS: dict[str, Any] = {
+    "data.train_batch_size": 256,
+    "model.enable_gradient_checkpointing": True,
+    "optim.lr": 1e-3,
+    "dtype": "bfloat16",
+    "trainer.total_epochs": 4,
+    "trainer.max_ckpt_to_keep": None,
+}
+"""The same for `hone sft`, as verl's ``sft_trainer`` has them."""
+
+VERL_OLD_SFT_DEFAULTS: dict[str, Any] = {
+    **VERL_SFT_DEFAULTS,
+    "optim.lr": 1e-5,
+    "optim.betas": [0.9, 0.95],
+    "optim.lr_warmup_steps_ratio": 0.1,
+    "optim.lr_scheduler_type": "cosine",
+}
+"""The same as its ``fsdp_sft_trainer`` has them."""

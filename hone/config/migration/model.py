@@ -12,7 +12,9 @@ _BOTH = "{actor_rollout_ref.model,critic.model,reward_model.model}"
 _OPTIMS = "{actor_rollout_ref.actor.optim,critic.optim}"
 
 
-def _scheduler(block: str) -> Changed:
+def scheduler(block: str) -> Changed:
+    """The shape of the learning rate under ``block``, by any of its names."""
+
     def sets(value: Any, others: Others) -> dict[str, Any]:
         if value is None:
             return {}
@@ -102,8 +104,8 @@ ENTRIES: dict[str, Entry] = {
     f"{_OPTIMS}.{{min_lr,lr_min,lr_start}}": Settled(
         "the cosine ends at min_lr_ratio x lr", (0, 0.0, None), "optim.min_lr_ratio=<smallest rate / lr>"
     ),
-    "actor_rollout_ref.actor.optim.{warmup_style,lr_decay_style}": _scheduler("actor_rollout_ref.actor.optim"),
-    "critic.optim.{warmup_style,lr_decay_style}": _scheduler("critic.optim"),
+    "actor_rollout_ref.actor.optim.{warmup_style,lr_decay_style}": scheduler("actor_rollout_ref.actor.optim"),
+    "critic.optim.{warmup_style,lr_decay_style}": scheduler("critic.optim"),
     "actor_rollout_ref.actor.grad_clip": Renamed("actor_rollout_ref.actor.optim.clip_grad"),
     "critic.grad_clip": Renamed("critic.optim.clip_grad"),
 }

@@ -9,8 +9,7 @@ from typing import Any
 
 from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation
 from hone.config.migration.entries import Changed, Foreign, Refused, Renamed, Settled, Unsupported
-from hone.config.migration.table import TABLE
-from hone.config.migration.values import VALUES
+from hone.config.migration.table import TABLES, VALUES
 from hone.config.tree import RLConfig
 
 
@@ -52,12 +51,12 @@ def read_setting(key: str, value: Any, others: Mapping[str, Any], schema: type =
     """Read ``key=value`` of a configuration whose other settings are ``others``.
 
     A key of the tree is taken as it is, unless :data:`VALUES` knows another word for its value; any other is looked up in
-    :data:`TABLE`.
+    :data:`TABLES`.
     """
     own = own_key(key, schema)
     if own is not None and own.path == key:
         return _own(key, value, others, schema)
-    entry = TABLE.find(key) if schema is RLConfig else None
+    entry = TABLES[schema].find(key) if schema in TABLES else None
     if entry is None:
         known = own is not None or key in blocks(schema)
         return Reading(key, value, Outcome.KEPT, {key: value}) if known else Reading(key, value, Outcome.UNKNOWN)
@@ -90,9 +89,10 @@ def own_key(key: str, schema: type) -> KeyDoc | None:
 
 
 def _own(key: str, value: Any, others: Mapping[str, Any], schema: type) -> Reading:
-    if key not in VALUES or schema is not RLConfig:
+    words = VALUES.get(schema, {}).get(key)
+    if words is None:
         return Reading(key, value, Outcome.KEPT, {key: value})
-    reading = _changed(key, value, VALUES[key].sets, VALUES[key].says, others)
+    reading = _changed(key, value, words.sets, words.says, others)
     same = reading.outcome is Outcome.CHANGED and reading.sets == {key: value}
     return Reading(key, value, Outcome.KEPT, {key: value}) if same else reading
 

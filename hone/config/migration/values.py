@@ -13,7 +13,7 @@ _OWN_FILE = ("file", "jsonl")
 """Trackers whose work is always done: every run writes metrics.jsonl."""
 
 
-def _plain(path: str, meanings: dict[Any, Any]) -> Callable[[Any, Others], dict[str, Any]]:
+def plain(path: str, meanings: dict[Any, Any]) -> Callable[[Any, Others], dict[str, Any]]:
     """Values that have another word here."""
 
     def sets(value: Any, others: Others) -> dict[str, Any]:
@@ -46,7 +46,8 @@ def _transport(value: Any, others: Others) -> dict[str, Any]:
     return {path: "auto" if value == "naive" else value}
 
 
-def _logger(value: Any, others: Others) -> dict[str, Any]:
+def trackers(value: Any, others: Others) -> dict[str, Any]:
+    """``trainer.logger``, without the trackers that are always at work or that do not exist here."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list):
         return {"trainer.logger": value}
@@ -59,7 +60,8 @@ def _logger(value: Any, others: Others) -> dict[str, Any]:
     return {"trainer.logger": wanted}
 
 
-def _device(value: Any, others: Others) -> dict[str, Any]:
+def device(value: Any, others: Others) -> dict[str, Any]:
+    """``trainer.device``."""
     if value in ("npu", "xpu", "musa"):
         raise Refused(f"training on {value} devices", "trainer.device=auto", {"trainer.device": "auto"})
     return {"trainer.device": value}
@@ -84,35 +86,35 @@ VALUES: dict[str, Changed] = {
     "data.truncation": Changed("left is called truncate", _truncation),
     f"{_ROLLOUT}.name": Changed("sglang and trtllm are not supported yet, naive is called hf", _engine),
     f"{_ROLLOUT}.checkpoint_engine.backend": Changed("naive is auto; by nccl and the like not yet", _transport),
-    f"{_ROLLOUT}.top_k": Changed("0 is -1: all tokens", _plain(f"{_ROLLOUT}.top_k", {0: -1})),
-    f"{_ROLLOUT}.val_kwargs.top_k": Changed("0 is -1: all tokens", _plain(f"{_ROLLOUT}.val_kwargs.top_k", {0: -1})),
+    f"{_ROLLOUT}.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.top_k", {0: -1})),
+    f"{_ROLLOUT}.val_kwargs.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.val_kwargs.top_k", {0: -1})),
     "algorithm.filter_groups.max_num_gen_batches": Changed(
         "0, no limit, is a limit that is never met",
-        _plain("algorithm.filter_groups.max_num_gen_batches", {0: 1_000_000, -1: 1_000_000}),
+        plain("algorithm.filter_groups.max_num_gen_batches", {0: 1_000_000, -1: 1_000_000}),
     ),
     "algorithm.filter_groups.metric": Changed(
         "the reward itself is null",
-        _plain("algorithm.filter_groups.metric", dict.fromkeys(("seq_reward", "seq_final_reward", "score", "reward"))),
+        plain("algorithm.filter_groups.metric", dict.fromkeys(("seq_reward", "seq_final_reward", "score", "reward"))),
     ),
     f"{_ACTOR}.strategy": Changed("megatron, torchtitan and veomni are not supported yet", _strategy),
     **{
         f"{_ACTOR}.fsdp_config.mixed_precision.{name}": Changed(
             "bf16 is bfloat16, fp32 is float32",
-            _plain(f"{_ACTOR}.fsdp_config.mixed_precision.{name}", {"bf16": "bfloat16", "fp32": "float32"}),
+            plain(f"{_ACTOR}.fsdp_config.mixed_precision.{name}", {"bf16": "bfloat16", "fp32": "float32"}),
         )
         for name in ("param_dtype", "reduce_dtype")
     },
     **{
         f"{block}.optim.optimizer": Changed(
-            "adam is AdamW", _plain(f"{block}.optim.optimizer", {"adam": "AdamW", "adamw": "AdamW", None: "AdamW"})
+            "adam is AdamW", plain(f"{block}.optim.optimizer", {"adam": "AdamW", "adamw": "AdamW", None: "AdamW"})
         )
         for block in (_ACTOR, "critic")
     },
     f"{_ROLLOUT}.nnodes": _own_nodes(_ROLLOUT),
     "reward.reward_model.nnodes": _own_nodes("reward.reward_model"),
-    "trainer.logger": Changed("a name is a list of one; metrics.jsonl is always written", _logger),
-    "trainer.device": Changed("npu is not supported yet", _device),
-    "trainer.save_freq": Changed("after_each_epoch is -1", _plain("trainer.save_freq", {"after_each_epoch": -1})),
-    "trainer.test_freq": Changed("after_each_epoch is -1", _plain("trainer.test_freq", {"after_each_epoch": -1})),
+    "trainer.logger": Changed("a name is a list of one; metrics.jsonl is always written", trackers),
+    "trainer.device": Changed("npu is not supported yet", device),
+    "trainer.save_freq": Changed("after_each_epoch is -1", plain("trainer.save_freq", {"after_each_epoch": -1})),
+    "trainer.test_freq": Changed("after_each_epoch is -1", plain("trainer.test_freq", {"after_each_epoch": -1})),
 }
 """What becomes of such values; every other value is left as it is."""

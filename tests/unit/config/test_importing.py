@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
+from support.launch_scripts import ARGUMENTS
+from support.launch_scripts import FOLDER as SCRIPTS
 from typer.testing import CliRunner
 
 from hone.cli.config import app
-from hone.config import RLConfig, documentation, load_config
+from hone.config import RLConfig, SFTConfig, documentation, load_config
 from hone.config.importing import Translation, import_overrides, import_script, import_yaml
 from hone.config.keys import leaf_values
 from hone.config.launch import Argument
@@ -19,7 +21,6 @@ from hone.config.migration import Outcome
 from hone.errors import ConfigError
 from hone.preflight import Stage, examine
 
-SCRIPTS = Path(__file__).parent / "launch_scripts"
 POLICY, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
 
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -124,11 +125,42 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "algorithm.kl_ctrl.type": "adaptive",
         "trainer.critic_warmup": 5,
     },
+    "sft_peft_torchrun": {
+        "data.train_files": "${oc.env:HOME}/data/gsm8k/train.parquet",
+        "data.truncation": "truncate",
+        "data.max_length": 2048,
+        "data.max_token_len_per_gpu": 4 * 2048,
+        "data.train_batch_size": 256,
+        "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+        "model.lora_rank": 32,
+        "model.target_modules": ["q_proj", "v_proj"],
+        "optim.lr": 1e-4,
+        "optim.betas": [0.9, 0.95],
+        "optim.lr_scheduler_type": "cosine",
+        "optim.lr_warmup_steps_ratio": 0.1,
+        "dtype": "bfloat16",
+        "trainer.default_local_dir": "out",
+        "trainer.total_epochs": 3,
+    },
+    "sft_engine": {
+        "data.train_batch_size": 96,
+        "data.max_token_len_per_gpu": 65536,
+        "model.path": "/models/Qwen3-4B",
+        "optim.lr": 2e-5,
+        "optim.lr_scheduler_type": "cosine",
+        "optim.min_lr_ratio": 0.1,
+        "optim.lr_warmup_steps_ratio": 0.01,
+        "trainer.experiment_name": "chats-fsdp-sp2",
+        "trainer.test_freq": -1,
+        "trainer.logger": ["console"],
+    },
 }
 
 UNSUPPORTED = {
     "multi_turn_sglang": {f"{ROLLOUT}.name"},
     "megatron": {f"{ACTOR}.strategy", f"{ACTOR}.megatron.pipeline_model_parallel_size"},
+    "sft_peft_torchrun": {"data.prompt_key", "data.response_dict_keys", "ulysses_sequence_parallel_size"},
+    "sft_engine": {"engine.ulysses_sequence_parallel_size", "trainer.n_gpus_per_node"},
 }
 """What is refused, where it is more than the engine."""
 
@@ -136,13 +168,18 @@ UNSUPPORTED = {
 def translated(name: str, folder: Path) -> tuple[dict[str, Any], Path]:
     """The report and the file that `hone config import` writes."""
     out = folder / f"{name}.yaml"
-    result = CliRunner().invoke(app, ["import", str(SCRIPTS / f"{name}.sh"), "--json", "--out", str(out)])
+    words = [word for argument in ARGUMENTS.get(name, ()) for word in ("--argument", argument)]
+    result = CliRunner().invoke(app, ["import", str(SCRIPTS / f"{name}.sh"), *words, "--json", "--out", str(out)])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout[: result.stdout.rindex("}") + 1]), out
 
 
-def flat(tree: dict[str, Any]) -> dict[str, Any]:
-    leaves = {key.path for key in documentation(RLConfig)}
+def schema_of(name: str) -> type:
+    return SFTConfig if name.startswith("sft") else RLConfig
+
+
+def flat(tree: dict[str, Any], schema: type = RLConfig) -> dict[str, Any]:
+    leaves = {key.path for key in documentation(schema)}
     found: dict[str, Any] = {}
 
     def walk(value: Any, path: str) -> None:
@@ -163,14 +200,16 @@ def test_every_script_has_expectations() -> None:
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_scripts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, out = translated(name, tmp_path)
-    values = {key.path: key.default for key in documentation(RLConfig)} | flat(yaml.safe_load(out.read_text()))
+    schema = schema_of(name)
+    assert report["command"] == ("train" if schema is RLConfig else "sft")
+    values = {key.path: key.default for key in documentation(schema)} | flat(yaml.safe_load(out.read_text()), schema)
     assert {key: values[key] for key in EXPECTED[name]} == EXPECTED[name]
     unsupported = {line["key"] for line in report["lines"] if line["outcome"] == "not supported yet"}
     assert unsupported >= UNSUPPORTED.get(name, set())
     assert all(line["instead"] for line in report["lines"] if line["outcome"] == "not supported yet")
     assert all(line["says"] or line["sets"] for line in report["lines"])
     monkeypatch.setenv("HOME", str(tmp_path))
-    config = load_config(RLConfig, config_path=out.parent, config_name=out.name)
+    config = load_config(schema, config_path=out.parent, config_name=out.name)
     found = examine(config, (Stage.ARITHMETIC,))
     stops = [error for error in found.errors if "tracker" not in error.error.what]  # wandb is not installed here
     assert [error.error.render() for error in stops if not _concerns_paths(error.error.code)] == []
@@ -184,10 +223,13 @@ def _concerns_paths(code: str) -> bool:
 def test_every_line_is_accounted_for(name: str, tmp_path: Path) -> None:
     """Each word of the launch that sets a key is a line of the report, at its place in the script."""
     report, _ = translated(name, tmp_path)
-    translation = import_script((SCRIPTS / f"{name}.sh").read_text(), directory=SCRIPTS)
+    translation = import_script(
+        (SCRIPTS / f"{name}.sh").read_text(), directory=SCRIPTS, arguments=ARGUMENTS.get(name, ())
+    )
     assert [line["text"] for line in report["lines"]] == [line.text for line in translation.lines]
     source = (SCRIPTS / f"{name}.sh").read_text()
-    assert len(translation.lines) >= source.count("actor_rollout_ref.rollout.") and not translation.not_understood
+    counted = "actor_rollout_ref.rollout." if schema_of(name) is RLConfig else " data."
+    assert len(translation.lines) >= source.count(counted) and not translation.not_understood
 
 
 def overrides(*lines: str) -> Translation:
@@ -372,3 +414,24 @@ def test_translation_loads_to_what_it_says(tmp_path: Path) -> None:
     config = load_config(RLConfig, config_path=tmp_path, config_name=out.name)
     loaded, written = dict(leaf_values(config)), flat(yaml.safe_load(out.read_text()))
     assert {key: loaded[key] for key in written} == written
+
+
+def test_lines_of_supervised_fine_tuning_are_known_by_their_blocks() -> None:
+    older = overrides("model.partial_pretrain=/m", "optim.warmup_steps_ratio=0.2", "data.max_length=512")
+    assert older.command == "sft" and not older.not_understood
+    assert older.values["model.path"] == "/m" and older.values["optim.lr_warmup_steps_ratio"] == 0.2
+    assert older.values["optim.betas"] == [0.9, 0.95] and older.values["optim.lr"] == 1e-5
+    newer = import_yaml(
+        "model: {path: /m}\nengine: {strategy: fsdp2, tensor_model_parallel_size: 2}\ndata: {truncation: left}\n"
+    )
+    assert newer.command == "sft" and newer.values["optim.lr"] == 1e-3 and "optim.betas" not in newer.values
+    refused = {line.reading.key for line in newer.lines if line.reading.outcome is Outcome.UNSUPPORTED}
+    assert refused == {"engine.tensor_model_parallel_size", "data.truncation"}
+    assert overrides("data.train_batch_size=4").command == "train"
+
+
+def test_several_processes_are_remarked() -> None:
+    script = "torchrun --nproc_per_node 4 -m verl.trainer.sft_trainer model.path=/m data.train_files=x.parquet"
+    (remark,) = import_script(script, directory=Path()).remarks
+    assert "starts 4 processes" in remark.what
+    assert import_script(script.replace("4", "1"), directory=Path()).remarks == []

@@ -11,25 +11,27 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.launch_scripts import ARGUMENTS, SCRIPTS
 
 from hone.config.launch import follow, launches, open_names, opened
 from hone.config.launch.expansion import Variables
 from hone.config.launch.parser import parse
 from hone.config.launch.words import ShellSyntaxError
 
-SCRIPTS = sorted((Path(__file__).parent / "launch_scripts").glob("*.sh"))
-PROGRAMS = ("python3", "python", "ray", "srun", "docker", "scontrol", "sleep", "tee")
+PROGRAMS = ("python3", "python", "torchrun", "ray", "srun", "docker", "scontrol", "sleep", "tee", "mkdir")
 STUB = """{name}() {{ {{ printf '%s\\1' {name} "$@"; printf '\\n'; }} >&3; [ {name} != tee ] || cat > /dev/null; }}
 """  # tee reads to the end: who writes into its pipe under `set -x` would be killed otherwise
 
 
-def printed_by_bash(script: str, folder: Path, environment: dict[str, str]) -> list[list[str]]:
+def printed_by_bash(
+    script: str, folder: Path, environment: dict[str, str], arguments: tuple[str, ...] = ()
+) -> list[list[str]]:
     """The commands that the script runs, as bash hands them their words."""
     stubs = "".join(STUB.format(name=name) for name in PROGRAMS)
     file = folder / "script.sh"
     file.write_text(f"exec 3>'{folder}/words'\n{stubs}{script}")
     subprocess.run(
-        ["bash", str(file)],
+        ["bash", str(file), *arguments],
         cwd=folder,
         env={"PATH": os.environ["PATH"], **environment},
         capture_output=True,
@@ -49,14 +51,15 @@ def with_values(text: str, values: dict[str, str]) -> str:
 )
 def test_words_are_those_of_bash(script: Path, tmp_path: Path) -> None:
     source = script.read_text()
-    found, lost = launches(follow(source).started)
+    arguments = ARGUMENTS.get(script.stem, ())
+    found, lost = launches(follow(source, arguments=list(arguments)).started)
     assert not lost
     (launch,) = found
     names = {name for argument in launch.settings for name in open_names(argument.text)}
     values = {name: name for name in names} | {"HOME": "/home/u", "SLURM_JOB_NUM_NODES": "SLURM_JOB_NUM_NODES"}
-    commands = printed_by_bash(source, tmp_path, {**values, "PWD": str(tmp_path)})
+    commands = printed_by_bash(source, tmp_path, {**values, "PWD": str(tmp_path)}, arguments)
     wanted = next(words for words in commands if any("data.train_files=" in word for word in words))
-    given = [word for word in wanted if re.match(r"[+~]*[a-z_]+\.\S*=", word) and not word.startswith("--")]
+    given = [word for word in wanted if re.match(r"[+~]*[a-z_]+(\.\S*)?=", word) and not word.startswith("--")]
     ours = [with_values(opened(argument.text), values) for argument in launch.settings]
     # the working directory is known to bash alone; a clock moves on between the two
     assert [word.replace(str(tmp_path), ".").replace("./.", ".") for word in given] == pytest.approx(ours) or [

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from hone.config import RLConfig, SFTConfig, documentation, load_config
 from hone.config.docs import config_page
 from hone.config.keys import blocks
-from hone.config.migration import TABLE, Outcome, read_setting
-from hone.config.migration.defaults import VERL_DEFAULTS
+from hone.config.migration import TABLES, VALUES, Outcome, read_setting
+from hone.config.migration.defaults import VERL_DEFAULTS, VERL_OLD_SFT_DEFAULTS, VERL_SFT_DEFAULTS
 from hone.config.migration.entries import OFF, Changed, Foreign, Renamed, Settled, Table, Unsupported, expand
 from hone.config.migration.reading import own_key
-from hone.config.migration.values import VALUES
 from hone.errors import ConfigError
 
-KEYS = {key.path: key for key in documentation(RLConfig)}
+TREE_KEYS = {tree: {key.path: key for key in documentation(tree)} for tree in TABLES}
+KEYS, TABLE = TREE_KEYS[RLConfig], TABLES[RLConfig]
+ENTRIES = [(tree, path, entry) for tree, table in TABLES.items() for path, entry in table.paths().items()]
 
 NAMED = """
 data.{train_files,val_files,prompt_key,reward_fn_key,max_prompt_length,max_response_length,train_batch_size,val_batch_size}
@@ -54,13 +55,37 @@ trainer.{resume_from_path,logger,project_name,experiment_name,use_legacy_worker_
 trainer.{balance_batch,critic_warmup,max_actor_ckpt_to_keep,val_only,rollout_data_dir,log_val_generations,use_v1,esi_redundant_time}
 {ray_kwargs.ray_init.num_cpus,transfer_queue.enable,global_profiler.tool,async_training.staleness_threshold,distillation.enabled}
 """
+SFT_NAMED = """
+data.{train_files,val_files,train_batch_size,micro_batch_size,micro_batch_size_per_gpu,max_token_len_per_gpu,use_dynamic_bsz}
+data.{train_max_samples,val_max_samples,prompt_key,response_key,prompt_dict_keys,response_dict_keys,messages_key,tools_key}
+data.{multiturn.enable,multiturn.messages_key,multiturn.tools_key,enable_thinking_key,enable_thinking_default,pad_mode,max_length}
+data.{truncation,balance_dp_token,chat_template,custom_cls.path,use_shm,apply_chat_template_kwargs,num_workers}
+data.ignore_input_ids_mismatch
+model.{partial_pretrain,path,tokenizer_path,use_shm,fsdp_config.model_dtype,fsdp_config.wrap_policy.min_num_params}
+model.{fsdp_config.cpu_offload,external_lib,enable_gradient_checkpointing,enable_activation_offload,trust_remote_code,lora_rank}
+model.{lora_alpha,target_modules,exclude_modules,lora_adapter_path,use_liger,use_fused_kernels,strategy,use_remove_padding}
+model.{custom_chat_template,override_config,tiled_mlp.enabled,mtp.enable,lora.rank,hf_config_path}
+optim.{lr,betas,weight_decay,warmup_steps_ratio,lr_warmup_steps_ratio,lr_warmup_steps,clip_grad,lr_scheduler,lr_scheduler_type}
+optim.{warmup_style,min_lr_ratio,num_cycles,optimizer,optimizer_impl,override_optimizer_config,total_training_steps,min_lr}
+optim.{lr_decay_style,lr_warmup_init,lr_decay_steps,zero_indexed_step}
+engine.{strategy,fsdp_size,ulysses_sequence_parallel_size,param_offload,optimizer_offload,dtype,model_dtype,wrap_policy.x}
+engine.{tensor_model_parallel_size,pipeline_model_parallel_size,context_parallel_size,use_mbridge,override_transformer_config.x}
+{engine,ulysses_sequence_parallel_size,use_remove_padding}
+trainer.{default_local_dir,default_hdfs_dir,project_name,experiment_name,total_epochs,total_training_steps,logger,seed,save_freq}
+trainer.{test_freq,nnodes,n_gpus_per_node,max_ckpt_to_keep,resume_mode,resume_from_path,resume_path,device,balance_batch}
+trainer.{checkpoint.save_contents,profile_interval}
+checkpoint.{save_contents,load_contents}
+profiler.tool
+"""
 ALL_NAMED = [key for line in NAMED.split() for key in expand(line)]
 
 
-@pytest.mark.parametrize("key", ALL_NAMED)
-def test_every_key_is_known(key: str) -> None:
+@pytest.mark.parametrize("tree", TABLES)
+def test_every_key_is_known(tree: type) -> None:
     """A key of the tree, or one whose fate the table tells."""
-    assert read_setting(key, "x", {}).outcome is not Outcome.UNKNOWN
+    named = ALL_NAMED if tree is RLConfig else [key for line in SFT_NAMED.split() for key in expand(line)]
+    assert len(named) > 100
+    assert [key for key in named if read_setting(key, "x", {}, tree).outcome is Outcome.UNKNOWN] == []
 
 
 def test_the_page_names_them() -> None:
@@ -74,21 +99,29 @@ def test_the_page_names_them() -> None:
 
 def test_no_entry_is_a_key_of_the_tree() -> None:
     """The tree wins; an entry of the same name would never be asked. Delete the lines named here from the table."""
-    assert sorted(set(TABLE.paths()) & set(KEYS)) == []
+    assert sorted(path for tree, path, _ in ENTRIES if path in TREE_KEYS[tree]) == []
 
 
 def test_other_names_lead_to_keys() -> None:
-    for path, entry in TABLE.paths().items():
+    for tree, path, entry in ENTRIES:
         targets = (entry.to,) if isinstance(entry, Renamed) else entry.to if isinstance(entry, Changed) else ()
         for target in targets:
-            assert own_key(target.removesuffix(".*"), RLConfig) is not None, (path, target)
-    assert set(VALUES) <= set(KEYS)
-    assert set(VERL_DEFAULTS) <= set(KEYS)
-    assert {key: KEYS[key].default for key in VERL_DEFAULTS} != VERL_DEFAULTS
+            assert own_key(target.removesuffix(".*"), tree) is not None, (path, target)
+    assert all(set(VALUES[tree]) <= set(TREE_KEYS[tree]) for tree in TABLES)
+
+
+@pytest.mark.parametrize(
+    ("tree", "defaults"),
+    [(RLConfig, VERL_DEFAULTS), (SFTConfig, VERL_SFT_DEFAULTS), (SFTConfig, VERL_OLD_SFT_DEFAULTS)],
+)
+def test_defaults_are_of_keys(tree: type, defaults: dict[str, Any]) -> None:
+    keys = TREE_KEYS[tree]
+    assert set(defaults) <= set(keys)
+    assert {key: keys[key].default for key in defaults} != defaults
 
 
 def test_entries_speak() -> None:
-    for path, entry in TABLE.paths().items():
+    for _, path, entry in ENTRIES:
         if isinstance(entry, Unsupported):
             assert entry.what and entry.instead, path
         elif isinstance(entry, Settled):
@@ -97,19 +130,18 @@ def test_entries_speak() -> None:
             assert entry.reason, path
 
 
-@pytest.mark.parametrize(
-    "path", [path for path, e in TABLE.paths().items() if isinstance(e, Unsupported) and "*" not in path]
-)
-def test_what_is_off_passes_and_what_is_on_is_refused(path: str) -> None:
-    assert all(read_setting(path, value, {}).outcome is Outcome.SETTLED for value in TABLE.paths()[path].off)  # type: ignore[union-attr]
-    assert read_setting(path, "something", {}).outcome is Outcome.UNSUPPORTED
+def test_what_is_off_passes_and_what_is_on_is_refused() -> None:
+    for tree, path, entry in ENTRIES:
+        if isinstance(entry, Unsupported) and "*" not in path:
+            assert all(read_setting(path, value, {}, tree).outcome is Outcome.SETTLED for value in entry.off), path
+            assert read_setting(path, "something", {}, tree).outcome is Outcome.UNSUPPORTED, path
 
 
 @given(st.sampled_from(sorted(KEYS)), st.sampled_from([*OFF, 3, 0.5, "text", True]))
 def test_a_key_of_the_tree_stays_itself(path: str, value: Any) -> None:
     reading = read_setting(path, value, {})
-    assert set(reading.sets) <= {path} or path in VALUES
-    assert reading.outcome is Outcome.KEPT or path in VALUES
+    assert set(reading.sets) <= {path} or path in VALUES[RLConfig]
+    assert reading.outcome is Outcome.KEPT or path in VALUES[RLConfig]
 
 
 def test_the_most_exact_entry_wins() -> None:
@@ -152,6 +184,25 @@ def test_lines_of_verl_work_on_the_command_line(
     assert config == value
     renamed = key not in line.lstrip("+") or "left" in line or "logger" in line
     assert (line in caplog.text) == renamed  # what was done is said
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("model.partial_pretrain=/m", "model.path", "/m"),
+        ("data.truncation=right", "data.truncation", "truncate"),
+        ("optim.lr_scheduler=cosine", "optim.lr_scheduler_type", "cosine"),
+        ("+data.enable_thinking_default=false", "data.apply_chat_template_kwargs", {"enable_thinking": False}),
+        ("trainer.logger=console", "trainer.logger", ["console"]),
+        ("use_remove_padding=True", "model.path", None),
+        ("engine=fsdp", "model.path", None),
+    ],
+)
+def test_lines_of_supervised_fine_tuning_work_too(line: str, key: str, value: Any) -> None:
+    config: Any = load_config(SFTConfig, [line])
+    for part in key.split("."):
+        config = getattr(config, part)
+    assert config == value
 
 
 @pytest.mark.parametrize(
