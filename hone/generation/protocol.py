@@ -80,6 +80,7 @@ class Completion:
         stop_reason: why it ended.
         weight_versions: first and last version of the weights that produced it.
         seconds: wall time from admission to the last token.
+        first_token_seconds: the same to the first token; None where the engine does not say.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class Completion:
     stop_reason: StopReason
     weight_versions: tuple[int, int] = (0, 0)
     seconds: float = 0.0
+    first_token_seconds: float | None = None
 
 
 @dataclass
@@ -100,7 +102,8 @@ class EngineDescription:
         shares_weights: whether it reads the very parameters that the trainer updates.
         dtype: compute dtype.
         device: where it runs.
-        stats: counters since start (tokens prefilled, tokens decoded, decode steps, peak cache tokens, ...).
+        stats: counters since start. Where an engine counts them, they are called ``prefill_tokens`` (computed of prompts),
+            ``cached_tokens`` (of prompts, found in the cache), ``decode_tokens`` and ``preemptions``.
     """
 
     name: str

@@ -25,7 +25,7 @@ PREFILL_TOKENS = 16384
 """Most prompt tokens in one forward pass (a longer prompt is a pass of its own)."""
 STATS = (
     *("prefill_tokens", "decode_tokens", "steps", "peak_sequences", "peak_cache_tokens"),
-    *("prefix_hits", "session_hits", "session_tokens"),
+    *("prefix_hits", "session_hits", "session_tokens", "cached_tokens"),
 )
 _ROUNDING = 32
 _STOP_MARGIN = 4
@@ -70,6 +70,7 @@ class Runner:
         self._state: RowState | None = None
         self._sampling: RowSampling | None = None
         self._steps = 0
+        self._fresh: list[Job] = []
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
 
     @contextlib.contextmanager
@@ -103,6 +104,7 @@ class Runner:
         self._state = state if self._state is None else self._state.join(state)
         self._sampling = sampling if self._sampling is None else self._sampling.join(sampling)
         self.running += jobs
+        self._fresh += jobs
         stats = self.stats
         stats["peak_sequences"] = max(stats["peak_sequences"], len(self.running))
         stats["peak_cache_tokens"] = max(stats["peak_cache_tokens"], self.cache.tokens)
@@ -121,6 +123,7 @@ class Runner:
             if source != row:
                 copies.setdefault(len(ids), []).append((source, row))
                 self.stats["prefix_hits"] += 1
+                self.stats["cached_tokens"] += len(ids)
             elif ids:
                 kept = self._unpark(job, row)
                 if not kept:
@@ -155,6 +158,7 @@ class Runner:
         self.cache.write_row(row, shared, turn.slabs)
         self.stats["session_hits"] += 1
         self.stats["session_tokens"] += shared
+        self.stats["cached_tokens"] += shared
         return shared
 
     def _extend(self, added: list[tuple[int, int, list[int]]]) -> None:
@@ -193,6 +197,11 @@ class Runner:
         drawn = sample(logits[:, -1], sampling, state.generated, seen)
         ended = state.record(*drawn)
         self._steps += 1
+        if self._fresh:
+            now = time.perf_counter()
+            for job in self._fresh:
+                job.first_token = now
+            self._fresh = []
         self.stats["steps"] += 1
         self.stats["decode_tokens"] += len(self.running)
         stopped = state.stopped
@@ -221,7 +230,7 @@ class Runner:
 
     def clear(self) -> None:
         """Forget all rows."""
-        self.running, self._state, self._sampling = [], None, None
+        self.running, self._fresh, self._state, self._sampling = [], [], None, None
 
     def _longest(self) -> int:
         """Tokens of the longest row, the new one included; known without asking the device."""
@@ -263,8 +272,10 @@ class Runner:
             else:
                 reason = StopReason.STOP if stopped[row] else StopReason.LENGTH
             versions, seconds = (job.version, self.version), now - job.started
+            first = job.first_token - job.started if tokens else None
             name = job.request.request_id
-            answers.append((job, Completion(name, tokens, log_probs, sampling_log_probs, reason, versions, seconds)))
+            completion = Completion(name, tokens, log_probs, sampling_log_probs, reason, versions, seconds, first)
+            answers.append((job, completion))
         self._close_up(set(rows))
         return answers
 

@@ -22,6 +22,7 @@ class Job:
         prompt: the prompt as bytes: jobs with equal ones share a prefill.
         version: of the weights when it entered.
         started: when it entered (``time.perf_counter``).
+        first_token: when its first token was drawn.
         entered: decode steps made before it entered.
         aborted: to be ended with what it has.
     """
@@ -31,6 +32,7 @@ class Job:
     prompt: bytes
     version: int = 0
     started: float = 0.0
+    first_token: float = 0.0
     entered: int = 0
     aborted: bool = False
 
