@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from hone.config.model import ModelConfig
 from hone.config.rollout import RolloutConfig
+from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 
 
@@ -57,3 +61,45 @@ def _native(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 _OPTIONS: dict[str, Callable[[RolloutConfig], dict[str, Any]]] = {"vllm": _vllm, "sglang": _sglang, "native": _native}
+
+
+def sends_adapter(config: RLConfig) -> bool:
+    """Whether an update sends the adapter alone, and the engine computes with it (``rollout.merge_lora=false``)."""
+    shared = config.actor_rollout_ref.model
+    return not config.actor_rollout_ref.rollout.merge_lora and (
+        shared.lora_rank > 0 or shared.lora_adapter_path is not None
+    )
+
+
+def adapter_shape(config: RLConfig) -> dict[str, float] | None:
+    """Rank and scale of the adapter that the engine is to take; None for whole weights.
+
+    Raises:
+        ConfigError: the engine takes no adapters, or not one of this kind.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if not sends_adapter(config):
+        return None
+    if rollout.name != "vllm" or rollout.engine_url is not None:
+        raise ConfigError(
+            f"engine '{rollout.name}'{' at engine_url' if rollout.engine_url else ''} takes no adapters, and rollout.merge_lora=false",
+            why="only a vLLM that the run starts itself computes with an adapter apart from the weights",
+            fix="actor_rollout_ref.rollout.merge_lora=true",
+            where="actor_rollout_ref.rollout.merge_lora",
+        )
+    return _shape(config.actor_rollout_ref.model)
+
+
+def _shape(model: ModelConfig) -> dict[str, float]:
+    if model.lora_adapter_path is None:
+        return {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
+    saved = json.loads(Path(model.lora_adapter_path, "adapter_config.json").read_text())
+    unusual = [name for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if saved.get(name)]
+    if unusual:
+        raise ConfigError(
+            f"the adapter in '{model.lora_adapter_path}' has {unusual[0]}",
+            why="its scale is not lora_alpha / r, which is what is sent to the engine",
+            fix="actor_rollout_ref.rollout.merge_lora=true",
+            where="actor_rollout_ref.rollout.merge_lora",
+        )
+    return {"r": saved["r"], "lora_alpha": saved["lora_alpha"]}

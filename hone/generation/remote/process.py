@@ -45,6 +45,7 @@ class LaunchPlan:
         max_cache_tokens: capacity of the key-value cache; None leaves it to the engine.
         options: further arguments of the engine, by its own names.
         cpus: cores that it may use; empty means all of Hone's.
+        lora: rank and scale (``r``, ``lora_alpha``) of the adapter that it takes new weights of, instead of the model's.
         host: address it listens on.
         port: it listens on; 0 takes a free one.
         log: file for what it prints.
@@ -61,6 +62,7 @@ class LaunchPlan:
     max_cache_tokens: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
+    lora: dict[str, float] | None = None
     host: str = "127.0.0.1"
     port: int = 0
     log: Path = Path(os.devnull)

@@ -22,6 +22,7 @@ class Settings:
     max_cache_tokens: int | None
     options: dict[str, Any] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
+    lora: dict[str, float] | None = None
 
 
 class Backend(Protocol):
