@@ -83,6 +83,10 @@ class Backend(Protocol):
 def open_backend(settings: Settings) -> Backend:
     """Start the engine that the settings name."""
     match settings.engine:
+        case "vllm" if settings.lora:
+            from hone.generation.server.vllm_adapters import VllmAdapterBackend
+
+            return VllmAdapterBackend(settings)
         case "vllm":
             from hone.generation.server.vllm_backend import VllmBackend
 
