@@ -38,3 +38,12 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
 def is_broken(trajectory: Trajectory) -> bool:
     """Whether its episode failed."""
     return trajectory.episode is not None and trajectory.episode.error is not None
+
+
+def episode_rows(batch: Batch) -> list[list[int]]:
+    """The rows of each episode, in the order of its parts; episodes in the order in which they come first."""
+    rows: dict[tuple[str, int], list[int]] = {}
+    for row, name in enumerate(zip(batch.objects("uid"), batch.objects("index"), strict=True)):
+        rows.setdefault(name, []).append(row)
+    part = batch.tensor("part").tolist()
+    return [sorted(own, key=part.__getitem__) for own in rows.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 from hone.data.types import Trajectory
@@ -60,8 +61,50 @@ def add(score: Score, parts: Iterable[tuple[int, float]]) -> None:
             score.placed[token] = score.placed.get(token, 0.0) + reward
 
 
+def shared(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> list[Score]:
+    """Let every episode have its reward once, however many parts it left.
+
+    All parts of an episode get the score of the whole: what was said of its last part, and what the turns of the others earned.
+    Each of these earnings stands in its own part, all else in the last one.
+    """
+    rows: dict[tuple[str, int], list[int]] = {}
+    for row, trajectory in enumerate(trajectories):
+        rows.setdefault((trajectory.uid, trajectory.index), []).append(row)
+    found, first = list(scores), first_turns(trajectories)
+    for own in rows.values():
+        if len(own) > 1:
+            own = sorted(own, key=lambda row: trajectories[row].part)
+            earned = [_earned(trajectories[row], first[row]) if scores[row].placed else {} for row in own]
+            before = sum(sum(turns.values()) for turns in earned[:-1])
+            whole = scores[own[-1]]
+            for row, turns in zip(own[:-1], earned, strict=False):
+                found[row] = _part(whole, before, turns, whole.total + before - sum(turns.values()))
+            found[own[-1]] = _part(whole, before, whole.placed, before)
+    return found
+
+
+def _part(whole: Score, before: float, placed: dict[int, float], elsewhere: float) -> Score:
+    if whole.error is not None:
+        return whole
+    unshaped = None if whole.unshaped is None else whole.unshaped + before
+    terms = dict(whole.terms)
+    if before:
+        terms["turn_rewards"] = terms.get("turn_rewards", 0.0) + before
+    return dataclasses.replace(
+        whole, total=whole.total + before, unshaped=unshaped, terms=terms, placed=dict(placed), elsewhere=elsewhere
+    )
+
+
+def _earned(trajectory: Trajectory, first_turn: int) -> dict[int, float]:
+    """What the turns of a part earned by themselves, on their last tokens."""
+    if trajectory.episode is None:
+        return {}
+    ends = turn_ends(trajectory.response_mask)
+    return dict(zip(ends, trajectory.episode.turn_rewards[first_turn : first_turn + len(ends)], strict=False))
+
+
 def token_rewards(score: Score, response_mask: Sequence[int]) -> dict[int, float]:
-    """Every token that bears a reward; their sum is the total.
+    """Every token that bears a reward; their sum is the total, less what stands in other parts of the episode.
 
     What is placed on a token that the policy did not sample moves to the last sampled one before it, or else to the first.
     """
@@ -72,6 +115,6 @@ def token_rewards(score: Score, response_mask: Sequence[int]) -> dict[int, float
         before = [position for position in sampled if position <= token]
         target = before[-1] if before else (sampled or [last])[0]
         rewards[target] = rewards.get(target, 0.0) + reward
-    rest = score.total - sum(score.placed.values())
+    rest = score.total - sum(score.placed.values()) - score.elsewhere
     rewards[last] = rewards.get(last, 0.0) + rest
     return rewards

@@ -20,6 +20,7 @@ class Score:
         token_rewards: parts of the total earned by each token of the response, as the scorer gave them.
         placed: where those parts stand: token of the response to reward. What they do not hold of the total stands on the
             last sampled token.
+        elsewhere: what of the total stands in other parts of the episode, where it left several.
     """
 
     total: float
@@ -30,6 +31,7 @@ class Score:
     turn_rewards: list[float] | None = None
     token_rewards: list[float] | None = None
     placed: dict[int, float] = field(default_factory=dict)
+    elsewhere: float = 0.0
 
     @property
     def quality(self) -> float:

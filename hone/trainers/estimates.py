@@ -17,6 +17,7 @@ from hone.data.ragged import Ragged
 from hone.data.types import Trajectory
 from hone.errors import ConfigError
 from hone.rewards.score import Score
+from hone.trainers.split_episodes import apart, is_split, joined
 
 COLUMNS = {
     "groups": "uid",
@@ -43,10 +44,19 @@ def suppliers(estimator: AdvantageEstimator) -> str:
 
 
 def estimate(estimator: AdvantageEstimator, batch: Batch, algorithm: AlgorithmConfig) -> tuple[Ragged, Ragged]:
-    """Return advantages and returns of the whole batch, aligned with ``response_mask``.
+    """Return advantages and returns of the whole batch, aligned with ``response_mask``; an episode counts once, whatever the number
+    of its parts.
 
     Options of the estimator take the value of the key of their name under ``algorithm``, or in ``algorithm.adv_kwargs``.
     """
+    if is_split(batch):
+        columns = {
+            "response_mask",
+            "token_level_rewards",
+            *(COLUMNS[name] for name in estimator.needs | estimator.uses),
+        }
+        whole = estimate(estimator, joined(batch, columns), algorithm)
+        return apart(whole[0], batch), apart(whole[1], batch)
     mask = batch.ragged("response_mask")
     taken = [name for name in estimator.needs | estimator.uses if COLUMNS[name] in batch]
     advantages, returns = estimator(

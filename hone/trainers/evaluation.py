@@ -31,6 +31,7 @@ from hone.errors import ConfigError
 from hone.generation import ENGINES
 from hone.generation.protocol import Engine, SamplingParams
 from hone.rewards.manager import RewardManager
+from hone.rewards.placement import shared
 from hone.trainers.inputs import stop_tokens
 from hone.trainers.validation import Evaluation, measured
 from hone.training.export import base_of_adapter, find_actor
@@ -82,7 +83,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         )
         samples = [dataset[row] for row in range(len(dataset))]
         played = answer(samples, engine, tokenizer, sampling, n=request.n, seeding=(request.seed, "validation"))
-        return measured(played, asyncio.run(rewards.score(played)), request.n)
+        return measured(played, shared(played, asyncio.run(rewards.score(played))), request.n)
     finally:
         rewards.close()
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from hone.data.batch import Batch
+from hone.data.trajectories import episode_rows
 from hone.data.types import StopReason, Trajectory
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import trajectory_record
 from hone.rewards.manager import error_metrics
 from hone.rewards.score import Score
+from hone.trainers.split_episodes import is_split
 from hone.training.engine import UpdateResult
 from hone.training.objectives import without_ratio
 
@@ -26,9 +28,9 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
     mask = batch.ragged("response_mask").values.bool()
     _spread(metrics, "prompt_length", batch.ragged("prompt_ids").lengths.float(), limit=max_prompt_length)
     _spread(metrics, "response_length", batch.ragged("response_ids").lengths.float(), limit=max_response_length)
-    scores = batch.tensor("reward")
-    _spread(metrics, "critic/score", scores)
-    _spread(metrics, "critic/rewards", batch.ragged("token_level_rewards").to_padded().sum(-1))
+    scores, first = batch.tensor("reward"), first_parts(batch)
+    _spread(metrics, "critic/score", scores[first])
+    _spread(metrics, "critic/rewards", episode_sums(batch, "token_level_rewards"))
     for name in ("advantages", "returns", "values"):
         if name in batch:
             _spread(metrics, f"critic/{name}", batch.ragged(name).values[mask])
@@ -40,7 +42,8 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
             metrics.add(f"actor/{name}", batch.ragged(name).values[mask].mean())
     if "reward_baselines" in batch:
         _spread(metrics, "critic/greedy_baseline", batch.tensor("reward_baselines"))
-    _reward_metrics(metrics, batch.objects("score"), batch.objects("uid"), scores)
+    told = [batch.objects("score")[row] for row in first]
+    _reward_metrics(metrics, told, [batch.uids[row] for row in first], scores[first])
     _stop_metrics(metrics, batch.objects("trajectory"))
     metrics.update(episode_metrics(batch.objects("trajectory"), scores.tolist()))
     _mismatch_metrics(metrics, batch, mask)
@@ -48,6 +51,19 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
         "perf/total_num_tokens",
         float(batch.ragged("prompt_ids").lengths.sum() + batch.ragged("response_ids").lengths.sum()),
     )
+
+
+def first_parts(batch: Batch) -> list[int]:
+    """The first row of every episode: what is said of episodes counts each once."""
+    return [rows[0] for rows in episode_rows(batch)] if is_split(batch) else list(range(len(batch)))
+
+
+def episode_sums(batch: Batch, name: str) -> Tensor:
+    """The sum of a column of tokens over every episode, ``[episodes]``."""
+    sums = batch.ragged(name).to_padded().sum(-1)
+    if not is_split(batch):
+        return sums
+    return torch.stack([sums[rows].sum() for rows in episode_rows(batch)])
 
 
 def update_metrics(metrics: MetricStore, results: Sequence[UpdateResult], role: str, learning_rate: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -40,7 +41,7 @@ class TrainingRewards:
         scores = await self.rewards.score(trajectories, judged, training=True)
         if not self.enabled:
             return scores
-        lengths = torch.tensor([len(trajectory.response_ids) for trajectory in trajectories])
+        lengths = torch.tensor(episode_lengths(trajectories))
         penalties = self._penalties(lengths).tolist()
         return [self._punished(score, penalty) for score, penalty in zip(scores, penalties, strict=True)]
 
@@ -51,3 +52,11 @@ class TrainingRewards:
     def _punished(self, score: Score, penalty: float) -> Score:
         logged = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if self.overlong.log else {}
         return dataclasses.replace(score, total=score.total + penalty, unshaped=score.total, terms=score.terms | logged)
+
+
+def episode_lengths(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Tokens behind the prompt of each trajectory's episode: those of all its parts, which share one limit."""
+    total: Counter[tuple[str, int]] = Counter()
+    for trajectory in trajectories:
+        total[trajectory.uid, trajectory.index] += len(trajectory.response_ids)
+    return [total[trajectory.uid, trajectory.index] for trajectory in trajectories]

@@ -23,7 +23,7 @@ from hone.data.ragged import Ragged
 from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
-from hone.rewards.placement import token_rewards
+from hone.rewards.placement import shared, token_rewards
 from hone.trainers.estimates import estimate
 from hone.trainers.judged_rewards import JudgedRewards
 from hone.trainers.reporting import batch_metrics, rollout_records
@@ -73,10 +73,11 @@ class StepWork:
 
     @dispatch(Split.ZERO, objects=True)
     async def score(self, batch: Batch, *, training: bool) -> Batch:
-        """``score`` of every episode; in training with the punishment of length."""
+        """``score`` of every episode, the same for all its parts; in training with the punishment of length."""
         rewards = self.training_rewards if training else self.rewards
         judged = batch.tensor(JUDGED).tolist() if JUDGED in batch else None
-        return Batch({"score": await rewards.score(batch.objects("trajectory"), judged)})
+        trajectories = batch.objects("trajectory")
+        return Batch({"score": shared(trajectories, await rewards.score(trajectories, judged))})
 
     @dispatch(Split.ZERO)
     def broken_groups(self, batch: Batch) -> list[str]:

@@ -33,9 +33,12 @@ class Evaluation:
 
 
 def measured(trajectories: Sequence[Trajectory], scores: Sequence[Score], n: int) -> Evaluation:
-    """The evaluation of scored answers, ``n`` a prompt."""
-    sources, uids = [t.sample.data_source for t in trajectories], [t.uid for t in trajectories]
-    return Evaluation(validation_metrics(sources, uids, score_columns(scores), n), trajectories, scores)
+    """The evaluation of scored answers, ``n`` a prompt; an episode of several parts, which share a score, is one
+    answer."""
+    told = [(t, score) for t, score in zip(trajectories, scores, strict=True) if t.part == 0]
+    sources, uids = [t.sample.data_source for t, _ in told], [t.uid for t, _ in told]
+    metrics = validation_metrics(sources, uids, score_columns([score for _, score in told]), n)
+    return Evaluation(metrics, trajectories, scores)
 
 
 def score_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:

@@ -34,7 +34,7 @@ class Fixed:
 def trajectory(length: int) -> Trajectory:
     zeros = [0.0] * length
     return Trajectory(
-        "p", 0, [1], [2] * length, [1] * length, zeros, zeros, "", StopReason.STOP, Sample("p", [1], None, "x")
+        "p", length, [1], [2] * length, [1] * length, zeros, zeros, "", StopReason.STOP, Sample("p", [1], None, "x")
     )
 
 
