@@ -45,7 +45,8 @@ class Publisher:
         self.seconds: dict[str, float] = {}
         keys = config.actor_rollout_ref.rollout
         self._bucket_bytes = keys.checkpoint_engine.update_weights_bucket_megabytes * 2**20
-        self._prompts = [dataclasses.replace(prompt, uid=f"canary {number}") for number in range(rollout.dp_size)]
+        engines = rollout.dp_size * rollout.replicas().result()
+        self._prompts = [dataclasses.replace(prompt, uid=f"canary {number}") for number in range(engines)]
         self._sampling = SamplingParams(max_tokens=CANARY_TOKENS, temperature=keys.temperature, ignore_eos=True)
 
     async def publish(self, version: int) -> AnyBatch | None:

@@ -15,6 +15,7 @@ from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
 from hone.errors import ConfigError
+from hone.generation.options import sends_adapter
 from hone.training.build import build_engine
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.correction import correction_settings
@@ -134,8 +135,8 @@ class PolicyWorker(ModelRole):
 
     @dispatch(Split.ALL, Collect.FIRST)
     def export_weights(self) -> None:
-        """Begin to publish the present weights, adapters worked in: :meth:`next_weights` gives them bucket by bucket."""
-        self._exported = self.engine.export_weights("merged")
+        """Begin to publish the present weights, or the adapter alone: :meth:`next_weights` gives them bucket by bucket."""
+        self._exported = self.engine.export_weights("adapter" if sends_adapter(self.config) else "merged")
 
     @dispatch(Split.ALL, Collect.KEPT)
     def next_weights(self, max_bytes: int) -> list[tuple[str, Tensor]] | None:

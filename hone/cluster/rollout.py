@@ -17,8 +17,10 @@ from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample
-from hone.generation import SERVED
+from hone.generation import is_served
 from hone.generation.build import build_engine
+from hone.generation.options import sends_adapter
+from hone.generation.pool import EnginePool
 from hone.generation.protocol import Engine, SamplingParams
 from hone.training.model import load_policy
 
@@ -32,6 +34,11 @@ class Weights(Enum):
     """It has a whole copy, put together from the parts of the model that the processes of its pool hold."""
     APART = "apart"
     """It has a whole copy, and the actor lives in another process."""
+
+
+def joined(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The entries of all workers."""
+    return {name: value for part in parts for name, value in part.items()}
 
 
 class RolloutWorker:
@@ -55,7 +62,7 @@ class RolloutWorker:
             return Weights.APART
         if self.context.meshes is not None:
             return Weights.GATHERED
-        return Weights.APART if self.context.config.actor_rollout_ref.rollout.name in SERVED else Weights.OWN
+        return Weights.APART if is_served(self.context.config.actor_rollout_ref.rollout) else Weights.OWN
 
     def _build(self) -> Engine:
         config, context, shares = self.context.config, self.context, self.weights is Weights.OWN
@@ -92,6 +99,20 @@ class RolloutWorker:
         """Where the engine's weights come from."""
         return self.weights
 
+    @dispatch(Split.ZERO)
+    def replicas(self) -> int:
+        """Engines of each worker."""
+        return len(self.engine.replicas) if isinstance(self.engine, EnginePool) else 1
+
+    @dispatch(Split.ALL, joined)
+    async def take_engine_metrics(self) -> dict[str, float]:
+        """Metrics of every replica since the last call; none of an engine without replicas."""
+        if not isinstance(self.engine, EnginePool):
+            return {}
+        found = await self.engine.take_metrics()
+        first = self.context.rank * len(found)
+        return {f"replica/{first + i}/{name}": value for i, one in enumerate(found) for name, value in one.items()}
+
     @dispatch(Split.ROWS)
     async def play(
         self, samples: Sequence[Sample], sampling: SamplingParams, *, n: int, seeding: tuple[Any, ...]
@@ -113,7 +134,8 @@ class RolloutWorker:
     @dispatch(Split.ALL, Collect.FIRST)
     async def gather_weights(self, version: int) -> None:
         """Take the weights of this version from the actor in this process, of which every process holds a part."""
-        await self.engine.load_weights(self.context.roles["actor"].engine.export_weights("merged"), version)
+        which = "adapter" if sends_adapter(self.context.config) else "merged"
+        await self.engine.load_weights(self.context.roles["actor"].engine.export_weights(which), version)
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def load_weights(self, weights: Sequence[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:

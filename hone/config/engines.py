@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.fields import block, choice, number
+from hone.config.fields import block, choice, number, texts
 from hone.config.ray import OwnPoolConfig
 
 
@@ -20,19 +20,45 @@ class CheckpointEngineConfig:
     """Weights on their way at a time, in MiB."""
 
 
+@dataclass
+class ServerPoolConfig:
+    """How requests go to the replicas of an engine in processes of its own, and how replicas are looked after."""
+
+    request_timeout: float | None = number(None, above=0)
+    """Seconds that a request may take in a replica before another one gets it; null waits for ever."""
+    max_attempts: int = number(5, low=1)
+    """Times that a request is given to a replica, lost ones and late ones among them, before it fails."""
+    max_queued_requests: int = number(65536, low=1)
+    """Requests that may wait for a replica; who brings more waits until there is room."""
+    health_check_period: float = number(5.0, above=0)
+    """Seconds between two probes of a replica."""
+    health_check_timeout: float = number(60.0, above=0)
+    """Seconds that a replica may take to answer a probe before it counts as hung and is started again."""
+    start_attempts: int = number(3, low=1)
+    """Times in a row that a replica's start may fail before the replica is given up."""
+
+
 @dataclass(kw_only=True)
 class EngineConfig(OwnPoolConfig):
     """Engines in a process and an environment of their own."""
 
+    num_replicas: int | None = number(None, low=1)
+    """Replicas of the engine, each a process of its own, behind one queue; on Ray so many beside each worker of the rollout. null
+    is one for vllm, and none for native, which then lives in the trainer's process."""
+    server_pool: ServerPoolConfig = block(ServerPoolConfig)
+    """How requests go to the replicas, and how replicas are looked after."""
     engine_env: str | None = None
     """Virtual environment that the engine is installed in; null is where `hone engines install` puts it."""
-    engine_url: str | None = None
-    """Attach to a server that `hone engines serve` started, tcp://HOST:PORT, instead of starting one; its token is taken from the
-    environment variable HONE_ENGINE_TOKEN."""
+    engine_url: Any = texts(None, "address")
+    """Attach to a server that `hone engines serve` started, tcp://HOST:PORT, or to a list of them, each a replica, instead of
+    starting them; their token is taken from the environment variable HONE_ENGINE_TOKEN."""
     engine_start_seconds: float = number(600.0, above=0)
     """Seconds that an engine's process may take to be ready."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine by its own names, which it checks itself: {vllm: {block_size: 16}}."""
+    merge_lora: bool = True
+    """With LoRA, work the adapter into the weights and send them all; false sends the adapter alone, and vLLM computes with it: little
+    to send, and slower sampling."""
     tensor_model_parallel_size: int = number(1, low=1)
     """Processes (on GPUs: devices) that an engine divides the model over."""
     gpu_memory_utilization: float = number(0.5, above=0, high=1)

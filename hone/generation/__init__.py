@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hone.config.rollout import RolloutConfig
 from hone.generation.protocol import Engine
 from hone.registry import Registry
 
@@ -26,5 +27,10 @@ def _hf(**arguments: Any) -> Engine:
     return HuggingFaceEngine(**arguments)
 
 
-SERVED = ("vllm",)
+SERVED = ("vllm", "sglang")
 """Engines that are servers in an environment of their own; :mod:`hone.generation.build` starts them."""
+
+
+def is_served(rollout: RolloutConfig) -> bool:
+    """Whether the engine lives in processes of its own, and so has a copy of the weights."""
+    return rollout.name in SERVED or rollout.num_replicas is not None

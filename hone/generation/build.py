@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import device as Device
 
-from hone.config.rollout import RolloutConfig
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
-from hone.generation import ENGINES, SERVED
+from hone.generation import ENGINES, is_served
 from hone.generation.environments import interpreter_of
+from hone.generation.options import adapter_shape, engine_options
+from hone.generation.pool import EnginePool
 from hone.generation.protocol import Engine
 from hone.generation.remote import LaunchPlan, ServedEngine
 
@@ -39,14 +41,14 @@ def build_engine(
         tokenizer: of the run.
         device: of this process.
         shares_weights: whether the model is the very one that is trained.
-        number: of the engine among those of the run.
+        number: of the process among those that build one.
 
     Raises:
         HoneError: the engine is not installed, does not start, or does not serve what is asked for.
     """
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name in SERVED:
-        return served_engine(config, number=number)
+    if is_served(rollout):
+        return served_pool(config, number=number)
     arguments: dict[str, Any] = {} if shares_weights else {"shares_weights": False}
     if not shares_weights and rollout.name != "native":
         raise ConfigError(
@@ -67,24 +69,64 @@ def build_engine(
     )
 
 
-def served_engine(config: RLConfig, *, number: int = 0) -> ServedEngine:
-    """Start the engine in a process of its own, or attach to one that runs.
+def served_pool(config: RLConfig, *, number: int = 0) -> EnginePool:
+    """Start the engine's replicas in processes of their own, or attach to servers that run, all behind one queue.
 
     Args:
         config: of the run.
-        number: of the replica; it names the log and chooses the cores.
+        number: of the process among those that build a pool; it decides on the numbers, logs and cores of the replicas.
+
+    Raises:
+        HoneError: the engine is not installed, does not start, or does not serve what is asked for.
     """
+    rollout = config.actor_rollout_ref.rollout
+    starts = engine_starts(config, number=number)
+    return EnginePool(
+        lambda index: starts[index](),
+        len(starts),
+        limits=rollout.server_pool,
+        concurrency=rollout.max_num_seqs,
+        bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
+    )
+
+
+def engine_starts(config: RLConfig, *, number: int = 0) -> list[Callable[[], ServedEngine]]:
+    """What starts each replica of a pool, or attaches to its server; see :func:`served_pool`."""
     rollout = config.actor_rollout_ref.rollout
     transport = rollout.checkpoint_engine
     options = {
         "backend": transport.backend,
         "bucket_bytes": transport.update_weights_bucket_megabytes * 2**20,
     }
-    if rollout.engine_url is not None:
-        engine = ServedEngine.attach(rollout.engine_url, **options)
-        _check_attached(engine, config)
-        return engine
-    return ServedEngine.start(launch_plan(config, number=number), **options)
+    urls = [rollout.engine_url] if isinstance(rollout.engine_url, str) else rollout.engine_url
+    if urls:
+        _check_count(rollout.num_replicas, urls)
+        return [functools.partial(_attach, url, config, options) for url in urls]
+    count = rollout.num_replicas or 1
+    plans = [launch_plan(config, number=number * count + index) for index in range(count)]
+    return [functools.partial(ServedEngine.start, plan, **options) for plan in plans]
+
+
+def _attach(url: str, config: RLConfig, options: dict[str, Any]) -> ServedEngine:
+    adapter_shape(config)  # refuses: a server that runs already takes whole weights
+    engine = ServedEngine.attach(url, **options)
+    _check_attached(engine, url, config)
+    return engine
+
+
+def _check_count(replicas: int | None, urls: Sequence[str]) -> None:
+    """Every server is a replica.
+
+    Raises:
+        ConfigError: other numbers of them are asked for.
+    """
+    if replicas not in (None, len(urls)):
+        raise ConfigError(
+            f"rollout.num_replicas={replicas}, and rollout.engine_url names {len(urls)} server{'s'[: len(urls) > 1]}",
+            why="each server that is attached to is one replica",
+            fix=f"actor_rollout_ref.rollout.num_replicas={len(urls)}, or the addresses of {replicas} servers",
+            where="actor_rollout_ref.rollout.num_replicas",
+        )
 
 
 def launch_plan(config: RLConfig, *, number: int = 0) -> LaunchPlan:
@@ -102,35 +144,10 @@ def launch_plan(config: RLConfig, *, number: int = 0) -> LaunchPlan:
         max_cache_tokens=rollout.max_cache_tokens,
         options=engine_options(rollout),
         cpus=_cores(number),
+        lora=adapter_shape(config),
         log=folder / f"{rollout.name}-{os.getpid()}-{number}.log",
         start_seconds=rollout.engine_start_seconds,
     )
-
-
-def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
-    """Keys of ``rollout`` as arguments of vLLM, by its own names; ``engine_kwargs`` win.
-
-    Raises:
-        ConfigError: engine_kwargs has arguments for another engine.
-    """
-    others = sorted(set(rollout.engine_kwargs) - {rollout.name})
-    if others:
-        raise ConfigError(
-            f"rollout.engine_kwargs has arguments for '{others[0]}', and the engine is '{rollout.name}'",
-            why="nothing would read them",
-            fix=f"actor_rollout_ref.rollout.engine_kwargs={{{rollout.name}: {{...}}}}",
-            where="actor_rollout_ref.rollout.engine_kwargs",
-        )
-    own = rollout.engine_kwargs.get(rollout.name) or {}
-    options = {
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "enforce_eager": rollout.enforce_eager,
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
-    }
-    return {**{name: value for name, value in options.items() if value is not None}, **own}
 
 
 def _place(path: str | None) -> str:
@@ -161,7 +178,7 @@ def _max_model_len(config: RLConfig) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def _check_attached(engine: ServedEngine, config: RLConfig) -> None:
+def _check_attached(engine: ServedEngine, url: str, config: RLConfig) -> None:
     """A server that was started for shorter sequences, or another engine, is refused at once.
 
     Raises:
@@ -178,6 +195,4 @@ def _check_attached(engine: ServedEngine, config: RLConfig) -> None:
         problem, fix = f"computes in {told['dtype']}, not {_dtype(config)}", f"rollout.dtype={told['dtype']}"
     if problem:
         engine.close()
-        raise ConfigError(
-            f"the engine at {rollout.engine_url} {problem}", fix=fix, where="actor_rollout_ref.rollout.engine_url"
-        )
+        raise ConfigError(f"the engine at {url} {problem}", fix=fix, where="actor_rollout_ref.rollout.engine_url")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from hone.insight.episode_metrics import EPISODE_METRICS
 from hone.insight.metric_spec import MetricSpec, Reduction
 from hone.insight.preference_metrics import PREFERENCE_METRICS
+from hone.insight.replica_metrics import REPLICA_METRICS
 
 __all__ = ["GROUPS", "METRICS", "MetricSpec", "Reduction"]
 
@@ -380,6 +381,7 @@ GROUPS: dict[str, tuple[MetricSpec, ...]] = {
     "Samples": _SAMPLES,
     "Episodes of several turns": EPISODE_METRICS,
     "Time and memory": _TIME,
+    "Replicas of the engine": REPLICA_METRICS,
     "Balance over ranks": _BALANCE,
     "Validation": _VALIDATION,
     "Supervised fine-tuning": _SFT,

@@ -35,6 +35,7 @@ TIMING_PREFIXES = (
     "perf/throughput",
     "perf/driver_overhead_ratio",
     "agent_loop/",
+    "replica/",
     "perf/cpu_memory_used_gb",
     "perf/max_memory_allocated_gb",
 )

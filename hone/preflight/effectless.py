@@ -120,27 +120,27 @@ def _loss_switches(config: RLConfig) -> Iterator[Switch]:
 def _engine_switches(config: RLConfig) -> list[Switch]:
     from hone.config.engines import EngineConfig
     from hone.config.ray import OwnPoolConfig
-    from hone.generation import SERVED
+    from hone.generation import SERVED, is_served
 
-    name, url = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.engine_url
-    own = set(EngineConfig.__dataclass_fields__) - set(OwnPoolConfig.__dataclass_fields__) - {"checkpoint_engine"}
-    here = (
-        f"engine '{name}' runs in Hone's own process" if name not in SERVED else "the engine at engine_url runs already"
-    )
+    rollout, block = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    started = is_served(rollout) and rollout.engine_url is None
+    here = "the engine at engine_url runs already"
+    turn = f"{block}.engine_url=null"
+    if not is_served(rollout):
+        here, turn = f"engine '{rollout.name}' runs in Hone's own process", f"{block}.name=vllm"
+    elif rollout.name not in SERVED:
+        here, turn = f"engine '{rollout.name}' has no such key", f"{block}.name=vllm"
+    every_engine = {"num_replicas", "server_pool", "engine_url", "engine_start_seconds", "checkpoint_engine"}
+    external = set(EngineConfig.__dataclass_fields__) - set(OwnPoolConfig.__dataclass_fields__) - every_engine
+    pool = [key.path for key in documentation(RLConfig) if key.path.startswith(f"{block}.server_pool.")]
     return [
+        Switch(tuple(f"{block}.{key}" for key in sorted(external)), started and rollout.name in SERVED, here, turn),
+        Switch((f"{block}.engine_start_seconds",), started, here, turn),
         Switch(
-            tuple(f"actor_rollout_ref.rollout.{key}" for key in sorted(own - {"engine_url"})),
-            name in SERVED and url is None,
+            (f"{block}.engine_url", f"{block}.checkpoint_engine.backend", *pool),
+            is_served(rollout),
             here,
-            "actor_rollout_ref.rollout.name=vllm"
-            if name not in SERVED
-            else "actor_rollout_ref.rollout.engine_url=null",
-        ),
-        Switch(
-            ("actor_rollout_ref.rollout.engine_url", "actor_rollout_ref.rollout.checkpoint_engine.backend"),
-            name in SERVED,
-            here,
-            "actor_rollout_ref.rollout.name=vllm",
+            f"{block}.num_replicas=1",
         ),
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
-from hone.preflight.rules import Finding, Stage, rule, warning
+from hone.preflight.rules import Finding, Stage, error, rule, warning
 
 
 @rule("R76", RLConfig, stage=Stage.ENVIRONMENT)
@@ -22,3 +22,18 @@ def engine_is_installed(config: RLConfig) -> Iterator[Finding]:
         interpreter_of(rollout.name, rollout.engine_env)
     except ConfigError as missing:
         yield warning(missing.what, why=missing.why, fix=missing.fix, where=missing.where)
+
+
+@rule("R76", RLConfig)
+def engine_has_replicas(config: RLConfig) -> Iterator[Finding]:
+    """An engine with replicas can be served by processes of its own."""
+    from hone.generation import SERVED
+
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.num_replicas is not None and rollout.name not in ("native", *SERVED):
+        yield error(
+            f"engine '{rollout.name}' has no replicas, and rollout.num_replicas={rollout.num_replicas}",
+            why="it runs in the trainer's process only",
+            fix="actor_rollout_ref.rollout.num_replicas=null, or actor_rollout_ref.rollout.name=native",
+            where="actor_rollout_ref.rollout.num_replicas",
+        )

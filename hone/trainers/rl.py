@@ -34,6 +34,7 @@ from hone.config.reads import watch
 from hone.config.tree import RLConfig
 from hone.data.curriculum import make_sampler
 from hone.data.seeding import derive_seed
+from hone.generation import is_served
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
 from hone.trainers.episodes import Episodes, joined
@@ -323,6 +324,8 @@ class RLTrainer:
         self.metrics.add("training/global_step", self.step)
         self.metrics.add("training/epoch", self.sampler.epoch)
         memory_metrics(self.metrics)
+        if is_served(self.config.actor_rollout_ref.rollout):
+            self.metrics.update(await self.runtime.group("rollout").take_engine_metrics())
         overhead_metrics(self.metrics, time.perf_counter() - started, await self._busy_seconds())
         metrics = self.metrics.reduce()
         if self.session.due(trainer.test_freq, self.step):

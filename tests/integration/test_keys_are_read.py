@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hone.config import PreferenceConfig, RewardModelConfig, RLConfig, SFTConfig
 from hone.config.engines import EngineConfig
 from hone.config.reads import BEFORE, ReadLog, unrecorded, watch
 from hone.errors import ConfigError, HoneError
-from hone.generation.build import served_engine
+from hone.generation.build import engine_starts, served_pool
 from hone.generation.remote import ServedEngine
 from hone.preflight import examine
 
@@ -158,17 +159,35 @@ def test_services_read_their_keys() -> None:
 
 def test_a_served_engine_reads_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(ServedEngine, "start", lambda plan, **options: started.append((plan, options)))
+
+    def start(plan: Any, **options: Any) -> Any:
+        started.append((plan, options))
+        return SimpleNamespace(describe=lambda: None, close=lambda: None)
+
+    monkeypatch.setattr(ServedEngine, "start", start)
     environment = Path(sys.executable).parents[1]
-    config = load_config(RLConfig, ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=blank"])
+    given = ["actor_rollout_ref.rollout={name: vllm, num_replicas: 2}", "actor_rollout_ref.model.path=blank"]
+    config = load_config(RLConfig, given)
     config.actor_rollout_ref.rollout.engine_env = str(environment)
     log = watch(config)
-    served_engine(config)
+    served_pool(config, number=3).close()
     log.stop()
     keys = [key.path for key in documentation(RLConfig) if key.path.startswith(ENGINE_KEYS)]
     assert len(keys) > 10 and set(keys) <= log.read
-    assert started[0][0].python == str(environment / "bin/python")
-    assert started[0][1] == {"backend": "auto", "bucket_bytes": 512 * 2**20}
+    assert {plan.python for plan, _ in started} == {str(environment / "bin/python")}
+    assert sorted(plan.log.name.split("-")[-1] for plan, _ in started) == ["6.log", "7.log"], (
+        "numbered through all workers"
+    )
+    assert all(options == {"backend": "auto", "bucket_bytes": 512 * 2**20} for _, options in started)
+
+
+def test_every_server_that_is_attached_to_is_a_replica() -> None:
+    urls = "[tcp://127.0.0.1:1, tcp://127.0.0.1:2]"
+    config = load_config(RLConfig, [f"actor_rollout_ref.rollout={{name: vllm, engine_url: {urls}}}"])
+    assert len(engine_starts(config)) == 2
+    config.actor_rollout_ref.rollout.num_replicas = 3
+    with pytest.raises(ConfigError, match="num_replicas=3, and rollout.engine_url names 2 servers"):
+        engine_starts(config)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@
 ``concurrency``  how many requests a replica is given at once, from how long they wait in it
 ``pool``         queue, choice of replica, retries; the engine protocol
 ``supervision``  probes, restarts, and admission after the weights have been checked
+``weights``      the published weights, kept for replicas that are started again
 ===============  ====================================================================================================
 """
 
-from hone.generation.pool.pool import EnginePool, PoolLimits
+from hone.generation.pool.pool import EnginePool
 from hone.generation.pool.replica import Replica, ReplicaState
 
-__all__ = ["EnginePool", "PoolLimits", "Replica", "ReplicaState"]
+__all__ = ["EnginePool", "Replica", "ReplicaState"]

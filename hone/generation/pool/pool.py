@@ -17,40 +17,21 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from hone.config.engines import ServerPoolConfig
 from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError
+from hone.generation.pool.concurrency import Concurrency
 from hone.generation.pool.replica import Replica, ReplicaState
-from hone.generation.pool.supervision import Supervisor
+from hone.generation.pool.supervision import Supervisor, within
 from hone.generation.protocol import Completion, Engine, EngineDescription, GenerationRequest
 
 MOST_HOMES = 65536
 """Episodes whose replica is remembered; the oldest are forgotten first."""
-
-
-@dataclass(frozen=True)
-class PoolLimits:
-    """Limits of a pool.
-
-    Attributes:
-        request_seconds: that a request may take in a replica before it is given to another one; None waits for ever.
-        attempts: times that a request is given to a replica before it fails.
-        waiting: requests that may wait; a caller that brings more waits until there is room (back-pressure).
-        probe_seconds: between two probes of a replica.
-        answer_seconds: that a probe may take before the replica counts as hung.
-        starts: times in a row that starting a replica may fail before it is given up.
-    """
-
-    request_seconds: float | None = None
-    attempts: int = 5
-    waiting: int = 65536
-    probe_seconds: float = 5.0
-    answer_seconds: float = 60.0
-    starts: int = 3
 
 
 @dataclass(eq=False)
@@ -60,6 +41,8 @@ class Job:
     number: int
     request: GenerationRequest
     answers: asyncio.Queue[Completion | BaseException]
+    since: float
+    """When it began to wait (``time.monotonic``)."""
     attempts: int = 0
     slow: set[Replica] = field(default_factory=set)
     """Replicas in which it took too long."""
@@ -77,9 +60,12 @@ class EnginePool:
     Args:
         start: makes the engine of the replica with this number; called in a thread, again when that engine is lost.
         count: of replicas.
-        limits: see :class:`PoolLimits`.
-        refill: gives the present weights, for a replica that was started again after weights have been published. Without it
-            such a replica waits for the next publication.
+        limits: the block ``rollout.server_pool``; None has its defaults.
+        concurrency: requests that a replica gets at once in the beginning; the limit then follows its engine's cache.
+        bucket_bytes: of weights that replicas are given at a time.
+
+    Raises:
+        HoneError: an engine cannot be started.
     """
 
     def __init__(
@@ -87,20 +73,26 @@ class EnginePool:
         start: Callable[[int], Engine],
         count: int,
         *,
-        limits: PoolLimits | None = None,
-        refill: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+        limits: ServerPoolConfig | None = None,
+        concurrency: int = 64,
+        bucket_bytes: int = 512 * 2**20,
     ) -> None:
         if count < 1:
             raise ValueError("a pool has at least one replica")
-        self.limits = limits or PoolLimits()
-        self.replicas = [Replica(index) for index in range(count)]
-        self.version = 0
-        self._supervisor = Supervisor(self, start, refill)
+        self.limits = replace(limits) if limits is not None else ServerPoolConfig()
+        self.replicas = [Replica(index, Concurrency(concurrency)) for index in range(count)]
+        self._bucket_bytes, self._paused = bucket_bytes, False
+        self._supervisor = Supervisor(self, start)
         self._numbers = itertools.count()
         self._waiting: deque[Job] = deque()
         self._homes: dict[str, Replica] = {}
         self._room = asyncio.Event()
         self._supervisor.start_all()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were published last."""
+        return self._supervisor.weights.version
 
     # requests --------------------------------------------------------------------------------------------------------
 
@@ -108,13 +100,16 @@ class EnginePool:
         """Serve the requests, yielding each completion as it finishes. A caller that goes away ends its requests.
 
         Raises:
-            GenerationError: a request cannot be served, or took too long in every replica that tried.
+            GenerationError: a request cannot be served, or took too long in every replica that tried; or the last publication
+                of weights failed.
             ProcessError: no replica is left.
         """
         self._supervisor.attend()
+        self._check_whole()
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
-        jobs = [Job(next(self._numbers), request, answers) for request in requests]
-        while len(self._waiting) + len(jobs) > self.limits.waiting and self._waiting:
+        begun = time.monotonic()
+        jobs = [Job(next(self._numbers), request, answers, begun) for request in requests]
+        while len(self._waiting) + len(jobs) > self.limits.max_queued_requests and self._waiting:
             self._room.clear()
             await self._room.wait()
         self._waiting.extend(jobs)
@@ -132,19 +127,19 @@ class EnginePool:
         """Give what waits to replicas that have room, first come, first served."""
         while self._waiting and all(replica.state is ReplicaState.LOST for replica in self.replicas):
             self._waiting.popleft().answers.put_nowait(self._none_left())
-        while self._waiting:
+        while self._waiting and not self._paused:
             replica = self._choose(self._waiting[0])
             if replica is None:
                 break
             job = self._waiting.popleft()
-            replica.under_way[job.number] = job.tokens
+            replica.begin(job.number, job.tokens)
             if job.request.session is not None:
                 self._homes.pop(job.request.session, None)
                 self._homes[job.request.session] = replica
                 if len(self._homes) > MOST_HOMES:
                     del self._homes[next(iter(self._homes))]
             job.task = asyncio.get_running_loop().create_task(self._serve(job, replica))
-        if len(self._waiting) < self.limits.waiting:
+        if len(self._waiting) < self.limits.max_queued_requests:
             self._room.set()
 
     def _choose(self, job: Job) -> Replica | None:
@@ -162,24 +157,26 @@ class EnginePool:
         engine = replica.engine
         assert engine is not None
         try:
-            answer = await self._completion(job.request, engine)
-            replica.note(job.request, answer, time.monotonic() - started)
+            answer = await within(self.limits.request_timeout, self._completion(job.request, engine))
+            replica.note(answer, started - job.since, time.monotonic() - started)
         except ProcessError as error:
             self._supervisor.lost(replica, engine, error)
             answer = self._again(job, replica, error)
         except TimeoutError:
             job.slow.add(replica)
             slow = GenerationError(
-                f"request '{job.request.request_id}' took more than {self.limits.request_seconds:g} s in a replica, "
+                f"request '{job.request.request_id}' took more than {self.limits.request_timeout:g} s in a replica, "
                 f"{job.attempts} times",
                 why="replicas are overloaded or hang",
-                fix="a longer time for a request, or fewer tokens",
+                fix=f"actor_rollout_ref.rollout.server_pool.request_timeout={2 * (self.limits.request_timeout or 0):g}, "
+                "or a smaller data.max_response_length",
+                where="actor_rollout_ref.rollout.server_pool.request_timeout",
             )
             answer = self._again(job, replica, slow)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is the caller's answer
             answer = error
         finally:
-            replica.under_way.pop(job.number, None)
+            replica.end(job.number)
             job.task = None
             if answer is not None:
                 job.answers.put_nowait(answer)
@@ -188,8 +185,7 @@ class EnginePool:
     async def _completion(self, request: GenerationRequest, engine: Engine) -> Completion:
         stream = engine.generate([request])
         try:
-            async with asyncio.timeout(self.limits.request_seconds):
-                return await anext(stream)
+            return await anext(stream)
         except StopAsyncIteration:
             raise GenerationError(
                 f"the engine ended without an answer to request '{request.request_id}'", fix="see its log"
@@ -199,9 +195,10 @@ class EnginePool:
 
     def _again(self, job: Job, replica: Replica, error: BaseException) -> BaseException | None:
         """Put a job back to the front of the queue; returns the error when it was tried often enough."""
-        replica.retried += 1
-        if job.attempts >= self.limits.attempts:
+        replica.window.retried += 1
+        if job.attempts >= self.limits.max_attempts:
             return error
+        job.since = time.monotonic()
         self._waiting.appendleft(job)
         return None
 
@@ -213,6 +210,15 @@ class EnginePool:
         for job in jobs:
             if job.task is not None:
                 job.task.cancel()
+
+    def _check_whole(self) -> None:
+        weights = self._supervisor.weights
+        if not weights.whole and not self._supervisor.publishing:
+            raise GenerationError(
+                f"weights later than version {weights.version} have arrived only in part",
+                why="the engines would sample from a mixture of two policies",
+                fix="send all weights of a version again; the error before this one says why they were refused",
+            )
 
     def _none_left(self) -> ProcessError:
         problems = "; ".join(f"replica {replica.index}: {replica.problem}" for replica in self.replicas)
@@ -229,17 +235,23 @@ class EnginePool:
 
         Raises:
             GenerationError: the engines refuse them.
-            ProcessError: no replica took them.
         """
-        await self._supervisor.publish(weights, version, last)
+        self._supervisor.attend()
+        await self._supervisor.publish(weights, version, last=last, bucket_bytes=self._bucket_bytes)
+        if last and not self._paused:
+            await self._supervisor.admit()
 
     async def pause(self) -> None:
         """Stop decoding everywhere; requests stay."""
+        self._paused = True
         await self._all(lambda engine: engine.pause())
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on. Replicas that took new weights during the pause are admitted now."""
         await self._all(lambda engine: engine.resume())
+        self._paused = False
+        await self._supervisor.admit()
+        self.dispatch()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End the given requests (all when None) with what they have."""
@@ -279,6 +291,11 @@ class EnginePool:
         if self.replicas[index].state is ReplicaState.DRAINING:
             self.replicas[index].state = ReplicaState.SERVING
             self.dispatch()
+
+    async def take_metrics(self) -> list[dict[str, float]]:
+        """Metrics of each replica since the last call; see :meth:`Replica.take_metrics`."""
+        await self._supervisor.probe()
+        return [replica.take_metrics() for replica in self.replicas]
 
     def describe(self) -> EngineDescription:
         """What its first engine is, with a report on each replica."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from hone.generation.pool.concurrency import Concurrency
-from hone.generation.protocol import Completion, Engine, EngineDescription, GenerationRequest
+from hone.generation.protocol import Completion, Engine, EngineDescription
+
+COUNTERS = ("prefill_tokens", "cached_tokens", "preemptions")
+"""Counters of engines that a pool reports, as far as an engine has them."""
 
 
 class ReplicaState(StrEnum):
@@ -25,35 +27,56 @@ class ReplicaState(StrEnum):
     """Its engine is gone and could not be started again."""
 
 
+@dataclass
+class Window:
+    """What a replica has done since it was last asked.
+
+    Attributes:
+        served: requests that it completed.
+        tokens: sampled by them.
+        retried: requests that were taken from it, because it was lost or too slow.
+        queued: seconds that the completed ones waited, in the pool and in the engine, before the engine began them.
+        first_token: seconds until their first token, waiting included; None where the engine does not say.
+        slowest: seconds of the slowest of them, waiting included.
+        busy: seconds during which it had requests.
+    """
+
+    served: int = 0
+    tokens: int = 0
+    retried: int = 0
+    queued: float = 0.0
+    first_token: float | None = 0.0
+    slowest: float = 0.0
+    busy: float = 0.0
+
+
 @dataclass(eq=False)
 class Replica:
     """One engine.
 
     Attributes:
         index: its number in the pool.
+        concurrency: how many requests it gets at once.
         engine: None while it is started.
         state: see :class:`ReplicaState`.
-        concurrency: how many requests it gets at once.
         under_way: requests it has, by their number in the pool, with their tokens (prompt and the most that may be sampled).
         starts: times its engine was started.
         problem: why its engine is gone; empty while it is there.
         description: what the engine said of itself last.
+        window: see :class:`Window`.
     """
 
     index: int
+    concurrency: Concurrency = field(default_factory=Concurrency)
     engine: Engine | None = None
     state: ReplicaState = ReplicaState.STARTING
-    concurrency: Concurrency = field(default_factory=Concurrency)
     under_way: dict[int, int] = field(default_factory=dict)
     starts: int = 0
     problem: str = ""
     description: EngineDescription | None = None
-    served: int = 0
-    tokens: int = 0
-    retried: int = 0
-    _rates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=256))
-    _slowest: list[tuple[float, str]] = field(default_factory=list)
-    _waited: float = 0.0
+    window: Window = field(default_factory=Window)
+    _since: float = 0.0
+    _reported: dict[str, int] = field(default_factory=dict)
 
     @property
     def load(self) -> int:
@@ -67,41 +90,81 @@ class Replica:
 
     def takes(self, engine: Engine, description: EngineDescription) -> None:
         """Have an engine, just started."""
-        self.engine, self.description = engine, description
+        self.engine, self.description, self._reported = engine, description, {}
         self.starts += 1
 
-    def note(self, request: GenerationRequest, completion: Completion, lasted: float) -> None:
-        """A request of its is complete, ``lasted`` seconds after it was sent."""
-        waited = max(0.0, lasted - completion.seconds)
+    def begin(self, number: int, tokens: int) -> None:
+        """Have a request, of so many tokens."""
+        if not self.under_way:
+            self._since = time.monotonic()
+        self.under_way[number] = tokens
+
+    def end(self, number: int) -> None:
+        """Have it no more."""
+        if self.under_way.pop(number, None) is not None and not self.under_way:
+            self.window.busy += time.monotonic() - self._since
+
+    def note(self, completion: Completion, queued: float, lasted: float) -> None:
+        """A request is complete.
+
+        Args:
+            completion: of it.
+            queued: seconds that it waited in the pool.
+            lasted: seconds from then on.
+        """
+        waited, window = max(0.0, lasted - completion.seconds), self.window
         self.concurrency.note(waited, lasted, len(self.under_way))
-        self.served += 1
-        self.tokens += len(completion.token_ids)
-        self._waited += waited
-        self._rates.append((time.monotonic(), len(completion.token_ids)))
-        self._slowest = sorted([*self._slowest, (lasted, request.request_id)], reverse=True)[:3]
+        window.served += 1
+        window.tokens += len(completion.token_ids)
+        window.queued += queued + waited
+        window.slowest = max(window.slowest, queued + lasted)
+        if completion.first_token_seconds is None:
+            window.first_token = None
+        elif window.first_token is not None:
+            window.first_token += queued + waited + completion.first_token_seconds
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the time since the last call, by the last part of their names in the table of metrics."""
+        window, self.window = self.window, Window()
+        if self.under_way:
+            now = time.monotonic()
+            window.busy, self._since = window.busy + now - self._since, now
+        metrics: dict[str, float] = {
+            "num_requests": window.served,
+            "num_retried": window.retried,
+            "num_restarts": max(0, self.starts - 1),
+            "max_concurrency": self.concurrency.limit,
+        }
+        if window.busy > 0:
+            metrics["throughput"] = window.tokens / window.busy
+        if window.served:
+            metrics["queue_time"] = window.queued / window.served
+            metrics["slowest_request"] = window.slowest
+            if window.first_token is not None:
+                metrics["time_to_first_token"] = window.first_token / window.served
+        return metrics | self._counted()
+
+    def _counted(self) -> dict[str, float]:
+        """What the engine itself has counted since the last call, or since it was started."""
+        stats = self.description.stats if self.description is not None else {}
+        now = {name: int(stats[name]) for name in COUNTERS if name in stats}
+        new = {name: count - self._reported.get(name, 0) for name, count in now.items()}
+        self._reported = now
+        metrics: dict[str, float] = {}
+        if "preemptions" in new:
+            metrics["num_preemptions"] = new["preemptions"]
+        prompts = new.get("prefill_tokens", 0) + new.get("cached_tokens", 0)
+        if "cached_tokens" in new and prompts:
+            metrics["cache_hit_rate"] = new["cached_tokens"] / prompts
+        return metrics
 
     def report(self) -> dict[str, Any]:
-        """What it is and has done.
-
-        ======================  =======================================================================================
-        ``tokens_per_second``   over its last 256 requests
-        ``queue``               requests it has; ``limit`` how many it gets at most
-        ``wait_seconds``        mean time of a request in the engine before it began
-        ``slowest``             its three slowest requests, in seconds
-        ======================  =======================================================================================
-        """
-        span = time.monotonic() - self._rates[0][0] if self._rates else 0.0
+        """What it is now: state, starts of its engine, requests and tokens under way, most requests at once, why it is gone."""
         return {
             "state": self.state.value,
             "starts": self.starts,
-            "served": self.served,
-            "retried": self.retried,
-            "tokens": self.tokens,
-            "tokens_per_second": sum(count for _, count in self._rates) / span if span > 0 else 0.0,
-            "queue": len(self.under_way),
+            "requests": len(self.under_way),
             "load": self.load,
             "limit": self.concurrency.limit,
-            "wait_seconds": self._waited / self.served if self.served else 0.0,
-            "slowest": {name: round(seconds, 3) for seconds, name in self._slowest},
             "problem": self.problem,
         }

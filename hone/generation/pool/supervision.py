@@ -5,24 +5,44 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from hone.errors import GenerationError, HoneError, ProcessError
 from hone.generation.pool.replica import Replica, ReplicaState
+from hone.generation.pool.weights import PublishedWeights
 from hone.generation.protocol import Engine, EngineDescription, GenerationRequest, SamplingParams
+from hone.generation.remote.transports import buckets
 
 if TYPE_CHECKING:
     from hone.generation.pool.pool import EnginePool
 
 log = logging.getLogger("hone.generation.pool")
-BUCKET_TENSORS = 64
-"""Tensors that are given to all replicas at a time."""
 _PAUSE = 0.2
 Started = tuple[Engine, EngineDescription]
+T = TypeVar("T")
+
+
+async def within(seconds: float | None, work: Awaitable[T]) -> T:
+    """What ``work`` gives. Unlike ``asyncio.timeout`` it does not take an answer that came while the event loop was busy with
+    something else, an update of the policy say, for a late one.
+
+    Raises:
+        TimeoutError: there is no answer after so many seconds.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if task.done():
+            return task.result()
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
 
 
 class Supervisor:
@@ -35,25 +55,29 @@ class Supervisor:
            |  +--> FENCED: must wait for weights --> (the same) ------------+
            +------ lost: its process died, or a probe was not answered -----+       STARTING --> LOST after several tries
 
+    Attributes:
+        weights: that were published last.
+
     Args:
         pool: whose replicas they are.
         start: makes an engine.
-        refill: gives the present weights.
     """
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        start: Callable[[int], Engine],
-        refill: Callable[[], Iterable[tuple[str, Tensor]]] | None,
-    ) -> None:
-        self._pool, self._start, self._refill = pool, start, refill
+    def __init__(self, pool: EnginePool, start: Callable[[int], Engine]) -> None:
+        self._pool, self._start = pool, start
+        self.weights = PublishedWeights()
         self._threads = ThreadPoolExecutor(max_workers=4 * len(pool.replicas), thread_name_prefix="hone-pool")
         self._begun: dict[Replica, Future[Started]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._taking: dict[Replica, Engine] | None = None
+        self._taken: dict[Replica, Engine] = {}
         self._closed = False
+
+    @property
+    def publishing(self) -> bool:
+        """Whether more weights of a version are on their way."""
+        return self._taking is not None
 
     def start_all(self) -> None:
         """Start every replica, all at once.
@@ -74,10 +98,10 @@ class Supervisor:
             raise problem
 
     def attend(self) -> None:
-        """Watch the replicas while somebody generates on this event loop."""
+        """Watch the replicas while somebody needs them on this event loop."""
         loop = asyncio.get_running_loop()
         if self._watch is None or self._watch.done() or self._watch.get_loop() is not loop:
-            self._watch = loop.create_task(self._probe_all())
+            self._watch = loop.create_task(self._probe_now_and_then())
             for replica in self._pool.replicas:  # what was begun on another loop ended with it
                 if replica.state is ReplicaState.STARTING:
                     self._spawn(self._restart(replica))
@@ -100,40 +124,44 @@ class Supervisor:
 
     # weights ---------------------------------------------------------------------------------------------------------
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, last: bool) -> None:
+    async def publish(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool, bucket_bytes: int
+    ) -> None:
         """Give weights to all replicas; see :meth:`EnginePool.load_weights`."""
-        pool = self._pool
         if self._taking is None:
-            self._taking = {}
-            for replica in pool.replicas:
-                if replica.engine is not None and replica.state is not ReplicaState.STARTING:
-                    replica.state = ReplicaState.FENCED
-                    self._taking[replica] = replica.engine
-        taking = self._taking
+            self._taking = self._fence()
+            self.weights.begin()
         try:
-            bucket: list[tuple[str, Tensor]] = []
-            for entry in weights:
-                bucket.append(entry)
-                if len(bucket) == BUCKET_TENSORS:
-                    await self._send(taking, bucket, version, last=False)
-                    bucket = []
-            await self._send(taking, bucket, version, last=last)
+            for bucket, ends in buckets(weights, bucket_bytes):
+                self.weights.add(bucket)
+                await self._send(self._taking, bucket, version, last=ends and last)
         except BaseException:
             self._taking = None  # the replicas stay fenced, and the next publication begins anew
             raise
-        if not last:
-            return
-        self._taking, pool.version = None, version
-        await asyncio.gather(*(self._admit_or_lose(replica, engine) for replica, engine in taking.items()))
-        for replica in pool.replicas:
-            if replica.state is ReplicaState.FENCED and replica not in taking and self._refill is not None:
-                replica.state = ReplicaState.STARTING
-                self._spawn(self._restart(replica))
-        if self._refill is None and not any(replica.state is ReplicaState.SERVING for replica in pool.replicas):
-            raise ProcessError(f"no replica took the weights of version {version}", fix="see the engines' logs")
+        if last:
+            self.weights.finish(version)
+            self._taken, self._taking = self._taking, None
+            for replica in self._pool.replicas:
+                if replica.state is ReplicaState.FENCED and replica not in self._taken:
+                    replica.state = ReplicaState.STARTING
+                    self._spawn(self._restart(replica))
+
+    async def admit(self) -> None:
+        """Let the replicas that have taken the last version serve."""
+        taken, self._taken = self._taken, {}
+        await asyncio.gather(*(self._admit_or_lose(replica, engine) for replica, engine in taken.items()))
+
+    def _fence(self) -> dict[Replica, Engine]:
+        """Give no replica more requests until it has new weights; returns those that can take some."""
+        taking = {}
+        for replica in self._pool.replicas:
+            if replica.engine is not None and replica.state not in (ReplicaState.STARTING, ReplicaState.LOST):
+                replica.state = ReplicaState.FENCED
+                taking[replica] = replica.engine
+        return taking
 
     async def _send(
-        self, taking: dict[Replica, Engine], bucket: list[tuple[str, Tensor]], version: int, *, last: bool
+        self, taking: dict[Replica, Engine], bucket: Sequence[tuple[str, Tensor]], version: int, *, last: bool
     ) -> None:
         async def one(replica: Replica, engine: Engine) -> None:
             try:
@@ -144,7 +172,7 @@ class Supervisor:
         await asyncio.gather(*(one(replica, engine) for replica, engine in taking.items() if replica.engine is engine))
 
     async def _admit_or_lose(self, replica: Replica, engine: Engine) -> None:
-        if replica.engine is not engine:
+        if replica.engine is not engine or replica.state is not ReplicaState.FENCED:
             return
         try:
             await self._admit(replica, engine)
@@ -158,13 +186,16 @@ class Supervisor:
             HoneError: it does not, or the engine is lost.
             TimeoutError: there is no answer.
         """
-        version = self._pool.version
+        version = self.weights.version
         request = GenerationRequest("admission", [0], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
-        async with asyncio.timeout(self._pool.limits.answer_seconds):
-            found = [completion async for completion in engine.generate([request])]
-        if found[0].weight_versions != (version, version):
+
+        async def sampled() -> list[tuple[int, int]]:
+            return [completion.weight_versions async for completion in engine.generate([request])]
+
+        (found,) = await within(self._pool.limits.health_check_timeout, sampled())
+        if found != (version, version):
             raise GenerationError(
-                f"replica {replica.index} samples from weights {found[0].weight_versions}, published is {version}",
+                f"replica {replica.index} samples from weights {found}, published is {version}",
                 why="it would serve another policy than the one trained",
                 fix="see the engine's log",
             )
@@ -176,7 +207,7 @@ class Supervisor:
 
     async def _restart(self, replica: Replica) -> None:
         """Give a replica a living engine with the present weights, and admit it."""
-        for attempt in range(self._pool.limits.starts):
+        for attempt in range(self._pool.limits.start_attempts):
             try:
                 engine = replica.engine if attempt == 0 and self._lives(replica) else await self._another(replica)
                 if engine is None or self._closed:
@@ -229,39 +260,41 @@ class Supervisor:
             await asyncio.shield(asyncio.wrap_future(self._threads.submit(old.close)))
 
     async def _bring_up_to_date(self, replica: Replica, engine: Engine) -> None:
-        pool = self._pool
-        if self._taking is None and pool.version == 0:
-            await self._admit(replica, engine)
-            return
-        if self._taking is None and self._refill is not None:
-            version = pool.version
-            await engine.load_weights(self._refill(), version)
-            if self._taking is None and version == pool.version:
+        """Give an engine that was just started the present weights, as often as there are new ones meanwhile."""
+        weights = self.weights
+        while self._taking is None and weights.whole:
+            version = weights.version
+            if version:
+                await engine.load_weights(weights.tensors(), version)
+            if self._taking is None and version == weights.version:
                 await self._admit(replica, engine)
                 return
         replica.state = ReplicaState.FENCED  # the end of this publication, or the next one, brings its weights
 
-    async def _probe_all(self) -> None:
-        """Ask every replica for its counters now and then; one that does not answer hangs."""
+    async def _probe_now_and_then(self) -> None:
         while not self._closed:
-            await asyncio.sleep(self._pool.limits.probe_seconds)
-            serving = [r for r in self._pool.replicas if r.state in (ReplicaState.SERVING, ReplicaState.DRAINING)]
-            await asyncio.gather(*(self._probe(replica) for replica in serving))
+            await asyncio.sleep(self._pool.limits.health_check_period)
+            await self.probe()
+
+    async def probe(self) -> None:
+        """Ask every replica for its counters; one that does not answer hangs, and is started again."""
+        serving = [r for r in self._pool.replicas if r.state in (ReplicaState.SERVING, ReplicaState.DRAINING)]
+        await asyncio.gather(*(self._probe(replica) for replica in serving))
 
     async def _probe(self, replica: Replica) -> None:
-        engine, seconds = replica.engine, self._pool.limits.answer_seconds
+        engine, seconds = replica.engine, self._pool.limits.health_check_timeout
         if engine is None:
             return
         try:
-            async with asyncio.timeout(seconds):
-                found = await asyncio.get_running_loop().run_in_executor(self._threads, engine.describe)
+            found = await within(seconds, asyncio.get_running_loop().run_in_executor(self._threads, engine.describe))
         except TimeoutError:
             self.lost(replica, engine, ProcessError(f"replica {replica.index} did not answer within {seconds:g} s"))
         except ProcessError as error:
             self.lost(replica, engine, error)
         else:
-            replica.description = found
-            replica.concurrency.note_preemptions(int(found.stats.get("preemptions", 0)))
+            if replica.engine is engine:
+                replica.description = found
+                replica.concurrency.note_preemptions(int(found.stats.get("preemptions", 0)))
 
     def close(self) -> None:
         """End everything."""

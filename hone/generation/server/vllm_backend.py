@@ -7,7 +7,6 @@ import inspect
 import math
 import os
 import struct
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from hone.generation.server.backend import Settings
 from hone.generation.server.processes import give_up
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+_COUNTERS = ("requests", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions")
 _CPU_CACHE_BYTES = 2 * 2**30
 """Cache on a CPU when nothing is said; vLLM itself would take half of the memory."""
 _CPU_BLOCK = 32
@@ -34,18 +34,12 @@ class VllmBackend:
 
         self._on_cpu = current_platform.is_cpu()
         self.device = "cpu" if self._on_cpu else current_platform.device_type
-        options = self._options(settings)
-        self._engine = self._start(options)
+        self._stats: dict[str, Any] = {**dict.fromkeys(_COUNTERS, 0), "version": vllm.__version__}
+        self._lora: Any = None
+        self._engine = self._start(self._options(settings))
         cache = self._engine.vllm_config.cache_config
         blocks = cache.num_gpu_blocks
         self.max_cache_tokens: int | None = blocks * cache.block_size if blocks else None
-        self._stats = {
-            "requests": 0,
-            "prefill_tokens": 0,
-            "decode_tokens": 0,
-            "cached_tokens": 0,
-            "version": vllm.__version__,
-        }
         self._prepared = False
 
     def _options(self, settings: Settings) -> dict[str, Any]:
@@ -100,7 +94,7 @@ class VllmBackend:
         except (ValueError, TypeError) as error:
             what = f"vLLM refuses its arguments: {first_lines(error)}"
             raise refused("vllm", what, "the key that it names, or its default") from error
-        return AsyncLLM.from_engine_args(arguments)
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[_preemption_counter(self._stats)])
 
     # requests --------------------------------------------------------------------------------------------------------
 
@@ -110,10 +104,11 @@ class VllmBackend:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         await self._prepare()
-        started, final = time.perf_counter(), None
+        final = None
         try:
             prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
-            async for output in self._engine.generate(prompt, _sampling(request), request.request_id):
+            answers = self._engine.generate(prompt, _sampling(request), request.request_id, lora_request=self._lora)
+            async for output in answers:
                 final = output
         except EngineDeadError:
             give_up()
@@ -127,7 +122,16 @@ class VllmBackend:
         self._stats["cached_tokens"] += final.num_cached_tokens or 0
         self._stats["decode_tokens"] += len(tokens)
         reason = _REASONS.get(answer.finish_reason or "", StopReason.ERROR)
-        return Completion(request.request_id, tokens, policy, sampling, reason, seconds=time.perf_counter() - started)
+        seconds, first_token = _seconds(final.metrics) if tokens else (0.0, None)
+        return Completion(
+            request.request_id,
+            tokens,
+            policy,
+            sampling,
+            reason,
+            seconds=seconds,
+            first_token_seconds=first_token,
+        )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with the tokens they have."""
@@ -209,6 +213,29 @@ def _log_probs(tokens: Sequence[int], reported: Sequence[Mapping[int, Any]]) -> 
     drawn = [step[token] for token, step in zip(tokens, reported, strict=True)]
     policy = [struct.unpack("<f", struct.pack("<i", entry.rank))[0] for entry in drawn]
     return [entry.logprob for entry in drawn], policy
+
+
+def _preemption_counter(stats: dict[str, Any]) -> type:
+    """A logger of vLLM's that counts preempted requests as they happen. With it requests bear their times, too."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class PreemptionCounter(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            """Nothing to set up."""
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+            if iteration_stats is not None:
+                stats["preemptions"] += iteration_stats.num_preempted_reqs
+
+        def log_engine_initialized(self) -> None:
+            """Nothing to say."""
+
+    return PreemptionCounter
+
+
+def _seconds(times: Any) -> tuple[float, float]:
+    """Seconds from the moment at which a request was begun to its last and to its first token."""
+    return times.last_token_ts - times.scheduled_ts, times.first_token_ts - times.scheduled_ts
 
 
 def _binding(cpus: Sequence[int], workers: int) -> str:

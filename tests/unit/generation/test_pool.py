@@ -13,13 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.config.engines import ServerPoolConfig
 from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError
-from hone.generation.pool import EnginePool, PoolLimits, ReplicaState
+from hone.generation.pool import EnginePool, ReplicaState
 from hone.generation.pool.concurrency import Concurrency
+from hone.generation.pool.supervision import within
+from hone.generation.pool.weights import PublishedWeights
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
 
-QUICK = PoolLimits(probe_seconds=0.05, answer_seconds=0.3)
+QUICK = ServerPoolConfig(health_check_period=0.05, health_check_timeout=0.3)
 WEIGHTS = [(f"w{number}", torch.zeros(1)) for number in range(150)]
 
 
@@ -29,6 +32,7 @@ class Fake:
     def __init__(self, index: int, life: int, seconds: float = 0.0) -> None:
         self.index, self.life, self.seconds = index, life, seconds
         self.version, self.arriving = 0, 0
+        self.paused, self.keeps_version, self.preemptions = False, False, 0
         self.dead, self.hangs, self.closed = False, False, False
         self.served: list[str] = []
         self.under_way = 0
@@ -45,7 +49,7 @@ class Fake:
             self.most = max(self.most, self.under_way)
             try:
                 until = time.monotonic() + self.seconds
-                while time.monotonic() < until or self.hangs:
+                while time.monotonic() < until or self.hangs or self.paused:
                     await asyncio.sleep(0.001)
                     self.check()
                 self.check()
@@ -55,8 +59,8 @@ class Fake:
                 self.under_way -= 1
             self.served.append(request.request_id)
             ids = [(request.seed + place) % 1000 for place in range(request.sampling.max_tokens)]
-            logs = [-1.0] * len(ids)
-            yield Completion(request.request_id, ids, logs, logs, StopReason.LENGTH, (self.version,) * 2, self.seconds)
+            logs, versions = [-1.0] * len(ids), (self.version, self.version)
+            yield Completion(request.request_id, ids, logs, logs, StopReason.LENGTH, versions, self.seconds)
 
     async def load_weights(self, weights: Iterable[Any], version: int, *, last: bool = True) -> None:
         self.check()
@@ -65,7 +69,21 @@ class Fake:
         if last:
             if self.arriving not in (0, len(WEIGHTS)):
                 raise GenerationError(f"{self.arriving} of {len(WEIGHTS)} weights have arrived")
-            self.version, self.arriving = version, 0
+            self.version, self.arriving = self.version if self.keeps_version else version, 0
+
+    async def pause(self) -> None:
+        self.check()
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.check()
+        self.paused = False
+
+    async def sleep(self) -> None:
+        self.check()
+
+    async def wake(self) -> None:
+        self.check()
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
         self.ended += sessions
@@ -77,7 +95,9 @@ class Fake:
         while self.hangs and not self.closed:
             time.sleep(0.01)
         self.check()
-        return EngineDescription("fake", False, "float32", "cpu")
+        prompts = 2 * len(self.served)
+        stats = {"prefill_tokens": 3 * prompts, "cached_tokens": prompts, "preemptions": self.preemptions}
+        return EngineDescription("fake", False, "float32", "cpu", stats)
 
     def close(self) -> None:
         self.closed = self.dead = True
@@ -166,7 +186,7 @@ def test_a_lost_replica_is_started_again_and_its_requests_are_served_elsewhere()
         assert sorted(c.request_id for c in found) == sorted(f"r{number}" for number in range(40))
         assert all(c.token_ids == expected(ask(int(c.request_id[1:]))) for c in found)
         await until(lambda: pool.replicas[0].state is ReplicaState.SERVING)
-        assert pool.replicas[0].starts == 2 and pool.replicas[0].retried > 0
+        assert pool.replicas[0].starts == 2 and pool.replicas[0].window.retried > 0
 
     run(makers, 2, work)
 
@@ -186,7 +206,7 @@ def test_a_replica_that_hangs_is_found_by_its_probe() -> None:
 
 def test_a_request_that_takes_too_long_goes_to_another_replica_and_fails_at_last() -> None:
     makers = Makers()
-    limits = PoolLimits(request_seconds=0.1, attempts=3, probe_seconds=60)
+    limits = ServerPoolConfig(request_timeout=0.1, max_attempts=3, health_check_period=60)
 
     async def work(pool: EnginePool) -> None:
         makers.living(0).seconds = 60
@@ -225,7 +245,91 @@ def test_weights_reach_all_and_one_that_comes_back_late_has_them_too() -> None:
         assert {c.weight_versions for c in found} == {(1, 1)} and makers.living(0).life == 1
         assert makers.living(0).served.count("admission") == 1
 
-    run(makers, 2, work, refill=lambda: WEIGHTS)
+    run(makers, 2, work)
+
+
+def test_new_weights_are_checked_when_the_engines_go_on_after_a_pause() -> None:
+    makers = Makers()
+
+    async def work(pool: EnginePool) -> None:
+        await pool.pause()
+        asking = asyncio.ensure_future(collect(pool, [ask(number) for number in range(6)]))
+        makers.living(0).dead = True
+        await pool.load_weights(WEIGHTS, 1)
+        await asyncio.sleep(0.1)
+        assert not any(name != "admission" for fake in makers.made for name in fake.served), "nothing during the pause"
+        await pool.resume()
+        assert {c.weight_versions for c in await asking} == {(1, 1)}
+        await until(lambda: all(replica.state is ReplicaState.SERVING for replica in pool.replicas))
+        assert [makers.living(index).served.count("admission") for index in range(2)] == [1, 1]
+
+    run(makers, 2, work)
+
+
+def test_an_engine_that_has_other_weights_than_the_published_ones_is_refused() -> None:
+    makers = Makers()
+
+    async def work(pool: EnginePool) -> None:
+        makers.living(1).keeps_version = True
+        with pytest.raises(GenerationError, match=r"replica 1 samples from weights \(0, 0\), published is 1"):
+            await pool.load_weights(WEIGHTS, 1)
+        assert pool.replicas[1].state is ReplicaState.FENCED
+
+    run(makers, 2, work)
+
+
+def test_the_kept_weights_are_those_of_the_last_publication() -> None:
+    kept = PublishedWeights()
+    assert kept.tensors() == [] and kept.whole
+    mine = torch.ones(3)
+    kept.begin()
+    assert not kept.whole
+    kept.add([("a", mine)])
+    kept.add([("b", torch.zeros(2))])
+    kept.finish(1)
+    mine.fill_(7)
+    assert {name: t.tolist() for name, t in kept.tensors()} == {"a": [1.0] * 3, "b": [0.0] * 2}, "a copy"
+    kept.begin()
+    kept.finish(2)
+    assert kept.version == 2 and len(kept.tensors()) == 2, "nothing came: the same weights under another number"
+    kept.begin()
+    kept.add([("a", mine)])
+    kept.begin()  # that publication failed
+    kept.add([("b", mine)])
+    kept.finish(3)
+    assert {name: t.tolist() for name, t in kept.tensors()} == {"b": [7.0] * 3}
+
+
+def test_an_answer_that_came_while_the_event_loop_was_busy_is_in_time() -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        answer = asyncio.ensure_future(within(0.05, loop.run_in_executor(None, time.sleep, 0.01)))
+        await asyncio.sleep(0)
+        time.sleep(0.2)
+        await answer
+        with pytest.raises(TimeoutError):
+            await within(0.01, asyncio.sleep(10))
+
+    asyncio.run(work())
+
+
+def test_each_replica_says_what_it_has_done() -> None:
+    makers = Makers(seconds=0.02)
+
+    async def work(pool: EnginePool) -> None:
+        await collect(pool, [ask(number, tokens=5) for number in range(8)])
+        first = await pool.take_metrics()
+        assert [one["num_requests"] for one in first] == [4, 4] and [one["num_restarts"] for one in first] == [0, 0]
+        for one in first:
+            assert 0 < one["throughput"] < 4 * 5 / 0.02 and one["slowest_request"] >= 0.02 > one["queue_time"] >= 0
+            assert one["cache_hit_rate"] == 0.25 and one["num_preemptions"] == 0 and "time_to_first_token" not in one
+        makers.living(1).preemptions = 3
+        second = await pool.take_metrics()
+        assert [one["num_requests"] for one in second] == [0, 0] and "throughput" not in second[0]
+        assert [one["num_preemptions"] for one in second] == [0, 3]
+        assert pool.replicas[1].concurrency.limit < pool.replicas[0].concurrency.limit, "preemptions shrink the limit"
+
+    run(makers, 2, work)
 
 
 def test_one_that_is_lost_amid_a_publication_is_fenced_until_it_has_all_of_it() -> None:
@@ -237,11 +341,12 @@ def test_one_that_is_lost_amid_a_publication_is_fenced_until_it_has_all_of_it() 
         await pool.load_weights(WEIGHTS[100:], 1)
         found = await collect(pool, [ask(number) for number in range(6)])
         assert {c.weight_versions for c in found} == {(1, 1)}
-        await until(lambda: pool.replicas[1].state is ReplicaState.FENCED)
+        await until(lambda: pool.replicas[1].state is ReplicaState.SERVING)
+        assert makers.living(1).version == 1 and makers.living(1).life == 1
         await pool.load_weights(WEIGHTS, 2)
         assert {replica.state for replica in pool.replicas} == {ReplicaState.SERVING}
         found = await collect(pool, [ask(number) for number in range(6)])
-        assert {c.weight_versions for c in found} == {(2, 2)} and makers.living(1).served.count("admission") == 1
+        assert {c.weight_versions for c in found} == {(2, 2)} and makers.living(1).served.count("admission") == 2
 
     run(makers, 2, work)
 
@@ -253,6 +358,8 @@ def test_weights_that_engines_refuse_leave_them_fenced() -> None:
         with pytest.raises(GenerationError, match="of 150 weights have arrived"):
             await pool.load_weights(WEIGHTS[:10], 1)
         assert {replica.state for replica in pool.replicas} == {ReplicaState.FENCED}
+        with pytest.raises(GenerationError, match="later than version 0 have arrived only in part"):
+            await collect(pool, [ask(0)])
         for fake in makers.made:
             fake.arriving = 0
         await pool.load_weights(WEIGHTS, 1)
@@ -272,7 +379,7 @@ def test_when_no_replica_can_be_started_everybody_is_told() -> None:
         with pytest.raises(ProcessError, match="no replica"):
             await collect(pool, [ask(2)])
 
-    run(makers, 2, work, limits=PoolLimits(starts=2, probe_seconds=0.05))
+    run(makers, 2, work, limits=ServerPoolConfig(start_attempts=2, health_check_period=0.05))
 
 
 def test_a_pool_whose_replicas_do_not_start_leaves_none_running() -> None:
@@ -303,7 +410,7 @@ def test_a_drained_replica_finishes_and_gets_nothing_more_until_it_is_admitted()
 
 def test_callers_wait_while_the_queue_is_full_and_abort_empties_it() -> None:
     makers = Makers(seconds=0.02)
-    limits = PoolLimits(waiting=4, probe_seconds=60)
+    limits = ServerPoolConfig(max_queued_requests=4, health_check_period=60)
 
     async def work(pool: EnginePool) -> None:
         for replica in pool.replicas:
@@ -336,8 +443,8 @@ def test_a_caller_that_goes_away_takes_its_requests_with_it() -> None:
         asking = asyncio.ensure_future(collect(pool, [ask(number) for number in range(200)]))
         await until(lambda: makers.living(0).under_way > 0)
         asking.cancel()
-        await until(lambda: all(not fake.under_way for fake in makers.made))
-        assert not pool._waiting and all(not replica.under_way for replica in pool.replicas)
+        await until(lambda: all(not replica.under_way for replica in pool.replicas))
+        assert not pool._waiting and all(not fake.under_way for fake in makers.made)
 
     run(makers, 2, work)
 
@@ -389,6 +496,5 @@ def test_kills_at_random_moments_lose_and_double_nothing(seed: int, count: int, 
         makers,
         count,
         work,
-        refill=lambda: WEIGHTS,
-        limits=PoolLimits(attempts=100, probe_seconds=0.05, answer_seconds=5),
+        limits=ServerPoolConfig(max_attempts=100, health_check_period=0.05, health_check_timeout=5),
     )

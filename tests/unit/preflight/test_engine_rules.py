@@ -59,6 +59,30 @@ def test_keys_of_an_engine_that_is_not_started_do_nothing(rl: RLConfig, changes:
     assert [error.where for error in idle] == [f"{ROLLOUT}.{key}"]
 
 
+@pytest.mark.parametrize("key", ["engine_env", "gpu_memory_utilization"])
+def test_a_native_engine_with_replicas_has_no_environment_and_no_share_of_a_gpu(rl: RLConfig, key: str):
+    keys = {"num_replicas": 2, "engine_start_seconds": 30.0, "server_pool.request_timeout": 5.0}
+    change(rl, {f"{ROLLOUT}.{name}": value for name, value in keys.items()})
+    assert [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"] == []
+    change(rl, {f"{ROLLOUT}.{key}": {"engine_env": "/somewhere", "gpu_memory_utilization": 0.7}[key]})
+    (idle,) = [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"]
+    assert idle.where == f"{ROLLOUT}.{key}"
+
+
+def test_keys_of_replicas_that_are_not_there_do_nothing(rl: RLConfig):
+    change(rl, {f"{ROLLOUT}.server_pool.max_attempts": 7})
+    (idle,) = [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"]
+    assert idle.where == f"{ROLLOUT}.server_pool.max_attempts" and f"{ROLLOUT}.num_replicas=1" in idle.fix
+
+
+def test_an_engine_that_lives_in_the_trainer_alone_has_no_replicas(rl: RLConfig):
+    change(rl, {f"{ROLLOUT}.num_replicas": 2})
+    assert list(engines.engine_has_replicas(rl)) == []
+    change(rl, {f"{ROLLOUT}.name": "hf"})
+    (found,) = engines.engine_has_replicas(rl)
+    assert found.stops and "rollout.num_replicas=2" in found.error.what
+
+
 def test_keys_of_the_engine_that_is_started_are_fine(rl: RLConfig):
     change(rl, {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.gpu_memory_utilization": 0.7, f"{ROLLOUT}.enforce_eager": True})
     assert [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"] == []
