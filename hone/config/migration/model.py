@@ -57,6 +57,7 @@ ENTRIES: dict[str, Entry] = {
     f"{_POLICY}.lora.rank": Renamed(f"{_POLICY}.lora_rank"),
     f"{_POLICY}.lora.alpha": Renamed(f"{_POLICY}.lora_alpha"),
     f"{_POLICY}.lora.adapter_path": Renamed(f"{_POLICY}.lora_adapter_path"),
+    f"{_POLICY}.lora.merge": Renamed("actor_rollout_ref.rollout.merge_lora"),
     f"{_POLICY}.lora.target_modules": Settled(
         "Megatron's names of the linear layers; actor_rollout_ref.model.target_modules takes those of transformers"
     ),

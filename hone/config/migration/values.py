@@ -34,7 +34,7 @@ def _truncation(value: Any, others: Others) -> dict[str, Any]:
 
 
 def _engine(value: Any, others: Others) -> dict[str, Any]:
-    if value in ("sglang", "trtllm"):
+    if value == "trtllm":
         raise Refused(f"the engine {value}", f"{_ROLLOUT}.name=native", {f"{_ROLLOUT}.name": "native"})
     return {f"{_ROLLOUT}.name": "hf" if value == "naive" else value}
 
@@ -84,7 +84,7 @@ def _own_nodes(block: str) -> Changed:
 
 VALUES: dict[str, Changed] = {
     "data.truncation": Changed("left is called truncate", _truncation),
-    f"{_ROLLOUT}.name": Changed("sglang and trtllm are not supported yet, naive is called hf", _engine),
+    f"{_ROLLOUT}.name": Changed("trtllm is not supported yet, naive is called hf", _engine),
     f"{_ROLLOUT}.checkpoint_engine.backend": Changed("naive is auto; by nccl and the like not yet", _transport),
     f"{_ROLLOUT}.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.top_k", {0: -1})),
     f"{_ROLLOUT}.val_kwargs.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.val_kwargs.top_k", {0: -1})),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from hone.errors import GenerationError
 
 _OWN_NAME = ".default."
 """PEFT puts the adapter's name into its parameters, and leaves it out of its files."""
+_PART = re.compile(r"\.lora_[AB]\.weight$")
 
 
 class AdapterFolder:
@@ -47,6 +49,12 @@ class AdapterFolder:
             GenerationError: a part is missing, or something else came than an adapter.
         """
         arrived = set(self._arrived)
+        foreign = sorted(name for name in arrived if not _PART.search(name)) or (["nothing"] if not arrived else [])
+        if foreign:
+            raise GenerationError(
+                f"'{foreign[0]}' is no part of a LoRA adapter, which is what this engine takes",
+                fix="actor_rollout_ref.rollout.merge_lora=true for an engine that takes whole weights",
+            )
         modules = {name.split(".lora_")[0] for name in arrived}
         expected = self._names | {f"{module}.lora_{side}.weight" for module in modules for side in "AB"}
         if missing := sorted(expected - arrived):
@@ -54,11 +62,6 @@ class AdapterFolder:
                 f"{len(missing)} of {len(expected)} weights of the adapter have not arrived, such as '{missing[0]}'",
                 why="the engine would sample from a mixture of two policies",
                 fix="publish every parameter of the adapter",
-            )
-        if foreign := sorted(arrived - expected) or (["nothing"] if not arrived else []):
-            raise GenerationError(
-                f"'{foreign[0]}' is no part of a LoRA adapter, which is what this engine takes",
-                fix="actor_rollout_ref.rollout.merge_lora=true for an engine that takes whole weights",
             )
         self._names = arrived
         modules_by_suffix = sorted({module.rsplit(".", 1)[-1] for module in modules})

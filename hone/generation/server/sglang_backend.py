@@ -19,6 +19,7 @@ from hone.generation.protocol import Completion, GenerationRequest
 from hone.generation.server.arguments import check_names, first_lines, refused
 from hone.generation.server.backend import Settings
 from hone.generation.server.processes import give_up
+from hone.generation.server.sglang_processes import SAMPLED_FROM, run_detokenizer, run_scheduler
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 _CPU_CACHE_TOKENS = 65536
@@ -82,8 +83,6 @@ class SglangBackend:
         from sglang.srt.entrypoints.engine import Engine
         from sglang.srt.server_args import ServerArgs
 
-        from hone.generation.server.sglang_worker import run_detokenizer, run_scheduler
-
         class HoneEngine(Engine):
             run_scheduler_process_func = staticmethod(run_scheduler)
             run_detokenizer_process_func = staticmethod(run_detokenizer)
@@ -102,8 +101,6 @@ class SglangBackend:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Serve one request."""
         from sglang.srt.managers.io_struct import GenerateReqInput
-
-        from hone.generation.server.sglang_worker import SAMPLED_FROM
 
         asked = GenerateReqInput(
             rid=_name(request.request_id),

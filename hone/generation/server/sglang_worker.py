@@ -11,36 +11,25 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 from sglang.srt.managers.io_struct import AbortReq, ContinueGenerationReqInput, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor, nn
 
 from hone.errors import GenerationError
 from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.remote.transports import opened
-from hone.generation.server.processes import die_with_parent
+from hone.generation.server.sglang_processes import SAMPLED_FROM
 
-SAMPLED_FROM = "hone_sampling_log_probs"
-"""Name under which the log-probs of the distribution really sampled from come with an answer."""
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
 
 
-def run_scheduler(*arguments: Any, **named: Any) -> None:
-    """SGLang's scheduler process with Hone's parts in it."""
-    die_with_parent()
+def install() -> None:
+    """Have SGLang take Hone's classes when it starts its scheduler."""
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler", HoneScheduler, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.sampler.Sampler", HoneSampler, HookType.REPLACE)
     HookRegistry.register(_SAMPLING, _keep_seeds, HookType.AFTER)
-    run_scheduler_process(*arguments, **named)
-
-
-def run_detokenizer(*arguments: Any, **named: Any) -> None:
-    """SGLang's detokenizer process, which ends with its parent."""
-    die_with_parent()
-    run_detokenizer_process(*arguments, **named)
 
 
 class HoneScheduler(Scheduler):

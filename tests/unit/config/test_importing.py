@@ -98,7 +98,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
         f"{ACTOR}.ppo_micro_batch_size_per_gpu": 116,
         f"{ROLLOUT}.max_num_seqs": 512,
     },
-    "multi_turn_sglang": {f"{ROLLOUT}.n": 16, f"{ROLLOUT}.multi_turn.enable": True, "data.train_batch_size": 256},
+    "multi_turn_sglang": {
+        f"{ROLLOUT}.name": "sglang",
+        f"{ROLLOUT}.n": 16,
+        f"{ROLLOUT}.multi_turn.enable": True,
+        "data.train_batch_size": 256,
+    },
     "megatron": {f"{ACTOR}.tensor_model_parallel_size": 4, f"{ACTOR}.strategy": None, "trainer.device": "cuda"},
     "reinforce_plus_plus_slurm": {
         "algorithm.adv_estimator": "reinforce_plus_plus_baseline",
@@ -157,7 +162,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 UNSUPPORTED = {
-    "multi_turn_sglang": {f"{ROLLOUT}.name"},
     "megatron": {f"{ACTOR}.strategy", f"{ACTOR}.megatron.pipeline_model_parallel_size"},
     "sft_peft_torchrun": {"data.prompt_key", "data.response_dict_keys", "ulysses_sequence_parallel_size"},
     "sft_engine": {"engine.ulysses_sequence_parallel_size", "trainer.n_gpus_per_node"},
@@ -339,7 +343,7 @@ def test_what_verl_takes_for_granted_is_written_out() -> None:
 
 
 def test_yaml_files(tmp_path: Path) -> None:
-    source = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref:\n  rollout: {name: sglang, n: 4, multi_turn: {enable: true}}\n"
+    source = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref:\n  rollout: {name: trtllm, n: 4, multi_turn: {enable: true}}\n"
     translation = import_yaml(source)
     assert translation.values[f"{ROLLOUT}.n"] == 4
     assert [line.reading.key for line in translation.lines if line.reading.outcome is Outcome.UNSUPPORTED] == [
