@@ -39,6 +39,9 @@ class SglangBackend:
         if self._on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
             os.environ["OMP_NUM_THREADS"] = str(len(settings.cpus or os.sched_getaffinity(0)))
+            os.environ["OMP_WAIT_POLICY"] = (
+                "PASSIVE"  # its operations are small: spinning threads would only be in the way
+            )
         import sglang
 
         self.device = "cpu" if self._on_cpu else "cuda"
