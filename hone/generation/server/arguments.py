@@ -26,6 +26,24 @@ def check_names(engine: str, options: Mapping[str, Any], known: Iterable[str], *
         raise refused(engine, f"{called} has no argument '{unknown[0]}'", did_you_mean(unknown[0], names))
 
 
+def check_owned(engine: str, given: Mapping[str, Any], owned: Mapping[str, str]) -> None:
+    """No option of the user is one that Hone decides on.
+
+    Args:
+        engine: as in ``rollout.name``.
+        given: options of the user.
+        owned: what Hone decides on, with the reason.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for name in sorted(set(given) & set(owned)):
+        where = f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{name}"
+        raise ConfigError(
+            f"engine {engine} cannot be given '{name}': {owned[name]}", fix=f"leave {where} out", where=where
+        )
+
+
 def refused(engine: str, what: str, fix: str) -> ConfigError:
     """The error of an engine that does not take its arguments."""
     where = f"actor_rollout_ref.rollout.engine_kwargs.{engine}"

@@ -16,12 +16,21 @@ import torch
 from hone.data.types import StopReason
 from hone.errors import GenerationError
 from hone.generation.protocol import Completion, GenerationRequest
-from hone.generation.server.arguments import check_names, first_lines, refused
+from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
 from hone.generation.server.backend import Settings
 from hone.generation.server.processes import give_up
 from hone.generation.server.sglang_processes import SAMPLED_FROM, run_detokenizer, run_scheduler
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+_OWNED = {
+    "speculative_algorithm": "its sampler of drafted tokens does not report their log-probs under the policy",
+    "sampling_backend": "Hone's sampler draws, which has seeds and reports both log-probs",
+    "sampling_defaults": "sampling is what the run's configuration says",
+    "skip_tokenizer_init": "strings that end an answer need the tokenizer",
+    "dp_size": "rollout.num_replicas says how many copies of the model serve",
+    "enable_lora": "adapters are worked into the weights",
+    "enable_memory_saver": "weights are kept while it sleeps",
+}
 _CPU_CACHE_TOKENS = 65536
 """Capacity of the cache on a CPU when nothing is said."""
 _RESERVED = 8
@@ -59,6 +68,7 @@ class SglangBackend:
 
     def _options(self, settings: Settings) -> dict[str, Any]:
         """Arguments of the engine: Hone's, and over them those of the user."""
+        check_owned("sglang", settings.options, _OWNED)
         options: dict[str, Any] = {
             "model_path": settings.model,
             "tokenizer_path": settings.tokenizer,

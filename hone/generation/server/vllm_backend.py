@@ -13,11 +13,19 @@ from typing import Any
 from hone.data.types import StopReason
 from hone.errors import GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
-from hone.generation.server.arguments import check_names, first_lines, refused
+from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
 from hone.generation.server.backend import Settings
 from hone.generation.server.processes import give_up
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+_OWNED = {
+    "speculative_config": "its sampler of drafted tokens does not report their log-probs under the policy",
+    "logprobs_mode": "both log-probs are reported, those of the policy and those of what was sampled from",
+    "worker_extension_cls": "Hone's part in the worker takes new weights",
+    "generation_config": "sampling is what the run's configuration says",
+    "data_parallel_size": "rollout.num_replicas says how many copies of the model serve",
+    "enable_sleep_mode": "weights are kept while it sleeps",
+}
 _COUNTERS = ("requests", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions")
 _CPU_CACHE_BYTES = 2 * 2**30
 """Cache on a CPU when nothing is said; vLLM itself would take half of the memory."""
@@ -44,6 +52,7 @@ class VllmBackend:
 
     def _options(self, settings: Settings) -> dict[str, Any]:
         """Arguments of the engine: Hone's, and over them those of the user."""
+        check_owned("vllm", settings.options, _OWNED)
         options: dict[str, Any] = {
             "model": settings.model,
             "tokenizer": settings.tokenizer,

@@ -1,0 +1,68 @@
+"""Arguments of engines in processes of their own: Hone's keys by their names, and what is refused before they start."""
+
+from __future__ import annotations
+
+import pytest
+
+from hone.config.rollout import RolloutConfig
+from hone.errors import ConfigError
+from hone.generation.options import engine_options
+from hone.generation.server.arguments import check_names
+from hone.generation.server.backend import Settings
+from hone.generation.server.sglang_backend import SglangBackend
+from hone.generation.server.vllm_backend import VllmBackend
+
+BACKENDS = {"vllm": VllmBackend, "sglang": SglangBackend}
+
+
+@pytest.mark.parametrize(
+    ("keys", "vllm", "sglang"),
+    [
+        ({"tensor_model_parallel_size": 2}, {"tensor_parallel_size": 2}, {"tp_size": 2}),
+        ({"gpu_memory_utilization": 0.7}, {"gpu_memory_utilization": 0.7}, {"mem_fraction_static": 0.7}),
+        ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}, {"disable_radix_cache": True}),
+        ({"enforce_eager": True}, {"enforce_eager": True}, {"disable_cuda_graph": True}),
+        (
+            {"max_num_batched_tokens": 512},
+            {"max_num_batched_tokens": 512},
+            {"max_prefill_tokens": 512, "chunked_prefill_size": 512},
+        ),
+        (
+            {"max_num_batched_tokens": 512, "enable_chunked_prefill": False},
+            {"max_num_batched_tokens": 512, "enable_chunked_prefill": False},
+            {"max_prefill_tokens": 512, "chunked_prefill_size": -1},
+        ),
+    ],
+)
+def test_keys_have_the_names_of_each_engine(keys, vllm, sglang):
+    for name, wanted in (("vllm", vllm), ("sglang", sglang)):
+        default = engine_options(RolloutConfig(name=name))
+        found = engine_options(RolloutConfig(name=name, **keys))
+        assert {key: value for key, value in found.items() if default.get(key) != value} == wanted
+        assert None not in found.values()
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ("vllm", "speculative_config"),
+        ("vllm", "logprobs_mode"),
+        ("vllm", "data_parallel_size"),
+        ("sglang", "speculative_algorithm"),
+        ("sglang", "sampling_backend"),
+        ("sglang", "enable_lora"),
+    ],
+)
+def test_what_would_break_a_promise_is_refused_by_name(engine, name):
+    options = engine_options(RolloutConfig(name=engine, engine_kwargs={engine: {name: 2}}))
+    backend = BACKENDS[engine].__new__(BACKENDS[engine])  # it is refused before there is an engine
+    with pytest.raises(ConfigError, match=f"cannot be given '{name}'") as raised:
+        backend._options(Settings(engine, "model", "model", "float32", 4, 64, None, options))
+    assert raised.value.where == f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{name}"
+
+
+def test_a_misspelt_argument_shows_the_likely_one():
+    check_names("vllm", {"block_size": 1}, ["block_size"], called="vLLM")
+    with pytest.raises(ConfigError, match="vLLM has no argument 'blok_size'") as raised:
+        check_names("vllm", {"blok_size": 1}, ["block_size", "seed"], called="vLLM")
+    assert "block_size" in raised.value.fix
