@@ -5,6 +5,7 @@ from __future__ import annotations
 from hone.agents import environment_loop, interaction_loop, single_turn, tool_agent
 from hone.agents.base import AGENT_LOOPS
 from hone.agents.program import loop as program
+from hone.agents.program import verifiers_loop as verifiers
 from hone.config.agents import AgentConfig, MultiTurnConfig
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "program",
     "single_turn",
     "tool_agent",
+    "verifiers",
 ]
 
 

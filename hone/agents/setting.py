@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ class Setting:
         agent: the block ``agent``.
         template_kwargs: extra arguments of the chat template.
         context: tokens that the engine can hold, prompt included; None is no limit.
+        at_end: called by :meth:`close`: what loops have started ends there.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -34,6 +36,7 @@ class Setting:
     agent: AgentConfig = field(default_factory=AgentConfig)
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     context: int | None = None
+    at_end: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
     def of(cls, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> Setting:
@@ -79,7 +82,9 @@ class Setting:
         return load_interactions(self.multi_turn.interaction_config_path)
 
     def close(self) -> None:
-        """End what the tools have started."""
+        """End what loops and tools have started."""
+        while self.at_end:
+            self.at_end.pop()()
         if "toolbox" in vars(self):
             self.toolbox.close()
             del self.toolbox

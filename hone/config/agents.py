@@ -69,12 +69,22 @@ class ProgramConfig:
 
 
 @dataclass
+class VerifiersConfig:
+    """Environments of the library verifiers, played in the Python where they are installed. See docs/agents.md."""
+
+    python: str | None = texts(None, "path")
+    """Python of that virtual environment, as in ~/verifiers/bin/python. null is the Python of this run."""
+    timeout: float = number(600.0, above=0)
+    """Seconds that one episode may take; then it counts as broken."""
+
+
+@dataclass
 class AgentConfig:
     """Which agent loop plays an episode, how many at a time, and what becomes of one that breaks."""
 
     default_agent_loop: str | None = named(None, "agent loop")
-    """Loop of rows without the column agent_name: single_turn, tool_agent, interaction, environment, program, or an import path
-    (my_loops:MyLoop). null means program where agent.program names one, what the files of multi_turn call for, else
+    """Loop of rows without the column agent_name: single_turn, tool_agent, interaction, environment, program, verifiers, or an
+    import path (my_loops:MyLoop). null means program where agent.program names one, what the files of multi_turn call for, else
     single_turn."""
     max_concurrent_episodes: int | None = number(None, low=1)
     """Most episodes under way at a time on each rollout worker; null plays all of a batch at once."""
@@ -87,3 +97,5 @@ class AgentConfig:
     """With on_error=drop: largest share of broken groups in a step; with more the run stops."""
     program: ProgramConfig = block(ProgramConfig)
     """The agent of the loop `program`."""
+    verifiers: VerifiersConfig = block(VerifiersConfig)
+    """What the loop `verifiers` plays with."""

@@ -90,6 +90,7 @@ for _name, _module, _class in (
     ("planning", "planning", "Planning"),
     ("gymnasium", "gymnasium", "Gymnasium"),
     ("reasoning_gym", "reasoning_gym", "ReasoningGym"),
+    ("openenv", "openenv", "OpenEnv"),
 ):
     _ = ENVIRONMENTS.register(_name)(_built_in(_module, _class))
 

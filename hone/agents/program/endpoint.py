@@ -92,6 +92,8 @@ def allowed(session: Session, episode: Episode, prompt: Prompt) -> int:
     turns = limits.assistant_turns
     if left < 1 or (turns is not None and len(session.turns) >= turns):
         session.counts["refused"] += 1
-        what = f"its {limits.tokens} tokens" if left < 1 else f"its {turns} turns"
-        raise ApiError(400, f"this episode has used up {what}", code="context_length_exceeded", param="messages")
+        what = f"{limits.tokens} tokens" if left < 1 else f"{turns} turns"
+        # the words by which clients tell that a conversation is over from a request that is wrong
+        said = f"this model's maximum context length is reached: the episode has used up its {what}"
+        raise ApiError(400, said, code="context_length_exceeded", param="messages")
     return min(left, episode.sampling.max_tokens)

@@ -1,5 +1,5 @@
 """Tasks of `hone data make` whose problems are episodes of several turns. Importing this package registers them."""
 
-from hone.agents.tasks import calculator, environment, multi_hop, search_qa
+from hone.agents.tasks import calculator, environment, multi_hop, search_qa, verifiers
 
-__all__ = ["calculator", "environment", "multi_hop", "search_qa"]
+__all__ = ["calculator", "environment", "multi_hop", "search_qa", "verifiers"]

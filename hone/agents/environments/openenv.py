@@ -1,0 +1,198 @@
+"""Environments that live on an OpenEnv server: every episode has a session of its own, over one WebSocket.
+
+How a turn becomes an action follows from the schema that the server publishes:
+
+- an action with one text (``{"message": "..."}``) is the turn itself;
+- the tools of an MCP environment are offered to the policy, and its calls are the actions;
+- any other action is offered as a function tool, ``act``, with the action's fields as its parameters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hone.agents.environments.base import Environment, Step
+from hone.agents.environments.openenv_wire import (
+    WHERE,
+    NoPlace,
+    OpenEnvError,
+    RefusedAction,
+    interface_of,
+    observed,
+    opened,
+)
+from hone.agents.messages import AssistantTurn, Message, ToolCall, tool_message
+from hone.errors import ConfigError
+
+PLACE_SECONDS = 5.0
+"""How long to wait for a place on a server that is full: that of an episode that has just ended is freed a little later."""
+_UNSAID = ("metadata", "reward", "done")
+
+
+class OpenEnv(Environment):
+    """One session on a server.
+
+    Args:
+        url: of the server, as in ``http://127.0.0.1:8000``.
+        text: field of the action that takes the turn; None finds it in the server's schema.
+        shown: field of the observation that the policy is shown; None is its only text, else all of it as JSON.
+        prompt: what stands before the first observation.
+        reset: further arguments of the server's ``reset``.
+
+    Facts: ``solved`` (the rewards add up to more than 0), ``steps``, ``invalid_action`` (the last action was refused).
+
+    Raises:
+        ConfigError: the package websockets is not installed, the server does not answer, or an argument does not fit it.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        text: str | None = None,
+        shown: str | None = None,
+        prompt: str = "",
+        reset: dict[str, Any] | None = None,
+    ) -> None:
+        self.url, self.shown, self.prompt, self.arguments = url.rstrip("/"), shown, prompt, reset or {}
+        self.interface = interface_of(self.url, text)
+        self.tools = self.interface.tools
+        self._socket: Any = None
+        self._total, self._steps = 0.0, 0
+
+    async def reset(self, seed: int) -> list[Message]:
+        """Open a session, and begin anew in it."""
+        self._total, self._steps = 0.0, 0
+        await self.close()
+        answer = await self._begin({**self.arguments, "seed": seed})
+        words = f"{self.prompt}\n{self._words(answer['observation'])}".strip()
+        if not words:
+            raise ConfigError(
+                f"the OpenEnv server {self.url} shows nothing when an episode begins",
+                why="the policy would be asked nothing",
+                fix='"prompt": "what is to be done" in the options of the environment',
+                where=WHERE,
+            )
+        return [{"role": "user", "content": words}]
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        """Take the action, or the actions, of a turn."""
+        if self.interface.text is not None:
+            answer, refusal = await self._act({self.interface.text: turn.content})
+            words = refusal if answer is None else self._words(answer["observation"])
+            return self._step([{"role": "user", "content": words}], [answer])
+        if not turn.calls:
+            return self._step([], [], done=True)
+        messages, answers = [], []
+        for call in turn.calls:
+            answer, words = await self._call(call)
+            messages.append(tool_message(call, words))
+            answers.append(answer)
+            if answer is not None and answer.get("done"):
+                break
+        return self._step(messages, answers)
+
+    async def close(self) -> None:
+        """End the session; the server frees its world."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            from websockets.exceptions import WebSocketException
+
+            with contextlib.suppress(WebSocketException, OSError):  # it is over in any case
+                await socket.send(json.dumps({"type": "close"}))
+                await socket.close()
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    async def _call(self, call: ToolCall) -> tuple[dict[str, Any] | None, str]:
+        """The server's answer to a call, None where it refused it, and the words for the policy."""
+        names = [schema["function"]["name"] for schema in self.tools]
+        if call.arguments is None or call.name not in names:
+            return None, call.error or f"there is no function {call.name}; there are: {', '.join(names)}"
+        action = call.arguments
+        if self.interface.mcp:
+            action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
+        answer, refusal = await self._act(action)
+        if answer is None:
+            return None, refusal
+        seen = answer["observation"]
+        return answer, _mcp_words(seen) if self.interface.mcp else self._words(seen)
+
+    async def _act(self, action: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+        self._steps += 1
+        try:
+            return await self._ask("step", action), ""
+        except RefusedAction as refused:
+            return None, f"this action cannot be taken: {refused}"
+
+    def _step(self, messages: list[Message], answers: list[dict[str, Any] | None], *, done: bool = False) -> Step:
+        taken = [answer for answer in answers if answer is not None]
+        reward = float(sum(answer.get("reward") or 0.0 for answer in taken))
+        self._total += reward
+        facts = {
+            "solved": float(self._total > 0),
+            "steps": float(self._steps),
+            "invalid_action": float(len(taken) < len(answers)),
+        }
+        return Step(messages, reward, done or any(answer.get("done") for answer in taken), facts)
+
+    async def _begin(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Open a session and reset it; wait a little for a place on a server that is full."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + PLACE_SECONDS
+        while True:
+            self._socket = await opened(self.url)
+            try:
+                return await self._ask("reset", arguments)
+            except NoPlace as full:
+                await self.close()
+                if clock() > until:
+                    raise ConfigError(
+                        f"the OpenEnv server {self.url} has no place for another session: {full}",
+                        why="every episode that is under way has a session of its own",
+                        fix="raise max_concurrent_envs of the server, or play fewer episodes at a time: "
+                        "actor_rollout_ref.rollout.agent.max_concurrent_episodes=1",
+                        where=WHERE,
+                    ) from None
+            await asyncio.sleep(0.1)
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        from websockets.exceptions import ConnectionClosed
+
+        try:
+            await self._socket.send(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(await self._socket.recv())
+        except ConnectionClosed as closed:
+            raise OpenEnvError(f"the server {self.url} closed the session: {closed}") from None
+        return observed(answer, self.url)
+
+    def _words(self, observation: Mapping[str, Any]) -> str:
+        if self.shown is not None:
+            if self.shown not in observation:
+                raise ConfigError(
+                    f"an observation of {self.url} has no field '{self.shown}'; it has {sorted(observation)}",
+                    where=f"{WHERE}.shown",
+                    fix="name one of these",
+                )
+            value = observation[self.shown]
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        said = {key: value for key, value in observation.items() if key not in _UNSAID and value is not None}
+        texts = [value for value in said.values() if isinstance(value, str)]
+        if len(said) == len(texts) == 1:
+            return texts[0]
+        return json.dumps(said, ensure_ascii=False) if said else ""
+
+
+def _mcp_words(observation: Mapping[str, Any]) -> str:
+    """What an MCP tool said: its text, its value, or its error."""
+    error, result = observation.get("error"), observation.get("result")
+    if error:
+        return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"
+    if isinstance(result, Mapping) and isinstance(result.get("content"), list):
+        texts = [part["text"] for part in result["content"] if isinstance(part, Mapping) and "text" in part]
+        result = "\n".join(texts) if texts else result.get("data")
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

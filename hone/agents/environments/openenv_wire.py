@@ -1,0 +1,156 @@
+"""What OpenEnv servers say, and how they are asked.
+
+Only the client's side is here, on the library websockets: the server, with what its environment needs, runs where its user wants.
+
+Source: the wire format of openenv 0.10, ``/schema`` and ``/ws`` (reset, step, close; observation, error).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hone.errors import ConfigError
+
+OPEN_SECONDS = 10.0
+"""Time that a server may take to answer a connection."""
+MOST_BYTES = 16 * 2**20
+WHERE = "extra_info.environment.options"
+
+
+class OpenEnvError(Exception):
+    """The server could not carry out what it was asked."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What a server says of its actions.
+
+    Attributes:
+        text: the field of the action that takes the turn; None where the policy acts by calling tools.
+        tools: function schemas of these.
+        mcp: whether the tools are those of an MCP environment, and not the action itself.
+    """
+
+    text: str | None
+    tools: tuple[dict[str, Any], ...]
+    mcp: bool = False
+
+
+class RefusedAction(OpenEnvError):
+    """The action does not fit the server's schema: the policy can mend that."""
+
+
+class NoPlace(OpenEnvError):
+    """The server has as many sessions as it may have."""
+
+
+def observed(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """The observation in a server's answer, with reward and done.
+
+    Raises:
+        OpenEnvError: it is an error, or nothing that the protocol knows.
+    """
+    data = answer.get("data")
+    if answer.get("type") == "observation" and isinstance(data, dict) and isinstance(data.get("observation"), dict):
+        return data
+    if answer.get("type") != "error" or not isinstance(data, dict):
+        raise OpenEnvError(f"the server {url} answered with {answer!r:.300}")
+    said, code = str(data.get("message")), data.get("code")
+    if code == "VALIDATION_ERROR":
+        wrong = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in data.get("errors", ())]
+        raise RefusedAction("; ".join(wrong) or said)
+    raise (NoPlace if code == "CAPACITY_REACHED" else OpenEnvError)(f"{said} ({code})")
+
+
+async def opened(url: str) -> Any:
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import WebSocketException
+
+    try:
+        return await connect(_websocket(url), open_timeout=OPEN_SECONDS, max_size=MOST_BYTES)
+    except (OSError, TimeoutError, WebSocketException) as error:
+        raise OpenEnvError(f"the server {url} does not answer: {error}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def interface_of(url: str, text: str | None) -> Interface:
+    """How the policy acts on a server; asked once a process.
+
+    Raises:
+        ConfigError: websockets is not installed, the server does not answer, or its action has no field ``text``.
+    """
+    import httpx2
+
+    try:
+        import websockets
+    except ImportError as error:
+        raise ConfigError(
+            "the environment 'openenv' needs the package websockets, which is not installed",
+            fix="pip install 'hone-rl[environments]'",
+        ) from error
+    try:
+        answer = httpx2.get(f"{url}/schema", timeout=OPEN_SECONDS).raise_for_status()
+        action = answer.json()["action"]
+        fields = dict(action.get("properties", {}))
+        if "tool_name" in fields:
+            return Interface(None, tuple(_mcp_tools(url)), mcp=True)
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, KeyError, OpenEnvError) as error:
+        raise ConfigError(
+            f"the OpenEnv server {url} does not answer: {type(error).__name__}: {error}",
+            why="the environment lives on that server; Hone only plays in it",
+            fix="start it, and name its address: url=http://127.0.0.1:8000",
+            where=f"{WHERE}.url",
+        ) from error
+    except websockets.exceptions.WebSocketException as error:
+        raise ConfigError(f"the OpenEnv server {url} has no /ws: {error}", where=f"{WHERE}.url") from error
+    return _interface(url, action, fields, text)
+
+
+def _interface(url: str, action: Mapping[str, Any], fields: dict[str, Any], text: str | None) -> Interface:
+    fields.pop("metadata", None)
+    if text is not None:
+        if text not in fields:
+            raise ConfigError(
+                f"the actions of {url} have no field '{text}'; they have {sorted(fields)}",
+                where=f"{WHERE}.text",
+                fix="name one of these, or leave it out",
+            )
+        return Interface(text, ())
+    required = [name for name in action.get("required", ()) if name in fields]
+    texts = [name for name in required or fields if fields[name].get("type") == "string" and "enum" not in fields[name]]
+    if len(texts) == 1 and len(required or fields) == 1:
+        return Interface(texts[0], ())
+    parameters: dict[str, Any] = {"type": "object", "properties": fields, "required": required}
+    if "$defs" in action:
+        parameters["$defs"] = action["$defs"]
+    about = str(action.get("description") or "Take an action.").split("\n\n")[0]
+    return Interface(
+        None, ({"type": "function", "function": {"name": "act", "description": about, "parameters": parameters}},)
+    )
+
+
+def _mcp_tools(url: str) -> list[dict[str, Any]]:
+    from websockets.sync.client import connect
+
+    with connect(_websocket(url), open_timeout=OPEN_SECONDS, max_size=MOST_BYTES) as socket:
+        socket.send(json.dumps({"type": "step", "data": {"type": "list_tools"}}))
+        seen = observed(json.loads(socket.recv(timeout=OPEN_SECONDS)), url)["observation"]
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool["name"],
+                "description": tool.get("description", ""),
+                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in seen["tools"]
+    ]
+
+
+def _websocket(url: str) -> str:
+    return f"ws{url.removeprefix('http')}/ws"

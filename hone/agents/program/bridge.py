@@ -1,0 +1,145 @@
+"""A program in another Python environment that answers requests: lines of JSON in, lines of JSON out."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from hone.agents.program.process import ProgramFailed
+from hone.errors import ConfigError
+
+_TAIL_LINES = 40
+_END_SECONDS = 5.0
+
+
+class Bridge:
+    """One such program. It leads a process group of its own and ends with its standard input, so also when this process is gone.
+
+    Args:
+        command: the program with its arguments.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._numbers, self._lock, self._pen = itertools.count(1), threading.Lock(), threading.Lock()
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._ended = False
+        self._errors: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        self._listener = threading.Thread(target=self._listen_to_errors, name="hone-bridge-errors", daemon=True)
+        self._listener.start()
+        threading.Thread(target=self._listen, name="hone-bridge", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self.process.poll() is None
+
+    def ask(self, op: str, **fields: Any) -> Future[dict[str, Any]]:
+        """The answer to a request. A future that is cancelled cancels the request.
+
+        The future raises :class:`ProgramFailed` when the program ends before it answers, or could not carry the request out.
+        """
+        number, answer = next(self._numbers), Future[dict[str, Any]]()
+        with self._lock:
+            if self._ended:
+                answer.set_exception(self._over())
+                return answer
+            self._waiting[number] = answer
+        answer.add_done_callback(lambda future: self._done(number, future))
+        self._write({"id": number, "op": op, **fields})
+        return answer
+
+    def close(self) -> None:
+        """End it, and what it has started."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_SECONDS)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _done(self, number: int, future: Future[dict[str, Any]]) -> None:
+        with self._lock:
+            self._waiting.pop(number, None)
+        if future.cancelled():
+            self._write({"id": next(self._numbers), "op": "cancel", "of": number})
+
+    def _write(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        line = json.dumps(request, default=str) + "\n"
+        with contextlib.suppress(OSError, ValueError), self._pen:  # it has ended: whoever waits is told by the listener
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            answer = json.loads(line)
+            with self._lock:
+                future = self._waiting.get(answer["id"])
+            if future is None or not future.set_running_or_notify_cancel():
+                continue
+            if "failed" in answer:
+                future.set_exception(ProgramFailed(f"{answer['failed']}\n{answer.get('trace', '')}".rstrip()))
+            else:
+                future.set_result(answer)
+        self.process.wait()
+        self._listener.join(1.0)
+        with self._lock:
+            self._ended, waiting = True, list(self._waiting.values())
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._over())
+
+    def _listen_to_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._errors.append(line)
+
+    def _over(self) -> ProgramFailed:
+        return ProgramFailed(f"the program ended with code {self.process.returncode}: {''.join(self._errors)}")
+
+
+def verifiers_bridge(python: str | None, where: str) -> Bridge:
+    """The program that plays verifiers' environments, with this interpreter; None is the present one.
+
+    Args:
+        python: path of the interpreter.
+        where: what names it, for the error.
+
+    Raises:
+        ConfigError: there is no such interpreter.
+    """
+    interpreter = sys.executable if python is None else str(Path(python).expanduser())
+    program = Path(__file__).with_name("verifiers_bridge.py")
+    try:
+        return Bridge([interpreter, "-P", str(program)])  # -P: the program's folder is not where it imports from
+    except OSError as error:
+        raise ConfigError(
+            f"there is no Python {interpreter}: {error.strerror}",
+            why="verifiers and its environments are played in the Python where they are installed",
+            fix=f"{where}=/path/to/venv/bin/python",
+            where=where,
+        ) from error

@@ -1,0 +1,36 @@
+"""Python environments beside the one under test, for packages whose dependencies do not go together with Hone's."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(os.environ.get("HONE_TEST_ENVIRONMENTS", str(Path.home() / ".cache" / "hone" / "environments")))
+INSTALL_SECONDS = 900
+
+
+def foreign_python(name: str, *requirements: str) -> str:
+    """The Python of the environment ``name``, made when it is first asked for and kept; skips the test where it cannot be.
+
+    Args:
+        name: of the environment, a folder below :data:`FOLDER`.
+        requirements: what pip installs in it.
+    """
+    folder = FOLDER / name
+    python, made = folder / "bin" / "python", folder / "installed.txt"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.is_file() or made.read_text() != "\n".join(requirements):
+            install = [str(python), "-m", "pip", "install", "--quiet", *requirements]
+            for command in ([sys.executable, "-m", "venv", str(folder)], install):
+                ended = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+                if ended.returncode:
+                    pytest.skip(f"no environment for {', '.join(requirements)}: {ended.stderr.strip()[-300:]}")
+            made.write_text("\n".join(requirements))
+    return str(python)
