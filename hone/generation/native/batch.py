@@ -18,7 +18,8 @@ class RowState:
     """State of rows ``0 .. A - 1``; every tensor has ``A`` rows.
 
     Attributes:
-        length: tokens in the cache.
+        shared: tokens in the cache that the row's prompt has there, which other rows may continue too.
+        length: tokens in the cache of the row's own.
         next_token: the token that the next step feeds.
         generated: tokens drawn so far.
         limit: most tokens to draw.
@@ -29,6 +30,7 @@ class RowState:
         seen: ``[A, V]`` tokens in prompt or response, or ``[A, 0]`` when no row has a repetition penalty.
     """
 
+    shared: Tensor
     length: Tensor
     next_token: Tensor
     generated: Tensor
@@ -55,7 +57,8 @@ class RowState:
             for row, request in enumerate(requests):
                 seen[row, vector(request.prompt_ids)] = True
         return cls(
-            length=vector([len(r.prompt_ids) - 1 for r in requests]),
+            shared=vector([len(r.prompt_ids) - 1 for r in requests]),
+            length=vector([0] * len(requests)),
             next_token=vector([r.prompt_ids[-1] for r in requests]),
             generated=vector([0] * len(requests)),
             limit=vector([r.sampling.max_tokens for r in requests]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,10 @@ class KeyValueCache:
     Args:
         device: where it lives.
         dtype: of the entries.
-        limit: most tokens (rows x capacity) that it may hold.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, limit: int) -> None:
-        self.device, self.dtype, self.limit = device, dtype, limit
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
         self.rows, self.capacity = 0, 0
         self._slabs: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -27,20 +28,23 @@ class KeyValueCache:
         """Tokens there is room for."""
         return self.rows * self.capacity
 
-    def reserve(self, rows: int, capacity: int, *, used: int, rounding: int) -> None:
+    def reserve(self, rows: int, capacity: int, *, used: int, rounding: int, limit: int) -> None:
         """Make room for ``rows`` rows of ``capacity`` tokens, keeping the first ``used`` rows.
 
-        A slab that is large enough stays; otherwise it grows in both directions as far as the limit allows, capacity
+        A slab that is large enough stays; otherwise it grows in both directions as far as ``limit`` tokens allow, capacity
         to a multiple of ``rounding`` so that this is rare.
         """
         if rows <= self.rows and capacity <= self.capacity:
             return
         rounded = -(-capacity // rounding) * rounding
         shapes = ((max(rows, self.rows), max(rounded, self.capacity)), (rows, rounded), (rows, capacity))
-        shape = next((shape for shape in shapes if shape[0] * shape[1] <= self.limit), (rows, capacity))
+        self.resize(*next((shape for shape in shapes if shape[0] * shape[1] <= limit), shapes[-1]), used=used)
+
+    def resize(self, rows: int, capacity: int, *, used: int) -> None:
+        """Make room for so much and no more, keeping the first ``used`` rows."""
         for layer, (keys, values) in self._slabs.items():
-            self._slabs[layer] = (_moved(keys, shape, used), _moved(values, shape, used))
-        self.rows, self.capacity = shape
+            self._slabs[layer] = (_moved(keys, (rows, capacity), used), _moved(values, (rows, capacity), used))
+        self.rows, self.capacity = rows, capacity
 
     def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The slabs of a layer, made after the shapes of ``key`` and ``value`` ``[batch, kv_heads, length, head_dim]``."""
@@ -48,11 +52,14 @@ class KeyValueCache:
             self._slabs[layer] = (self._empty(key), self._empty(value))
         return self._slabs[layer]
 
-    def copy_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first ``length`` tokens of rows to other rows, source i to target i."""
+        if not sources:
+            return
+        source, target = torch.tensor([sources, targets], device=self.device).unbind()
         for slabs in self._slabs.values():
             for slab in slabs:
-                slab[targets, :, :length] = slab[sources, :, :length]
+                slab[target, :, :length] = slab[source, :, :length]
 
     def read_row(self, row: int, length: int) -> Slabs:
         """A copy of the first ``length`` tokens of a row."""
@@ -76,8 +83,15 @@ class KeyValueCache:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
+def closing_moves(count: int, gone: set[int]) -> tuple[list[int], list[int]]:
+    """How ``count`` rows close up when some are gone: gaps, and the last rows, which move into them."""
+    left = count - len(gone)
+    return sorted(row for row in gone if row < left), [row for row in range(left, count) if row not in gone]
+
+
 def _moved(slab: Tensor, shape: tuple[int, int], used: int) -> Tensor:
     moved = slab.new_zeros(shape[0], slab.shape[1], shape[1], slab.shape[3])
     kept = min(slab.shape[2], shape[1])
+    used = min(used, slab.shape[0])
     moved[:used, :, :kept] = slab[:used, :, :kept]
     return moved

@@ -126,8 +126,7 @@ class NativeEngine:
     async def sleep(self) -> None:
         """Give the cache's memory back; requests under way end as aborted."""
         await self.abort()
-        self._runner.cache.clear()
-        self._runner.parked.clear()
+        self._runner.sleep()
 
     async def wake(self) -> None:
         """Nothing to do: the cache grows again when it is needed."""
@@ -206,7 +205,7 @@ class NativeEngine:
         watched = any(job.request.progress is not None for job in jobs)
         with runner.computing():
             for _ in range(WATCHED_BURST if watched else BURST):
-                self._entering = scheduler.admit(runner.running)
+                self._entering = scheduler.admit(runner.running, runner.version)
                 if self._entering:
                     runner.enter(self._entering)
                 self._entering = []

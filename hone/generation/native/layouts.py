@@ -1,7 +1,9 @@
-"""Layouts that use the cache: prefill writes whole prompts or what was added to a row, decoding reads and appends one token a
+"""Layouts that use the cache: prefill writes whole prompts or what was added to one, decoding reads and appends one token a
 row."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from hone.generation.attention import PackedLayout, Scoring, attention_weights
 from hone.generation.native.cache import KeyValueCache
+from hone.generation.native.prompts import Stacks, query_products
 
 
 class PrefillLayout:
@@ -88,23 +91,26 @@ class ExtendLayout:
 
 
 class DecodeLayout:
-    """One new token for each of the first ``A`` rows.
+    """One new token for each of the first ``A`` rows, which continue prompts kept apart.
 
     Args:
-        cache: to read and append to.
+        cache: to read and append to: what each row has of its own.
         lengths: ``[A]`` tokens already in each row; the new token goes to this place.
         longest: the largest of them, plus the new token.
+        shared: ``[A]`` tokens of the prompt before each row's own.
+        stacks: which prompt that is.
     """
 
-    def __init__(self, cache: KeyValueCache, lengths: Tensor, longest: int) -> None:
+    def __init__(self, cache: KeyValueCache, lengths: Tensor, longest: int, shared: Tensor, stacks: Stacks) -> None:
         self._cache, self._lengths, self._longest = cache, lengths, longest
-        self._place = torch.arange(longest, device=lengths.device)
-        self._bias: dict[tuple[int | None, int], Tensor] = {}
+        self._shared, self._stacks = shared, stacks
+        self._in_step = lengths.device.type == "cpu" and int(lengths.min()) == longest - 1
+        self._bias: dict[tuple[int | None, int], Tensor | None] = {}
         self._new: dict[int, Tensor] = {}
-        self.position_ids = lengths[:, None]
+        self.position_ids = (shared + lengths)[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of each row's new token over its row: ``[A, heads, 1, head_dim]`` to ``[A, 1, heads, head_dim]``.
+        """Attention of each row's new token over prompt and row: ``[A, heads, 1, head_dim]`` to ``[A, 1, heads, head_dim]``.
 
         The heads that share keys are the rows of one matrix product: keys are read once and never repeated.
         """
@@ -112,27 +118,40 @@ class DecodeLayout:
         self._append(keys, key)
         self._append(values, value)
         rows, heads, _, width = query.shape
-        kv_heads = keys.shape[1]
+        kv_heads, prompt = keys.shape[1], self._stacks.longest
         past_keys = keys[:rows].flatten(0, 1)[:, : self._longest]
         past_values = values[:rows].flatten(0, 1)[:, : self._longest]
-        grouped = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
-        window = scoring.window if scoring.window is not None and scoring.window < self._longest else None
-        if not scoring.plain:
-            scores = torch.bmm(grouped, past_keys.transpose(1, 2)).view(rows, heads, 1, -1)
-            weights = attention_weights(scores, self._hidden(window)[:, None, None], scoring)
-            weights = weights.view(rows * kv_heads, heads // kv_heads, -1)
-        else:
-            if keys.dtype == torch.float32:
-                scores = torch.bmm(grouped * scoring.scale, past_keys.transpose(1, 2))
-            else:  # half-precision kernels are about twice as fast with the keys on the left
-                scores = torch.bmm(past_keys, grouped.transpose(1, 2)).transpose(1, 2).float() * scoring.scale
-            weights = scores.add_(self._hidden_bias(window, kv_heads)).softmax(-1)
-        mixed = torch.bmm(weights.to(past_values.dtype), past_values)
+        lanes = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
+        if scoring.plain and keys.dtype == torch.float32:
+            lanes, scoring = lanes * scoring.scale, replace(scoring, scale=1.0)
+        scores = query_products(lanes, past_keys)
+        if prompt:
+            scores = torch.cat([self._stacks.scores(layer, lanes, key, value), scores], -1)
+        weights = self._weights(scores, scoring, rows, kv_heads).to(past_values.dtype)
+        mixed = torch.bmm(weights[..., prompt:], past_values)
+        if prompt:
+            mixed += self._stacks.mix(layer, weights, key, value)
         return mixed.view(rows, 1, heads, past_values.shape[-1])
+
+    def _weights(self, scores: Tensor, scoring: Scoring, rows: int, kv_heads: int) -> Tensor:
+        """Softmax of ``scores [A * kv_heads, heads of one, prompt + longest]``."""
+        window = scoring.window
+        if window is not None and window >= self._stacks.longest + self._longest:
+            window = None
+        if not scoring.plain:
+            hidden = self._hidden(window)[:, None, None]
+            return attention_weights(scores.reshape(rows, -1, 1, scores.shape[-1]), hidden, scoring).view(scores.shape)
+        if scoring.scale != 1.0:
+            scores = scores * scoring.scale
+        bias = self._hidden_bias(window, kv_heads)
+        return (scores if bias is None else scores.add_(bias)).softmax(-1)
 
     def _append(self, slab: Tensor, states: Tensor) -> None:
         """Write ``states [A, kv_heads, 1, head_dim]`` behind each row's tokens."""
         rows, kv_heads, capacity = len(self._lengths), slab.shape[1], slab.shape[2]
+        if self._in_step:
+            slab[:rows, :, self._longest - 1] = states[:, :, 0].to(slab.dtype)
+            return
         if kv_heads not in self._new:
             lanes = torch.arange(rows * kv_heads, device=slab.device) * capacity
             self._new[kv_heads] = lanes + self._lengths.repeat_interleave(kv_heads)
@@ -140,14 +159,25 @@ class DecodeLayout:
         slab.view(-1, slab.shape[3]).index_copy_(0, self._new[kv_heads], flat.to(slab.dtype))
 
     def _hidden(self, window: int | None) -> Tensor:
-        """``[A, longest]``: places after the row's new token, or before its window."""
-        hidden = self._place > self._lengths[:, None]
-        return hidden if window is None else hidden | (self._place <= self._lengths[:, None] - window)
+        """``[A, prompt + longest]``: places behind the end of prompt and row, or before the window of the new token."""
+        device, shared, lengths = self._lengths.device, self._shared[:, None], self._lengths[:, None]
+        before = torch.arange(self._stacks.longest, device=device).expand(len(lengths), -1)
+        own = torch.arange(self._longest, device=device)
+        hidden = torch.cat([before >= shared, own > lengths], 1)
+        if window is None:
+            return hidden
+        return hidden | (torch.cat([before, shared + own], 1) <= shared + lengths - window)
 
-    def _hidden_bias(self, window: int | None, kv_heads: int) -> Tensor:
-        """``[A * kv_heads, 1, longest]`` float32: minus infinity at hidden places, else 0; made once a step."""
+    def _hidden_bias(self, window: int | None, kv_heads: int) -> Tensor | None:
+        """``[A * kv_heads, 1, prompt + longest]`` float32: minus infinity at hidden places, else 0; made once a step.
+
+        None when nothing is hidden, where it costs little to know.
+        """
         if (window, kv_heads) not in self._bias:
             hidden = self._hidden(window)
-            bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._bias[window, kv_heads] = bias.repeat_interleave(kv_heads, 0)[:, None]
+            bias = None
+            if hidden.device.type != "cpu" or bool(hidden.any()):
+                bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+                bias = bias.repeat_interleave(kv_heads, 0)[:, None]
+            self._bias[window, kv_heads] = bias
         return self._bias[window, kv_heads]

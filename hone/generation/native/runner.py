@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.data.types import StopReason
 from hone.generation.native.batch import RowState
-from hone.generation.native.cache import KeyValueCache
+from hone.generation.native.cache import KeyValueCache, closing_moves
 from hone.generation.native.forward import FusedForward, ModuleForward
 from hone.generation.native.layouts import DecodeLayout, ExtendLayout, PrefillLayout
-from hone.generation.native.parked import ParkedTurns, Turn
+from hone.generation.native.parked import ParkedTurns, Slabs, Turn
+from hone.generation.native.prompts import Prompts, Stacks
 from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.native.scheduler import Job
 from hone.generation.protocol import Completion
@@ -44,6 +45,8 @@ class Runner:
 
     Attributes:
         running: the job of each row.
+        cache: what each row has of its own: from its prompt's last token on.
+        prompts: what comes before.
         parked: what ended turns left for the next ones.
         version: of the weights.
         stats: counters since start.
@@ -60,7 +63,9 @@ class Runner:
     ) -> None:
         self.model, self.tokenizer, self.device = model, tokenizer, device
         self.bfloat16 = dtype == "bfloat16"
-        self.cache = KeyValueCache(device, torch.bfloat16 if self.bfloat16 else torch.float32, max_cache_tokens)
+        kept = torch.bfloat16 if self.bfloat16 else torch.float32
+        self.cache, self.prompts = KeyValueCache(device, kept), Prompts(device, kept)
+        self._max_cache_tokens = max_cache_tokens
         self.parked = ParkedTurns(max_cache_tokens)
         self.running: list[Job] = []
         self.version = 0
@@ -69,6 +74,7 @@ class Runner:
         self._vocabulary = causal.get_input_embeddings().num_embeddings
         self._state: RowState | None = None
         self._sampling: RowSampling | None = None
+        self._stacks: Stacks | None = None
         self._steps = 0
         self._fresh: list[Job] = []
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
@@ -91,13 +97,11 @@ class Runner:
     # entering --------------------------------------------------------------------------------------------------------
 
     def enter(self, jobs: Sequence[Job]) -> None:
-        """Give each job a row, its prompt (but for the last token, which the first step feeds) in the cache."""
-        now, first = time.perf_counter(), len(self.running)
+        """Give each job a row, and its prompt (but for the last token, which the first step feeds) a place in the cache."""
+        now = time.perf_counter()
         for job in jobs:
             job.version, job.started, job.entered = self.version, now, self._steps
-        capacity = max(job.need for job in (*self.running, *jobs))
-        self.cache.reserve(first + len(jobs), capacity, used=first, rounding=_ROUNDING)
-        self._fill(jobs, first)
+        self._fill(jobs)
         requests = [job.request for job in jobs]
         state = RowState.of(requests, self._vocabulary, self.device)
         sampling = RowSampling.of([r.sampling for r in requests], [r.seed for r in requests], self.device)
@@ -105,36 +109,42 @@ class Runner:
         self._sampling = sampling if self._sampling is None else self._sampling.join(sampling)
         self.running += jobs
         self._fresh += jobs
+        self._stacks = None
         stats = self.stats
         stats["peak_sequences"] = max(stats["peak_sequences"], len(self.running))
-        stats["peak_cache_tokens"] = max(stats["peak_cache_tokens"], self.cache.tokens)
+        stats["peak_cache_tokens"] = max(stats["peak_cache_tokens"], self.cache.tokens + self.prompts.cache.tokens)
 
-    def _fill(self, jobs: Sequence[Job], first: int) -> None:
-        """Put prompts into rows ``first``, ``first + 1``, ...; equal prompts are computed once and copied, and what an
-        episode's last turn left is not computed again.
-        """
-        rows = {job.prompt: row for row, job in enumerate(self.running) if job.version == self.version}
+    def _fill(self, jobs: Sequence[Job]) -> None:
+        """Put prompts into the cache; equal ones are computed once, and what an episode's last turn left is not again."""
+        held, entering = self.prompts.count, []
+        for job in jobs:
+            job.slot, new = self.prompts.take(job.prompt, self.version, job.shared)
+            if new:
+                entering.append(job)
+            else:
+                self.stats["prefix_hits"] += 1
+                self.stats["cached_tokens"] += job.shared
+        self._reserve(len(self.running), held, max(job.own for job in (*self.running, *jobs)), len(jobs))
         fresh: list[tuple[int, list[int]]] = []
         added: list[tuple[int, int, list[int]]] = []
-        copies: dict[int, list[tuple[int, int]]] = {}
-        for row, job in enumerate(jobs, start=first):
-            source = rows.setdefault(job.prompt, row)
-            ids = job.request.prompt_ids[:-1]
-            if source != row:
-                copies.setdefault(len(ids), []).append((source, row))
-                self.stats["prefix_hits"] += 1
-                self.stats["cached_tokens"] += len(ids)
-            elif ids:
-                kept = self._unpark(job, row)
-                if not kept:
-                    fresh.append((row, ids))
-                elif kept < len(ids):
-                    added.append((row, kept, ids[kept:]))
+        for job in entering:
+            ids, kept = job.request.prompt_ids[:-1], self._unpark(job)
+            if kept == 0 and ids:
+                fresh.append((job.slot, ids))
+            elif kept < len(ids):
+                added.append((job.slot, kept, ids[kept:]))
         self._prefill(fresh)
         self._extend(added)
-        for length, pairs in copies.items():
-            sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
-            self.cache.copy_rows(sources, targets, length)
+
+    def _reserve(self, rows: int, slots: int, own: int, entering: int) -> None:
+        """Make room in both caches, beside ``rows`` and ``slots`` that hold something."""
+        limit, prompts = self._max_cache_tokens, self.prompts.cache
+        wanted = (rows + entering, own), (self.prompts.count, self.prompts.longest)
+        self.cache.reserve(*wanted[0], used=rows, rounding=_ROUNDING, limit=limit - prompts.tokens)
+        prompts.reserve(*wanted[1], used=slots, rounding=_ROUNDING, limit=limit - self.cache.tokens)
+        if self.cache.tokens + prompts.tokens > limit:  # both exactly: the scheduler has seen that this fits
+            self.cache.resize(*wanted[0], used=rows)
+            prompts.resize(*wanted[1], used=slots)
 
     def _prefill(self, prompts: list[tuple[int, list[int]]]) -> None:
         while prompts:
@@ -144,25 +154,25 @@ class Runner:
                 count += 1
             chunk, prompts = prompts[:count], prompts[count:]
             lengths = torch.tensor([len(ids) for _, ids in chunk])
-            layout = PrefillLayout(self.cache, torch.tensor([row for row, _ in chunk]), lengths)
+            layout = PrefillLayout(self.prompts.cache, torch.tensor([row for row, _ in chunk]), lengths)
             ids = torch.tensor([[token for _, ids in chunk for token in ids]], device=self.device)
             self._forward.hidden(ids, layout)
             self.stats["prefill_tokens"] += tokens
 
-    def _unpark(self, job: Job, row: int) -> int:
-        """Begin the row with what the job's session has left; returns how many tokens that is."""
+    def _unpark(self, job: Job) -> int:
+        """Begin the job's slot with what its session has left; returns how many tokens that is."""
         found = self.parked.find(job.request.session, job.request.prompt_ids, self.version)
         if found is None:
             return 0
         turn, shared = found
-        self.cache.write_row(row, shared, turn.slabs)
+        self.prompts.cache.write_row(job.slot, shared, turn.slabs)
         self.stats["session_hits"] += 1
         self.stats["session_tokens"] += shared
         self.stats["cached_tokens"] += shared
         return shared
 
     def _extend(self, added: list[tuple[int, int, list[int]]]) -> None:
-        """Put further tokens into rows: (row, tokens it holds, further ones). Like lengths go together, for they share a
+        """Put further tokens into slots: (slot, tokens it holds, further ones). Like lengths go together, for they share a
         rectangle.
         """
         added = sorted(added, key=lambda entry: len(entry[2]))
@@ -171,18 +181,21 @@ class Runner:
             while count < len(added) and (count + 1) * (added[count][1] + len(added[count][2])) <= PREFILL_TOKENS:
                 count += 1
             chunk, added = added[:count], added[count:]
-            rows, past, parts = zip(*chunk, strict=True)
+            slots, past, parts = zip(*chunk, strict=True)
             lengths = torch.tensor([len(ids) for ids in parts])
-            layout = ExtendLayout(self.cache, torch.tensor(rows), torch.tensor(past), lengths)
+            layout = ExtendLayout(self.prompts.cache, torch.tensor(slots), torch.tensor(past), lengths)
             self._forward.hidden(torch.tensor([[token for ids in parts for token in ids]], device=self.device), layout)
             self.stats["prefill_tokens"] += int(lengths.sum())
 
     def _park(self, job: Job, row: int, tokens: list[int]) -> None:
-        """Keep what the row holds for the next turn of its session; the last token drawn is not in the cache yet."""
+        """Keep prompt and row for the next turn of the job's session; the last token drawn is not in the cache yet."""
         session = job.request.session
         if session is not None and job.version == self.version:
             ids = [*job.request.prompt_ids, *tokens][:-1]
-            self.parked.put(session, Turn(ids, self.version, self.cache.read_row(row, len(ids))))
+            slabs = _end_to_end(
+                self.prompts.cache.read_row(job.slot, job.shared), self.cache.read_row(row, len(tokens))
+            )
+            self.parked.put(session, Turn(ids, self.version, slabs))
 
     # one step --------------------------------------------------------------------------------------------------------
 
@@ -191,7 +204,10 @@ class Runner:
         state, sampling = self._state, self._sampling
         if state is None or sampling is None:
             return []
-        layout = DecodeLayout(self.cache, state.length, self._longest())
+        if self._stacks is None:
+            self._stacks = Stacks([job.slot for job in self.running], self.prompts)
+        longest = 1 + max(self._drawn(job) for job in self.running)
+        layout = DecodeLayout(self.cache, state.length, longest, state.shared, self._stacks)
         logits = self._forward.logits(state.next_token[:, None], layout)
         seen = state.seen if sampling.penalises else None
         drawn = sample(logits[:, -1], sampling, state.generated, seen)
@@ -230,11 +246,14 @@ class Runner:
 
     def clear(self) -> None:
         """Forget all rows."""
-        self.running, self._fresh, self._state, self._sampling = [], [], None, None
+        self.running, self._fresh, self._state, self._sampling, self._stacks = [], [], None, None, None
+        self.prompts.clear()
 
-    def _longest(self) -> int:
-        """Tokens of the longest row, the new one included; known without asking the device."""
-        return max(len(job.request.prompt_ids) + self._drawn(job) for job in self.running)
+    def sleep(self) -> None:
+        """Give the memory of keys and values back; no row may be left."""
+        self.cache.clear()
+        self.prompts.cache.clear()
+        self.parked.clear()
 
     def _drawn(self, job: Job) -> int:
         return self._steps - job.entered
@@ -280,21 +299,28 @@ class Runner:
         return answers
 
     def _close_up(self, gone: set[int]) -> None:
-        """Move the last rows into the gaps."""
+        """Move the last rows into the gaps, and so with prompts that nobody continues any more."""
         assert self._state is not None and self._sampling is not None
-        count = len(self.running) - len(gone)
-        if count == 0:
+        if len(gone) == len(self.running):
             self.clear()
             return
-        gaps = sorted(row for row in gone if row < count)
-        movers = [row for row in range(count, len(self.running)) if row not in gone]
-        order = list(range(count))
+        gaps, movers = closing_moves(len(self.running), gone)
+        self.cache.copy_rows(movers, gaps, max((self._drawn(self.running[row]) for row in movers), default=0))
+        order = list(range(len(self.running) - len(gone)))
         for gap, mover in zip(gaps, movers, strict=True):
             order[gap] = mover
-        index = torch.tensor(order, device=self.device)
-        if gaps:
-            held = max(len(self.running[row].request.prompt_ids) + self._drawn(self.running[row]) for row in movers)
-            sources, targets = torch.tensor([movers, gaps], device=self.device).unbind()
-            self.cache.copy_rows(sources, targets, held)
+        moved = self.prompts.leave(self.running[row].slot for row in gone)
         self.running = [self.running[row] for row in order]
-        self._state, self._sampling = self._state.select(index), self._sampling.select(index)
+        for job in self.running:
+            job.slot = moved.get(job.slot, job.slot)
+        index = torch.tensor(order, device=self.device)
+        self._state, self._sampling, self._stacks = self._state.select(index), self._sampling.select(index), None
+
+
+def _end_to_end(first: Slabs, second: Slabs) -> Slabs:
+    if not first:
+        return second
+    return {
+        layer: (torch.cat([first[layer][0], keys], 1), torch.cat([first[layer][1], values], 1))
+        for layer, (keys, values) in second.items()
+    }

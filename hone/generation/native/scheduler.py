@@ -19,11 +19,12 @@ class Job:
     Attributes:
         request: what is asked.
         answer: where its completion goes.
-        prompt: the prompt as bytes: jobs with equal ones share a prefill.
+        prompt: the prompt as bytes: jobs with equal ones share it in the cache.
         version: of the weights when it entered.
         started: when it entered (``time.perf_counter``).
         first_token: when its first token was drawn.
         entered: decode steps made before it entered.
+        slot: where its prompt is in the cache.
         aborted: to be ended with what it has.
     """
 
@@ -34,6 +35,7 @@ class Job:
     started: float = 0.0
     first_token: float = 0.0
     entered: int = 0
+    slot: int = -1
     aborted: bool = False
 
     @classmethod
@@ -42,15 +44,21 @@ class Job:
         return cls(request, answer, array("q", request.prompt_ids).tobytes())
 
     @property
-    def need(self) -> int:
-        """Cache tokens it may come to hold."""
-        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
+    def own(self) -> int:
+        """Most cache tokens of its own: the prompt's last token, and all drawn but the last."""
+        return self.request.sampling.max_tokens
+
+    @property
+    def shared(self) -> int:
+        """Cache tokens of its prompt."""
+        return len(self.request.prompt_ids) - 1
 
 
 class Scheduler:
     """First come, first served, as many at once as rows and cache allow.
 
-    The cache is a rectangle, so ``A`` running requests cost ``A`` times the need of the largest of them.
+    The cache is two rectangles: ``A`` running requests cost ``A`` times what the largest of them has of its own, and ``P``
+    different prompts ``P`` times the longest of them.
 
     Args:
         max_num_seqs: most requests at once.
@@ -91,17 +99,20 @@ class Scheduler:
                 fix=f"actor_rollout_ref.rollout.max_cache_tokens={need}",
             )
 
-    def admit(self, running: Sequence[Job]) -> list[Job]:
-        """Take from the queue those that fit beside ``running``."""
+    def admit(self, running: Sequence[Job], version: int) -> list[Job]:
+        """Take from the queue those that fit beside ``running``; they will be served by weights of this version."""
         if not self.waiting or len(running) >= self.max_num_seqs:
             return []
         entering: list[Job] = []
-        widest = max((job.need for job in running), default=0)
+        prompts = {(job.prompt, job.version) for job in running}
+        own, shared = (max((getattr(job, part) for job in running), default=0) for part in ("own", "shared"))
         while self.waiting and len(running) + len(entering) < self.max_num_seqs:
-            wider = max(widest, self.waiting[0].need)
-            if (len(running) + len(entering) + 1) * wider > self.max_cache_tokens:
+            job = self.waiting[0]
+            slots = len(prompts) + ((job.prompt, version) not in prompts)
+            own, shared = max(own, job.own), max(shared, job.shared)
+            if (len(running) + len(entering) + 1) * own + slots * shared > self.max_cache_tokens:
                 break
-            widest = wider
+            prompts.add((job.prompt, version))
             entering.append(self.waiting.popleft())
         return entering
 

@@ -14,7 +14,7 @@ from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.preflight.evidence import model_block
 from hone.preflight.plan.devices import Device
-from hone.preflight.plan.memory import CACHE, Memory, cache_tokens, memory_of
+from hone.preflight.plan.memory import CACHE, Memory, cache_shape, memory_of
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.work import CPU_TOKENS, Work, work_of
 
@@ -211,7 +211,7 @@ def _smaller_cache(config: AnyConfig, fitter: Fitter) -> Iterator[str]:
     if not memories:
         return
     fullest = max(memories, key=lambda memory: memory.peak.total)
-    present = cache_tokens(work, fullest.process)[0]
+    present = cache_shape(work, fullest.process).rows
     over, cache = fullest.peak.total - fitter.limit, fullest.peak.size(CACHE)
     rows = int(present * max(0.0, 1 - over / cache)) if over > 0 else present
     rows = max(min(8, present), rows // 8 * 8)

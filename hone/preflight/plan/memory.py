@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hone.catalogue.memory import FROZEN_BYTES
 from hone.config.model import OptimConfig
@@ -157,24 +158,52 @@ def checkpoint_bytes(work: Work) -> float:
     )
 
 
-def cache_tokens(work: Work, process: Process) -> tuple[int, int]:
-    """Rows of the key-value cache, and the tokens of each."""
-    rollout, longest = work.rollout, work.prompt + work.response
-    assert rollout is not None
-    rows = min(rollout.max_num_seqs, math.ceil(work.batch * work.samples / process.world))
+class CacheShape(NamedTuple):
+    """What the engine's cache has room for: ``rows`` of ``own`` tokens, and ``prompts`` of ``prompt`` tokens."""
+
+    rows: int
+    own: int
+    prompts: int
+    prompt: int
+
+    @property
+    def tokens(self) -> int:
+        """In all."""
+        return self.rows * self.own + self.prompts * self.prompt
+
+
+def cache_shape(work: Work, process: Process) -> CacheShape:
+    """The key-value cache at its largest: in training, or when validation prompts are answered, each once."""
+    share = math.ceil(work.batch * work.samples / process.world)
+    shapes = [_cache_for(work, share, work.samples)]
     if work.validates:
-        rows = rollout.max_num_seqs
-    limit = rollout.max_cache_tokens or rollout.max_num_seqs * longest
-    rows = max(1, min(rows, limit // longest))
-    rounded = -(-longest // _CACHE_ROUNDING) * _CACHE_ROUNDING
-    return rows, rounded if rows * rounded <= limit else longest
+        assert work.rollout is not None
+        shapes.append(_cache_for(work, work.rollout.max_num_seqs, 1))
+    return max(shapes, key=lambda shape: shape.tokens)
+
+
+def _cache_for(work: Work, sequences: int, samples: int) -> CacheShape:
+    """The cache for so many sequences, of which ``samples`` continue the same prompt."""
+    rollout = work.rollout
+    assert rollout is not None
+    limit = rollout.max_cache_tokens or rollout.max_num_seqs * (work.prompt + work.response)
+    rows = min(rollout.max_num_seqs, sequences)
+    while rows > 1 and rows * work.response + math.ceil(rows / samples) * work.prompt > limit:
+        rows -= 1
+    prompts = math.ceil(rows / samples)
+    rounded = CacheShape(rows, _rounded(work.response), prompts, _rounded(work.prompt))
+    return rounded if rounded.tokens <= limit else CacheShape(rows, work.response, prompts, work.prompt)
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // _CACHE_ROUNDING) * _CACHE_ROUNDING
 
 
 def cache_bytes(work: Work, process: Process) -> float:
     """Bytes of keys and values of all layers."""
-    rows, capacity = cache_tokens(work, process)
     shape = work.actor.shape
-    return rows * capacity * shape.layers * 2 * shape.keys * (2 if work.rollout_narrow else 4)
+    tokens = cache_shape(work, process).tokens
+    return tokens * shape.layers * 2 * shape.keys * (2 if work.rollout_narrow else 4)
 
 
 def _shards(process: Process) -> int:
@@ -235,8 +264,7 @@ def _generating(work: Work, process: Process) -> list[Part]:
     matrices = shape.layers * shape.matrices + shape.embedding
     fused = shape.llama_shaped and not whole.adapter_rank
     copies = matrices * whole.bytes if fused or narrow else 0
-    rows, _ = cache_tokens(work, process)
-    prompts = math.ceil(rows / work.samples)
+    rows, _, prompts, _ = cache_shape(work, process)
     tokens = min(prompts * work.prompt, max(PREFILL_TOKENS, work.prompt))
     filling = tokens * (forward_moment(shape, whole) + shape.hidden * 4)
     drawing = rows * shape.vocabulary * (SAMPLING_BYTES + 2 * narrow)

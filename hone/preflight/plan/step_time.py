@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hone.preflight.plan.activations import forward_moment, layer_kept
 from hone.preflight.plan.devices import Device
-from hone.preflight.plan.memory import cache_tokens, state_bytes, trained_parameters
+from hone.preflight.plan.memory import cache_shape, state_bytes, trained_parameters
 from hone.preflight.plan.work import Process, Trained, Work
 
 _OPERATIONS = 28
@@ -120,9 +120,10 @@ def _generation(work: Work, process: Process, device: Device) -> float:
     shape, narrow = work.actor.shape, work.rollout_narrow
     size, rate = (2 if narrow else 4), _rate(narrow, device)
     sequences = math.ceil(work.batch * work.samples / process.world)
-    rows = min(cache_tokens(work, process)[0], sequences)
+    rows = min(cache_shape(work, process).rows, sequences)
     weights = (shape.products + shape.embedding) * size
-    read = rows * (work.prompt + work.response / 2) * shape.layers * 2 * shape.keys * size
+    tokens = rows * work.response / 2 + math.ceil(rows / work.samples) * work.prompt
+    read = tokens * shape.layers * 2 * shape.keys * size
     drawing = rows * shape.vocabulary * 40
     computed = 2 * rows * (shape.products + shape.embedding) / rate
     a_step = max(computed, (weights + read) / device.bandwidth) + drawing / device.bandwidth

@@ -277,7 +277,9 @@ _RENDERERS: dict[str, Renderer] = {}
 
 def _renderer(name: str) -> Renderer:
     if name not in _RENDERERS:
-        made = tokenizer_with(CHAT_FORMATS["chatml_tools"].template, CHATML) if name == "chatml_tools" else tokenizer(name)
+        made = (
+            tokenizer_with(CHAT_FORMATS["chatml_tools"].template, CHATML) if name == "chatml_tools" else tokenizer(name)
+        )
         _RENDERERS[name] = renderer_for(made)
     return _RENDERERS[name]
 

@@ -87,11 +87,13 @@ def test_other_errors_are_named():
 def test_what_is_no_message_is_refused(data):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        threading.Thread(target=lambda: (theirs.sendall(data), theirs.shutdown(socket.SHUT_WR))).start()
+        sender = threading.Thread(target=lambda: (theirs.sendall(data), theirs.shutdown(socket.SHUT_WR)))
+        sender.start()
         try:
             found = messages.receive(ours)
         except ValueError:
             found = None
+        sender.join()
         assert found is None
 
 

@@ -145,7 +145,7 @@ def test_parts_of_a_dense_model(big: RLConfig) -> None:
     assert update.size("weights") == 4 * parameters and update.size("optimizer") == 8 * parameters
     assert update.size("gradients") == 4 * parameters, "several micro-batches add up"
     tokens = found["generation"].size("key-value cache") / (28 * 2 * 512 * 2)
-    assert tokens == 256 * 1536, "max_num_seqs sequences of full length"
+    assert tokens == 256 * 1024 + 32 * 512, "max_num_seqs responses, and the prompts they continue, once each"
     assert found["generation"].size("key-value cache") == update.size("key-value cache"), "it stays"
     assert sum(part.size for part in update.parts) == update.total
 

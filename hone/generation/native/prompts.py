@@ -1,0 +1,198 @@
+"""Prompts in the cache, each once, for all the rows that continue it.
+
+The samples of a group begin alike. Their prompt is computed once, kept once, and read once a step: the queries of all rows
+that continue it are stacked to one product with its keys.
+
+    slots                      rows (what each has of its own)
+    [p p p p]  <- 0, 1, 3      0 [s s s]
+    [q q]      <- 2            1 [s s s]
+                               2 [s]
+                               3 [s s]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hone.generation.native.cache import KeyValueCache, closing_moves
+
+_CHEAP = 256
+"""Cells of a stack that cost next to nothing, taken or not."""
+
+
+class Prompts:
+    """The slots, each a prompt with its keys and values; those in use are ``0 .. count - 1``.
+
+    Args:
+        device: where they live.
+        dtype: of the keys and values.
+
+    Attributes:
+        cache: a row a slot.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.cache = KeyValueCache(device, dtype)
+        self._keys: list[tuple[bytes, int]] = []  # prompt and version of the weights, by slot
+        self._lengths: list[int] = []
+        self._users: list[int] = []
+
+    @property
+    def count(self) -> int:
+        """Slots in use."""
+        return len(self._keys)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt."""
+        return max(self._lengths, default=0)
+
+    def take(self, prompt: bytes, version: int, length: int) -> tuple[int, bool]:
+        """One more row continues this prompt, computed by weights of this version: its slot, and whether that is new."""
+        key = (prompt, version)
+        new = key not in self._keys
+        if new:
+            self._keys.append(key)
+            self._lengths.append(length)
+            self._users.append(0)
+        slot = self._keys.index(key)
+        self._users[slot] += 1
+        return slot, new
+
+    def leave(self, slots: Iterable[int]) -> dict[int, int]:
+        """One row less for each of these slots; returns where slots have moved, from old to new."""
+        for slot in slots:
+            self._users[slot] -= 1
+        gone = {slot for slot, users in enumerate(self._users) if users == 0}
+        gaps, movers = closing_moves(self.count, gone)
+        self.cache.copy_rows(movers, gaps, max((self._lengths[slot] for slot in movers), default=0))
+        for gap, mover in zip(gaps, movers, strict=True):
+            self._keys[gap], self._lengths[gap], self._users[gap] = (
+                self._keys[mover],
+                self._lengths[mover],
+                self._users[mover],
+            )
+        left = self.count - len(gone)
+        del self._keys[left:], self._lengths[left:], self._users[left:]
+        return dict(zip(movers, gaps, strict=True))
+
+    def clear(self) -> None:
+        """No row is left."""
+        self._keys, self._lengths, self._users = [], [], []
+
+
+class _Stack(NamedTuple):
+    """Some slots, and the rows that continue each, padded to the same number.
+
+    Attributes:
+        slots: a slice, which costs no copy of keys, or indices.
+        rows: ``[slots, most rows of one]``; pads are row 0.
+    """
+
+    slots: slice | Tensor
+    rows: Tensor
+
+
+class Stacks:
+    """Which prompt each row continues, for attention; made anew when rows enter or leave.
+
+    One stack holds all slots, unless that would be mostly padding; then those with like numbers of rows go together.
+
+    Args:
+        slots: of each of the ``A`` rows; every slot below the largest has a row.
+        prompts: their keys and values.
+    """
+
+    def __init__(self, slots: Sequence[int], prompts: Prompts) -> None:
+        self._cache, self.longest = prompts.cache, prompts.longest
+        slot = torch.tensor(slots)
+        order = slot.argsort(stable=True)
+        counts = slot.bincount()
+        place = torch.empty_like(slot)
+        place[order] = torch.arange(len(slot)) - (counts.cumsum(0) - counts)[slot[order]]
+        self._stacks: list[_Stack] = []
+        self._back = torch.empty(
+            len(slot), 2, dtype=torch.int64
+        )  # a row's cell: of head 0, and how far head 1 is from it
+        cells = 0
+        for members in _alike(counts):
+            width = int(counts[members].max())
+            number = torch.zeros(len(counts), dtype=torch.int64)
+            number[members] = torch.arange(len(members))
+            inside = torch.isin(slot, members)
+            rows = torch.zeros(len(members), width, dtype=torch.int64)
+            rows[number[slot[inside]], place[inside]] = inside.nonzero()[:, 0]
+            everything = len(members) == len(counts)
+            self._stacks.append(_Stack(slice(len(counts)) if everything else members.to(prompts.cache.device), rows))
+            self._back[inside] = torch.stack([cells + number[slot[inside]] * width, place[inside]], 1)
+            cells += rows.numel()
+        self._lanes: dict[int, tuple[list[Tensor], Tensor]] = {}
+
+    def scores(self, layer: int, lanes: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Products of queries with the keys of their prompts.
+
+        Args:
+            layer: of the model.
+            lanes: ``[A * kv_heads, heads of one, d]`` queries.
+            key: of the new token, for its shape.
+            value: likewise.
+
+        Returns:
+            ``[A * kv_heads, heads of one, longest]``; behind a prompt's end stands anything.
+        """
+        keys, _ = self._cache.layer(layer, key, value)
+        gathers, back = self._for_heads(key.shape[1])
+        found = []
+        for stack, gather in zip(self._stacks, gathers, strict=True):
+            queries = lanes.index_select(0, gather).view(len(stack.rows) * key.shape[1], -1, lanes.shape[2])
+            scores = query_products(queries, keys[stack.slots, :, : self.longest].flatten(0, 1))
+            found.append(scores.reshape(len(gather), -1))
+        return _joined(found).index_select(0, back).view(*lanes.shape[:2], self.longest)
+
+    def mix(self, layer: int, weights: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """What the prompts' values add: ``weights [A * kv_heads, heads of one, longest + own]`` to ``[..., d_v]``."""
+        _, values = self._cache.layer(layer, key, value)
+        gathers, back = self._for_heads(key.shape[1])
+        found = []
+        for stack, gather in zip(self._stacks, gathers, strict=True):
+            chosen = weights.index_select(0, gather).view(len(stack.rows) * key.shape[1], -1, weights.shape[2])
+            mixed = torch.bmm(chosen[..., : self.longest], values[stack.slots, :, : self.longest].flatten(0, 1))
+            found.append(mixed.view(len(gather), -1))
+        return _joined(found).index_select(0, back).view(*weights.shape[:2], -1)
+
+    def _for_heads(self, kv_heads: int) -> tuple[list[Tensor], Tensor]:
+        """The lane in each cell of each stack, and the cell of each lane over all stacks."""
+        if kv_heads not in self._lanes:
+            head, device = torch.arange(kv_heads)[:, None], self._cache.device
+            gathers = [(s.rows[:, None] * kv_heads + head).flatten().to(device) for s in self._stacks]
+            widths = torch.cat([torch.full((s.rows.numel(),), s.rows.shape[1]) for s in self._stacks])
+            first, place = self._back.unbind(1)
+            back = first[:, None] * kv_heads + torch.arange(kv_heads) * widths[first][:, None] + place[:, None]
+            self._lanes[kv_heads] = gathers, back.flatten().to(device)
+        return self._lanes[kv_heads]
+
+
+def query_products(queries: Tensor, keys: Tensor) -> Tensor:
+    """``queries [n, q, d]`` with ``keys [n, k, d]``: ``[n, q, k]`` in float32.
+
+    Half-precision kernels are about twice as fast with the keys on the left.
+    """
+    if keys.dtype == torch.float32:
+        return torch.bmm(queries, keys.transpose(1, 2))
+    return torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2).float()
+
+
+def _alike(counts: Tensor) -> list[Tensor]:
+    """Slots that go into a stack together."""
+    if len(counts) * int(counts.max()) <= max(2 * int(counts.sum()), _CHEAP):
+        return [torch.arange(len(counts))]
+    size = counts.double().log2().ceil()
+    return [(size == value).nonzero()[:, 0] for value in size.unique()]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,122 @@
+"""Prompts kept once: attention over prompt and row equals attention over both end to end, and slots close up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hone.generation.attention import Scoring, attention_weights
+from hone.generation.native.cache import KeyValueCache
+from hone.generation.native.layouts import DecodeLayout
+from hone.generation.native.prompts import Prompts, Stacks
+from hone.generation.protocol import GenerationRequest, SamplingParams
+
+DEVICE = torch.device("cpu")
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+UNBALANCED = [0] * 40 + list(range(1, 20)) + [20] * 3  # one stack would be nearly all padding
+
+
+def filled(rows: int, capacity: int, dtype: torch.dtype) -> KeyValueCache:
+    cache = KeyValueCache(DEVICE, dtype)
+    cache.reserve(rows, capacity, used=0, rounding=1, limit=1 << 20)
+    for slab in cache.layer(0, *[torch.zeros(1, KV_HEADS, 1, WIDTH)] * 2):
+        slab.normal_()
+    return cache
+
+
+def oracle(query, keys, values, positions, here, scoring):
+    """Attention of one row ``query [heads, d]`` over tokens one by one."""
+    hidden = torch.tensor([scoring.window is not None and p <= here - scoring.window for p in positions])
+    keys, values = (torch.stack(x, 1).float().repeat_interleave(HEADS // KV_HEADS, 0) for x in (keys, values))
+    scores = torch.einsum("hd,hkd->hk", query.float(), keys)[None, :, None]
+    return (attention_weights(scores, hidden, scoring)[0, :, 0, :, None] * values).sum(1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    slots=st.one_of(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.just(UNBALANCED)),
+    seed=st.integers(0, 1000),
+    in_step=st.booleans(),
+    window=st.sampled_from([None, 3, 9]),
+    softcap=st.sampled_from([None, 2.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_attention_over_prompt_and_row_equals_one_over_both(slots, seed, in_step, window, softcap, dtype):
+    names = {slot: number for number, slot in enumerate(dict.fromkeys(slots))}
+    slots = [names[slot] for slot in slots]  # those in use are 0 .. count - 1
+    torch.manual_seed(seed)
+    prompts = Prompts(DEVICE, dtype)
+    lengths = torch.randint(0, 7, (len(names),)).tolist()
+    for slot in slots:
+        prompts.take(bytes([slot]), 0, lengths[slot])
+    prompts.cache = filled(len(names), max(lengths) + 2, dtype)
+    own = torch.full((len(slots),), 4) if in_step else torch.randint(0, 5, (len(slots),))
+    cache = filled(len(slots) + 1, 8, dtype)
+    query, key, value = (torch.randn(len(slots), heads, 1, WIDTH).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    shared = torch.tensor([lengths[slot] for slot in slots])
+    scoring = Scoring(0.3, window, softcap)
+    layout = DecodeLayout(cache, own, int(own.max()) + 1, shared, Stacks(slots, prompts))
+    found = layout.attend(0, query, key, value, scoring)
+    assert layout.position_ids.flatten().tolist() == (shared + own).tolist()
+    before, behind = prompts.cache.layer(0, key, value), cache.layer(0, key, value)
+    for row, slot in enumerate(slots):
+        assert torch.equal(behind[0][row, :, own[row]], key[row, :, 0])
+        keys, values = (
+            [slab[slot, :, j] for j in range(lengths[slot])] + [mine[row, :, j] for j in range(int(own[row]) + 1)]
+            for slab, mine in zip(before, behind, strict=True)
+        )
+        here = lengths[slot] + int(own[row])
+        expected = oracle(query[row, :, 0], keys, values, range(here + 1), here, scoring)
+        torch.testing.assert_close(
+            found[row, 0].float(), expected, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=0
+        )
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5),
+    max_num_seqs=st.integers(1, 6),
+    max_cache_tokens=st.sampled_from([24, 40, None]),
+)
+def test_samples_of_any_groups_are_drawn_as_alone(
+    make_model, make_engine, serve, groups, max_num_seqs, max_cache_tokens
+):
+    model = make_model("qwen3")
+    asked = [
+        GenerationRequest(f"{g}.{i}", [3 + g, *range(5, 4 + length)], SamplingParams(max_tokens=1 + (3 * i + g) % 9), i)
+        for g, (length, samples) in enumerate(groups)
+        for i in range(samples)
+    ]
+    engine = make_engine(model, max_num_seqs=max_num_seqs, max_cache_tokens=max_cache_tokens)
+    together, alone = serve(engine, asked), make_engine(model)
+    stats = engine.describe().stats
+    assert stats["peak_cache_tokens"] <= (max_cache_tokens or max_num_seqs * 128)
+    for one in asked:
+        expected = serve(alone, [one])[one.request_id]
+        assert together[one.request_id].token_ids == expected.token_ids
+        assert together[one.request_id].log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+    assert engine._runner.prompts.count == 0
+
+
+def test_a_prompt_takes_its_place_once(make_model, make_engine, serve):
+    engine = make_engine(make_model("qwen3"), max_num_seqs=8)
+    asked = [GenerationRequest(str(i), [7] * 65, SamplingParams(max_tokens=32, ignore_eos=True), i) for i in range(8)]
+    serve(engine, asked)
+    assert engine.describe().stats["peak_cache_tokens"] == 8 * 32 + 64  # not 8 * 97
+
+
+def test_slots_that_nobody_continues_close_up():
+    prompts = Prompts(DEVICE, torch.float32)
+    taken = [prompts.take(name, 0, length) for name, length in ((b"a", 2), (b"b", 3), (b"a", 2), (b"c", 4), (b"d", 1))]
+    assert taken == [(0, True), (1, True), (0, False), (2, True), (3, True)]
+    assert prompts.take(b"a", 1, 2) == (4, True)  # of other weights
+    prompts.cache = filled(5, 4, torch.float32)
+    keys = prompts.cache.layer(0, *[torch.zeros(1, KV_HEADS, 1, WIDTH)] * 2)[0]
+    kept = {2: keys[2, :, :4].clone(), 4: keys[4, :, :2].clone()}
+    moved = prompts.leave([0, 1, 0, 3])
+    assert prompts.count == 2 and set(moved) <= {2, 4} and prompts.longest == 4
+    for slot, before in kept.items():
+        assert torch.equal(keys[moved.get(slot, slot), :, : before.shape[1]], before)
+    assert prompts.take(b"c", 0, 4) == (moved[2], False)
