@@ -102,10 +102,15 @@ def rl_command(world: World, run: Path, preset: str, *overrides: str) -> list[st
     ]
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without those fields that measure time or memory."""
+def metrics(run: Path, *, timing: bool = False) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, unless ``timing`` without those fields that measure time or memory."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not is_timing(name)} for row in rows]
+    return [{name: value for name, value in row.items() if timing or not is_timing(name)} for row in rows]
+
+
+def records(run: Path, step: int) -> list[dict[str, Any]]:
+    """The samples of a step, as written to rollouts/."""
+    return [json.loads(line) for line in (run / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
 
 
 def curve(run: Path, name: str = "critic/score/mean") -> list[float]:

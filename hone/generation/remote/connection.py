@@ -78,6 +78,8 @@ class Connection:
 
     def close(self) -> None:
         """End the connection."""
+        with self._lock:
+            self.lost = self.lost or "the connection to the engine was closed"
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
