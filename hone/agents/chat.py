@@ -8,7 +8,7 @@ from typing import Any
 from hone.agents.base import AgentLoop
 from hone.agents.budget import BudgetSpent
 from hone.agents.episode import Episode
-from hone.agents.messages import AssistantTurn, Message
+from hone.agents.messages import AssistantTurn, Message, check_text
 from hone.agents.setting import Setting
 from hone.data.episode_log import EpisodeEnd
 from hone.data.types import StopReason
@@ -49,7 +49,9 @@ class ChatLoop(AgentLoop):
 
         Raises:
             BudgetSpent: they do not fit.
+            DataError: they hold something else than text.
         """
+        check_text(messages, f"what answered turn {episode.log.assistant_turns} of row {episode.sample.uid}")
         schemas, ledger = list(tools) or None, episode.ledger
         before = episode.messages
         episode.log.messages += messages

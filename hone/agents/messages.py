@@ -7,8 +7,11 @@ Messages are dicts in the form of OpenAI's chat API everywhere: ``role``, ``cont
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from hone.errors import DataError
 
 Message = dict[str, Any]
 
@@ -59,6 +62,41 @@ class AssistantTurn:
         if self.calls:
             message["tool_calls"] = [call.as_openai() for call in self.calls]
         return message
+
+
+def is_parts(value: Any) -> bool:
+    """Whether it is a content of several parts, in OpenAI's form: a list of objects that say their type."""
+    return isinstance(value, list) and bool(value) and all(isinstance(p, dict) and "type" in p for p in value)
+
+
+def text_of_parts(parts: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
+    """The text of a content of several parts, with a note in the place of each that is no text, and the number of these.
+
+    >>> text_of_parts([{"type": "text", "text": "a map:"}, {"type": "image_url", "image_url": {}}])
+    ('a map:\\n(image_url left out: the model reads text only)', 1)
+    """
+    said = [part.get("text") for part in parts]
+    notes = [f"({part['type']} left out: the model reads text only)" for part in parts]
+    lines = [text if isinstance(text, str) else note for text, note in zip(said, notes, strict=True)]
+    return "\n".join(lines), sum(not isinstance(text, str) for text in said)
+
+
+def check_text(messages: Sequence[Message], who: str) -> None:
+    """Make sure that messages hold text only.
+
+    Raises:
+        DataError: one has an image, or another part that is no text.
+    """
+    for message in messages:
+        content = message.get("content")
+        if is_parts(content) and (left_out := text_of_parts(content)[1]):
+            kinds = sorted({str(part["type"]) for part in content if not isinstance(part.get("text"), str)})
+            raise DataError(
+                f"{who} has {left_out} parts that are no text ({', '.join(kinds)})",
+                why="Hone trains language models without eyes or ears: the policy would be judged by what it was not shown",
+                fix="say it in words, or leave these rows out",
+                where="prompt",
+            )
 
 
 def tool_message(call: ToolCall, content: str) -> Message:

@@ -9,6 +9,7 @@ from hone.agents.base import AgentLoop
 from hone.agents.catalogue import AGENT_LOOPS, default_loop
 from hone.agents.environment_loop import EnvironmentLoop
 from hone.agents.environments.base import make_environment
+from hone.agents.messages import check_text
 from hone.agents.setting import Setting
 from hone.data.prompts import ToolsOf
 from hone.data.types import Sample
@@ -36,6 +37,7 @@ def tools_of(setting: Setting) -> ToolsOf:
             return ()
         if sample.messages is None:
             raise flat_prompt(sample)
+        check_text(sample.messages, f"the prompt of row {sample.uid}")
         if issubclass(loop, EnvironmentLoop):
             spec = sample.extra_info.get("environment") or {}
             return make_environment(spec["name"], spec.get("options") or {}).tools if "name" in spec else ()

@@ -14,6 +14,12 @@ app = typer.Typer(add_completion=False)
 def command(
     model: Annotated[str, typer.Argument(help="Hugging Face model directory, PEFT adapter directory, or checkpoint")],
     data: Annotated[list[str], typer.Option("--data", help="dataset file (parquet, json, jsonl); may be repeated")],
+    episodes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="key=value", help="how episodes of several turns are played: keys of multi_turn and agent"
+        ),
+    ] = None,
     n: Annotated[int, typer.Option(help="answers a prompt")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy; n > 1 needs a positive one")] = 0.0,
     top_p: Annotated[float, typer.Option(help="nucleus sampling")] = 1.0,
@@ -26,9 +32,15 @@ def command(
     show: Annotated[int, typer.Option(help="print this many answers")] = 3,
     json_output: Annotated[bool, typer.Option("--json", help="print the metrics as JSON")] = False,
 ) -> None:
-    """Answer every prompt of a dataset, score the answers, and print accuracy by data source."""
+    """Answer every prompt of a dataset, score the answers, and print accuracy by data source.
+
+    A model in the directory of a run is played with that run's blocks multi_turn and agent. Example:
+    hone eval runs/calc --data val.parquet multi_turn.max_assistant_turns=4
+    """
     from hone.config.reward import CustomRewardConfig, RewardConfig
+    from hone.trainers.episode_keys import episode_keys
     from hone.trainers.evaluation import EvaluationRequest, report, run_evaluation
+    from hone.training.export import find_actor
 
     path, _, name = (reward or "").rpartition(":") if reward and ":" in reward else (reward, "", "")
     custom = CustomRewardConfig(path=path or None, name=name or "compute_score")
@@ -43,6 +55,7 @@ def command(
         max_samples=max_samples,
         reward=RewardConfig(custom_reward_function=custom),
         seed=seed,
+        episodes=episode_keys(find_actor(model), episodes or []),
     )
     evaluation = run_evaluation(request)
     report(evaluation, show=show, as_json=json_output, output=output)

@@ -61,6 +61,7 @@ class CallRecord:
         truncated: whether the result was cut.
         reward: that the tool gave for this call.
         metrics: numbers that the tool reports.
+        left_out: parts of the result that are no text, and that the model was not given.
     """
 
     name: str
@@ -73,6 +74,7 @@ class CallRecord:
     truncated: bool = False
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    left_out: int = 0
 
 
 @dataclass
@@ -147,5 +149,6 @@ def _call(call: CallRecord) -> dict[str, Any]:
         "turn": call.turn,
         "attempts": call.attempts,
         "truncated": call.truncated,
+        "left_out": call.left_out,
         "reward": call.reward,
     }

@@ -81,6 +81,13 @@ EPISODE_METRICS = (
         "Calls whose result was cut.",
         "> 0.1: raise multi_turn.max_tool_response_length",
     ),
+    MetricSpec(
+        "tool/left_out_rate",
+        "share of calls",
+        _MEAN,
+        "Calls whose result had images or other parts that are no text; the model was told that they were left out.",
+        "> 0: let the tool say in words what its images show",
+    ),
     MetricSpec("tool/reward/mean", "reward", _MEAN, "Reward that tools gave, an episode."),
     MetricSpec("tool/<name>/calls", "calls", _SUM, "Calls of this tool."),
     MetricSpec("tool/<name>/<metric>", "as the tool says", _MEAN, "What a tool reports of its calls."),
@@ -155,6 +162,7 @@ def _calls(told: Sequence[tuple[Trajectory, EpisodeLog, float]]) -> dict[str, fl
     statuses = Counter(call.status for call in calls)
     found |= {f"tool/{rate}": statuses[status] / len(calls) for status, rate in _RATES.items()}
     found["tool/truncated_rate"] = sum(call.truncated for call in calls) / len(calls)
+    found["tool/left_out_rate"] = sum(call.left_out > 0 for call in calls) / len(calls)
     found["tool/reward/mean"] = sum(call.reward for call in calls) / len(told)
     return found | _by_tool(calls)
 

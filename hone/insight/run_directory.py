@@ -5,6 +5,7 @@
       run.json                versions, hardware, seed, git state, command, status, exit reason, times, last step
       metrics.jsonl           one object a step
       rollouts/step_<N>.jsonl       every sample of chosen steps: tokens, text, mask, scores
+      rollouts/step_<N>.txt         some episodes of several turns, to be read
       validation/step_<N>.jsonl     validation samples
       checkpoints/step_<N>/         written by the trainer
 
@@ -43,12 +44,13 @@ from hone.insight.run_files import (
     read_run,
     unwritable,
 )
+from hone.insight.traces import sampled_traces
 
 __all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_record"]
 
 log = logging.getLogger("hone.insight")
 
-_STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
+_STEP_FILE = re.compile(r"step_(\d+)\.(?:jsonl|txt)")
 
 
 class RunStatus(StrEnum):
@@ -154,7 +156,13 @@ class RunDirectory:
     # samples ---------------------------------------------------------------------------------------------------------
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write the samples of a training step (see :func:`trajectory_record`), one object a line."""
+        """Write the samples of a training step (see :func:`trajectory_record`), one object a line; and beside them some of its
+        episodes of several turns as text.
+        """
+        records = list(records)
+        traces = sampled_traces(records)
+        if traces is not None:
+            self._write_atomically(self.rollouts / f"step_{step}.txt", traces)
         return self.write_records(self.rollouts / f"step_{step}.jsonl", records)
 
     def write_validation(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:

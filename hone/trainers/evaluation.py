@@ -17,6 +17,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.player import Player
+from hone.agents.prompts import tools_of
 from hone.agents.setting import Setting
 from hone.cluster.context import prepare_torch
 from hone.config.model import ModelConfig
@@ -30,9 +31,12 @@ from hone.data.types import Sample, Trajectory
 from hone.errors import ConfigError
 from hone.generation import ENGINES
 from hone.generation.protocol import Engine, SamplingParams
+from hone.insight.episode_metrics import episode_metrics
+from hone.insight.traces import trace
 from hone.rewards.manager import RewardManager
 from hone.rewards.placement import shared
-from hone.trainers.inputs import stop_tokens
+from hone.trainers.episode_keys import EpisodeKeys
+from hone.trainers.inputs import self_scored_by, stop_tokens
 from hone.trainers.validation import Evaluation, measured
 from hone.training.export import base_of_adapter, find_actor
 from hone.training.model import load_policy
@@ -52,6 +56,7 @@ class EvaluationRequest:
     max_samples: int = -1
     reward: RewardConfig = field(default_factory=RewardConfig)
     seed: int = 1
+    episodes: EpisodeKeys = field(default_factory=EpisodeKeys)
 
 
 def run_evaluation(request: EvaluationRequest) -> Evaluation:
@@ -62,7 +67,10 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
     """
     if request.n > 1 and request.temperature == 0:
         raise ConfigError(f"n={request.n} greedy answers would all be the same", fix="--temperature 1", code="R32")
-    engine, tokenizer = open_model(request.model, request.max_prompt_length + request.max_response_length)
+    context = request.max_prompt_length + request.max_response_length
+    engine, tokenizer = open_model(request.model, context)
+    keys = request.episodes
+    setting = Setting(tokenizer, keys.multi_turn, keys.agent, keys.template_kwargs, context)
     dataset = PromptDataset(
         request.files,
         tokenizer,
@@ -71,27 +79,32 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         max_prompt_length=request.max_prompt_length,
         truncation="error",
         max_samples=request.max_samples,
+        chat_template_kwargs=keys.template_kwargs,
+        tools_of=tools_of(setting),
     )
+    samples = [dataset[row] for row in range(len(dataset))]
     rewards = RewardManager(request.reward)
     try:
-        rewards.check(dataset.data_sources())
+        rewards.check(dataset.data_sources(), self_scored_by(setting, samples))
         sampling = SamplingParams(
             max_tokens=request.max_response_length,
             temperature=request.temperature,
             top_p=request.top_p,
             stop_token_ids=stop_tokens(tokenizer, weights_of(request.model)),
         )
-        samples = [dataset[row] for row in range(len(dataset))]
-        played = answer(samples, engine, tokenizer, sampling, n=request.n, seeding=(request.seed, "validation"))
-        return measured(played, shared(played, asyncio.run(rewards.score(played))), request.n)
+        played = answer(samples, engine, setting, sampling, n=request.n, seeding=(request.seed, "validation"))
+        found = measured(played, shared(played, asyncio.run(rewards.score(played))), request.n)
+        found.metrics |= episode_metrics(played, [score.total for score in found.scores])
+        return found
     finally:
         rewards.close()
+        setting.close()
 
 
 def answer(
     samples: Sequence[Sample],
     engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
+    setting: Setting,
     sampling: SamplingParams,
     *,
     n: int,
@@ -102,7 +115,7 @@ def answer(
     def seed_of(uid: str, index: int) -> int:
         return derive_seed(*seeding, uid, index)
 
-    return asyncio.run(Player(engine, Setting(tokenizer)).play(samples, sampling, n=n, seed_of=seed_of))
+    return asyncio.run(Player(engine, setting).play(samples, sampling, n=n, seed_of=seed_of))
 
 
 def ask(
@@ -119,7 +132,7 @@ def ask(
     engine, tokenizer = open_model(model, longest + sampling.max_tokens)
     sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer, weights_of(model))})
 
-    return answer(samples, engine, tokenizer, sampling, n=n, seeding=(seed, "ask"))
+    return answer(samples, engine, Setting(tokenizer), sampling, n=n, seeding=(seed, "ask"))
 
 
 def weights_of(path: str) -> str:
@@ -189,6 +202,6 @@ def print_answers(answers: Sequence[Trajectory], *, as_json: bool) -> None:
 
 
 def _answer_panel(record: dict[str, Any]) -> Panel:
-    body = f"{record['prompt'] or ''}\n\n{record['text']}"
+    body = trace(record) if record["episode"] else f"{record['prompt'] or ''}\n\n{record['text']}"
     title = f"{record['uid']}  score {record['score']:g}  expected {record['ground_truth']}"
     return Panel(Text(body), title=Text(title), title_align="left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hone.agents.setting import Setting
 from hone.config.data import DataConfig
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset, ToolsOf
+from hone.data.types import Sample
 from hone.generation.protocol import SamplingParams
 
 
@@ -49,8 +51,12 @@ def self_scored(
     config: RLConfig, tokenizer: PreTrainedTokenizerBase, *datasets: PromptDataset | None
 ) -> frozenset[str]:
     """The data sources all of whose rows are played by loops that bring rewards of their own."""
-    setting = Setting.of(config, tokenizer)
     samples = [dataset[row] for dataset in datasets if dataset is not None for row in range(len(dataset))]
+    return self_scored_by(Setting.of(config, tokenizer), samples)
+
+
+def self_scored_by(setting: Setting, samples: Sequence[Sample]) -> frozenset[str]:
+    """The data sources of samples all of which are played by loops that bring rewards of their own."""
     scored = {sample.data_source for sample in samples if not loop_class(setting, sample).gives_reward}
     return frozenset({sample.data_source for sample in samples} - scored)
 

@@ -25,16 +25,18 @@ def loaded(folder: Path, entry: str) -> dict[str, McpTool]:
 
 
 def ask(tool: McpTool, **arguments) -> str:
-    return asyncio.run(tool.execute(None, arguments))
+    return asyncio.run(tool.execute(None, arguments)).text
 
 
 def test_a_program_on_stdio(tmp_path: Path):
     tools = loaded(tmp_path, f"mcp: {{command: {sys.executable}, args: [{SERVER}, stdio]}}")
     try:
-        assert set(tools) == {"add", "fail", "leave"}
+        assert set(tools) == {"add", "draw", "fail", "leave"}
         function = tools["add"].schema["function"]
         assert function["description"] == "Add two numbers." and function["parameters"]["required"] == ["a", "b"]
         assert ask(tools["add"], a=2, b=3) == "5"
+        drawn = asyncio.run(tools["draw"].execute(None, {}))
+        assert (drawn.text, drawn.left_out) == ("(image left out: the model reads text only)", 1)
         assert ask(tools["add"], a=2, b=4) == "6", "the connection outlives an event loop"
         with pytest.raises(ToolError, match="fail"):
             ask(tools["fail"], reason="no luck")

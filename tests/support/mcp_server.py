@@ -4,6 +4,7 @@ import os
 import sys
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
 
 server = MCPServer("test")
 
@@ -18,6 +19,12 @@ def add(a: int, b: int) -> str:
 def fail(reason: str) -> str:
     """Fail."""
     raise ValueError(reason)
+
+
+@server.tool()
+def draw() -> Image:
+    """Draw something."""
+    return Image(data=b"not really a picture", format="png")
 
 
 @server.tool()

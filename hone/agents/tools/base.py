@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.agents.messages import is_parts, text_of_parts
+
 Schema = dict[str, Any]
 
 
@@ -23,18 +25,20 @@ class ToolResult:
         text: what the model reads.
         reward: added to the reward of the turn that made the call.
         metrics: numbers, logged as ``tool/<tool>/<name>``.
+        left_out: parts that are no text (images), in whose place the text has a note.
     """
 
     text: str
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    left_out: int = 0
 
     @classmethod
     def of(cls, value: Any) -> ToolResult:
-        """Whatever a tool returned: a text, anything that is JSON, or (value, reward[, metrics]).
+        """Whatever a tool returned: a text, parts in OpenAI's form, anything that is JSON, or (value, reward[, metrics]).
 
         >>> ToolResult.of(("7", 0.5))
-        ToolResult(text='7', reward=0.5, metrics={})
+        ToolResult(text='7', reward=0.5, metrics={}, left_out=0)
 
         Raises:
             TypeError: it is none of these.
@@ -47,7 +51,10 @@ class ToolResult:
                     f"a tool returns a value, (value, reward) or (value, reward, metrics), not {len(value)} values"
                 )
             result = cls.of(value[0])
-            return cls(result.text, float(value[1]), dict(value[2]) if len(value) == 3 else {})
+            return cls(result.text, float(value[1]), dict(value[2]) if len(value) == 3 else {}, result.left_out)
+        if is_parts(value):
+            text, left_out = text_of_parts(value)
+            return cls(text, left_out=left_out)
         return cls(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hone.agents.tools.base import Tool, ToolError
+from hone.agents.messages import text_of_parts
+from hone.agents.tools.base import Tool, ToolError, ToolResult
 from hone.errors import ConfigError, did_you_mean
 
 START_SECONDS = 30.0
@@ -134,17 +135,18 @@ class McpTool(Tool):
         super().__init__({"type": "function", "function": function})
         self.server = server
 
-    async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> str:
+    async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> ToolResult:
         """Ask the server.
 
         Raises:
             ToolError: the server says that the call failed.
         """
         answer = await self.server.call(self.name, arguments)
-        text = "\n".join(_text(part) for part in answer.content)
+        parts = [{"type": part.type, "text": getattr(part, "text", None)} for part in answer.content]
+        text, left_out = text_of_parts(parts)
         if answer.is_error:
             raise ToolError(text or "the call failed")
-        return text
+        return ToolResult(text, left_out=left_out)
 
     def close(self) -> None:
         """End the connection."""
@@ -192,11 +194,6 @@ def _is_closed(error: Exception) -> bool:
     from mcp.types import CONNECTION_CLOSED
 
     return isinstance(error, MCPError) and error.code == CONNECTION_CLOSED
-
-
-def _text(part: Any) -> str:
-    text = getattr(part, "text", None)
-    return text if isinstance(text, str) else f"({part.type}: not text)"
 
 
 def _reason(error: BaseException) -> str:

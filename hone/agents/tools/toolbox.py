@@ -183,6 +183,7 @@ class ToolSession:
             cut,
             result.reward,
             result.metrics,
+            result.left_out,
         )
 
     async def _try(self, call: ToolCall) -> _Answer:

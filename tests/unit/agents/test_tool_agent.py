@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.agents import call, play, sample, setting
 
+from hone.agents.prompts import tools_of
 from hone.agents.tools import Tool, ToolError, ToolResult, tool
 from hone.agents.tools.calculator import Calculator
 from hone.data.episode_log import CallStatus, EpisodeEnd
 from hone.errors import ConfigError, DataError, EpisodeError
+from hone.insight.episode_metrics import episode_metrics
 
 SCHEMA = Calculator().schema
 
@@ -247,6 +249,24 @@ def test_long_results_are_cut_by_tokens():
     assert t.episode is not None
     (record,) = t.episode.calls
     assert record.truncated and "...(truncated)..." in record.result and len(record.result) < 120
+
+
+def test_images_are_left_out_counted_and_told():
+    async def draws(arguments):
+        return [{"type": "text", "text": "a map:"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+
+    note = Recorder(draws)
+    script = lambda name, turn: call("note", text="x") if turn == 0 else "done"  # noqa: E731
+    (t,), _ = play(setting([note]), script, [sample(tools=[note.schema])])
+    assert t.episode is not None
+    (record,) = t.episode.calls
+    assert (record.status, record.left_out) == (CallStatus.OK, 1)
+    assert record.result == "a map:\n(image_url left out: the model reads text only)"
+    assert episode_metrics([t], [1.0])["tool/left_out_rate"] == 1.0
+    seen = sample(tools=[note.schema])
+    seen.messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    with pytest.raises(DataError, match=r"the prompt of row row has 1 parts that are no text \(image_url\)"):
+        tools_of(setting([note]))(seen)
 
 
 def test_functions_become_tools():

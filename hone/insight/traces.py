@@ -1,0 +1,78 @@
+"""Episodes as text that one reads from top to bottom: who said what, what was called, what it earned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SHOWN = 8
+"""Episodes of a step that are written as text."""
+_LINE = "-" * 100
+
+
+def sampled_traces(records: Sequence[Mapping[str, Any]], count: int = SHOWN) -> str | None:
+    """Some episodes of several turns, spread evenly over a step's records; None when there are none.
+
+    Args:
+        records: as :func:`~hone.insight.records.trajectory_record` makes them, parts of an episode beside each other.
+        count: most episodes.
+    """
+    told = [record for record in records if record["episode"] is not None and record["part"] == 0]
+    if not told:
+        return None
+    every = max(1, len(told) // count)
+    return f"\n{_LINE}\n\n".join(trace(record) for record in told[::every][:count])
+
+
+def trace(record: Mapping[str, Any]) -> str:
+    """One episode: its prompt, its turns with their calls and rewards, and its end."""
+    episode = record["episode"]
+    lines = [_head(record), ""]
+    lines += [_said(message["role"], message) for message in record["messages"] or []]
+    if episode is None:
+        lines.append(f"assistant: {record['text']}")
+    else:
+        rewards, calls, turn = episode["turn_rewards"], episode["tool_calls"], 0
+        for message in episode["messages"]:
+            who = message["role"]
+            if who == "assistant":
+                earned = rewards[turn] if turn < len(rewards) else 0.0
+                turn += 1
+                who = f"assistant, turn {turn}" + (f", reward {earned:g}" if earned else "")
+            lines.append(_said(who, message))
+            if message["role"] == "assistant":
+                lines += [_called(call) for call in calls if call["turn"] == turn - 1]
+        lines.append(f"\nended: {episode['end']}" + (f"\nbroke: {episode['error']}" if episode["error"] else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _head(record: Mapping[str, Any]) -> str:
+    terms = ", ".join(f"{name} {value:g}" for name, value in record["terms"].items())
+    wrong = f", not scored: {record['error']}" if record["error"] else ""
+    return (
+        f"row {record['uid']}, episode {record['index']}: score {record['score']:g}"
+        + (f" ({terms})" if terms else "")
+        + wrong
+    )
+
+
+def _said(who: str, message: Mapping[str, Any]) -> str:
+    name = f" {message['name']}" if message.get("name") else ""
+    thoughts = message.get("reasoning_content")
+    said = [f"{who}{name}:", *([f"(thinks) {thoughts}"] if thoughts else []), _text(message.get("content"))]
+    said += [
+        f"(calls) {call['function']['name']}({call['function']['arguments']})"
+        for call in message.get("tool_calls") or []
+    ]
+    return " ".join(part for part in said if part)
+
+
+def _called(call: Mapping[str, Any]) -> str:
+    notes = [call["status"], *([f"{call['attempts']} tries"] if call["attempts"] > 1 else [])]
+    notes += (["cut"] if call["truncated"] else []) + ([f"reward {call['reward']:g}"] if call["reward"] else [])
+    return f"    {call['name'] or '?'}: {', '.join(notes)}"
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
