@@ -4,6 +4,7 @@ A Qwen3 of 5 million random parameters (vocabulary 512) answers 64 prompts of 64
 without an end-of-sequence token, so that the work is known. The native engine also returns two log-probs a token.
 
     uniform      every response has 128 tokens
+    groups       8 prompts of 512 tokens, 8 responses of 64 tokens to each, as in GRPO with a long prompt
     long-tailed  lengths are log-normal, median 32, longest 256; each request ends at its own length. transformers runs
                  one batch to the longest; only wanted tokens count. The row "sorted" gives it what no rollout knows
                  beforehand: all lengths, for four batches of 16 requests of similar length.
@@ -30,7 +31,8 @@ from hone.generation import ENGINES
 from hone.generation.attention import use_hone_attention
 from hone.generation.protocol import Engine, GenerationRequest, SamplingParams
 
-PROMPTS, PROMPT_LENGTH, UNIFORM, MEDIAN, LONGEST = 64, 64, 128, 32, 256
+SEQUENCES, PROMPT_LENGTH, UNIFORM, MEDIAN, LONGEST = 64, 64, 128, 32, 256
+GROUP, GROUP_PROMPT, GROUP_RESPONSE = 8, 512, 64
 VOCABULARY = 512
 
 
@@ -61,6 +63,10 @@ def long_tailed(count: int) -> list[int]:
     spread = spread - spread.median()
     lengths = MEDIAN * torch.exp(spread * (torch.log(torch.tensor(LONGEST / MEDIAN)) / spread.max()))
     return lengths.round().clamp(1, LONGEST).int().tolist()
+
+
+def random_prompts(count: int, length: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(1))
 
 
 def native_run(engine: Engine, prompts: torch.Tensor, lengths: list[int]) -> Callable[[], int]:
@@ -94,8 +100,8 @@ def transformers_run(
                 max_new_tokens=most,
                 min_new_tokens=None,
             )
-            if out.shape[1] != PROMPT_LENGTH + most:
-                raise RuntimeError(f"transformers stopped after {out.shape[1] - PROMPT_LENGTH} of {most} tokens")
+            if out.shape[1] != ids.shape[1] + most:
+                raise RuntimeError(f"transformers stopped after {out.shape[1] - ids.shape[1]} of {most} tokens")
         return sum(lengths)
 
     return serve
@@ -133,18 +139,22 @@ def measure(dtype: str, repeats: int) -> None:
         tokenizer=PreTrainedTokenizerBase(),
         device=torch.device("cpu"),
         dtype=dtype,
-        max_num_seqs=PROMPTS,
+        max_num_seqs=SEQUENCES,
         max_cache_tokens=None,
-        max_model_len=PROMPT_LENGTH + LONGEST,
+        max_model_len=GROUP_PROMPT + LONGEST,
     )
-    prompts = torch.randint(0, VOCABULARY, (PROMPTS, PROMPT_LENGTH), generator=torch.Generator().manual_seed(1))
-    for workload, lengths in (("uniform", [UNIFORM] * PROMPTS), ("long-tailed", long_tailed(PROMPTS))):
+    prompts, long_prompts = random_prompts(SEQUENCES, PROMPT_LENGTH), random_prompts(SEQUENCES // GROUP, GROUP_PROMPT)
+    for workload, asked, lengths in (
+        ("uniform", prompts, [UNIFORM] * SEQUENCES),
+        ("long-tailed", prompts, long_tailed(SEQUENCES)),
+        ("groups", long_prompts.repeat_interleave(GROUP, 0), [GROUP_RESPONSE] * SEQUENCES),
+    ):
         runs = {
-            "native": native_run(engine, prompts, lengths),
-            "transformers": transformers_run(theirs, prompts, lengths, PROMPTS),
+            "native": native_run(engine, asked, lengths),
+            "transformers": transformers_run(theirs, asked, lengths, SEQUENCES),
         }
         if workload == "long-tailed":
-            runs["transformers, sorted"] = transformers_run(theirs, prompts, lengths, PROMPTS // 4)
+            runs["transformers, sorted"] = transformers_run(theirs, asked, lengths, SEQUENCES // 4)
         speed = interleaved(runs, repeats)
         for name, tokens_per_second in speed.items():
             ratio = "" if name == "native" else f"   native is {speed['native'] / tokens_per_second:.2f}x"
