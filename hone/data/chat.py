@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hone.errors import DataError
 
@@ -104,6 +104,15 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
         return []
     encoded: Any = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
     return encoded["input_ids"]
+
+
+def token_counts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
+    """How many tokens :func:`encode_texts` makes of each text, without the tokens."""
+    if not texts or not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return [len(ids) for ids in encode_texts(tokenizer, texts)]
+    encode_texts(tokenizer, texts[:1])  # lifts what tokenizer.json may say of truncation and padding
+    found = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [len(encoding) for encoding in found]
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

@@ -23,6 +23,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def unwrapped(value: Any) -> Any:
+    """Return an array as :func:`plain` has it, and anything else as it is: rows of files hold no arrays, rows of pandas do."""
+    return plain(value) if isinstance(value, np.ndarray | np.generic) else value
+
+
 def check_messages(value: Any, *, where: str, column: str) -> list[dict[str, Any]]:
     """Return the messages of one row, each a dict with a role and a content.
 
@@ -40,7 +45,7 @@ def check_messages(value: Any, *, where: str, column: str) -> list[dict[str, Any
 def _message(item: Any, name: str, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise DataError(f"{name} is a {type(item).__name__}, not a message", where=where, fix=_FIX, code="R42")
-    message = _without_nulls(item)
+    message = dict(item) if all(type(value) is str for value in item.values()) else _without_nulls(item)
     if not isinstance(message.get("role"), str):
         raise DataError(f"{name} has no 'role'", where=where, fix=_FIX, code="R42")
     if not isinstance(message.get("content"), str | list):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hone.config.tree import RLConfig
 from hone.data.files import Row
 from hone.errors import Finding, HoneError
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Stage, error, rule, warning
-
-if TYPE_CHECKING:
-    from hone.agents.base import AgentLoop
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 SINGLE = ("single_turn", "single_turn_agent")
@@ -41,9 +38,9 @@ def several_turns_are_played(config: RLConfig, evidence: Evidence) -> Iterator[F
     files = [
         name for name in ("tool_config_path", "function_tool_path", "interaction_config_path") if vars(several)[name]
     ]
-    played = Counter(loop_name(config, row) for row in rows)
+    played = Counter(map(evidence.loops.name, rows))
     turns = {name: count for name, count in played.items() if name not in SINGLE}
-    ignored = [row for row in rows if row.values.get("tools") and loop_name(config, row) in SINGLE]
+    ignored = [row for row in rows if row.values.get("tools") and evidence.loops.name(row) in SINGLE]
     if ignored:
         yield error(
             f"{len(ignored)} of {len(rows)} training rows bring tools, and their episodes are a single turn",
@@ -89,7 +86,7 @@ def several_turns_are_played(config: RLConfig, evidence: Evidence) -> Iterator[F
 def conversations_begin_with_messages(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """Prompts of episodes of several turns are messages."""
     rows = [*evidence.train_rows, *evidence.val_rows]
-    flat = [row for row in rows if _is_flat(row.values[config.data.prompt_key]) and _needs_messages(config, row)]
+    flat = [row for row in rows if _is_flat(row.values[config.data.prompt_key]) and _needs_messages(evidence, row)]
     if flat:
         yield error(
             f"{len(flat)} of {len(rows)} prompts are plain text or token ids, and their episodes have several turns",
@@ -116,7 +113,7 @@ def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Iterator[Fin
     yield from checks.agent_names(rows, {*AGENT_LOOPS.names(), *imported})
     try:
         known = set(evidence.setting.toolbox) if evidence.setting is not None else set()
-        if evidence.setting is not None and "interaction" in {loop_name(config, row) for row in rows}:
+        if evidence.setting is not None and "interaction" in set(map(evidence.loops.name, rows)):
             assert evidence.setting.interactions
     except HoneError as found:
         yield Finding(found, stops=True)
@@ -129,7 +126,7 @@ def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Iterator[Fin
 def tools_are_shown(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """The chat template tells the model of its tools, and can be continued."""
     setting = evidence.setting
-    chats = [row for row in evidence.train_rows[:1] if _needs_messages(config, row)]
+    chats = [row for row in evidence.train_rows[:1] if _needs_messages(evidence, row)]
     if setting is None or not chats or evidence.tokenizer is None:
         return
     try:
@@ -185,26 +182,8 @@ def tool_limits_take_what_prompts_show(config: RLConfig, evidence: Evidence) -> 
         )
 
 
-def loop_name(config: RLConfig, row: Row) -> str:
-    """The loop that plays a row."""
-    from hone.agents.catalogue import default_loop
-
-    rollout = config.actor_rollout_ref.rollout
-    return str(row.values.get("agent_name") or default_loop(rollout.multi_turn, rollout.agent))
-
-
-def loop_of(config: RLConfig, row: Row) -> type[AgentLoop] | None:
-    """The class of that loop; None where there is none of the name, which R48 tells."""
-    from hone.agents.catalogue import AGENT_LOOPS
-
-    try:
-        return AGENT_LOOPS.get(loop_name(config, row))
-    except HoneError:
-        return None
-
-
-def _needs_messages(config: RLConfig, row: Row) -> bool:
-    loop = loop_of(config, row)
+def _needs_messages(evidence: Evidence, row: Row) -> bool:
+    loop = evidence.loops.of(row)
     return loop is not None and loop.needs_messages
 
 

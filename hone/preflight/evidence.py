@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hone.agents.setting import Setting
     from hone.data.checks import PromptLengths
     from hone.data.files import Row
+    from hone.preflight.loops import Loops
     from hone.preflight.plan.model import ModelShape
     from hone.preflight.plan.work import Work
 
@@ -55,10 +56,8 @@ class Evidence:
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer of the trained model, with the custom chat template."""
-        try:
-            return self.load_tokenizer()
-        except HoneError:
-            return None
+        found = self._tokenizer
+        return None if isinstance(found, HoneError) else found
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer of the trained model.
@@ -66,14 +65,31 @@ class Evidence:
         Raises:
             ModelError: it cannot be loaded.
         """
+        if isinstance(self._tokenizer, HoneError):
+            raise self._tokenizer
+        return self._tokenizer
+
+    @functools.cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase | HoneError:
         from hone.data.tokenizer import load_tokenizer
 
         model = model_block(self.config)[1]
-        return load_tokenizer(
-            model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
-            custom_chat_template=model.custom_chat_template,
-        )
+        try:
+            return load_tokenizer(
+                model.tokenizer_path or model.path,
+                trust_remote_code=model.trust_remote_code,
+                custom_chat_template=model.custom_chat_template,
+            )
+        except HoneError as refused:
+            return refused
+
+    @functools.cached_property
+    def loops(self) -> Loops:
+        """The agent loops of an RL run's rows."""
+        from hone.preflight.loops import Loops
+
+        assert isinstance(self.config, RLConfig)
+        return Loops(self.config)
 
     @functools.cached_property
     def setting(self) -> Setting | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
@@ -11,9 +12,11 @@ from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
 from hone.data.files import Row
 from hone.errors import DataError, Finding
-from hone.preflight.agents import loop_of
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Stage, error, rule
+
+if TYPE_CHECKING:
+    from hone.rewards.scorers import Scorer
 
 
 @rule("R42", RLConfig, stage=Stage.FILES)
@@ -62,7 +65,7 @@ def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Iterator[
     if reward.scorer or reward.terms or reward.custom_reward_function.path or _judged_alone(config):
         return
     known = sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
-    rows = [row for row in (*evidence.train_rows, *evidence.val_rows) if not _brings_reward(config, row)]
+    rows = [row for row in (*evidence.train_rows, *evidence.val_rows) if not _brings_reward(evidence, row)]
     yield from checks.unknown_sources(
         rows, config.data.reward_fn_key, lambda source: scorer_for(source) is not None, known
     )
@@ -78,7 +81,7 @@ def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Iterat
     reward = config.reward
     built_in = reward.custom_reward_function.path is None and not reward.terms and _needs_truth(reward.scorer)
     for rows in (evidence.train_rows, evidence.val_rows):
-        scored = [row for row in rows if not _brings_reward(config, row)]
+        scored = [row for row in rows if not _brings_reward(evidence, row)]
         yield from checks.ground_truths(scored, built_in, _complaint(config) if built_in else lambda row, truth: None)
 
 
@@ -110,9 +113,9 @@ def rows_differ(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
         yield from checks.rare_sources(train, config.data.reward_fn_key, config.data.train_batch_size)
 
 
-def _brings_reward(config: RLConfig, row: Row) -> bool:
+def _brings_reward(evidence: Evidence, row: Row) -> bool:
     """Whether the loop of a row brings its reward, so that no scorer is needed."""
-    loop = loop_of(config, row)
+    loop = evidence.loops.of(row)
     return loop is not None and loop.gives_reward
 
 
@@ -132,12 +135,17 @@ def _complaint(config: RLConfig) -> Any:
     """What the scorer of a row says of its ground truth, for scorers that only read text."""
     from hone.rewards.scorers import SCORERS, scorer_for
 
-    forced = config.reward.scorer if config.reward.scorer in SCORERS else None
+    forced, key = config.reward.scorer if config.reward.scorer in SCORERS else None, config.data.reward_fn_key
+
+    @functools.cache
+    def reader(source: str) -> Scorer | None:
+        scorer = SCORERS.get(forced) if forced else scorer_for(source)
+        return scorer if scorer is not None and scorer.reads_text_only and scorer.is_installed() else None
 
     def complaint(row: Row, truth: Any) -> str | None:
-        source = str(row.values.get(config.data.reward_fn_key))
-        scorer = SCORERS.get(forced) if forced else scorer_for(source)
-        if scorer is None or not scorer.reads_text_only or not scorer.is_installed():
+        source = str(row.values.get(key))
+        scorer = reader(source)
+        if scorer is None:
             return None
         try:
             scorer.compute(

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.chat import encode_texts, render_texts
+from hone.data.chat import render_texts, token_counts
 from hone.data.files import Row
-from hone.data.messages import plain
+from hone.data.messages import unwrapped
 from hone.errors import DataError, Finding
 
 MOST_TOKENIZED = 4000
@@ -118,12 +118,22 @@ def _frame(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) ->
 def _bytes(value: Any, frame: int) -> int:
     """An upper bound on the tokens of a prompt."""
     if isinstance(value, str):
-        return len(value.encode()) + 2
+        return _size(value) + 2
     if not isinstance(value, list):
         return 0
     if value and isinstance(value[0], int):
         return len(value)
-    return frame + sum(len(str(message).encode()) + _MESSAGE_BYTES for message in value)
+    return frame + sum(_message_bytes(message) + _MESSAGE_BYTES for message in value)
+
+
+def _message_bytes(message: Any) -> int:
+    if isinstance(message, dict) and all(type(part) is str for part in message.values()):
+        return sum(map(_size, message.values()))
+    return _size(str(message))
+
+
+def _size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def _lengths(
@@ -134,7 +144,7 @@ def _lengths(
     known: PromptLengths,
 ) -> list[int | None]:
     """Tokens of each prompt, None where the template refuses it."""
-    values = [plain(row.values[key]) for row in rows]
+    values = [unwrapped(row.values[key]) for row in rows]
     texts: list[str | None] = [value if isinstance(value, str) else None for value in values]
     for number, (row, value) in enumerate(zip(rows, values, strict=True)):
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -143,7 +153,7 @@ def _lengths(
             except DataError as error:
                 known.refused.append((row.where, error.what))
     given = [text for text in texts if text is not None]
-    counts = iter([len(ids) for ids in encode_texts(tokenizer, given)])
+    counts = iter(token_counts(tokenizer, given))
     return [
         next(counts) if text is not None else len(value) if value and isinstance(value[0], int) else None
         for text, value in zip(texts, values, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hone.data.checks.tally import Problem, Tally
 from hone.data.files import Row
-from hone.data.messages import plain
+from hone.data.messages import unwrapped
 from hone.errors import DataError, Finding, did_you_mean
 
 _NO_SOURCE = Problem(
@@ -85,7 +85,7 @@ def ground_truths(
     tally = Tally(len(rows))
     for row in rows:
         reward = row.values.get("reward_model")
-        truth = plain(reward.get("ground_truth")) if isinstance(reward, dict) else None
+        truth = unwrapped(reward.get("ground_truth")) if isinstance(reward, dict) else None
         if is_missing(truth):
             tally.add(row, _NO_TRUTH if required else _SOME_TRUTH)
         elif said := complaint(row, truth):

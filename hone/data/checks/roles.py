@@ -7,7 +7,7 @@ from typing import Any
 
 from hone.data.checks.tally import Problem, Tally
 from hone.data.files import Row
-from hone.data.messages import check_messages, plain
+from hone.data.messages import check_messages, unwrapped
 from hone.errors import DataError, Finding
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "observation", "ipython"})
@@ -78,7 +78,7 @@ def prompts(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     """Look at the prompts in column ``key``: a string, token ids, or messages in a sound order."""
     tally = Tally(len(rows))
     for row in rows:
-        value = plain(row.values.get(key))
+        value = unwrapped(row.values.get(key))
         if value is None or value in ("", []) or (isinstance(value, str) and not value.strip()):
             tally.add(row, _NO_PROMPT)
         elif not isinstance(value, str | list):
@@ -94,7 +94,7 @@ def conversations(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     """Look at the conversations in column ``key``, which need an assistant message."""
     tally = Tally(len(rows))
     for row in rows:
-        messages = _messages(tally, row, plain(row.values.get(key)), key)
+        messages = _messages(tally, row, unwrapped(row.values.get(key)), key)
         if messages and all(message["role"] != "assistant" for message in messages):
             tally.add(row, _NO_ANSWER)
         elif messages and messages[-1]["role"] != "assistant":

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.chat import encode_texts
+from hone.data.chat import token_counts
 from hone.data.files import Row
-from hone.data.messages import plain
+from hone.data.messages import unwrapped
 
 _MOST_TOKENIZED = 4000
 
@@ -45,7 +45,7 @@ def tool_result_lengths(
     ]
     candidates = [(row, text) for row, text in results if len(text.encode()) > limit]
     candidates = sorted(candidates, key=lambda pair: -len(pair[1]))[:_MOST_TOKENIZED]
-    counts = [len(ids) for ids in encode_texts(tokenizer, [text for _, text in candidates])]
+    counts = token_counts(tokenizer, [text for _, text in candidates])
     long = [(count, row) for count, (row, _) in zip(counts, candidates, strict=True) if count > limit]
     return ToolResultLengths(
         len(results), sorted((count for count, _ in long), reverse=True), long[0][1].where if long else ""
@@ -59,5 +59,5 @@ def tool_turns(rows: Sequence[Row], key: str) -> list[int]:
 
 
 def _messages(row: Row, key: str) -> list[dict[str, Any]]:
-    value = plain(row.values.get(key))
+    value = unwrapped(row.values.get(key))
     return [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []

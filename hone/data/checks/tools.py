@@ -9,7 +9,7 @@ from typing import Any
 
 from hone.data.checks.tally import Problem, Tally
 from hone.data.files import Row
-from hone.data.messages import plain
+from hone.data.messages import unwrapped
 from hone.errors import DataError, Finding, did_you_mean
 
 _SCHEMA = Problem(
@@ -56,9 +56,9 @@ def tool_names(rows: Sequence[Row], known: Collection[str]) -> Iterator[Finding]
     """Look for tools in ``extra_info.tools_kwargs`` that are neither in ``known`` nor among the row's own schemas."""
     tally = Tally(len(rows))
     for row in rows:
-        extra = plain(row.values.get("extra_info")) or {}
+        extra = row.values.get("extra_info") or {}
         asked = extra.get("tools_kwargs") if isinstance(extra, dict) else None
-        own = {name for name, _ in _schemas(row) if name}
+        own = {name for name, _ in _schemas(row) if name} if asked else set()
         for name in sorted(name for name, value in (asked or {}).items() if value is not None):
             if name not in own and name not in known:
                 problem = Problem(
@@ -77,7 +77,7 @@ def tool_schemas(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     for row in rows:
         if any(name is None for name, _ in _schemas(row)):
             tally.add(row, _SCHEMA)
-        value = plain(row.values.get(key))
+        value = unwrapped(row.values.get(key))
         for index, message in enumerate(value if isinstance(value, list) else []):
             content = message.get("content") if isinstance(message, dict) else None
             if index and isinstance(content, str) and '"parameters"' in content and '"function"' in content:
@@ -118,13 +118,13 @@ def tool_outputs(rows: Sequence[Row], key: str, limit: int) -> Iterator[Finding]
 
 
 def _messages(row: Row, key: str) -> list[dict[str, Any]]:
-    value = plain(row.values.get(key))
+    value = unwrapped(row.values.get(key))
     return [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []
 
 
 def _schemas(row: Row) -> list[tuple[str | None, Any]]:
     """Name and schema of the tools of a row; the name is None where there is no schema."""
-    tools = plain(row.values.get("tools"))
+    tools = unwrapped(row.values.get("tools"))
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None

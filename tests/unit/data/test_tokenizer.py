@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hone.data.chat import render_texts
+from hone.data.chat import encode_texts, render_texts, token_counts
 from hone.data.chat_formats import CHAT_FORMATS
 from hone.data.tokenizer import load_tokenizer
 from hone.data.train_tokenizer import train_tokenizer
@@ -20,6 +20,14 @@ def test_any_text_survives_and_digits_stand_alone(tokenizer, text):
     assert tokenizer.decode(ids) == text
     for token in tokenizer.convert_ids_to_tokens(ids):
         assert len(token) == 1 or not any(character in "0123456789" for character in token)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text(max_size=40), max_size=4), st.sampled_from([None, 3]))
+def test_counts_are_those_of_the_tokens(tokenizer, texts, truncated):
+    if truncated:
+        tokenizer.backend_tokenizer.enable_truncation(truncated)  # as a tokenizer.json may say
+    assert token_counts(tokenizer, texts) == [len(ids) for ids in encode_texts(tokenizer, texts)]
 
 
 def test_special_tokens_and_template(tokenizer, tokenizer_directory):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from pathlib import Path
@@ -16,7 +17,7 @@ from support.preflight import SMALL_MODEL, change, write_rows
 from hone.config import RLConfig, SFTConfig
 from hone.config.problems import ConfigProblems
 from hone.errors import ConfigError, HoneError
-from hone.preflight import RULES, batch_plan, check, findings, training_rows
+from hone.preflight import RULES, batch_plan, check, examine, findings, training_rows
 from hone.preflight.batches import nearest_divisor
 from hone.preflight.rules import Finding
 
@@ -356,3 +357,28 @@ def test_nearest_divisor(number: int, wanted: int) -> None:
     best = nearest_divisor(number, wanted)
     assert number % best == 0
     assert all(abs(d - wanted) >= abs(best - wanted) for d in range(1, number + 1) if number % d == 0)
+
+
+def test_what_is_slow_to_read_is_read_once(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hone.data import files, tokenizer
+
+    loaded: list[str] = []
+    read, load = files.read_rows, tokenizer.load_tokenizer
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *a, **k: loaded.append("tokenizer") or load(*a, **k))
+    monkeypatch.setattr(
+        files,
+        "read_rows",
+        lambda *a, **k: loaded.append("rows" if k.get("max_rows") == -1 else "first") or read(*a, **k),
+    )
+    assert examine(rl).findings == []
+    assert loaded.count("tokenizer") == 1 and loaded.count("rows") == 1
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_is_left_as_it_was(rl: RLConfig, on: bool) -> None:
+    (gc.enable if on else gc.disable)()
+    try:
+        examine(rl)
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()

@@ -1,0 +1,46 @@
+"""Which agent loop plays a row, looked up once for each name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hone.config.tree import RLConfig
+from hone.data.files import Row
+from hone.errors import HoneError
+
+if TYPE_CHECKING:
+    from hone.agents.base import AgentLoop
+
+
+class Loops:
+    """The loops of an RL run.
+
+    Args:
+        config: its configuration, which names the loop of rows that name none.
+    """
+
+    def __init__(self, config: RLConfig) -> None:
+        from hone.agents.catalogue import default_loop
+
+        rollout = config.actor_rollout_ref.rollout
+        self._default = default_loop(rollout.multi_turn, rollout.agent)
+        self._classes: dict[str, type[AgentLoop] | None] = {}
+
+    def name(self, row: Row) -> str:
+        """The name of the loop that plays ``row``."""
+        return str(row.values.get("agent_name") or self._default)
+
+    def of(self, row: Row) -> type[AgentLoop] | None:
+        """Its class; None where there is none of the name, which R48 tells."""
+        name = self.name(row)
+        if name not in self._classes:
+            self._classes[name] = self._class(name)
+        return self._classes[name]
+
+    def _class(self, name: str) -> type[AgentLoop] | None:
+        from hone.agents.catalogue import AGENT_LOOPS
+
+        try:
+            return AGENT_LOOPS.get(name)
+        except HoneError:
+            return None
