@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -174,9 +175,12 @@ class _HeadPlan(NamedTuple):
 
 
 class _Piece(NamedTuple):
+    """Some lanes, a block of their queries, and the keys that those see; ``whole`` when that is all of the lanes' keys."""
+
     rows: slice
     queries: slice
     keys: slice
+    whole: bool
 
 
 class _Attention(torch.autograd.Function):
@@ -232,17 +236,17 @@ def _lane_gradients(
     """Gradients of the gathered (and scaled) queries, keys and values of one rectangle."""
     q, k, v = _gathered(lanes, query, key, value, scale)
     incoming = incoming.view(*q.shape[:3], v.shape[2])
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for piece in _pieces(lanes):
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for piece in _pieces(lanes, last_block_first=True):
         probabilities = _probabilities(q, k, piece, lanes)
         keys, values = k[piece.rows, piece.keys], v[piece.rows, piece.keys]
         queries = q[piece.rows, :, piece.queries].flatten(1, 2)
         outer = incoming[piece.rows, :, piece.queries].flatten(1, 2)
-        grad_v[piece.rows, piece.keys] += torch.bmm(probabilities.transpose(1, 2), outer)
+        _put(grad_v, piece, torch.bmm(probabilities.transpose(1, 2), outer))
         grad_p = torch.bmm(outer, values.transpose(1, 2))
         grad_s = torch.ops.aten._softmax_backward_data(grad_p, probabilities, -1, q.dtype)
         grad_q[piece.rows, :, piece.queries] = torch.bmm(grad_s, keys).view(len(keys), q.shape[1], -1, q.shape[3])
-        grad_k[piece.rows, piece.keys] += torch.bmm(grad_s.transpose(1, 2), queries)
+        _put(grad_k, piece, torch.bmm(grad_s.transpose(1, 2), queries))
     return grad_q, grad_k, grad_v
 
 
@@ -268,15 +272,24 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _pieces(lanes: _Lanes) -> Iterator[_Piece]:
+def _pieces(lanes: _Lanes, *, last_block_first: bool = False) -> Iterator[_Piece]:
     count, group, length = lanes.shape
     blocks = -(-length // QUERY_BLOCK)
     edges = [length * i // blocks for i in range(blocks + 1)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    found = [*zip(edges, edges[1:], strict=False)]
+    for start, end in reversed(found) if last_block_first else found:
         seen = lanes.before + end
         together = max(1, PIECE // (group * (end - start) * seen))
         for first in range(0, count, together):
-            yield _Piece(slice(first, min(count, first + together)), slice(start, end), slice(0, seen))
+            yield _Piece(slice(first, min(count, first + together)), slice(start, end), slice(0, seen), end == length)
+
+
+def _put(gradient: Tensor, piece: _Piece, part: Tensor) -> None:
+    """The last block of queries sees all keys and comes first: it writes, the others add."""
+    if piece.whole:
+        gradient[piece.rows] = part
+    else:
+        gradient[piece.rows, piece.keys] += part
 
 
 def _probabilities(q: Tensor, k: Tensor, piece: _Piece, lanes: _Lanes) -> Tensor:
@@ -284,11 +297,17 @@ def _probabilities(q: Tensor, k: Tensor, piece: _Piece, lanes: _Lanes) -> Tensor
     start, end = piece.queries.start, piece.queries.stop
     queries = q[piece.rows, :, piece.queries]
     scores = torch.bmm(queries.flatten(1, 2), k[piece.rows, piece.keys].transpose(1, 2))
-    later = torch.full((end - start, end - start), float("-inf"), dtype=q.dtype).triu_(1)
-    scores.view(*queries.shape[:3], -1)[..., lanes.before + start :] += later
+    scores.view(*queries.shape[:3], -1)[..., lanes.before + start :] += _later(end - start, q.dtype)
     if lanes.hidden is not None:
         scores[..., : lanes.before] += lanes.hidden[piece.rows]
     return scores.softmax(-1)
+
+
+@lru_cache(maxsize=16)
+def _later(length: int, dtype: torch.dtype) -> Tensor:
+    """``[length, length]`` minus infinity where a key comes after a query, else 0."""
+    with torch.inference_mode(False):
+        return torch.full((length, length), float("-inf"), dtype=dtype).triu_(1)
 
 
 def _similar(sequences: Sequences) -> list[list[int]]:
