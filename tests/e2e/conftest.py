@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 from support.launch import Ended, hone
-from support.world import World, make_world
+from support.once import made_once
+from support.world import World, make_world, world_in
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """See :class:`support.world.World`."""
-    return make_world(tmp_path_factory.mktemp("world"))
+    return world_in(made_once(tmp_path_factory, "world", make_world))
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """A run on two processes goes on from its checkpoint on one, as if nothing had happened."""
 
+import functools
+
 import pytest
 from safetensors.torch import load_file
-from support.launch import hone
+from support.launch import Command, hone, set_environment
 from support.world import World, metrics, rl_command, steps_saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(550)]
@@ -16,10 +18,11 @@ def command(world: World, run, steps: int, *layout: str) -> list[str]:
     return rl_command(world, run, "ppo", *rates, *ends, "data.train_batch_size=6", *layout)
 
 
-def test_a_run_changes_its_layout(world: World, tmp_path):
+def test_a_run_changes_its_layout(forked_ray_workers, world: World, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert hone(*command(world, whole, 4), log=tmp_path / "log").code == 0
-    first = hone(*command(world, parts, 2, *TWO), log=tmp_path / "log1")
+    prepare = functools.partial(set_environment, forked_ray_workers)
+    first = Command(command(world, parts, 2, *TWO), tmp_path / "log1", prepare=prepare).wait()
     assert first.code == 0, first.output
     for model in ("actor", "critic"):
         held = [set(load_file(file)) for file in parts.glob(f"checkpoints/step_2/{model}_optimizer/rank_*.safetensors")]

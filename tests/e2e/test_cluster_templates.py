@@ -299,7 +299,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_slurm_script_trains_on_two_nodes(start: Any, tmp_path: Path) -> None:
+def test_the_slurm_script_trains_on_two_nodes(start: Any, forked_ray_workers, tmp_path: Path) -> None:
     """The whole script; only Slurm's own two commands are stand-ins, which run the tasks of both nodes here."""
     (tmp_path / "bin").mkdir()
     for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
@@ -311,6 +311,7 @@ def test_the_slurm_script_trains_on_two_nodes(start: Any, tmp_path: Path) -> Non
         SLURM_JOB_NODELIST="127.0.0.1,127.0.0.1",
         SLURM_GPUS_ON_NODE="1",
         SLURM_JOB_ID="7",
+        **forked_ray_workers,
     )
     code, output = ended(job)
     assert code == 0, output

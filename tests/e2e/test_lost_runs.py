@@ -32,7 +32,7 @@ KILLS = 10
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(forked_ray_workers):
     """One Ray for all runs of the module; they leave it open."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

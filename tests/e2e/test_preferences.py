@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.launch import hone
+from support.once import made_once
 from support.world import World, curve, mean, metrics, rl_command, run_record, sft_command, steps_saved
 
 pytestmark = pytest.mark.slow
@@ -26,10 +27,16 @@ class Mined:
 
 @pytest.fixture(scope="module")
 def mined(world: World, tmp_path_factory: pytest.TempPathFactory) -> Mined:
-    root = tmp_path_factory.mktemp("mined")
-    found = Mined(
-        world, root / "sft/checkpoints/step_60/actor", root / "data/train.parquet", root / "run", root / "pairs"
-    )
+    def there(root: Path) -> Mined:
+        model, prompts = root / "sft/checkpoints/step_60/actor", root / "data/train.parquet"
+        return Mined(world, model, prompts, root / "run", root / "pairs")
+
+    return there(made_once(tmp_path_factory, "mined", lambda root: mine(there(root), root)))
+
+
+def mine(found: Mined, root: Path) -> None:
+    """Make the model, let it learn, and mine the pairs."""
+    world = found.world
     start = World(root, found.prompts, found.prompts, world.conversations, world.tokenizer, root / "blank", found.model)
     for number, arguments in enumerate(
         [
@@ -45,7 +52,6 @@ def mined(world: World, tmp_path_factory: pytest.TempPathFactory) -> Mined:
     ):  # fmt: skip
         ended = hone(*arguments, log=root / f"make{number}.log", timeout=180)
         assert ended.code == 0, ended.output
-    return found
 
 
 def command(mined: Mined, program: str, run: Path, *overrides: str) -> list[str]:

@@ -22,7 +22,7 @@ COPIED = "rollout/canary_gap"
 
 
 @pytest.fixture(scope="module")
-def nodes():
+def nodes(forked_ray_workers):
     """Two Ray nodes on this machine, two CPUs each; runs find them connected and leave them open."""
     for name, value in {**SETTINGS, "RAY_AUTH_MODE": "disabled"}.items():
         os.environ.setdefault(name, value)

@@ -21,7 +21,7 @@ from hone.config import RLConfig, load_config
 pytestmark = pytest.mark.slow
 
 
-def test_a_worker_whose_node_is_lost_moves_to_another(tmp_path: Path):
+def test_a_worker_whose_node_is_lost_moves_to_another(forked_ray_workers, tmp_path: Path):
     for name, value in {**SETTINGS, "RAY_AUTH_MODE": "disabled"}.items():
         os.environ.setdefault(name, value)
     node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory):
+def runtime(forked_ray_workers, tmp_path_factory: pytest.TempPathFactory):
     """Two workers that share a process group."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

@@ -32,7 +32,7 @@ def configured(run: Path, *overrides: str) -> RLConfig:
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(forked_ray_workers):
     """One Ray for all tests of the module; runtimes leave it open."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

@@ -1,23 +1,20 @@
-"""Real processes that run the `hone` command: started from a process that has imported the heavy libraries once."""
+"""Real processes that run the `hone` command or Python: forks of a process that has imported the heavy libraries once."""
 
 import contextlib
+import functools
 import io
 import multiprocessing
 import os
 import signal
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 
-_PRELOAD = [
-    "hone.trainers.rl",
-    "hone.trainers.sft",
-    "hone.trainers.preference",
-    "hone.trainers.evaluation",
-    "support.launch",
-]
+TESTS = Path(__file__).parents[1]
 
 
 @dataclass
@@ -33,8 +30,26 @@ class Ended:
         return " ".join(self.output.split())
 
 
+def run_hone(words: list[str]) -> None:
+    """`hone WORDS`."""
+    from hone.cli.main import main
+
+    main(words)
+
+
+def run_source(words: list[str]) -> None:
+    """`python -` with the first word as the program."""
+    sys.path.insert(0, "")
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(words[0], "<stdin>", "exec"), module.__dict__)
+
+
 class Command:
-    """A running `hone` command in a process group of its own; ``prepare`` is called in its process first."""
+    """A running `hone` command in a process group of its own; ``prepare`` is called in its process first.
+
+    Args:
+        run: what else to do with the arguments, such as :func:`run_source`.
+    """
 
     def __init__(
         self,
@@ -42,11 +57,11 @@ class Command:
         log: Path,
         cwd: Path | None = None,
         prepare: Callable[[], None] | None = None,
+        run: Callable[[list[str]], None] = run_hone,
     ) -> None:
         self.log = log
         words = [str(argument) for argument in arguments]
-        context = _context()
-        self.process = context.Process(target=_run, args=(words, str(log), str(cwd) if cwd else None, prepare))
+        self.process = context().Process(target=_run, args=(run, words, str(log), str(cwd) if cwd else None, prepare))
         self.process.start()
 
     def wait(self, timeout: float = 120) -> Ended:
@@ -93,15 +108,27 @@ def kill(command: Command) -> int:
     return command.wait().code
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
+@functools.cache
+def context() -> multiprocessing.context.ForkServerContext:
+    """Starts processes as forks of one that has done the imports."""
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(["support.warm"])
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{TESTS}{os.pathsep}{before}"  # the server looks for what it preloads nowhere else
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ["PYTHONPATH"] = before
+    return forking
 
 
-def _run(arguments: list[str], log: str, cwd: str | None, prepare: Callable[[], None] | None) -> None:
-    from hone.cli.main import main
-
+def _run(
+    run: Callable[[list[str]], None],
+    arguments: list[str],
+    log: str,
+    cwd: str | None,
+    prepare: Callable[[], None] | None,
+) -> None:
     os.setpgid(0, 0)
     if cwd:
         os.chdir(cwd)
@@ -116,4 +143,4 @@ def _run(arguments: list[str], log: str, cwd: str | None, prepare: Callable[[], 
     if prepare is not None:
         prepare()
     with contextlib.suppress(BrokenPipeError):
-        main(arguments)
+        run(arguments)

@@ -1,13 +1,11 @@
 """Real processes that work in step, started once and used by many tests.
 
-A rank is a spawned process in a gloo group; it runs functions of importable modules and returns what they return. When a rank
+A rank is a forked process in a gloo group; it runs functions of importable modules and returns what they return. When a rank
 raises, or does not answer in time, all are killed and the next call starts new ones.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
 import tempfile
 import time
@@ -16,6 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from support.launch import context
 
 
 class Ranks:
@@ -75,23 +75,14 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         meeting = Path(tempfile.mkdtemp()) / "store"
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            for rank in range(self.world):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, rank, self.world, str(meeting)), daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
-        finally:
-            if threads is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = threads
+        for rank in range(self.world):
+            ours, theirs = context().Pipe()
+            process = context().Process(target=_serve, args=(theirs, rank, self.world, str(meeting)), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
 
 
 def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:

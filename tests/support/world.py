@@ -37,9 +37,9 @@ class World:
     model: Path
 
 
-def make_world(root: Path) -> World:
-    """Make it with the commands that a user has."""
-    world = World(
+def world_in(root: Path) -> World:
+    """The world that :func:`make_world` makes there."""
+    return World(
         root,
         root / "data/train.parquet",
         root / "data/val.parquet",
@@ -48,6 +48,11 @@ def make_world(root: Path) -> World:
         root / "blank",
         root / "sft/checkpoints/step_60/actor",
     )
+
+
+def make_world(root: Path) -> None:
+    """Make it with the commands that a user has."""
+    world = world_in(root)
     draw = random.Random(0)
     with world.conversations.open("w") as file:
         for _ in range(512):
@@ -66,7 +71,6 @@ def make_world(root: Path) -> World:
     ):  # fmt: skip
         ended = hone(*arguments, log=root / f"make{number}.log")
         assert ended.code == 0, ended.output
-    return world
 
 
 def sft_command(world: World, run: Path, *overrides: str) -> list[str]:

@@ -19,6 +19,8 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's workers would stand back behind everything else on the machine
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a worker without a GPU keeps CUDA_VISIBLE_DEVICES as it is
+    "RAY_enable_worker_prestart": "0",  # processes that no worker of Hone becomes: those have an environment of their own
+    "RAY_prestart_worker_first_driver": "0",
 }
 """What Ray reads from the environment; what is set there already stays."""
 PROBE_SECONDS = 5.0

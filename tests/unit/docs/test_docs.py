@@ -165,10 +165,12 @@ def run_command(line: str, folder: Path, number: int, exported: dict[str, str]) 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in WRITTEN if runs_something(page)])
-def test_commands_of_the_page_run(page: str, tmp_path: Path) -> None:
+def test_commands_of_the_page_run(page: str, tmp_path: Path, forked_ray_workers: dict[str, str]) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     try:
-        run_page(page, tmp_path)
+        run_page(
+            page, tmp_path, {**forked_ray_workers, "RAY_worker_niceness": "0"}
+        )  # workers of a busy machine would starve
     finally:
         end_servers(tmp_path)
 
@@ -182,21 +184,19 @@ def end_servers(folder: Path) -> None:
                 os.kill(process, signal.SIGTERM)
 
 
-def run_page(page: str, tmp_path: Path) -> None:
+def run_page(page: str, tmp_path: Path, exported: dict[str, str]) -> None:
     """Run the blocks of a page in order."""
-    number, exported = 0, {"RAY_worker_niceness": "0"}  # workers of a busy machine would starve
+    from support.launch import Command, run_source
+
+    number = 0
     for block in blocks(page):
         if block.reason is not None:
             continue
         if block.file:
             (tmp_path / block.file).write_text(block.body, encoding="utf-8")
         elif block.language == "python":
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            result = subprocess.run(
-                [sys.executable, "-"], input=block.body, cwd=tmp_path, env=environment, capture_output=True, text=True,
-                timeout=120,
-            )  # fmt: skip
-            assert result.returncode == 0, f"{page}:{block.line}\n{result.stdout}{result.stderr}"
+            ended = Command([block.body], tmp_path / ".python", tmp_path, run=run_source).wait()
+            assert ended.code == 0, f"{page}:{block.line}\n{ended.output}"
         elif block.language == "bash":
             for line in commands(block.body):
                 number += 1

@@ -1,6 +1,5 @@
 """What a process publishes is what another reads, at any moment; and its stacks can be had even when it is stuck."""
 
-import multiprocessing
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.launch import context
 
 from hone.insight import activity, stacks
 
@@ -102,7 +102,7 @@ def _work(folder: Path, seconds: float) -> None:
 
 
 def test_a_killed_process_leaves_its_last_record(tmp_path: Path):
-    process = multiprocessing.get_context("forkserver").Process(target=_work, args=(tmp_path, 60.0))
+    process = context().Process(target=_work, args=(tmp_path, 60.0))
     process.start()
     while not [record for record in activity.read_records(tmp_path) if record.spans]:
         time.sleep(0.01)
