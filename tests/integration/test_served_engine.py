@@ -279,7 +279,7 @@ def test_no_process_of_an_external_engine_outlives_a_driver_that_is_killed(exter
         ("vllm", {"blok_size": 32}, "vLLM has no argument 'blok_size'"),
         ("vllm", {"max_num_seqs": -1}, "vLLM refuses its arguments"),
         ("sglang", {"tp_sise": 2}, "SGLang has no argument 'tp_sise'"),
-        ("sglang", {"page_size": 0}, "SGLang refuses its arguments"),
+        ("sglang", {"gc_threshold": [1, 2, 3, 4]}, "SGLang refuses its arguments"),
     ],
     indirect=["external"],
 )

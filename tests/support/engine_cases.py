@@ -135,7 +135,7 @@ def plan(kind: str, path: Path, log: Path, **options: object) -> LaunchPlan:
         max_cache_tokens=64 * MAX_MODEL_LEN,
         options=options,
         log=log,
-        start_seconds=200.0,
+        start_seconds=800.0,
     )
 
 
