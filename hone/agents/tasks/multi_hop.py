@@ -27,7 +27,7 @@ class MultiHopOptions:
     Attributes:
         hops: look-ups that the answer takes.
         people: people of a table, at least ``hops``.
-        guesses: percent of the demonstrations that name a town without looking up. Imitation then learns to guess as often, and a
+        guesses: percent of the demonstrations that repeat the name and guess a town, without looking up. Imitation then learns to guess as often, and a
             reward can teach it to look up.
     """
 
@@ -81,7 +81,7 @@ class MultiHop:
             final = f"#### {steps[-1][1]}"
             guess = draw.randrange(100) < options.guesses if options.guesses else False
             if guess:
-                answer = [says(f"#### {draw.choice(TOWNS)}")]
+                answer = [says(f"{people[0]} #### {draw.choice(TOWNS)}")]
             yield Problem(
                 f"Where does {chain} live?",
                 steps[-1][1],
@@ -93,6 +93,7 @@ class MultiHop:
                 answer=answer if guess else [*answer, says(final)],
                 tools=self.tools,
                 agent_name="tool_agent",
+                key=f"{chain}: {sorted(facts.items())}",
             )
 
 

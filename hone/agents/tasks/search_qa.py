@@ -45,7 +45,7 @@ class SearchQAOptions:
     Attributes:
         people: documents, at most 400.
         k: documents that the demonstrations see for a query, as the tool's setting ``k`` has it.
-        guesses: percent of the demonstrations that do without the tool and guess. Imitation then learns to guess as often, and a
+        guesses: percent of the demonstrations that do without the tool: they repeat the name and guess. Imitation then learns to guess as often, and a
             reward can teach it to search.
     """
 
@@ -95,7 +95,8 @@ class SearchQA:
             name, kind = draw.choice(names), draw.choice(list(QUESTIONS))
             answer = self._people[name][kind]
             guess = draw.randrange(100) < self.options.guesses
-            said = f"<answer>{draw.choice(TRADES if kind == 'trade' else TOWNS) if guess else answer}</answer>"
+            wrong = draw.choice(TRADES if kind == "trade" else TOWNS)
+            said = f"{name} <answer>{wrong}</answer>" if guess else f"<answer>{answer}</answer>"
             searched = [] if guess else [calls("search", query=name), result("search", self._index.find(name))]
             yield Problem(
                 QUESTIONS[kind].format(name),

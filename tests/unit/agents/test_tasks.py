@@ -29,7 +29,7 @@ def test_guesses_of_multi_hop_look_nothing_up_and_the_others_follow_the_table():
     for problem in problems:
         *_, last = problem.answer
         if problem.extra["guessed"]:
-            assert len(problem.answer) == 1 and last["content"].removeprefix("#### ") in TOWNS
+            assert len(problem.answer) == 1 and last["content"].partition(" #### ")[2] in TOWNS
             continue
         tool, facts = Lookup(), problem.extra["tools_kwargs"]["lookup"]["create_kwargs"]
         state = asyncio.run(tool.create(**facts))
