@@ -1,11 +1,12 @@
 """What fits: the largest micro-batch, and the first keys to change when nothing does, in the order in which one tunes.
 
-micro-batch -> gradient checkpointing -> activation offload -> key-value cache -> optimizer offload -> parameter offload -> LoRA
+micro-batch -> gradient checkpointing -> activation offload -> key-value cache (an engine's share) -> optimizer offload -> parameter offload -> LoRA
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,11 @@ from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.preflight.evidence import model_block
 from hone.preflight.plan.devices import Device
-from hone.preflight.plan.memory import CACHE, Memory, cache_shape, memory_of
+from hone.preflight.plan.generation import cache_shape
+from hone.preflight.plan.memory import Memory, memory_of
 from hone.preflight.plan.model import ModelShape
+from hone.preflight.plan.parts import CACHE, ENGINE
+from hone.preflight.plan.serving import SHARE_STEP, least_share
 from hone.preflight.plan.work import CPU_TOKENS, Work, work_of
 
 TIGHT = 0.92
@@ -84,7 +88,8 @@ class Fitter:
 
     def memories(self, work: Work) -> tuple[Memory, ...]:
         """Of one process of each pool."""
-        return tuple(memory_of(work, process, self.device.overhead) for process in work.processes)
+        device = self.device
+        return tuple(memory_of(work, process, device.overhead, device.memory) for process in work.processes)
 
     def peak(self, config: AnyConfig) -> float:
         """Bytes of the fullest process."""
@@ -219,6 +224,31 @@ def _smaller_cache(config: AnyConfig, fitter: Fitter) -> Iterator[str]:
         yield set_key(config, "actor_rollout_ref.rollout.max_num_seqs", rows)
 
 
+def _engine_share(config: AnyConfig, fitter: Fitter) -> Iterator[str]:
+    """The share of a GPU that leaves room for training, or that the engine needs to start."""
+    work = fitter.work(config)
+    if (
+        not isinstance(config, RLConfig)
+        or not work.served
+        or work.on_cpu
+        or config.actor_rollout_ref.rollout.name == "native"
+    ):
+        return
+    fullest = max(fitter.memories(work), key=lambda memory: memory.peak.total)
+    least = least_share(work, fitter.device.memory, fitter.device.overhead)
+    present = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    if not fullest.peak.size(ENGINE) or least > 1:
+        return
+    over = (
+        (fullest.peak.total - fitter.limit)
+        / fitter.device.memory
+        / (config.actor_rollout_ref.rollout.num_replicas or 1)
+    )
+    wanted = round(max(least, math.floor((present - over) / SHARE_STEP) * SHARE_STEP), 2)
+    if wanted != present:
+        yield set_key(config, "actor_rollout_ref.rollout.gpu_memory_utilization", wanted)
+
+
 def _offload(name: str) -> Callable[[AnyConfig, Fitter], Iterator[str]]:
     def turn(config: AnyConfig, fitter: Fitter) -> Iterator[str]:
         if isinstance(config, RLConfig) and not fitter.device.on_cpu and fitter.work(config).main.divided:
@@ -245,10 +275,18 @@ _OFFLOADS = (_named(_offload("optimizer_offload")), _named(_offload("param_offlo
 LADDER: tuple[Turn, ...] = (
     *_FIRST,
     _named(_smaller_cache),
+    _named(_engine_share),
     *_OFFLOADS,
     _named(_smaller_cache),  # generation may be the fullest phase now
+    _named(_engine_share),
     _named(_adapters),
 )
 """The knobs in the order in which one tunes."""
-CACHE_LAST: tuple[Turn, ...] = (*_FIRST, *_OFFLOADS, _named(_smaller_cache), _named(_adapters))
+CACHE_LAST: tuple[Turn, ...] = (
+    *_FIRST,
+    *_OFFLOADS,
+    _named(_smaller_cache),
+    _named(_engine_share),
+    _named(_adapters),
+)
 """Offloading before the key-value cache."""

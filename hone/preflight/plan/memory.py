@@ -3,25 +3,25 @@
     generation   weights, optimizer, key-value cache, the engine's copies of weights, activations of the prompts, logits
     log-probs    weights, optimizer, key-value cache (it stays), activations of one layer at a time, logits
     update       weights, optimizer, key-value cache, gradients, everything kept for the backward pass, logits
-    publication  where the model is divided: whole parameters on their way to the engines, bucket by bucket
+    publication  to engines that hold a copy: whole parameters on their way, bucket by bucket
     checkpoint   on a CPU: the copies that are written while training goes on
 
 Weights, gradients and AdamW's two moments are float32. An update has four moments of which the largest counts: before the
 backward pass (all is kept, logits exist), in the last layer (all is kept, its gradients exist), at its end (all gradients
 exist, and the embedding's once more), and in the optimizer's step (its state is there, wherever it was before).
+
+An engine in a process of its own (:mod:`hone.preflight.plan.serving`) takes its part of the device through all of them; the
+process that it answers to generates nothing and has no cache.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hone.catalogue.memory import FROZEN_BYTES
 from hone.config.model import OptimConfig
 from hone.preflight.plan.activations import (
-    Computation,
     backward_moment,
     forward_moment,
     head_kept,
@@ -29,14 +29,25 @@ from hone.preflight.plan.activations import (
     logits_moment,
     outside_kept,
 )
+from hone.preflight.plan.generation import cache_bytes, generating
 from hone.preflight.plan.model import ModelShape
+from hone.preflight.plan.parts import (
+    ACTIVATIONS,
+    CACHE,
+    COPIES,
+    ENGINE,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    OVERHEAD,
+    WEIGHTS,
+    Part,
+    Phase,
+)
+from hone.preflight.plan.serving import engine_bytes
 from hone.preflight.plan.work import MicroBatch, Process, Trained, Work
 
 GRADIENT_BYTES = 4
-PREFILL_TOKENS = 16384
-"""Most prompt tokens of a forward pass of the native engine (:data:`hone.generation.native.runner.PREFILL_TOKENS`)."""
-SAMPLING_BYTES = 24
-"""A logit while a token is drawn: logits, scaled, log-probs, probabilities in float32, their sums in float64."""
 BUCKET_BYTES = 256 * 2**20
 """Whole parameters that are gathered at a time (:data:`hone.training.export_stream.BUCKET_BYTES`)."""
 BUCKET_COPIES = 3
@@ -45,7 +56,6 @@ HEAP_BYTES = 64 * 2**20
 """What stays in a CPU process beside tensors once it has computed: holes of the heap, kernels that were prepared (measured)."""
 _ON_THE_WAY = {True: 4, False: 2}
 """Layers' worth of what FSDP gathers, or sends off, at a time: in use and on the way, by gloo on a CPU with copies of each."""
-_CACHE_ROUNDING = 32
 _MOMENTS = {
     "Adam": 2,
     "AdamW": 2,
@@ -57,42 +67,6 @@ _MOMENTS = {
     "RMSprop": 1,
     "SGD": 0,
 }
-
-WEIGHTS, OPTIMIZER, GRADIENTS, ACTIVATIONS = "weights", "optimizer", "gradients", "activations"
-LOGITS, CACHE, COPIES, OVERHEAD = "logits", "key-value cache", "copies of weights", "process"
-
-
-@dataclass(frozen=True)
-class Part:
-    """Something that takes memory, in bytes."""
-
-    name: str
-    size: float
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What a device holds at the fullest moment of a phase."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @classmethod
-    def of(cls, name: str, parts: Iterable[Part]) -> Phase:
-        """Parts of the same name together, empty ones left out."""
-        sizes: dict[str, float] = {}
-        for part in parts:
-            sizes[part.name] = sizes.get(part.name, 0.0) + part.size
-        return cls(name, tuple(Part(part, size) for part, size in sizes.items() if size))
-
-    @property
-    def total(self) -> float:
-        """Bytes."""
-        return sum(part.size for part in self.parts)
-
-    def size(self, name: str) -> float:
-        """Bytes of one part."""
-        return next((part.size for part in self.parts if part.name == name), 0.0)
 
 
 @dataclass(frozen=True)
@@ -113,19 +87,23 @@ class Memory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def memory_of(work: Work, process: Process, overhead: float = 0.0) -> Memory:
-    """Predict the memory of a process.
+def memory_of(work: Work, process: Process, overhead: float = 0.0, capacity: float | None = None) -> Memory:
+    """Predict the memory of a process, or of its device.
 
     Args:
         work: of the run.
         process: whose memory.
         overhead: bytes that the process takes before it holds a model.
+        capacity: bytes of its device; given, the engines beside it on that device are counted too.
     """
     always = [*_resident(work, process), Part(OVERHEAD, overhead + HEAP_BYTES * work.on_cpu)]
-    cache = Part(CACHE, cache_bytes(work, process)) if "rollout" in process.roles else Part(CACHE, 0)
+    if capacity is not None:
+        always.append(Part(ENGINE, engine_bytes(work, process, capacity, overhead)))
+    generates = "rollout" in process.roles and not work.served
+    cache = Part(CACHE, cache_bytes(work, process) if generates else 0)
     phases = []
     if "rollout" in process.roles:
-        phases.append(Phase.of("generation", [*always, cache, *_generating(work, process)]))
+        phases.append(Phase.of("generation", [*always, cache, *(generating(work, process) if generates else ())]))
     scored = [*_scoring(work, process)]
     if scored:
         most = max(scored, key=lambda parts: sum(part.size for part in parts))
@@ -158,54 +136,6 @@ def checkpoint_bytes(work: Work) -> float:
     )
 
 
-class CacheShape(NamedTuple):
-    """What the engine's cache has room for: ``rows`` of ``own`` tokens, and ``prompts`` of ``prompt`` tokens."""
-
-    rows: int
-    own: int
-    prompts: int
-    prompt: int
-
-    @property
-    def tokens(self) -> int:
-        """In all."""
-        return self.rows * self.own + self.prompts * self.prompt
-
-
-def cache_shape(work: Work, process: Process) -> CacheShape:
-    """The key-value cache at its largest: in training, or when validation prompts are answered, each once."""
-    share = math.ceil(work.batch * work.samples / process.world)
-    shapes = [_cache_for(work, share, work.samples)]
-    if work.validates:
-        assert work.rollout is not None
-        shapes.append(_cache_for(work, work.rollout.max_num_seqs, 1))
-    return max(shapes, key=lambda shape: shape.tokens)
-
-
-def _cache_for(work: Work, sequences: int, samples: int) -> CacheShape:
-    """The cache for so many sequences, of which ``samples`` continue the same prompt."""
-    rollout = work.rollout
-    assert rollout is not None
-    limit = rollout.max_cache_tokens or rollout.max_num_seqs * (work.prompt + work.response)
-    rows = min(rollout.max_num_seqs, sequences)
-    while rows > 1 and rows * work.response + math.ceil(rows / samples) * work.prompt > limit:
-        rows -= 1
-    prompts = math.ceil(rows / samples)
-    rounded = CacheShape(rows, _rounded(work.response), prompts, _rounded(work.prompt))
-    return rounded if rounded.tokens <= limit else CacheShape(rows, work.response, prompts, work.prompt)
-
-
-def _rounded(tokens: int) -> int:
-    return -(-tokens // _CACHE_ROUNDING) * _CACHE_ROUNDING
-
-
-def cache_bytes(work: Work, process: Process) -> float:
-    """Bytes of keys and values of all layers."""
-    shape = work.actor.shape
-    tokens = cache_shape(work, process).tokens
-    return tokens * shape.layers * 2 * shape.keys * (2 if work.rollout_narrow else 4)
-
-
 def _shards(process: Process) -> int:
     """Ranks that one copy of a divided model is cut over."""
     layout = process.layout
@@ -223,7 +153,9 @@ def _resident(work: Work, process: Process) -> list[Part]:
             parts.append(Part(WEIGHTS, _held(work, trained) * weights))
             parts.append(Part(OPTIMIZER, trained_parameters(work, trained) * state_bytes(trained.optim) * states))
     shape = work.actor.shape
-    if "rollout" in roles and (process.divided or "actor" not in roles):
+    if "rollout" in roles and work.served and work.on_cpu:
+        parts.append(Part("weights kept for engines", shape.parameters * FROZEN_BYTES))
+    elif "rollout" in roles and not work.served and (process.divided or "actor" not in roles):
         parts.append(Part("engine's own weights", shape.parameters * FROZEN_BYTES))
     if work.reference and ("reference" in roles or work.rollout is None):
         shared = "actor" in roles and work.adapters
@@ -254,22 +186,6 @@ def _returned(work: Work, process: Process, trained: Trained) -> tuple[Part, Par
     weights = _held(work, trained) * FROZEN_BYTES / shards if "param_offload" in on_host else 0
     states = trained_parameters(work, trained) * state_bytes(trained.optim) / shards
     return Part(WEIGHTS, weights), Part(OPTIMIZER, states if "optimizer_offload" in on_host else 0)
-
-
-def _generating(work: Work, process: Process) -> list[Part]:
-    """What the engine holds while it decodes, beside the cache."""
-    shape, narrow = work.actor.shape, work.rollout_narrow
-    own = "actor" in process.roles and not process.divided
-    whole = Computation(on_cpu=work.on_cpu, narrow=narrow, adapter_rank=work.rank if own else 0)
-    matrices = shape.layers * shape.matrices + shape.embedding
-    fused = shape.llama_shaped and not whole.adapter_rank
-    copies = matrices * whole.bytes if fused or narrow else 0
-    rows, _, prompts, _ = cache_shape(work, process)
-    tokens = min(prompts * work.prompt, max(PREFILL_TOKENS, work.prompt))
-    filling = tokens * (forward_moment(shape, whole) + shape.hidden * 4)
-    drawing = rows * shape.vocabulary * (SAMPLING_BYTES + 2 * narrow)
-    moment = Part(ACTIVATIONS, filling) if filling > drawing else Part(LOGITS, drawing)
-    return [Part(COPIES, copies), moment]
 
 
 def _scoring(work: Work, process: Process) -> Iterable[list[Part]]:
@@ -355,9 +271,11 @@ def _layer_gradient(work: Work, process: Process, trained: Trained) -> float:
 
 def _between(work: Work, process: Process) -> Iterable[tuple[str, list[Part]]]:
     """Phases in which nothing is computed."""
-    if "rollout" in process.roles and process.divided:
+    if "rollout" in process.roles and (process.divided or work.served):
         whole = work.actor.shape.parameters * FROZEN_BYTES
-        sent = BUCKET_COPIES * min(whole, max(BUCKET_BYTES, work.actor.shape.embedding * FROZEN_BYTES))
+        bucket = work.rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20 if work.rollout else 0
+        sent = min(whole, max(bucket if work.served else BUCKET_BYTES, work.actor.shape.embedding * FROZEN_BYTES))
+        sent *= BUCKET_COPIES if process.divided else 1
         yield "publication", [Part("parameters on their way", sent)]
     if work.saves and work.on_cpu and "actor" in process.roles:
         yield "checkpoint", [Part("copies that are written", checkpoint_bytes(work) / process.world)]

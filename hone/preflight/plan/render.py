@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.preflight.plan.memory import Memory, Phase
+from hone.preflight.plan.memory import Memory
+from hone.preflight.plan.parts import Phase
 from hone.preflight.plan.plan import Plan
 from hone.preflight.plan.search import Placement
 from hone.preflight.plan.step_time import StepTime

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from hone.preflight.plan.activations import forward_moment, layer_kept
 from hone.preflight.plan.devices import Device
-from hone.preflight.plan.memory import cache_shape, state_bytes, trained_parameters
+from hone.preflight.plan.generation import cache_shape
+from hone.preflight.plan.memory import state_bytes, trained_parameters
+from hone.preflight.plan.serving import served_rows
 from hone.preflight.plan.work import Process, Trained, Work
 
 _OPERATIONS = 28
@@ -120,13 +122,17 @@ def _generation(work: Work, process: Process, device: Device) -> float:
     shape, narrow = work.actor.shape, work.rollout_narrow
     size, rate = (2 if narrow else 4), _rate(narrow, device)
     sequences = math.ceil(work.batch * work.samples / process.world)
-    rows = min(cache_shape(work, process).rows, sequences)
+    rows, tensor = cache_shape(work, process).rows, 1
+    if work.served and work.rollout is not None:
+        tensor = 1 if work.on_cpu else work.rollout.tensor_model_parallel_size
+        rows = (work.rollout.num_replicas or 1) * served_rows(work, device.memory, device.overhead)
+    rows = min(rows, sequences)
     weights = (shape.products + shape.embedding) * size
     tokens = rows * work.response / 2 + math.ceil(rows / work.samples) * work.prompt
     read = tokens * shape.layers * 2 * shape.keys * size
     drawing = rows * shape.vocabulary * 40
     computed = 2 * rows * (shape.products + shape.embedding) / rate
-    a_step = max(computed, (weights + read) / device.bandwidth) + drawing / device.bandwidth
+    a_step = max(computed, (weights + read) / device.bandwidth) / tensor + drawing / device.bandwidth
     a_step += shape.layers * _OPERATIONS * device.launch
     prompts = 2 * shape.products * math.ceil(sequences / work.samples) * work.prompt / rate
     return math.ceil(sequences / rows) * work.response * a_step + prompts
@@ -158,7 +164,7 @@ def _messages(work: Work, trained: Trained, process: Process, device: Device) ->
 
 def _publication(work: Work, engines: Process, device: Device) -> float:
     """New weights to engines that hold copies."""
-    if "actor" in engines.roles and not engines.divided:
+    if "actor" in engines.roles and not engines.divided and not work.served:
         return 0.0
     apart = "actor" not in engines.roles
     speed = device.network if apart and work.main.nodes + engines.nodes > 2 else device.link

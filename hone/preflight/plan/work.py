@@ -95,6 +95,8 @@ class Work:
         parallel: the actor's sizes of each way to divide a model.
         processes: one of each pool.
         rollout: the block of the rollout; None where nothing is generated.
+        served: whether its engine lives in processes of its own.
+        attached: whether those are somebody else's, perhaps on other machines.
         rollout_narrow: whether generation computes in bfloat16.
         validates: whether validation prompts are answered.
         old_log_probs: whether the trainer computes the log-probs of what was sampled.
@@ -119,6 +121,8 @@ class Work:
     reference: bool = False
     reward_model: ModelShape | None = None
     rollout: RolloutConfig | None = None
+    served: bool = False
+    attached: bool = False
     rollout_narrow: bool = False
     validates: bool = False
     old_log_probs: bool = False
@@ -244,6 +248,8 @@ def adapter_rank(model: ModelConfig) -> int:
 
 
 def _reinforcement(config: RLConfig, shape: ModelShape, on_cpu: bool, others: dict[str, ModelShape]) -> Work:
+    from hone.generation import is_served
+
     roles, data, critic = config.actor_rollout_ref, config.data, config.critic
     actor, rollout = roles.actor, roles.rollout
     policy = Trained(
@@ -284,6 +290,8 @@ def _reinforcement(config: RLConfig, shape: ModelShape, on_cpu: bool, others: di
         reference=needs_reference(config),
         reward_model=reward,
         rollout=rollout,
+        served=is_served(rollout),
+        attached=rollout.engine_url is not None,
         rollout_narrow="bfloat16" in (rollout.dtype, actor.dtype if rollout.dtype == "auto" else ""),
         validates=bool(data.val_files) and (config.trainer.test_freq != 0 or config.trainer.val_before_train),
         old_log_probs=not correction.bypass_mode,

@@ -19,11 +19,12 @@ from hone.data.ragged import Ragged
 from hone.errors import ConfigError, ModelError
 from hone.generation.native import runner
 from hone.preflight.evidence import Evidence
-from hone.preflight.plan import memory, work
+from hone.preflight.plan import generation, memory, serving, work
 from hone.preflight.plan.devices import GIB, Device, device_named, known_devices, parse_cluster
 from hone.preflight.plan.fit import TIGHT, Fitter
 from hone.preflight.plan.memory import Memory, memory_of
 from hone.preflight.plan.model import ModelShape
+from hone.preflight.plan.parts import Phase
 from hone.preflight.plan.plan import as_json, model_shape, plan_of, search
 from hone.preflight.plan.render import render, run_settings
 from hone.preflight.plan.step_time import step_time
@@ -52,7 +53,7 @@ def of(config: RLConfig | SFTConfig, shape: ModelShape = SEVEN_BILLION, *, on_cp
     return found, memory_of(found, found.main)
 
 
-def phases(config: RLConfig | SFTConfig, **options: Any) -> dict[str, memory.Phase]:
+def phases(config: RLConfig | SFTConfig, **options: Any) -> dict[str, Phase]:
     return {phase.name: phase for phase in of(config, **options)[1].phases}
 
 
@@ -111,7 +112,7 @@ def test_adapters_are_counted_as_peft_makes_them() -> None:
 
 def test_constants_are_those_of_the_code() -> None:
     assert engine.CPU_TOKENS == work.CPU_TOKENS
-    assert runner.PREFILL_TOKENS == memory.PREFILL_TOKENS
+    assert runner.PREFILL_TOKENS == generation.PREFILL_TOKENS
     assert export_stream.BUCKET_BYTES == memory.BUCKET_BYTES
     assert memory.FROZEN_BYTES + memory.GRADIENT_BYTES + 8 == TRAINED_BYTES and memory.FROZEN_BYTES == FROZEN_BYTES
 
@@ -191,6 +192,110 @@ def test_engines_of_divided_models_hold_a_copy(big: RLConfig) -> None:
     assert "generation" not in {phase.name for phase in main.phases} and main.peak.size("engine's own weights") == 0
     assert [phase.name for phase in engines.phases] == ["generation"]
     assert engines.peak.size("weights") == 0 and engines.peak.size("engine's own weights") > 0
+
+
+# ------------------------------------------------------------------------------------- engines in processes of their own
+
+
+def test_constants_of_engines_are_those_of_the_code() -> None:
+    from hone.generation.server import sglang_backend, vllm_backend
+
+    assert (serving.VLLM_CPU_CACHE_BYTES, serving.VLLM_CPU_BLOCK) == (
+        vllm_backend._CPU_CACHE_BYTES,
+        vllm_backend._CPU_BLOCK,
+    )
+    assert serving.SGLANG_CPU_CACHE_TOKENS == sglang_backend._CPU_CACHE_TOKENS
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_an_engine_keeps_its_share_of_a_gpu_through_all_phases(big: RLConfig, name: str) -> None:
+    own = phases(big)
+    change(big, {f"{ROLLOUT}.name": name, f"{ROLLOUT}.gpu_memory_utilization": 0.4})
+    found = work_of(big, SEVEN_BILLION, on_cpu=False)
+    alone, together = memory_of(found, found.main), memory_of(found, found.main, capacity=80 * GIB)
+    assert [phase.name for phase in together.phases] == [
+        "generation",
+        "log-probs",
+        "update",
+        "publication",
+        "checkpoint",
+    ][:4]
+    for phase, trainers in zip(together.phases, alone.phases, strict=True):
+        assert (
+            phase.size("engine beside it") == pytest.approx(0.4 * 80 * GIB) and trainers.size("engine beside it") == 0
+        )
+        assert phase.total == pytest.approx(trainers.total + 0.4 * 80 * GIB)
+        assert phase.size("key-value cache") == 0, "the trainer has none"
+    generating = together.phases[0]
+    assert generating.size("weights") == 4 * SEVEN_BILLION.parameters, "held once more by the engine, in its share"
+    assert serving.least_bytes(found, 0) > 2 * SEVEN_BILLION.parameters
+    assert generating.size("copies of weights") == generating.size("logits") == generating.size("activations") == 0
+    assert own["update"].size("gradients") == together.phases[2].size("gradients")
+    change(big, {f"{ROLLOUT}.num_replicas": 2})
+    twice = work_of(big, SEVEN_BILLION, on_cpu=False)
+    assert serving.engine_bytes(twice, twice.main, 80 * GIB, 0) == pytest.approx(0.8 * 80 * GIB)
+    change(big, {f"{ROLLOUT}.engine_url": "tcp://other:7777"})
+    elsewhere = work_of(big, SEVEN_BILLION, on_cpu=False)
+    assert serving.engine_bytes(elsewhere, elsewhere.main, 80 * GIB, 0) == 0
+
+
+def test_engines_in_a_pool_of_their_own_have_no_training_beside_them(big: RLConfig) -> None:
+    change(big, {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.name": "vllm"})
+    change(big, {f"{ROLLOUT}.enable_resource_pool": True, f"{ROLLOUT}.n_gpus_per_node": 2})
+    change(big, {f"{ROLLOUT}.gpu_memory_utilization": 0.9})
+    main, engines = plan_of(big, gpu(80), shape=SEVEN_BILLION).memories
+    assert all(phase.size("engine beside it") == 0 for phase in main.phases)
+    assert "generation" not in {phase.name for phase in main.phases}
+    assert {part.name for phase in engines.phases for part in phase.parts} == {
+        *("engine beside it", "process", "parameters on their way")
+    }
+    assert engines.phases[0].size("engine beside it") == pytest.approx(0.9 * 80 * GIB)
+
+
+@pytest.mark.parametrize(("share", "wanted"), [(0.1, "raised"), (0.95, "lowered")])
+def test_the_share_is_proposed_with_which_the_run_fits(big: RLConfig, share: float, wanted: str) -> None:
+    big.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 2048
+    change(big, {f"{MODEL}.lora_rank": 32, f"{MODEL}.enable_gradient_checkpointing": True})
+    change(big, {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.gpu_memory_utilization": share})
+    found = plan_of(big, gpu(80), shape=SEVEN_BILLION)
+    assert not found.fits and found.fitting.fits
+    (knob,) = found.fitting.knobs
+    key, _, value = knob.setting.partition("=")
+    assert key == f"{ROLLOUT}.gpu_memory_utilization" and (float(value) > share) == (wanted == "raised")
+    device = gpu(80)
+    assert float(value) >= serving.least_share(found.work, device.memory, device.overhead) - 1e-9
+    assert knob.setting in render(found)
+    change(big, {key: float(value)})
+    assert plan_of(big, device, shape=SEVEN_BILLION).fits
+
+
+def test_a_larger_share_answers_more_sequences_at_once(big: RLConfig) -> None:
+    change(big, {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.max_num_seqs": 1024, "data.train_batch_size": 512})
+    device, rows, seconds = gpu(80), [], []
+    for share in (0.35, 0.6, 0.9):
+        change(big, {f"{ROLLOUT}.gpu_memory_utilization": share})
+        found = work_of(big, SEVEN_BILLION, on_cpu=False)
+        rows.append(serving.served_rows(found, device.memory, device.overhead))
+        seconds.append(step_time(found, device).generation)
+    assert rows[0] < rows[1] < rows[2] <= 1024 and seconds[0] > seconds[1] > seconds[2]
+    held = rows[1] * (big.data.max_response_length + big.data.max_prompt_length / 8) * serving.token_bytes(found)
+    assert held <= 0.6 * device.memory - 2 * SEVEN_BILLION.parameters
+
+
+@pytest.mark.parametrize(("name", "cache"), [("vllm", 2 * GIB), ("sglang", None), ("native", None)])
+def test_engines_on_a_cpu_add_what_they_hold(big: RLConfig, name: str, cache: float | None) -> None:
+    change(big, {f"{ROLLOUT}.name": name, f"{ROLLOUT}.num_replicas": 2})
+    found = work_of(big, SEVEN_BILLION, on_cpu=True)
+    held = serving.engine_bytes(found, found.main, 0, GIB)
+    if name == "native":
+        embedded = work_of(change(big, {f"{ROLLOUT}.num_replicas": None}), SEVEN_BILLION, on_cpu=True)
+        assert embedded.served is False and found.served is True
+        assert held > 2 * (2 * SEVEN_BILLION.parameters + GIB) + generation.cache_bytes(found, found.main)
+    else:
+        cache = cache or 65536 * serving.token_bytes(found)
+        assert held == pytest.approx(2 * (2 * SEVEN_BILLION.parameters + GIB + cache))
+    kept = memory_of(found, found.main).phases[0].size("weights kept for engines")
+    assert kept == 4 * SEVEN_BILLION.parameters
 
 
 def test_other_commands(sft: SFTConfig) -> None:
