@@ -18,4 +18,8 @@ class SamplerConfig:
     weights: dict[str, float] = field(default_factory=dict)
     """mixture: share of each data source in a batch, {gsm8k: 3, math: 1} for example; sources left out are not drawn."""
     difficulty_key: str = "difficulty"
-    """difficulty: entry of extra_info that says how hard a row is, a number; small is easy."""
+    """difficulty: entry of extra_info that says how hard a row is, a number; small is easy. Dots lead into entries, as in
+    environment.options.max_number."""
+    pass_rate_of: str = choice("row", "row", "difficulty", "data_source")
+    """pass_rate: what a pass rate is measured of. Rows of the same difficulty (difficulty_key), or of the same data source, share
+    one: so that levels are chosen by success where every row is seen once, as the seeds of environments are."""

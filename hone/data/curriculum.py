@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from hone.config.data import DataConfig
@@ -37,7 +37,13 @@ def make_sampler(config: DataConfig, dataset: PromptDataset, seed: int) -> Epoch
         levels = difficulties([(dataset[row].uid, dataset[row].extra_info) for row in range(size)], key)
         return DifficultySampler(levels, batch_size, seed=seed)
     if name == "pass_rate":
-        return PassRateSampler(size, batch_size, seed=seed)
+        of = config.sampler.pass_rate_of
+        kinds: list[Any] | None = None
+        if of == "data_source":
+            kinds = [dataset[row].data_source for row in range(size)]
+        elif of == "difficulty":
+            kinds = difficulties([(dataset[row].uid, dataset[row].extra_info) for row in range(size)], key)
+        return PassRateSampler(size, batch_size, seed=seed, kinds=kinds)
     return EpochSampler(size, batch_size, shuffle=config.shuffle, seed=seed)
 
 
@@ -126,21 +132,28 @@ class PassRateSampler(EpochSampler):
         size: rows of the dataset.
         batch_size: rows a batch.
         seed: run seed.
+        kinds: what each row is an example of: rows of one kind share a pass rate. None: each row has its own.
     """
 
-    def __init__(self, size: int, batch_size: int, *, seed: int) -> None:
+    def __init__(self, size: int, batch_size: int, *, seed: int, kinds: Sequence[Hashable] | None = None) -> None:
         super().__init__(size, batch_size, shuffle=True, seed=seed)
+        numbers: dict[Hashable, int] = {}
+        self.kind_of = range(size) if kinds is None else [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+        """Number of each row's kind: the row's own without kinds."""
         self.rates: dict[int, float] = {}
-        """Estimated pass rate of each row seen."""
+        """Estimated pass rate of each kind seen."""
         self._batches = 0
 
     learns = True
 
     def observe(self, rates: Mapping[int, float]) -> None:
         """Take in the measured pass rate (0 to 1) of rows."""
+        found: dict[int, list[float]] = {}
         for row, rate in rates.items():
-            new = min(1.0, max(0.0, rate))
-            self.rates[row] = MEMORY * self.rates[row] + (1 - MEMORY) * new if row in self.rates else new
+            found.setdefault(self.kind_of[row], []).append(min(1.0, max(0.0, rate)))
+        for kind, seen in found.items():
+            new = sum(seen) / len(seen)
+            self.rates[kind] = MEMORY * self.rates[kind] + (1 - MEMORY) * new if kind in self.rates else new
 
     def next_batch(self) -> list[int]:
         """Return the row numbers of the next batch, all different."""
@@ -153,18 +166,24 @@ class PassRateSampler(EpochSampler):
 
     def weight(self, row: int) -> float:
         """How likely a row is drawn, against others."""
-        rate = self.rates.get(row, 0.5)
+        rate = self.rates.get(self.kind_of[row], 0.5)
         return rate * (1 - rate) + FLOOR
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler stands, as JSON-able values."""
-        rates = {str(row): rate for row, rate in sorted(self.rates.items())}
-        return super().state_dict() | {"rates": rates, "drawn_batches": self._batches}
+        rates = {str(kind): rate for kind, rate in sorted(self.rates.items())}
+        return super().state_dict() | {"rates": rates, "drawn_batches": self._batches, "kinds": len(set(self.kind_of))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``."""
         super().load_state_dict(state)
-        self.rates = {int(row): rate for row, rate in state.get("rates", {}).items()}
+        if state["kinds"] != len(set(self.kind_of)):
+            raise CheckpointError(
+                f"the checkpoint has pass rates of {state['kinds']} kinds of rows, this run of {len(set(self.kind_of))}",
+                why="what was measured of one kind would count for another",
+                fix="resume with the same data.sampler, or start afresh with trainer.resume_mode=disable",
+            )
+        self.rates = {int(kind): rate for kind, rate in state.get("rates", {}).items()}
         self._batches = state.get("drawn_batches", 0)
 
 
@@ -197,7 +216,9 @@ def difficulties(rows: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> lis
     """
     found = []
     for name, extra in rows:
-        level = extra.get(key)
+        level: Any = extra
+        for part in key.split("."):
+            level = level.get(part) if isinstance(level, Mapping) else None
         if not isinstance(level, int | float) or isinstance(level, bool) or not math.isfinite(level):
             raise DataError(
                 f"row {name}: extra_info.{key} is {level!r}, not a number",

@@ -90,6 +90,18 @@ def test_a_game_is_learned(game: Path, run, tmp_path: Path):
         )
         assert abs(record["score"] - sum(record["episode"]["turn_rewards"])) < 1e-6
         assert record["terms"]["solved"] in (0.0, 1.0)
+    told = (tmp_path / "run/rollouts/step_1.txt").read_text()
+    assert told.count("user: I think of a number") == 8 and "assistant, turn 1" in told and "ended: done" in told
+    lengths = ("--max-prompt-length", 48, "--max-response-length", 48)
+    evaluated = run("eval", tmp_path / "run", "--data", tmp_path / "data/val.parquet", *lengths, "--json")
+    assert evaluated.code == 0, evaluated.output
+    found = json.loads(evaluated.output[evaluated.output.index("{") :])
+    last = metrics(tmp_path / "run")[-1]["val-core/environment/louder:Louder/reward/mean@1"]
+    assert found["val-core/environment/louder:Louder/reward/mean@1"] == pytest.approx(last), "as the run validated it"
+    assert found["num_turns/max"] == 4 and found["episode/end/done"] == 1
+    bounded = run("eval", tmp_path / "run", "--data", tmp_path / "data/val.parquet", *lengths, "--json",
+                  "multi_turn.max_assistant_turns=1")  # fmt: skip
+    assert json.loads(bounded.output[bounded.output.index("{") :])["episode/end/assistant_turns"] == 1
 
 
 def test_a_resumed_run_repeats_to_the_last_bit(game: Path, run, tmp_path: Path):

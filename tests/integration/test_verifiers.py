@@ -62,7 +62,7 @@ class World:
 
     def __init__(self, python: str) -> None:
         self.engine = ScriptedEngine(lambda request: [])
-        agent = AgentConfig(verifiers=VerifiersConfig(python=python, timeout=60), on_error="drop", max_retries=0)
+        agent = AgentConfig(verifiers=VerifiersConfig(python=python, timeout=200), on_error="drop", max_retries=0)
         self.setting = Setting(TOKENIZER, MultiTurnConfig(enable=True), agent, context=4096)
         self.player = Player(self.engine, self.setting)  # type: ignore[arg-type]
 
@@ -71,7 +71,7 @@ class World:
         sampling = SamplingParams(max_tokens=tokens, temperature=0.7)
         rows = [sample(problem) for problem in problems]
         playing = self.player.play(rows, sampling, n=1, seed_of=lambda uid, index: hash(uid) % 2**31)
-        return asyncio.run(asyncio.wait_for(playing, 100))
+        return asyncio.run(asyncio.wait_for(playing, 250))
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +143,13 @@ def test_a_program_that_ends_or_was_never_there(python: str) -> None:
         next(make(["dataset=hone_numbers", "python=/nowhere/python"]).problems(seed=1))
     bridge = verifiers_bridge(python, "python")
     with pytest.raises(ProgramFailed, match="nowhere"):
-        bridge.ask("rows", environment="nowhere", arguments={}, count=1, seed=1).result(60)
+        bridge.ask("rows", environment="nowhere", arguments={}, count=1, seed=1).result(250)
     pending = bridge.ask("rows", environment="hone_numbers", arguments={}, count=1, seed=1)
     os.killpg(bridge.process.pid, 9)
     with pytest.raises(ProgramFailed, match="ended with code -9"):
-        pending.result(20)
+        pending.result(60)
     with pytest.raises(ProgramFailed, match="ended with code -9"):
-        bridge.ask("rows", environment="hone_numbers", arguments={}, count=1, seed=1).result(20)
+        bridge.ask("rows", environment="hone_numbers", arguments={}, count=1, seed=1).result(60)
     bridge.close()
     with pytest.raises(ConfigError, match="no rows of the environment"):
         next(make(["dataset=nowhere", "python=/bin/false"]).problems(seed=1))

@@ -163,8 +163,9 @@ class OpenEnv(Environment):
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        try:
+        with contextlib.suppress(ConnectionClosed):  # why it was closed may have been said, and is received
             await self._socket.send(json.dumps({"type": kind, "data": data}))
+        try:
             answer = json.loads(await self._socket.recv())
         except ConnectionClosed as closed:
             raise OpenEnvError(f"the server {self.url} closed the session: {closed}") from None

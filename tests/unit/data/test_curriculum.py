@@ -59,6 +59,46 @@ def test_rows_of_medium_pass_rate_are_preferred():
     assert min(counts[row] for row in range(100)) > 0, "every row comes again"
 
 
+@given(
+    kinds=st.lists(st.sampled_from(["easy", "fit", "hard"]), min_size=1, max_size=40),
+    seen=st.lists(st.dictionaries(st.integers(0, 39), st.floats(0, 1), min_size=1), max_size=4),
+)
+def test_rows_of_one_kind_share_a_pass_rate(kinds, seen):
+    sampler = PassRateSampler(len(kinds), 1, seed=1, kinds=kinds)
+    expected: dict[str, float] = {}
+    for batch in seen:
+        rates = {row: rate for row, rate in batch.items() if row < len(kinds)}
+        sampler.observe(rates)
+        for kind in {kinds[row] for row in rates}:
+            new = [rate for row, rate in rates.items() if kinds[row] == kind]
+            mean = sum(new) / len(new)
+            expected[kind] = 0.5 * expected[kind] + 0.5 * mean if kind in expected else mean
+    for row, kind in enumerate(kinds):
+        rate = expected.get(kind, 0.5)
+        assert sampler.weight(row) == pytest.approx(rate * (1 - rate) + 0.02)
+
+
+def test_levels_are_chosen_by_success_where_every_row_is_seen_once():
+    levels = [level for level in (2, 8, 64) for _ in range(200)]
+    sampler = PassRateSampler(600, 12, seed=0, kinds=levels)
+    for _ in range(20):
+        sampler.observe({row: {2: 1.0, 8: 0.5, 64: 0.0}[levels[row]] for row in sampler.next_batch()})
+    counts = Counter(levels[row] for _ in range(40) for row in sampler.next_batch())
+    assert counts[8] > 3 * (counts[2] + counts[64]) and min(counts.values()) > 0
+    with pytest.raises(CheckpointError, match="3 kinds of rows, this run of 600"):
+        PassRateSampler(600, 12, seed=0).load_state_dict(sampler.state_dict())
+
+
+def test_a_difficulty_may_lie_within_an_entry():
+    rows = [
+        ("a", {"environment": {"options": {"max_number": 8}}}),
+        ("b", {"environment": {"options": {"max_number": 4}}}),
+    ]
+    assert difficulties(rows, "environment.options.max_number") == [8.0, 4.0]
+    with pytest.raises(DataError, match=r"extra_info\.environment\.max_number is None"):
+        difficulties(rows, "environment.max_number")
+
+
 @given(size=st.integers(1, 30), seed=st.integers(0, 3), rates=st.dictionaries(st.integers(0, 29), st.floats(-1, 2)))
 def test_a_batch_has_no_row_twice(size, seed, rates):
     sampler = PassRateSampler(size, (size + 1) // 2, seed=seed)
