@@ -37,6 +37,7 @@ def test_reward_rises(world: World, run, tmp_path: Path, case: str):
     first, last = mean(rewards[:5]), mean(rewards[-5:])
     assert last > first + 0.03 and last > 1.3 * first, rewards
     assert max(curve(tmp_path / "run", "actor/first_ratio_max_abs_log")) < 1e-5
+    assert ("critic/vf_loss" in metrics(tmp_path / "run")[-1]) == (preset == "ppo")
     assert all(value == 0 for row in metrics(tmp_path / "run") for name, value in row.items() if name.startswith("inv"))
 
 

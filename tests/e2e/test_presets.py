@@ -9,8 +9,8 @@ from hone.config.layers import preset_names
 
 pytestmark = pytest.mark.slow
 
-OTHERS = {"online_dpo"}
-"""Presets that have tests of their own."""
+OTHERS = {"online_dpo", "grpo", "ppo"}
+"""Presets that have tests of their own, in test_preferences and test_learning."""
 ACTOR = "actor_rollout_ref.actor"
 COMMON = (
     *("data.train_batch_size=12", "actor_rollout_ref.rollout.n=8", f"{ACTOR}.ppo_mini_batch_size=12"),
@@ -22,7 +22,6 @@ QUARTERS = (
     f"{ACTOR}.optim.lr=1e-3",
 )  # several updates a step, as the method means it
 CHANGES: dict[str, tuple[str, ...]] = {
-    "ppo": (f"{ACTOR}.ppo_mini_batch_size=6", "critic.optim.lr=3e-3"),
     "grpo_lora": ("trainer.total_training_steps=25",),
     "dapo": (*QUARTERS, "reward.overlong_buffer.len=2"),
     "reinforce_plus_plus": QUARTERS,
@@ -35,7 +34,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "kl_cov": QUARTERS,
     "decoupled_tis": QUARTERS,
 }
-"""What a preset needs to be told beyond the common budget: its updates a step, a rate for the critic."""
+"""What a preset needs to be told beyond the common budget: its updates a step."""
 EXTRA = {
     "dapo": ("training/filter_groups/tried_groups", "reward/overlong/mean"),
     "remax": ("critic/greedy_baseline/mean",),
@@ -43,7 +42,6 @@ EXTRA = {
     "decoupled_tis": ("rollout_corr/rollout_is_eff_sample_size",),
     "clip_cov": ("actor/pg_cov_fraction",),
     "kl_cov": ("actor/pg_cov_fraction",),
-    "ppo": ("critic/vf_loss",),
 }
 """Metrics that only this preset has, to know that it did what it is named after."""
 

@@ -37,6 +37,9 @@ def forked_workers(folder: Path) -> Iterator[dict[str, str]]:
 
 def serve(address: str) -> None:
     """Fork once for each connection; the fork holds the connection as long as it lives."""
+    import multiprocessing
+    from multiprocessing.connection import wait
+
     assert "ray" not in sys.modules, (
         "it reads the environment when it is imported, so each worker has to do that itself"
     )
@@ -44,7 +47,9 @@ def serve(address: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(64)
-        while True:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        while listener in wait([listener, parent.sentinel]):  # until the tests are gone, however they ended
             connection, _ = listener.accept()
             with connection:
                 data, descriptors, _, _ = socket.recv_fds(connection, LARGEST, 3)
@@ -69,6 +74,7 @@ def _become(descriptors: list[int], words: list[str], environment: dict[str, str
     """Go on as the program that Ray asked for."""
     import runpy
 
+    os.setpgid(0, 0)  # Ray ends the group of a worker with the worker, and this one was that of the tests
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)

@@ -168,9 +168,7 @@ def run_command(line: str, folder: Path, number: int, exported: dict[str, str]) 
 def test_commands_of_the_page_run(page: str, tmp_path: Path, forked_ray_workers: dict[str, str]) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     try:
-        run_page(
-            page, tmp_path, {**forked_ray_workers, "RAY_worker_niceness": "0"}
-        )  # workers of a busy machine would starve
+        run_page(page, tmp_path, dict(forked_ray_workers))
     finally:
         end_servers(tmp_path)
 
@@ -185,10 +183,10 @@ def end_servers(folder: Path) -> None:
 
 
 def run_page(page: str, tmp_path: Path, exported: dict[str, str]) -> None:
-    """Run the blocks of a page in order."""
+    """Run the blocks of a page in order, with these environment variables and those that the page exports."""
     from support.launch import Command, run_source
 
-    number = 0
+    number, exported["RAY_worker_niceness"] = 0, "0"  # workers of a busy machine would starve
     for block in blocks(page):
         if block.reason is not None:
             continue
