@@ -147,6 +147,13 @@ RECIPES = {
         megabytes=3700,
         verified=(Verified("0.32.0 for CPUs", "2026-11-21", "2 cores of an AMD EPYC, float32"),),
     ),
-    "sglang": Recipe("sglang", "sglang", "sglang", _install_sglang, megabytes=4000),
+    "sglang": Recipe(
+        "sglang",
+        "sglang",
+        "sglang",
+        _install_sglang,
+        megabytes=3400,
+        verified=(Verified("0.5.23 without CUDA", "2026-11-21", "2 cores of an AMD EPYC, float32"),),
+    ),
 }
 """Engines that can be installed."""

@@ -13,13 +13,15 @@ from hone.generation.environments import interpreter_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 LEARN = ("actor_rollout_ref.rollout.n=8", "trainer.val_before_train=false")
+LORA = (
+    *("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32"),
+    *("actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=40"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+)
 CASES = {
     "vllm local": ("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
-    "vllm lora": (
-        *("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32"),
-        *("actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=40"),
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    ),
+    "vllm lora": LORA,
+    "vllm lora, the adapter alone": (*LORA, "actor_rollout_ref.rollout.merge_lora=false"),
     "vllm two replicas on Ray": (
         *("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
         *("trainer.runtime=ray", "trainer.n_gpus_per_node=2"),

@@ -372,6 +372,34 @@ def test_weights_that_change_in_mid_flight_show_in_the_versions(subject, models)
     raise AssertionError("no change of weights showed in the versions of what was under way")
 
 
+def test_an_abort_between_an_update_and_going_on_keeps_tokens(subject, models):
+    """The weights are the same ones again, so that whoever goes on says the same."""
+    if not subject.interrupts():
+        return
+    asked = long_running(2)
+    free = serve(subject.engine, asked)
+
+    async def abort(wait: float, version: int):
+        task = asyncio.create_task(collect(subject.engine, asked))
+        for _ in range(3):
+            await asyncio.sleep(wait)
+        await subject.engine.pause()
+        await subject.take(models["tied"][0], version)
+        await subject.engine.abort(["0"])
+        await subject.engine.resume()
+        return await asyncio.wait_for(task, 60)
+
+    for version, wait in enumerate(
+        (0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16), start=2
+    ):  # until the update meets it on its way
+        done = asyncio.run(abort(wait, version))
+        assert done["1"].token_ids == free["1"].token_ids
+        assert done["0"].token_ids == free["0"].token_ids[: len(done["0"].token_ids)]
+        if done["0"].token_ids and done["0"].stop_reason is StopReason.ABORTED:
+            return
+    raise AssertionError("no abort met a request that had tokens")
+
+
 def test_a_partial_update_never_serves(subject, models):
     if subject.kind == "hf":
         return
@@ -408,6 +436,26 @@ def test_an_untied_head_takes_new_weights_too(kind, models, tmp_path):
         for one in asked:
             assert_greedy(old, one, before[one.request_id])
             assert_greedy(new, one, after[one.request_id])
+    finally:
+        subject.engine.close()
+
+
+@pytest.mark.parametrize("which", ["tied", "untied"])
+def test_a_model_divided_over_two_processes_takes_new_weights(kind, which, models, tmp_path):
+    if kind != "vllm":  # the others divide over GPUs only
+        return
+    old, new, path = models[which]
+    subject = start(kind, path, tmp_path / "divided.log", tensor_parallel_size=2)
+    try:
+        asked = requests(GREEDY, 3)
+        before = serve(subject.engine, asked)
+        asyncio.run(subject.take(new, 1))
+        after = serve(subject.engine, asked)
+        for one in asked:
+            assert_greedy(old, one, before[one.request_id])
+            assert_greedy(new, one, after[one.request_id])
+        with pytest.raises(GenerationError, match="have not arrived"):
+            asyncio.run(subject.engine.load_weights(list(old.named_parameters())[:-1], 2))
     finally:
         subject.engine.close()
 
