@@ -40,7 +40,7 @@ class Toolbox:
     """
 
     def __init__(self, tools: Sequence[Tool], multi_turn: MultiTurnConfig) -> None:
-        self.multi_turn = multi_turn
+        self._places = multi_turn.tool_concurrency
         self._tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.name in self._tools:
@@ -100,13 +100,36 @@ class Toolbox:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._gates = loop, {}
-        places = tool.concurrency or self.multi_turn.tool_concurrency
+        places = tool.concurrency or self._places
         return self._gates.setdefault(tool.name, asyncio.Semaphore(places))
 
     def close(self) -> None:
         """End what the tools have started."""
         for tool in self._tools.values():
             tool.close()
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What bounds calls. It is read when an episode begins, so that a key counts as used where the model calls nothing yet."""
+
+    parallel: int
+    total: int | None
+    timeout: float
+    retries: int
+    result_tokens: int
+    cut_side: str
+
+    @classmethod
+    def of(cls, config: MultiTurnConfig) -> _Limits:
+        return cls(
+            config.max_parallel_calls,
+            config.max_tool_calls,
+            config.tool_timeout,
+            config.tool_retries,
+            config.max_tool_response_length,
+            config.tool_response_truncate_side,
+        )
 
 
 @dataclass
@@ -135,6 +158,7 @@ class ToolSession:
         self.toolbox, self.episode, self.setting = toolbox, episode, setting
         self.schemas = toolbox.schemas(extra.get("tool_selection"))
         self.exhausted = False
+        self._limits = _Limits.of(setting.multi_turn)
         self._kwargs: Mapping[str, Mapping[str, Any]] = extra.get("tools_kwargs") or {}
         self._names = [schema["function"]["name"] for schema in self.schemas]
         self._states: dict[str, asyncio.Future[Any]] = {}
@@ -151,9 +175,9 @@ class ToolSession:
 
     async def answer(self, calls: Sequence[ToolCall]) -> list[Message]:
         """Carry out the calls of a turn at the same time; one tool message for each, in their order."""
-        started = self.setting.multi_turn
-        left = None if started.max_tool_calls is None else started.max_tool_calls - self._carried_out
-        allowed = started.max_parallel_calls if left is None else min(left, started.max_parallel_calls)
+        most = self._limits
+        left = None if most.total is None else most.total - self._carried_out
+        allowed = most.parallel if left is None else min(left, most.parallel)
         self.exhausted = left is not None and len(calls) > left
         self._carried_out += min(len(calls), allowed)
         waiting = [self._one(call, number < allowed, allowed) for number, call in enumerate(calls)]
@@ -163,14 +187,12 @@ class ToolSession:
         return [tool_message(call, record.result) for call, record in zip(calls, records, strict=True)]
 
     async def _one(self, call: ToolCall, permitted: bool, allowed: int) -> CallRecord:
-        started, several = time.perf_counter(), self.setting.multi_turn
+        started = time.perf_counter()
         if permitted:
             answer = await self._try(call)
         else:
             answer = _Answer(CallStatus.OVER_LIMIT, _over_limit(allowed, self.exhausted))
-        text, cut = truncate(
-            answer.text, several.max_tool_response_length, several.tool_response_truncate_side, self.setting.tokenizer
-        )
+        text, cut = truncate(answer.text, self._limits.result_tokens, self._limits.cut_side, self.setting.tokenizer)
         result = answer.result or ToolResult("")
         return CallRecord(
             call.name,
@@ -200,9 +222,8 @@ class ToolSession:
             return await self._carry_out(tool, call.arguments)
 
     async def _carry_out(self, tool: Tool, arguments: Mapping[str, Any]) -> _Answer:
-        several = self.setting.multi_turn
-        limit = several.tool_timeout if tool.timeout is None else tool.timeout
-        tries = 1 + (several.tool_retries if tool.retries is None else tool.retries)
+        limit = self._limits.timeout if tool.timeout is None else tool.timeout
+        tries = 1 + (self._limits.retries if tool.retries is None else tool.retries)
         answer = _Answer(CallStatus.ERROR, "")
         for attempt in range(1, tries + 1):
             try:
