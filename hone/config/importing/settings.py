@@ -8,6 +8,7 @@ from typing import Any
 
 from hone.config.check import yaml_value
 from hone.config.importing.translation import Line, Translation
+from hone.config.keys import blocks
 from hone.config.launch import ALWAYS_SET, UNDECIDED, Argument, Trouble, open_names, opened
 from hone.config.migration import TABLES, Outcome, Reading, read_setting
 from hone.config.migration.entries import Foreign, Unsupported
@@ -70,7 +71,7 @@ def _spread(path: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
 
 
 def _removal(key: str, schema: type) -> Reading:
-    known = own_key(key, schema) is not None or TABLES[schema].find(key) is not None
+    known = own_key(key, schema) is not None or key in blocks(schema) or TABLES[schema].find(key) is not None
     return Reading(key, None, Outcome.SETTLED if known else Outcome.UNKNOWN, says="left at its default")
 
 

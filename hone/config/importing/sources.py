@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from hone.config.check import yaml_value
 from hone.config.importing.completing import complete
 from hone.config.importing.settings import translate
 from hone.config.importing.translation import Translation
-from hone.config.launch import Argument, Launch, Trouble, follow, launches
+from hone.config.launch import Argument, Launch, Trouble, follow, launches, shown
 from hone.config.launch.expansion import Variables
 from hone.config.launch.lexer import Lexer
 from hone.config.launch.words import ShellSyntaxError, Word
@@ -46,7 +47,15 @@ def import_script(
     launch = _chosen(found, number)
     translation = Translation(launch.command, environment=launch.environment)
     translation.remarks += trace.remarks
-    translation.not_understood += [*trace.troubles, *(Trouble(word.line, word.text) for word in launch.strays)]
+    translation.not_understood += trace.troubles
+    for word in launch.strays:
+        text = shown(word.text)
+        if re.fullmatch(r"(\$\w+|\$\(\.\.\.\))+", text) and text != word.text:
+            what = f"{text} stands among the settings, and the script does not say what it holds: nothing of it is translated"
+            translation.remarks.append(Trouble(word.line, what))
+        else:
+            translation.not_understood.append(Trouble(word.line, text))
+    lost = [word for word in lost if word.line > launch.line]
     lines = [*_file_settings(launch, directory, translation), *launch.settings]
     if lost and launch is found[-1]:
         translation.remarks.append(

@@ -67,6 +67,20 @@ def opened(text: str) -> str:
     return _MARK.sub(lambda m: f"${{oc.env:{m[1]}}}" if m[1] in ALWAYS_SET else f"${{oc.env:{m[1]},{m[1]}}}", text)
 
 
+_HEREDOC = re.compile(
+    r"cat\s*<<-?\s*(?P<quote>['\"]?)(?P<end>\w+)(?P=quote)\s*\n(?P<text>.*?)\n?\s*(?P=end)", re.DOTALL
+)
+
+
+def shown(text: str) -> str:
+    """The text with each open value as a shell script writes it.
+
+    >>> shown(f"{mark('DATA')}/train.parquet")
+    '$DATA/train.parquet'
+    """
+    return _MARK.sub(lambda m: "$(...)" if m[1] in UNDECIDED else f"${m[1]}", text)
+
+
 @dataclass
 class Variables:
     """What the script has set so far.
@@ -123,13 +137,18 @@ class Variables:
         return self._parameter(part)
 
     def _parameter(self, part: Parameter) -> tuple[list[str], bool]:
-        if part.name in ("@", "*") and not part.operator:
-            return self.arguments if part.quoted else [" ".join(self.arguments)], not part.quoted
+        if part.name in ("@", "*") and part.operator in ("", ":"):
+            given = self.arguments
+            if part.operator:
+                given = _slice([f"{self.directory}/script.sh", *given], self.of(part.argument))
+            return given if part.quoted else [" ".join(given)], not part.quoted
         value = self._value(part)
         if isinstance(value, list):
             if part.operator == "length":
                 return [str(len(value))], False
             whole = part.index in ("@", "*")
+            if whole and part.operator == ":":
+                return _slice(value, self.of(part.argument)), not part.quoted and not whole
             items = [self._apply(part, item) for item in (value if whole else value[:1])]
             if part.quoted and part.index == "*":
                 items = [" ".join(items)]
@@ -188,6 +207,9 @@ class Variables:
 
     def output(self, command: str) -> str:
         """What a command would print, for the few whose output the script determines; otherwise open."""
+        written = _HEREDOC.fullmatch(command.strip())
+        if written is not None:
+            return written["text"] if written["quote"] else self.of(written["text"].replace('"', '\\"'))
         try:
             words = [
                 text for token in Lexer(command).tokens() if isinstance(token, Word) for text in self.expand(token)
@@ -196,6 +218,8 @@ class Variables:
             return mark("OUTPUT")
         if len(words) == 1 and words[0] in self.printers:
             words = [text for word in self.printers[words[0]] for text in self.expand(word)]
+        if not words and not re.search(r"[|<]", command):
+            return ""  # nothing but a comment
         return mark("OUTPUT") if "|" in command else _printed(words)
 
 
@@ -219,16 +243,28 @@ def _printed(words: list[str]) -> str:
     return mark("OUTPUT")
 
 
+def _slice(whole: list[str], bounds: str) -> list[str]:
+    """``${list[@]:offset:length}``; all of it where the bounds are not plain numbers."""
+    found = re.fullmatch(r"\s*(-?\d+)\s*(?::\s*(-?\d+)\s*)?", bounds)
+    if found is None:
+        return whole
+    offset = int(found[1])
+    rest = whole[offset:]
+    if found[2] is None:
+        return rest
+    return rest[: int(found[2])] if int(found[2]) >= 0 else rest[: len(rest) + int(found[2])]
+
+
 def _split(pieces: list[str]) -> list[str]:
     return [word for piece in pieces for word in piece.split()]
 
 
 def _edited(value: str, how: str, argument: str) -> str:
     """``${name#pattern}`` and its kin."""
-    if not how or how == ":":
+    if not how or is_open(value):
         return value
-    if is_open(value):
-        return value
+    if how == ":":
+        return "".join(_slice(list(value), argument))
     if how in ("#", "##"):
         ends = range(len(value) + 1) if how == "#" else range(len(value), -1, -1)
         return next((value[end:] for end in ends if fnmatch.fnmatchcase(value[:end], argument)), value)

@@ -36,6 +36,9 @@ ENTRIES: dict[str, Entry] = {
     "data.{filter_overlong_prompts_workers,dataloader_num_workers,num_workers,cache_dir,use_shm,filter_prompts}": Foreign(
         "rows are read and tokenized once, before the run, in this process"
     ),
+    "data.sampler.{class_path,class_name,path}": Unsupported(
+        "a sampler class of your own", "data.sampler.name=mixture, difficulty or pass_rate"
+    ),
     "data.chat_template_func": Unsupported(
         "a chat template given as a Python function", "actor_rollout_ref.model.custom_chat_template=FILE.jinja"
     ),

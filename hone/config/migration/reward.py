@@ -122,5 +122,8 @@ ENTRIES: dict[str, Entry] = {
     "reward.{max_tpm,estimated_tokens_per_request}": Unsupported(
         "a limit on the tokens of a reward service", "reward.requests_per_minute bounds the calls"
     ),
+    "reward_model.{param_offload,load_weight,profiler.**,nccl_timeout,scale_loss}": Foreign(
+        "the reward model is held as the policy is"
+    ),
     "reward_model.timeout": Renamed("reward.timeout"),
 }

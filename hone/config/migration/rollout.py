@@ -56,6 +56,16 @@ ENTRIES: dict[str, Entry] = {
     f"{ROLLOUT}.val_kwargs.{{min_p,repetition_penalty}}": Unsupported(
         "this restriction in validation", "val_kwargs.top_p, top_k and temperature", (0, 0.0, 1, 1.0, None)
     ),
+    f"{ROLLOUT}.update_weights_bucket_megabytes": Renamed(
+        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+    ),
+    f"{ROLLOUT}.max_batch_size": Renamed(f"{ROLLOUT}.max_num_seqs"),
+    "rollout.nnodes": Renamed(f"{ROLLOUT}.nnodes"),
+    "rollout.n_gpus_per_node": Renamed(f"{ROLLOUT}.n_gpus_per_node"),
+    "rollout.n": Renamed(f"{ROLLOUT}.n"),
+    "rollout.{total_rollout_steps,test_freq}": Unsupported(
+        "training that does not wait for generation", "trainer.total_training_steps and trainer.test_freq"
+    ),
     # episodes
     f"{ROLLOUT}.multi_turn.max_turns": Renamed(f"{ROLLOUT}.multi_turn.max_assistant_turns"),
     f"{ROLLOUT}.multi_turn.{{use_inference_chat_template,num_repeat_rollouts}}": Settled(

@@ -96,4 +96,7 @@ ENTRIES: dict[str, Entry] = {
     "{ray_kwargs,ray_init}.**": Unsupported("this option of Ray", "the keys of the block ray"),
     "distillation.**": Unsupported("distillation from teachers", "hone sft on a teacher's answers"),
     "hydra.**": Foreign("the run directory is trainer.default_local_dir"),
+    "{hydra/job_logging,hydra/hydra_logging,hydra/launcher,hydra/sweeper,hydra/output}": Foreign(
+        "the run directory is trainer.default_local_dir, and its log is written there"
+    ),
 }

@@ -149,7 +149,7 @@ ENTRIES: dict[str, Entry] = {
     "{trainer.profile_interval,trainer.profiler.**,profiler.**,global_profiler.**}": Foreign(PROFILER),
     "{nccl_timeout,trainer.nccl_timeout}": Foreign("a time limit of NCCL"),
     "trainer.wandb_proxy": Foreign("set the environment variables HTTP_PROXY and HTTPS_PROXY"),
-    "hydra.**": Foreign("the run directory is trainer.default_local_dir"),
+    "{hydra.**,hydra/job_logging,hydra/hydra_logging}": Foreign("the run directory is trainer.default_local_dir"),
 }
 """Keys that the tree of `hone sft` does not have."""
 

@@ -33,6 +33,15 @@ def _truncation(value: Any, others: Others) -> dict[str, Any]:
     return {"data.truncation": "truncate" if value == "left" else value}
 
 
+def _batch(value: Any, others: Others) -> dict[str, Any]:
+    """0 stands for whatever so many mini-batches take, where training does not wait for generation."""
+    if value != 0:
+        return {"data.train_batch_size": value}
+    sizes = (others.get(f"{_ACTOR}.ppo_mini_batch_size", 256), others.get("async_training.require_batches", 1))
+    wanted = sizes[0] * sizes[1] if all(isinstance(size, int) for size in sizes) else 256
+    return {"data.train_batch_size": wanted}
+
+
 def _engine(value: Any, others: Others) -> dict[str, Any]:
     if value == "trtllm":
         raise Refused(f"the engine {value}", f"{_ROLLOUT}.name=native", {f"{_ROLLOUT}.name": "native"})
@@ -84,6 +93,7 @@ def _own_nodes(block: str) -> Changed:
 
 VALUES: dict[str, Changed] = {
     "data.truncation": Changed("left is called truncate", _truncation),
+    "data.train_batch_size": Changed("0 is what async_training.require_batches mini-batches take", _batch),
     f"{_ROLLOUT}.name": Changed("trtllm is not supported yet, naive is called hf", _engine),
     f"{_ROLLOUT}.checkpoint_engine.backend": Changed("naive is auto; by nccl and the like not yet", _transport),
     f"{_ROLLOUT}.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.top_k", {0: -1})),

@@ -18,6 +18,7 @@ from hone.config.importing import Translation, import_overrides, import_script, 
 from hone.config.keys import leaf_values
 from hone.config.launch import Argument
 from hone.config.migration import Outcome
+from hone.config.migration.defaults import VERL_DEFAULTS
 from hone.errors import ConfigError
 from hone.preflight import Stage, examine
 
@@ -248,6 +249,11 @@ def overrides(*lines: str) -> Translation:
         ("++data.seed=3", Outcome.KEPT, {"data.seed": 3}),
         ("~critic.optim.lr", Outcome.SETTLED, {}),
         ("~reward_model.reward_kwargs", Outcome.SETTLED, {}),
+        ("~actor_rollout_ref.actor.policy_loss", Outcome.SETTLED, {}),
+        ("hydra/job_logging=disabled", Outcome.FOREIGN, {}),
+        ("data.sampler.class_path=null", Outcome.SETTLED, {}),
+        ("reward_model.param_offload=False", Outcome.FOREIGN, {}),
+        ("actor_rollout_ref.rollout.max_batch_size=64", Outcome.RENAMED, {f"{ROLLOUT}.max_num_seqs": 64}),
         ("reward_model.enable=true", Outcome.RENAMED, {"reward.reward_model.enable": True}),
         ("+reward_model.reward_kwargs={a: 1}", Outcome.RENAMED, {"reward.custom_reward_function.reward_kwargs.a": 1}),
         ("actor_rollout_ref.rollout.do_sample=False", Outcome.CHANGED, {f"{ROLLOUT}.temperature": 0.0}),
@@ -439,3 +445,55 @@ def test_several_processes_are_remarked() -> None:
     (remark,) = import_script(script, directory=Path()).remarks
     assert "starts 4 processes" in remark.what
     assert import_script(script.replace("4", "1"), directory=Path()).remarks == []
+
+
+@pytest.mark.parametrize(
+    ("source", "values", "remarks"),
+    [
+        (  # a variable that the script does not set, and a program's output, among the settings
+            "python3 -m verl.trainer.main_ppo data.seed=1 $EXTRA $(cat more.txt) data.max_prompt_length=9",
+            {"data.seed": 1, "data.max_prompt_length": 9},
+            ["$EXTRA stands among the settings", "$(...) stands among the settings"],
+        ),
+        (  # a comment within the command
+            "python3 -m verl.trainer.main_ppo data.seed=1 `# why one` data.max_prompt_length=9",
+            {"data.seed": 1, "data.max_prompt_length": 9},
+            [],
+        ),
+        (  # settings before the command are another program's
+            "A='x' data.seed=7\npython3 -m verl.trainer.main_ppo data.max_prompt_length=9",
+            {"data.max_prompt_length": 9},
+            [],
+        ),
+        (  # a here-document in a variable
+            "A=$(cat <<EOF\ndata.seed=$S\ndata.max_prompt_length=9\nEOF\n)\npython3 -m verl.trainer.main_ppo $A",
+            {"data.seed": "${oc.env:S,null}", "data.max_prompt_length": 9},
+            ["the script does not set S"],
+        ),
+    ],
+)
+def test_what_stands_among_the_settings(source: str, values: dict[str, Any], remarks: list[str]) -> None:
+    translation = import_script(source, directory=Path())
+    given = {key: value for key, value in translation.values.items() if key not in VERL_DEFAULTS}
+    assert given == values and translation.not_understood == []
+    told = [remark.what for remark in translation.remarks]
+    assert all(any(words in what for what in told) for words in remarks), told
+    assert not any("comment above" in what for what in told)
+
+
+def test_the_rest_of_the_arguments() -> None:
+    source = 'n=$1; python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$n "${@:2}"'
+    values = import_script(source, directory=Path(), arguments=["8", "data.seed=5", "data.shuffle=false"]).values
+    assert (values[f"{ROLLOUT}.n"], values["data.seed"], values["data.shuffle"]) == (8, 5, False)
+
+
+def test_training_that_does_not_wait_is_translated_as_far_as_it_goes() -> None:
+    translation = overrides(
+        *("data.train_batch_size=0", "async_training.require_batches=2", f"{ACTOR}.ppo_mini_batch_size=32"),
+        *("rollout.nnodes=1", "rollout.n_gpus_per_node=4", "rollout.total_rollout_steps=100"),
+    )
+    assert translation.not_understood == [] and translation.values["data.train_batch_size"] == 64
+    assert translation.values[f"{ROLLOUT}.enable_resource_pool"] is True
+    assert translation.values[f"{ROLLOUT}.n_gpus_per_node"] == 4
+    refused = {line.reading.key for line in translation.lines if line.reading.outcome is Outcome.UNSUPPORTED}
+    assert refused == {"async_training.require_batches", "rollout.total_rollout_steps"}
