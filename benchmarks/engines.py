@@ -3,6 +3,9 @@
 A Qwen3 of 5 or 30 million random parameters (vocabulary 512) answers 64 prompts of 64 tokens with 128 tokens each, sampled at
 temperature 1; every token comes with its log-probs. Both have the same number of threads. Runs alternate, so that whatever else
 the machine does hits both; the ratio is that of the medians.
+
+Then the same through whole GRPO steps, publication of the new weights included (`--only steps`; `--only tokens` leaves them out): 8
+prompts of 64 tokens with 8 answers of 128 tokens each, with the run's own trainer.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import time
 from pathlib import Path
 
 import torch
+from grpo_step import WORKLOADS, Hone, make_files, measure
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
 
 from hone.generation import ENGINES
 from hone.generation.attention import use_hone_attention
@@ -89,28 +94,58 @@ def serve(engine: Engine, seed: int) -> float:
     return asyncio.run(answer()) / (time.perf_counter() - begun)
 
 
+def compare_tokens(size: str, dtype: str, repeats: int) -> None:
+    """Print tokens per second of both."""
+    with tempfile.TemporaryDirectory() as folder:
+        engines = open_engines(make_model(size), dtype, folder)
+        speeds: dict[str, list[float]] = {name: [] for name in engines}
+        for repeat in range(repeats + 1):
+            for name, engine in engines.items():
+                speed = serve(engine, repeat)
+                if repeat:
+                    speeds[name].append(speed)
+        for engine in engines.values():
+            engine.close()
+    median = {name: statistics.median(found) for name, found in speeds.items()}
+    shown = "  ".join(f"{name} {value:7.0f} tokens/s" for name, value in median.items())
+    print(f"{size:4} {dtype:9} {shown}   native is {median['native'] / median['vllm']:.2f}x", flush=True)
+
+
+async def compare_steps(size: str, dtype: str, repeats: int) -> None:
+    """Print seconds of a whole step with both, and what they go to."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder)
+        make_files(files, *SHAPES[size])
+        key, threads = "actor_rollout_ref.rollout.name", torch.get_num_threads()
+        runs = [Hone(name, files, WORKLOADS[0], dtype, threads, f"{key}={name}") for name in ("native", "vllm")]
+        try:
+            seconds = await measure(list(runs), 1, repeats)
+        finally:
+            for run in runs:
+                run.close()
+    median = {name: statistics.median(step.wall for step in steps) for name, steps in seconds.items()}
+    shown = "  ".join(f"{name} {value:7.3f} s a step" for name, value in median.items())
+    print(f"{size:4} {dtype:9} {shown}   native is {median['vllm'] / median['native']:.2f}x", flush=True)
+    for run in runs:
+        phases = {name: statistics.median(taken[1:]) for name, taken in run.phases.items()}
+        print(f"     {run.name:6} " + ", ".join(f"{k} {v:.3f}" for k, v in phases.items() if v > 0.0005), flush=True)
+
+
 def main() -> None:
-    """Measure and print a line for each engine."""
+    """Measure and print a line for each size and dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["5M", "30M"], choices=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=["tokens", "steps"])
     arguments = parser.parse_args()
+    disable_progress_bar()
     for size in arguments.sizes:
         for dtype in arguments.dtypes:
-            with tempfile.TemporaryDirectory() as folder:
-                engines = open_engines(make_model(size), dtype, folder)
-                speeds: dict[str, list[float]] = {name: [] for name in engines}
-                for repeat in range(arguments.repeats + 1):
-                    for name, engine in engines.items():
-                        speed = serve(engine, repeat)
-                        if repeat:
-                            speeds[name].append(speed)
-                for engine in engines.values():
-                    engine.close()
-            median = {name: statistics.median(found) for name, found in speeds.items()}
-            shown = "  ".join(f"{name} {value:7.0f} tokens/s" for name, value in median.items())
-            print(f"{size:4} {dtype:9} {shown}   native is {median['native'] / median['vllm']:.2f}x", flush=True)
+            if arguments.only != "steps":
+                compare_tokens(size, dtype, arguments.repeats)
+            if arguments.only != "tokens":
+                asyncio.run(compare_steps(size, dtype, arguments.repeats))
 
 
 if __name__ == "__main__":

@@ -82,16 +82,16 @@ class Contestant(Protocol):
         ...
 
 
-def make_files(directory: Path) -> None:
+def make_files(directory: Path, hidden: int = 256, layers: int = 6) -> None:
     """Write `model/` (random weights; one word a token, and an end that the model cannot say) and `prompts.jsonl`."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=WORDS,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
         head_dim=32,
         max_position_embeddings=1024,
         tie_word_embeddings=True,

@@ -133,8 +133,8 @@ class Supervisor:
             self.weights.begin()
         try:
             for bucket, ends in buckets(weights, bucket_bytes):
-                self.weights.add(bucket)
-                await self._send(self._taking, bucket, version, last=ends and last)
+                sending = self._send(self._taking, bucket, version, last=ends and last)
+                await asyncio.gather(sending, asyncio.to_thread(self.weights.add, bucket))  # engines load meanwhile
         except BaseException:
             self._taking = None  # the replicas stay fenced, and the next publication begins anew
             raise
