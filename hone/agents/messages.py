@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from hone.errors import DataError
 
@@ -64,7 +64,7 @@ class AssistantTurn:
         return message
 
 
-def is_parts(value: Any) -> bool:
+def is_parts(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     """Whether it is a content of several parts, in OpenAI's form: a list of objects that say their type."""
     return isinstance(value, list) and bool(value) and all(isinstance(p, dict) and "type" in p for p in value)
 

@@ -193,9 +193,11 @@ def _order_switches(config: RLConfig) -> list[Switch]:
     """Keys of the order of prompts."""
     name, key = config.data.sampler.name, "data.sampler"
     reason = f"{key}.name={name}"
+    by_level = name == "difficulty" or (name == "pass_rate" and config.data.sampler.pass_rate_of == "difficulty")
     return [
         Switch((f"{key}.weights",), name == "mixture", reason, f"{key}.name=mixture", stops=True),
-        Switch((f"{key}.difficulty_key",), name == "difficulty", reason, f"{key}.name=difficulty", stops=True),
+        Switch((f"{key}.difficulty_key",), by_level, reason, f"{key}.name=difficulty", stops=True),
+        Switch((f"{key}.pass_rate_of",), name == "pass_rate", reason, f"{key}.name=pass_rate", stops=True),
         Switch(("data.shuffle",), name == "epoch", f"{reason} draws in an order of its own", f"{key}.name=epoch"),
     ]
 

@@ -49,7 +49,7 @@ def sampler_fits_the_rows(config: RLConfig, evidence: Evidence) -> Iterator[Find
     try:
         if sampler.name == "mixture":
             check_weights(sampler.weights, {str(row.values.get(config.data.reward_fn_key)) for row in rows})
-        elif sampler.name == "difficulty":
+        elif sampler.name == "difficulty" or (sampler.name, sampler.pass_rate_of) == ("pass_rate", "difficulty"):
             difficulties([(row.uid, row.values.get("extra_info") or {}) for row in rows], sampler.difficulty_key)
     except DataError as found:
         yield Finding(found, stops=True)

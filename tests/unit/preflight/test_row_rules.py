@@ -177,6 +177,8 @@ def test_conversations(sft: SFTConfig, data: Path, messages: Any, stops: bool, w
         ({"name": "difficulty"}, "R42", ["extra_info.difficulty is None", "data.sampler.difficulty_key=NAME"]),
         ({"weights": {"exact": 1.0}}, "R23", ["data.sampler.name=epoch", "data.sampler.name=mixture"]),
         ({"difficulty_key": "level"}, "R23", ["data.sampler.name=difficulty"]),
+        ({"pass_rate_of": "data_source"}, "R23", ["data.sampler.name=pass_rate"]),
+        ({"name": "pass_rate", "pass_rate_of": "difficulty"}, "R42", ["extra_info.difficulty is None"]),
     ],
 )
 def test_samplers(rl: RLConfig, sampler: dict[str, Any], code: str, words: list[str]) -> None:
@@ -193,7 +195,9 @@ def test_samplers_that_fit(rl: RLConfig, data: Path) -> None:
     write_rows(data, broken({number: {"extra_info": {"level": number}} for number in range(10)}))
     change(rl, {"data.sampler.name": "difficulty", "data.sampler.weights": {}, "data.sampler.difficulty_key": "level"})
     assert list(findings(rl)) == []
-    change(rl, {"data.sampler.name": "pass_rate", "data.sampler.difficulty_key": "difficulty", "data.shuffle": False})
+    change(rl, {"data.sampler.name": "pass_rate", "data.sampler.pass_rate_of": "difficulty"})
+    assert list(findings(rl)) == []
+    change(rl, {"data.sampler.pass_rate_of": "row", "data.sampler.difficulty_key": "difficulty", "data.shuffle": False})
     assert [(f.error.code, f.stops) for f in findings(rl)] == [("R23", False)]
 
 
