@@ -22,7 +22,10 @@ def mismatch(
     seed: Annotated[int, typer.Option(help="seed of the draws")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Sample answers and compare the log-probs of engine and trainer; prints a verdict: good, look or bad."""
+    """Sample answers and compare the log-probs of engine and trainer; prints a verdict: good, look or bad.
+
+    What an engine in a process of its own prints goes to engine-mismatch.log.
+    """
     from hone.trainers.mismatch import MismatchRequest, measure, report
 
     request = MismatchRequest(model, engine, dtype, trainer_dtype, samples, tokens, temperature, seed)

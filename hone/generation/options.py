@@ -93,7 +93,14 @@ def adapter_shape(config: RLConfig) -> dict[str, float] | None:
 def _shape(model: ModelConfig) -> dict[str, float]:
     if model.lora_adapter_path is None:
         return {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
-    saved = json.loads(Path(model.lora_adapter_path, "adapter_config.json").read_text())
+    file = Path(model.lora_adapter_path, "adapter_config.json")
+    if not file.is_file():
+        raise ConfigError(
+            f"there is no adapter in '{model.lora_adapter_path}': {file.name} is missing",
+            fix="actor_rollout_ref.model.lora_adapter_path=DIR of a PEFT adapter",
+            where="actor_rollout_ref.model.lora_adapter_path",
+        )
+    saved = json.loads(file.read_text())
     unusual = [name for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if saved.get(name)]
     if unusual:
         raise ConfigError(

@@ -37,3 +37,22 @@ def engine_has_replicas(config: RLConfig) -> Iterator[Finding]:
             fix="actor_rollout_ref.rollout.num_replicas=null, or actor_rollout_ref.rollout.name=native",
             where="actor_rollout_ref.rollout.num_replicas",
         )
+
+
+@rule("R76", RLConfig)
+def engine_takes_the_adapter(config: RLConfig) -> Iterator[Finding]:
+    """An adapter that is sent alone goes to an engine that computes with it, and there is one."""
+    from hone.generation.options import adapter_shape
+
+    try:
+        shape = adapter_shape(config)
+    except ConfigError as problem:
+        yield error(problem.what, why=problem.why, fix=problem.fix, where=problem.where)
+        return
+    if shape is None and not config.actor_rollout_ref.rollout.merge_lora:
+        yield warning(
+            "rollout.merge_lora=false, and no adapter is trained",
+            why="all weights are sent, as with merge_lora=true",
+            fix="actor_rollout_ref.model.lora_rank=32, or actor_rollout_ref.rollout.merge_lora=true",
+            where="actor_rollout_ref.rollout.merge_lora",
+        )

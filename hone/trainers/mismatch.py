@@ -176,6 +176,7 @@ def _engine(
             dtype=request.dtype,
             max_num_seqs=64,
             max_model_len=longest,
+            log=Path("engine-mismatch.log"),
         )
         return ServedEngine.start(plan)
     return ENGINES.get(request.engine)(

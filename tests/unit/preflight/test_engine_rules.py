@@ -86,3 +86,21 @@ def test_an_engine_that_lives_in_the_trainer_alone_has_no_replicas(rl: RLConfig)
 def test_keys_of_the_engine_that_is_started_are_fine(rl: RLConfig):
     change(rl, {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.gpu_memory_utilization": 0.7, f"{ROLLOUT}.enforce_eager": True})
     assert [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{ROLLOUT}.name": "vllm", "actor_rollout_ref.model.lora_rank": 4}, None),
+        ({f"{ROLLOUT}.name": "sglang", "actor_rollout_ref.model.lora_rank": 4}, "engine 'sglang' takes no adapters"),
+        ({"actor_rollout_ref.model.lora_rank": 4}, "engine 'native' takes no adapters"),
+        ({f"{ROLLOUT}.name": "vllm"}, "no adapter is trained"),
+        ({f"{ROLLOUT}.name": "vllm", "actor_rollout_ref.model.lora_adapter_path": "/not/there"}, "is missing"),
+    ],
+)
+def test_an_adapter_apart_needs_an_engine_that_computes_with_it(
+    rl: RLConfig, changes: dict[str, Any], message: str | None
+):
+    change(rl, {f"{ROLLOUT}.merge_lora": False, **changes})
+    found = [finding.error.render() for finding in engines.engine_takes_the_adapter(rl)]
+    assert len(found) == (message is not None) and (message is None or message in found[0])
