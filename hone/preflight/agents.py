@@ -131,6 +131,9 @@ def tools_are_shown(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
         return
     try:
         schemas = setting.toolbox.schemas()
+    except HoneError:
+        return  # R48 has told
+    try:
         setting.renderer.prompt([{"role": "user", "content": "What is 1 + 1?"}], schemas or None)
     except HoneError as found:
         yield Finding(found, stops=True)

@@ -218,6 +218,7 @@ def test_reference_of_an_adapter(rl: RLConfig, tmp_path: Path) -> None:
                 f"{ACTOR}.dtype": "bfloat16",
                 f"{ACTOR}.use_kl_loss": True,
                 f"{ACTOR}.ppo_max_token_len_per_gpu": 4096,
+                "trainer.device": "cuda",
                 "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 2048,
             },
             *("R27", ["2048 tokens", "policy of 4096", "log_prob_max_token_len_per_gpu=null"]),
@@ -252,11 +253,11 @@ def test_advice(rl: RLConfig, changes: dict[str, Any], code: str, words: list[st
             f"{ACTOR}.ppo_mini_batch_size": 4,
             "algorithm.rollout_correction.bypass_mode": True,
         },
-        # on a CPU both read 4096 tokens at most
+        # the shape of a micro-batch changes nothing on a CPU
         {
             f"{ACTOR}.dtype": "bfloat16",
             f"{ACTOR}.use_kl_loss": True,
-            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 8192,
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 2048,
         },
         {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 8192},
     ],
