@@ -71,8 +71,9 @@ class VllmBackend:
             workers = settings.options.get("tensor_parallel_size", 1)
             if workers == 1:  # the worker lives in the process of the engine's core: one process less to start
                 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            if settings.cpus:
-                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _binding(settings.cpus, workers)
+            cores = settings.cpus or (tuple(sorted(os.sched_getaffinity(0))) if workers > 1 else ())
+            if cores:  # vLLM itself gives each worker a NUMA node, and fails where there are fewer of them
+                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cores, workers)
         elif settings.max_cache_tokens is not None:
             options["kv_cache_memory_bytes"] = self._cache_bytes(settings)
         return {**options, **settings.options}
