@@ -1,4 +1,4 @@
-"""For all tests: hypothesis judges results, not how long an example took on a busy machine; processes are forked where they can be."""
+"""For all tests: hypothesis judges results, not how long an example took on a busy machine; Ray's workers are forks; long tests come first."""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +8,31 @@ from hypothesis import settings
 
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
+
+LONG = (
+    *("test_lost_runs", "test_plan_memory", "test_preferences", "test_docs", "test_cluster_templates"),
+    *("test_lost_replicas", "test_ray_runtime", "test_lifecycle_repeat"),
+)
+"""Modules of long tests, the longest first."""
+
+
+@pytest.hookimpl(trylast=True)  # after the choice by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test process begins with long tests: what they take from each other at the end is short."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long: dict[str, list[pytest.Item]] = {name: [] for name in LONG}
+    short: list[pytest.Item] = []
+    for item in items:
+        long.get(item.path.stem, short).append(item)
+    shares: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    for number, module in enumerate(long.values()):
+        shares[number % processes] += module
+    size = -(-len(items) // processes)  # pytest-xdist deals equal numbers of tests, in this order
+    for share in shares:
+        missing = max(0, size - len(share))
+        share += short[:missing]
+        del short[:missing]
+    items[:] = [item for share in shares for item in share] + short
 
 
 @pytest.fixture(scope="session")

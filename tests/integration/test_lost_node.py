@@ -25,7 +25,9 @@ def test_a_worker_whose_node_is_lost_moves_to_another(forked_ray_workers, tmp_pa
     for name, value in {**SETTINGS, "RAY_AUTH_MODE": "disabled"}.items():
         os.environ.setdefault(name, value)
     node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 2}
+    head = {**node, "include_dashboard": False, "_system_config": soon}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     others = {added.node_id: added for added in [cluster.add_node(**node), cluster.add_node(**node)]}
     ray.init(address=cluster.address, log_to_driver=False)
     config = load_config(

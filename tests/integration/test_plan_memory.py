@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "20M": {"hidden_size": 448, "num_hidden_layers": 8, "intermediate_size": 1216, "head_dim": 56},
     "60M": {"hidden_size": 704, "num_hidden_layers": 10, "intermediate_size": 1920, "head_dim": 88},
 }
-PROMPTS = {"5M": 8, "20M": 4, "60M": 2}
+PROMPTS = {"5M": 8, "20M": 2, "60M": 1}
 LAYOUTS = {
     "one process": (),
     "two shards": ("trainer.runtime=ray", "trainer.n_gpus_per_node=2"),
