@@ -26,6 +26,11 @@ def command(
     max_model_len: Annotated[int | None, typer.Option(help="most tokens of a prompt with its answer")] = None,
     renderer: Annotated[str, typer.Option(help="how messages become tokens; see docs/agents.md")] = "auto",
     parser: Annotated[str, typer.Option(help="how tool calls are read")] = "auto",
+    engine: Annotated[str, typer.Option(help="native, or one that `hone engines install` has installed")] = "native",
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="engines in processes of their own behind one queue; none: native, in this one"),
+    ] = None,
 ) -> None:
     """Serve a model to every program that speaks OpenAI's API, and record conversations as exact tokens."""
     from hone.trainers.serving import ServeRequest, serve
@@ -40,5 +45,7 @@ def command(
             max_model_len=max_model_len,
             renderer=renderer,
             parser=parser,
+            engine=engine,
+            replicas=replicas,
         )
     )

@@ -143,7 +143,7 @@ def launch_plan(config: RLConfig, *, number: int = 0) -> LaunchPlan:
         max_model_len=_max_model_len(config),
         max_cache_tokens=rollout.max_cache_tokens,
         options=engine_options(rollout),
-        cpus=_cores(number),
+        cpus=cores_of(number, torch.get_num_threads()),
         lora=adapter_shape(config),
         log=folder / f"{rollout.name}-{os.getpid()}-{number}.log",
         start_seconds=rollout.engine_start_seconds,
@@ -163,9 +163,9 @@ def _place(path: str | None) -> str:
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
-def _cores(number: int) -> tuple[int, ...]:
-    """Cores of a replica: as many as this process has threads, other ones for each replica as far as there are others."""
-    cores, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+def cores_of(number: int, threads: int) -> tuple[int, ...]:
+    """Cores of a replica with so many threads: other ones for each replica as far as there are others."""
+    cores = sorted(os.sched_getaffinity(0))
     return tuple(sorted({cores[(number * threads + index) % len(cores)] for index in range(threads)}))
 
 

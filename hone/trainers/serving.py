@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hone.errors import ConfigError
+from hone.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hone.generation.pool import EnginePool
+    from hone.generation.protocol import Engine
 
 log = logging.getLogger("hone.serve")
 
@@ -29,6 +37,8 @@ class ServeRequest:
     max_model_len: int | None = None
     renderer: str = "auto"
     parser: str = "auto"
+    engine: str = "native"
+    replicas: int | None = None
 
 
 def serve(request: ServeRequest) -> None:
@@ -48,13 +58,13 @@ def serve(request: ServeRequest) -> None:
     from hone.agents.serving.app import Endpoint
     from hone.agents.serving.asking import Service
     from hone.agents.serving.gateway import Gateway
-    from hone.trainers.evaluation import open_model, weights_of
+    from hone.trainers.evaluation import weights_of
     from hone.trainers.inputs import stop_tokens
 
     token = request.token or None
     check_access(request.host, token)
     longest = request.max_model_len or context_length(weights_of(request.model))
-    engine, tokenizer = open_model(request.model, longest)
+    engine, tokenizer = open_engine(request, longest)
     with engine_loop() as loop:
         service = Service(
             model=request.name or Path(request.model).resolve().name,
@@ -71,6 +81,68 @@ def serve(request: ServeRequest) -> None:
             server.run()
         finally:
             engine.close()
+
+
+def open_engine(request: ServeRequest, max_model_len: int) -> tuple[Engine, PreTrainedTokenizerBase]:
+    """The native engine in this process; or, where another engine or a number of replicas is asked for, processes of their own.
+
+    Raises:
+        HoneError: the model cannot be loaded, or the engine does not start.
+    """
+    from hone.trainers.evaluation import open_model
+
+    if request.replicas is None and request.engine == "native":
+        return open_model(request.model, max_model_len)
+    return open_replicas(request.model, max_model_len, engine=request.engine, count=request.replicas or 1)
+
+
+def open_replicas(
+    path: str, max_model_len: int, *, engine: str, count: int
+) -> tuple[EnginePool, PreTrainedTokenizerBase]:
+    """Replicas of an engine, each a process with its share of the cores, and the tokenizer.
+
+    Raises:
+        HoneError: the directory holds an adapter alone, the engine is not installed or does not start.
+    """
+    import torch
+
+    from hone.data.tokenizer import load_tokenizer
+    from hone.generation import SERVED
+    from hone.generation.build import cores_of
+    from hone.generation.environments import interpreter_of
+    from hone.generation.pool import EnginePool
+    from hone.generation.remote import LaunchPlan, ServedEngine
+    from hone.training.export import base_of_adapter, find_actor
+
+    actor = find_actor(path)
+    if engine not in ("native", *SERVED):
+        raise ConfigError(f"no engine '{engine}' can be served", fix=did_you_mean(engine, ("native", *SERVED)))
+    if base_of_adapter(actor) is not None:
+        raise ConfigError(
+            f"{actor} holds an adapter alone, and replicas load whole weights",
+            fix=f"hone export --model {path} --out DIR --merge, then --model DIR; or no --replicas",
+        )
+    logs = Path(tempfile.mkdtemp(prefix="hone-serve-"))
+    threads = max(1, len(os.sched_getaffinity(0)) // count)
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+
+    def start(index: int) -> ServedEngine:
+        return ServedEngine.start(
+            LaunchPlan(
+                engine=engine,
+                python=str(interpreter_of(engine)),
+                model=str(Path(actor).absolute()),
+                tokenizer=str(Path(actor).absolute()),
+                dtype=dtype,
+                max_num_seqs=256,
+                max_model_len=max_model_len,
+                cpus=cores_of(index, threads),
+                log=logs / f"{engine}-{index}.log",
+            )
+        )
+
+    log.info("%d replicas of %s, logs in %s", count, engine, logs)
+    return EnginePool(start, count, concurrency=256), load_tokenizer(str(actor))
 
 
 def context_length(directory: str) -> int:

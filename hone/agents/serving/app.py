@@ -20,6 +20,7 @@ from starlette.routing import Mount, Route
 from hone.agents.serving.asking import Service
 from hone.agents.serving.chat import ChatCall
 from hone.agents.serving.errors import ApiError, bad_request
+from hone.agents.serving.replicas import ReplicaRoutes
 from hone.agents.serving.session import Session
 from hone.agents.serving.sessions import Sessions
 from hone.agents.serving.text import TextCall
@@ -36,6 +37,7 @@ class Endpoint:
 
     ======================================  =======================================================================
     ``GET  /health``                        no token asked for
+    ``     /replicas``                      those of the engine (:mod:`hone.agents.serving.replicas`)
     ``GET  /v1/models``
     ``POST /v1/chat/completions``           recorded when the API key is a session's
     ``POST /v1/completions``
@@ -63,6 +65,7 @@ class Endpoint:
         self.app = Starlette(
             routes=[
                 Route("/health", self.health, methods=["GET"]),
+                *ReplicaRoutes(service.gateway, lambda request: self._check_token(_bearer(request))).routes,
                 Route("/sessions/{session}", self.show, methods=["GET"]),
                 Route("/sessions/{session}", self.forget, methods=["DELETE"]),
                 Mount("/sessions/{session}", routes=api),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from hone.agents.client import EngineClient
 from hone.agents.serving.errors import ApiError, bad_request
 from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError
 from hone.generation.protocol import Completion, GenerationRequest, Progress
+
+T = TypeVar("T")
 
 
 class Gateway:
@@ -41,8 +45,7 @@ class Gateway:
             request = dataclasses.replace(request, progress=self._from_engine(request.progress))
         self.under_way += 1
         try:
-            asked = asyncio.run_coroutine_threadsafe(self.client.complete(request), self.loop)
-            completion = await asyncio.wrap_future(asked)
+            completion = await self.on_engine(self.client.complete(request))
         except GenerationError as error:
             raise bad_request(f"{error.what}; {error.why}") from error
         except ProcessError as error:
@@ -55,7 +58,11 @@ class Gateway:
 
     async def end_session(self, name: str) -> None:
         """Have the engine forget what it keeps of a session."""
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.client.end_sessions([name]), self.loop))
+        await self.on_engine(self.client.end_sessions([name]))
+
+    async def on_engine(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` gives on the engine's loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def _from_engine(self, progress: Progress) -> Progress:
         """``progress``, called on the endpoint's loop whoever calls it."""

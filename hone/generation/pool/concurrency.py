@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WAITED = 0.25
-"""Share of a request's time that it waits in the engine from which on the engine is full."""
+WAITED = 0.5
+"""Share of a request's time that it waits in the engine from which on the engine is full. Less than that is what a burst of new
+requests waits for the prefill of each other."""
 SHRINK, GROW = 0.8, 1.1
 
 

@@ -142,7 +142,7 @@ class Supervisor:
             self.weights.finish(version)
             self._taken, self._taking = self._taking, None
             for replica in self._pool.replicas:
-                if replica.state is ReplicaState.FENCED and replica not in self._taken:
+                if replica.state is ReplicaState.FENCED and self._taken.get(replica) is not replica.engine:
                     replica.state = ReplicaState.STARTING
                     self._spawn(self._restart(replica))
 

@@ -338,7 +338,9 @@ def test_one_that_is_lost_amid_a_publication_is_fenced_until_it_has_all_of_it() 
     async def work(pool: EnginePool) -> None:
         await pool.load_weights(WEIGHTS[:100], 1, last=False)
         makers.living(1).dead = True
-        await pool.load_weights(WEIGHTS[100:], 1)
+        await pool.load_weights(WEIGHTS[100:120], 1, last=False)
+        await until(lambda: pool.replicas[1].starts == 2 and pool.replicas[1].state is ReplicaState.FENCED)
+        await pool.load_weights(WEIGHTS[120:], 1)
         found = await collect(pool, [ask(number) for number in range(6)])
         assert {c.weight_versions for c in found} == {(1, 1)}
         await until(lambda: pool.replicas[1].state is ReplicaState.SERVING)
