@@ -32,8 +32,8 @@ OPTIONAL = {
     "reasoning_gym": "hone data make reasoning_gym:...",
     "fsspec": "checkpoints at a URL",
     "flash_attn": "other attention kernels",
-    "vllm": "not used by this version",
-    "sglang": "not used by this version",
+    "vllm": "a version here is not used: engines live in environments of their own (hone engines list)",
+    "sglang": "a version here is not used: engines live in environments of their own (hone engines list)",
 }
 """Packages that may be there, and what they are for."""
 PORTS = {6379: "the head of a Ray cluster", 8265: "Ray's dashboard"}
