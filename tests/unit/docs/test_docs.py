@@ -4,6 +4,8 @@ A fenced block of a page is one of
 
 - ``bash``: its commands run, in order, in a directory of the page's own, against shortened settings (:func:`shortened`);
 - ``bash`` under ``<!-- not run by tests: reason -->``: left out, for the reason given;
+- ``bash`` under ``<!-- tests add to hone train: key=value ... -->``: what a run of two steps with a model that has learnt nothing needs
+  besides, for example a reward that such answers can have more or less of;
 - ``python``: runs in the same directory, at its place among the commands; with a file name behind ``python`` (or
   ``yaml``) it is that file, written before what follows;
 - ``text``: something to look at.
@@ -33,12 +35,15 @@ PAGES = sorted(
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("docs/algorithms/*.md"),
+        *ROOT.glob("examples/README.md"),
         *ROOT.glob("examples/*/README.md"),
     )
 )
 WRITTEN = [page for page in PAGES if Path(page).name not in GENERATED]
 FENCE = re.compile(
-    r"(?:^<!-- not run by tests: (?P<reason>[^\n]+) -->\n)?^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.M | re.S
+    r"(?:^<!-- not run by tests: (?P<reason>[^\n]+) -->\n)?(?:^<!-- tests add to hone train: (?P<added>[^\n]+) -->\n)?"
+    r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$",
+    re.M | re.S,
 )
 
 
@@ -51,6 +56,7 @@ class Block:
     body: str
     reason: str | None
     line: int
+    added: tuple[str, ...] = ()
 
 
 def text(page: str) -> str:
@@ -62,7 +68,8 @@ def blocks(page: str) -> list[Block]:
     for match in FENCE.finditer(text(page)):
         language, _, file = match["info"].partition(" ")
         line = text(page).count("\n", 0, match.start()) + 1
-        found.append(Block(language, file.strip(), match["body"], match["reason"], line))
+        added = tuple(shlex.split(match["added"] or ""))
+        found.append(Block(language, file.strip(), match["body"], match["reason"], line, added))
     return found
 
 
@@ -136,8 +143,8 @@ def shortened(words: list[str]) -> list[str]:
     return words
 
 
-def run_command(line: str, folder: Path, number: int, exported: dict[str, str]) -> None:
-    """Run one line; ``export NAME=value`` holds for the lines that follow on the page."""
+def run_command(line: str, folder: Path, number: int, exported: dict[str, str], added: tuple[str, ...] = ()) -> None:
+    """Run one line; ``export NAME=value`` holds for the lines that follow on the page, ``added`` goes to `hone train`."""
     from support.launch import Command, set_environment
 
     words = shlex.split(line, comments=True)
@@ -146,8 +153,9 @@ def run_command(line: str, folder: Path, number: int, exported: dict[str, str]) 
         return
     if words[0] == "hone":
         setting = functools.partial(set_environment, exported)
-        ended = Command(shortened(words[1:]), folder / f".log{number}", folder, prepare=setting).wait(180)
-        assert ended.code == 0, f"{line}\nas: hone {shlex.join(shortened(words[1:]))}\n{ended.output}"
+        short = [*shortened(words[1:]), *(added if words[1] == "train" else ())]
+        ended = Command(short, folder / f".log{number}", folder, prepare=setting).wait(180)
+        assert ended.code == 0, f"{line}\nas: hone {shlex.join(short)}\n{ended.output}"
         return
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, **exported, "PATH": path}
@@ -198,7 +206,7 @@ def run_page(page: str, tmp_path: Path, exported: dict[str, str]) -> None:
         elif block.language == "bash":
             for line in commands(block.body):
                 number += 1
-                run_command(line, tmp_path, number, exported)
+                run_command(line, tmp_path, number, exported, block.added)
     assert number or not any(block.language == "bash" and block.reason is None for block in blocks(page))
 
 
