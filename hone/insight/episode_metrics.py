@@ -43,6 +43,9 @@ EPISODE_METRICS = (
         "> 0.1: the model writes what its chat template would write otherwise; see `hone data template`",
     ),
     MetricSpec(
+        "episode/sampled_tokens/mean", "tokens", _MEAN, "Tokens that the policy sampled in an episode, all its parts."
+    ),
+    MetricSpec(
         "episode/given_tokens/mean", "tokens", _MEAN, "Tokens of tool results, users and environments in an episode."
     ),
     MetricSpec(
@@ -144,8 +147,9 @@ def episode_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[float]
     found["episode/error_rate"] = sum(log.error is not None for log in logs) / episodes
     found["episode/retries"] = float(sum(log.retries for log in logs))
     found["episode/parts/mean"] = len(trajectories) / episodes
-    given = sum(len(t.response_mask) - sum(t.response_mask) for t in trajectories)
-    found["episode/given_tokens/mean"] = given / episodes
+    sampled = sum(sum(t.response_mask) for t in trajectories)
+    found["episode/sampled_tokens/mean"] = sampled / episodes
+    found["episode/given_tokens/mean"] = (sum(len(t.response_mask) for t in trajectories) - sampled) / episodes
     return found | _calls(told) | _times([(t, log) for t, log, _ in told])
 
 

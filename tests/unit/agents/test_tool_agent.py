@@ -262,7 +262,9 @@ def test_images_are_left_out_counted_and_told():
     (record,) = t.episode.calls
     assert (record.status, record.left_out) == (CallStatus.OK, 1)
     assert record.result == "a map:\n(image_url left out: the model reads text only)"
-    assert episode_metrics([t], [1.0])["tool/left_out_rate"] == 1.0
+    found = episode_metrics([t], [1.0])
+    assert found["tool/left_out_rate"] == 1.0 and found["episode/sampled_tokens/mean"] == sum(t.response_mask)
+    assert found["episode/given_tokens/mean"] == len(t.response_mask) - sum(t.response_mask)
     seen = sample(tools=[note.schema])
     seen.messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     with pytest.raises(DataError, match=r"the prompt of row row has 1 parts that are no text \(image_url\)"):
