@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from support.launch import hone
 from support.world import World, metrics, rl_command
 
 from hone.cluster.ray.connection import SETTINGS
@@ -100,3 +102,52 @@ def test_two_workers_on_two_nodes_train_as_one(nodes, world, local, tmp_path):
     assert balance, "the balance of the ranks is logged"
     assert_close(without_canary(found), local("grpo"), 1e-5)
     assert (tmp_path / "run/checkpoints/step_5/actor/config.json").is_file()
+
+
+def test_episodes_of_several_turns_are_played_by_two_workers_as_by_one(nodes, world, tmp_path):
+    """Rows of an environment and rows of a tool agent, in one batch; a random model, whose turns mean nothing."""
+    rows = []
+    for number in range(6):
+        game = {"name": "guess_the_number", "seed": number, "options": {"max_number": 8, "guesses": 2}}
+        told, asked = "I think of a number from 1 to 8.", f"What is {number}*7?"
+        loop = ("environment", "guess", told, {"environment": game})
+        loop = loop if number % 2 else ("support.calling_loop:Calls", "exact", asked, {"x": 1})
+        rows.append({"agent_name": loop[0], "data_source": loop[1], "prompt": [{"role": "user", "content": loop[2]}],
+                     "extra_info": loop[3], "reward_model": {"style": "rule", "ground_truth": str(number)}})  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tools.yaml").write_text("tools: [{name: calculator}]\n")
+    for number, words in enumerate(
+        [
+            ("data", "tokenizer", "--files", world.conversations, "--out", tmp_path / "tokenizer", "--vocab-size", 300,
+             "--template", "chatml_tools"),
+            ("init", "--arch", "qwen3", "--size", "200k", "--tokenizer", tmp_path / "tokenizer", "--out", tmp_path / "model"),
+        ]
+    ):  # fmt: skip
+        ended = hone(*words, log=tmp_path / f"make{number}.log")
+        assert ended.code == 0, ended.output
+    episodes = "actor_rollout_ref.rollout.multi_turn"
+    found = {}
+    for runtime, nnodes in (("local", 1), ("ray", 2)):
+        words = rl_command(world, tmp_path / runtime, "grpo", f"trainer.runtime={runtime}", f"trainer.nnodes={nnodes}")
+        overrides = [
+            *(f"actor_rollout_ref.model.path={tmp_path}/model", f"data.train_files={tmp_path}/rows.jsonl"),
+            *(
+                "data.train_batch_size=6",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=6",
+                "actor_rollout_ref.rollout.n=2",
+            ),
+            *("data.max_prompt_length=320", "data.max_response_length=80", f"{episodes}.enable=true"),
+            *(f"{episodes}.max_assistant_turns=2", f"{episodes}.max_tokens_per_turn=8"),
+            *(f"{episodes}.tool_config_path={tmp_path}/tools.yaml", "trainer.total_training_steps=2"),
+            *("trainer.watchdog_seconds=0", "trainer.val_before_train=false", "preflight.allow=[R47]"),
+        ]
+        assert train(load_config(RLConfig, [*words[2:], *overrides], preset="grpo")) == 0
+        found[runtime] = metrics(tmp_path / runtime)
+    for row in found["ray"]:
+        for name in [name for name in row if name.startswith("global_seqlen/") or name == COPIED]:
+            del row[name]
+    for row in found["local"]:
+        row.pop(COPIED, None)
+        assert row["tool/success_rate"] == 1 and row["num_turns/max"] >= 3 and row["episode/fact/guesses"] > 0
+    assert_close(found["ray"], found["local"], 1e-5)
+    assert (tmp_path / "ray/rollouts/step_1.txt").read_text().count("ended: ") >= 4
