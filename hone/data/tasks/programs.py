@@ -32,8 +32,8 @@ class ProgramsOptions:
         steps: what the function does to its argument, one after the other; sums and products take turns.
         max_number: numbers run from 2 to this.
         tests: calls that check a program.
-        slips: percent of the demonstrations that do the steps in the wrong order. The tests stay right. Imitation then learns the
-            mistake too, and a reward can mend it.
+        slips: percent of the demonstrations that do the steps in the wrong order. Tests and ``extra_info.answer`` stay right.
+            Imitation then learns the mistake too, and a reward can mend it.
     """
 
     steps: int = 2
@@ -74,8 +74,9 @@ class Programs:
                 json.dumps(
                     {"fn_name": "f", "inputs": [[x] for x in inputs], "outputs": [result(steps, x) for x in inputs]}
                 ),
-                program(steps[::-1] if slip else steps),
+                program(steps),
                 {"slip": slip},
+                answer=[{"role": "assistant", "content": program(steps[::-1])}] if slip else None,
             )
 
 

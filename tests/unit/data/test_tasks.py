@@ -61,7 +61,8 @@ def test_programs_do_what_their_tests_want_unless_they_slip(steps, seed):
     slips = mistakes = 0
     for problem in first("programs", 40, [f"steps={steps}", "slips=50"], seed):
         tests, space = json.loads(problem.ground_truth), {}
-        exec(problem.solution.removeprefix("```python\n").removesuffix("\n```"), space)
+        shown = problem.answer[0]["content"] if problem.extra["slip"] else problem.solution
+        exec(shown.removeprefix("```python\n").removesuffix("\n```"), space)
         told = re.findall(r"(add|subtract|multiply by) (\d+)", problem.question)
         assert len(told) == steps
         for (x,), wanted in zip(tests["inputs"], tests["outputs"], strict=True):
