@@ -442,7 +442,7 @@ def test_an_untied_head_takes_new_weights_too(kind, models, tmp_path):
 
 @pytest.mark.parametrize("which", ["tied", "untied"])
 def test_a_model_divided_over_two_processes_takes_new_weights(kind, which, models, tmp_path):
-    if kind != "vllm":  # the others divide over GPUs only
+    if kind != "vllm":  # the others were never divided
         return
     old, new, path = models[which]
     subject = start(kind, path, tmp_path / "divided.log", tensor_parallel_size=2)

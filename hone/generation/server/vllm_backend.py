@@ -15,7 +15,7 @@ from hone.errors import GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
 from hone.generation.server.backend import Settings
-from hone.generation.server.processes import give_up
+from hone.generation.server.processes import binding, give_up
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 _OWNED = {
@@ -71,9 +71,8 @@ class VllmBackend:
             workers = settings.options.get("tensor_parallel_size", 1)
             if workers == 1:  # the worker lives in the process of the engine's core: one process less to start
                 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            cores = settings.cpus or (tuple(sorted(os.sched_getaffinity(0))) if workers > 1 else ())
-            if cores:  # vLLM itself gives each worker a NUMA node, and fails where there are fewer of them
-                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cores, workers)
+            if settings.cpus or workers > 1:
+                os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding(settings.cpus, workers)
         elif settings.max_cache_tokens is not None:
             options["kv_cache_memory_bytes"] = self._cache_bytes(settings)
         return {**options, **settings.options}
@@ -246,9 +245,3 @@ def _preemption_counter(stats: dict[str, Any]) -> type:
 def _seconds(times: Any) -> tuple[float, float]:
     """Seconds from the moment at which a request was begun to its last and to its first token."""
     return times.last_token_ts - times.scheduled_ts, times.first_token_ts - times.scheduled_ts
-
-
-def _binding(cpus: Sequence[int], workers: int) -> str:
-    """Cores of each worker, in vLLM's notation."""
-    share = max(1, len(cpus) // workers)
-    return "|".join(",".join(map(str, cpus[i * share : (i + 1) * share] or cpus[-1:])) for i in range(workers))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hone.config.rollout import RolloutConfig
 from hone.errors import ConfigError
 from hone.generation.options import engine_options
 from hone.generation.server.arguments import check_names
 from hone.generation.server.backend import Settings
+from hone.generation.server.processes import binding
 from hone.generation.server.sglang_backend import SglangBackend
 from hone.generation.server.vllm_backend import VllmBackend
 
@@ -66,3 +71,14 @@ def test_a_misspelt_argument_shows_the_likely_one():
     with pytest.raises(ConfigError, match="vLLM has no argument 'blok_size'") as raised:
         check_names("vllm", {"blok_size": 1}, ["block_size", "seed"], called="vLLM")
     assert "block_size" in raised.value.fix
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True), st.integers(1, 50))
+def test_workers_get_cores_of_their_own_as_long_as_there_are_enough(cores, workers):
+    given_out = [[int(core) for core in part.split(",")] for part in binding(cores, workers).split("|")]
+    assert len(given_out) == workers and all(given_out) and {core for part in given_out for core in part} <= set(cores)
+    if workers <= len(cores):
+        flat = [core for part in given_out for core in part]
+        assert len(flat) == len(set(flat)) and max(map(len, given_out)) == min(map(len, given_out))
+    assert binding((), 1) == ",".join(map(str, sorted(os.sched_getaffinity(0))))
