@@ -65,9 +65,10 @@ class Evidence:
         Raises:
             ModelError: it cannot be loaded.
         """
-        if isinstance(self._tokenizer, HoneError):
-            raise self._tokenizer
-        return self._tokenizer
+        found = self._tokenizer
+        if isinstance(found, HoneError):
+            raise found
+        return found
 
     @functools.cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase | HoneError:
