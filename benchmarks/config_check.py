@@ -50,7 +50,7 @@ TEMPLATE = (
 
 def main() -> None:
     """Make the files, check them several times, print what it took."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="where the time goes, by function, in one more run")
