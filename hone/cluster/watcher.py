@@ -175,7 +175,7 @@ def record_end(run: Path, driver: int, reason: str) -> bool:
     if not (run / RUN).exists():
         return False
     record = read_run(run)
-    if record["pid"] != driver or record["status"] != RunStatus.RUNNING:
+    if record.get("pid") != driver or record.get("status") != RunStatus.RUNNING:  # without a status it has not begun
         return False
     RunDirectory(run).update_status(RunStatus.FAILED, exit_reason=reason)
     return True

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    return foreign_python("verifiers", "verifiers<0.4")
+    return foreign_python("verifiers", "verifiers==0.3.1")
 
 
 @pytest.fixture(autouse=True)
