@@ -30,14 +30,13 @@ def make_sampler(config: DataConfig, dataset: PromptDataset, seed: int) -> Epoch
         DataError: the dataset does not fill a batch, has no source of a weight, or a row without difficulty.
     """
     size, batch_size, name = len(dataset), config.train_batch_size, config.sampler.name
-    weights, key = config.sampler.weights, config.sampler.difficulty_key
+    weights, key, of = config.sampler.weights, config.sampler.difficulty_key, config.sampler.pass_rate_of
     if name == "mixture":
         return MixtureSampler([dataset[row].data_source for row in range(size)], weights, batch_size, seed=seed)
     if name == "difficulty":
         levels = difficulties([(dataset[row].uid, dataset[row].extra_info) for row in range(size)], key)
         return DifficultySampler(levels, batch_size, seed=seed)
     if name == "pass_rate":
-        of = config.sampler.pass_rate_of
         kinds: list[Any] | None = None
         if of == "data_source":
             kinds = [dataset[row].data_source for row in range(size)]

@@ -39,7 +39,8 @@ TIMING_PREFIXES = (
     "perf/cpu_memory_used_gb",
     "perf/max_memory_allocated_gb",
 )
-"""What metrics of wall time and memory begin with. They are the only ones that differ between two runs of one seed."""
+"""What metrics of wall time and memory begin with, and those of replicas, among which the first that is free takes the work. They are
+the only ones that differ between two runs of one seed."""
 
 
 def is_timing(name: str) -> bool:

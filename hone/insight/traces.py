@@ -18,7 +18,7 @@ def sampled_traces(records: Sequence[Mapping[str, Any]], count: int = SHOWN) -> 
         records: as :func:`~hone.insight.records.trajectory_record` makes them, parts of an episode beside each other.
         count: most episodes.
     """
-    told = [record for record in records if record["episode"] is not None and record["part"] == 0]
+    told = [record for record in records if record.get("episode") is not None and record["part"] == 0]
     if not told:
         return None
     every = max(1, len(told) // count)

@@ -317,6 +317,8 @@ def test_episodes_read_their_keys(tmp_path: Path) -> None:
         f"{agent}.on_error",
         f"{agent}.max_error_rate",
         f"{agent}.program.timeout",
-    }  # where episodes break; of programs
+        f"{agent}.verifiers.python",
+        f"{agent}.verifiers.timeout",
+    }  # where episodes break; of programs and of verifiers' environments
     keys = {key.path for key in documentation(RLConfig) if key.path.startswith(EPISODES)}
     assert keys - log.read == beyond

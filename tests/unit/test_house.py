@@ -18,7 +18,7 @@ HEAVY = ("torch", "transformers", "tokenizers", "pyarrow", "hydra", "omegaconf",
 ADAPTERS = {
     "ray": ("cluster/ray/",),
     "vllm": ("generation/server/",),
-    "sglang": (),
+    "sglang": ("generation/server/",),
     "tensorboard": ("insight/trackers/tensorboard.py",),
     "torch.utils.tensorboard": ("insight/trackers/tensorboard.py",),
     "wandb": ("insight/trackers/wandb.py",),
