@@ -96,7 +96,7 @@ def test_killed_at_random_steps_and_run_again(world, whole, tmp_path, kind, seed
         assert reached, command.log.read_text()
         time.sleep(draw.random() * 0.05)
         assert kill(command) == -signal.SIGKILL
-        assert run_record(run)["status"] == "running"
+        assert run_record(run)["status"] in {"running", "failed"}  # failed, once the watcher has seen it
     assert resumed(world, run, kind, tmp_path / "log") == expected
     assert len(run_record(run)["resumed"]) >= 1
 

@@ -72,7 +72,7 @@ def test_gradient_checkpointing_changes_nothing(train):
     )
     for a, b in zip(off, on, strict=True):
         assert a.keys() == b.keys()
-        assert b == pytest.approx(a, rel=1e-6, abs=1e-6)
+        assert b == pytest.approx(a, rel=1e-6, abs=5e-6)  # squared ratios of whole sequences are 1 to 1e-6
 
 
 @pytest.mark.parametrize(
