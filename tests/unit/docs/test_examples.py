@@ -5,9 +5,13 @@ Their READMEs' commands run in test_docs.py.
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from hone.config import TREES, load_config
@@ -41,3 +45,29 @@ def test_the_file_for_gpus_can_be_used_apart_from_its_paths(name: str) -> None:
     report = examine(config, (Stage.ARITHMETIC,))
     assert not report.warnings, report.render()
     assert all(ABSENT in found.error.render() for found in report.errors), report.render()
+
+
+PUBLISHED = [
+    {
+        "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
+        "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nThat is 48+24 = <<48+24=72>>72 in all.\n#### 72",
+    },
+    {"question": "What do 1,200 cost at $2?", "answer": "1200*2=$<<1200*2=2400>>2400\n#### 2,400"},
+    {"question": "How many?", "answer": "It is <<x=1>>1.\n#### 1"},
+]
+
+
+def test_gsm8k_as_published_becomes_calls_with_their_results(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PUBLISHED))
+    script = EXAMPLES / "gsm8k_tool_agent" / "prepare.py"
+    command = [sys.executable, str(script), str(tmp_path / "gsm8k.jsonl"), "--out", str(tmp_path / "out.parquet")]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert "3 problems, 2 demonstrations call the calculator" in said
+    first, second, third = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    calls = [call["function"]["arguments"] for m in first["messages"] for call in m.get("tool_calls") or ()]
+    assert calls == ['{"expression": "48/2"}', '{"expression": "48+24"}']
+    assert [m["content"] for m in first["messages"] if m["role"] == "tool"] == ["24", "72"]
+    assert first["messages"][-1]["content"] == "#### 72" and first["agent_name"] == "tool_agent"
+    assert second["reward_model"]["ground_truth"] == "2400"
+    assert [m["role"] for m in third["messages"]] == ["user", "assistant"], "x is no arithmetic: the text stays"
+    assert third["messages"][1]["content"] == "It is 1.\n#### 1"
