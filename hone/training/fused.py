@@ -52,12 +52,19 @@ def compute_layers_here(causal: nn.Module) -> None:
 def _layer_forward(
     layer: Any, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], layout: Layout, **_: Any
 ) -> Tensor:
-    return _layer(layer, hidden_states[0], _rotary(*position_embeddings), layout)[None]
+    hidden, added = _halves(layer, hidden_states[0], _rotary(*position_embeddings), layout)
+    return hidden[None] + added[None]  # a tensor of its own, because FSDP hooks itself to what a layer returns
 
 
 def _layer(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    hidden, added = _halves(layer, hidden, rotary, layout)
+    return hidden + added
+
+
+def _halves(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+    """The hidden states after attention, and what the layer's MLP adds to them."""
     hidden = hidden + _attention(layer.self_attn, _norm(layer.input_layernorm, hidden), rotary, layout)
-    return hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
+    return hidden, layer.mlp(_norm(layer.post_attention_layernorm, hidden))
 
 
 def _rotary(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
