@@ -72,7 +72,9 @@ def test_gradient_checkpointing_changes_nothing(train):
     )
     for a, b in zip(off, on, strict=True):
         assert a.keys() == b.keys()
-        assert b == pytest.approx(a, rel=1e-6, abs=5e-6)  # squared ratios of whole sequences are 1 to 1e-6
+        squares = "rollout_corr/chi2_seq"  # ratios of whole sequences, squared, less 1: what float32 leaves of 1
+        assert b.pop(squares) == pytest.approx(a.pop(squares), abs=5e-6)
+        assert b == pytest.approx(a, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize(
