@@ -1,15 +1,16 @@
 """Questions whose answers stand in documents, to be found with the tool ``search``.
 
-    Where was Vera Holm born?
-    search("Vera Holm") -> [1] Vera Holm: a baker, born in Oslo, lives in Lima. ... -> <answer>Oslo</answer>
+    What is the price of part 4271?
+    search("4271") -> [1] part 4271: weight 38, price 52, shelf 17. -> <answer>52</answer>
 
-The documents, one a person, are invented and the same for every seed. They are written beside the problems, as ``documents.jsonl``, which
-the tool's ``files`` names. No question of the validation file stands in the training file, so its answer has to be looked up.
+The documents, one a part of a catalogue, are invented and the same for every seed. They are written beside the problems, as
+``documents.jsonl``, which the tool's ``files`` names. No question of the validation file stands in the training file, so its answer has
+to be looked up. All that has to be copied are digits, which a tokenizer of single digits writes alike wherever they stand: a model of half a
+million parameters learns to copy them.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,21 +22,8 @@ from hone.agents.tools.search import SCHEMA, Index
 from hone.data.seeding import derive_seed
 from hone.data.tasks.base import TASKS, Problem, parse_options, require
 
-FIRST = (
-    *("Vera", "Olaf", "Nina", "Hugo", "Ruth", "Igor", "Jana", "Karl", "Lena", "Emil", "Rosa", "Axel"),
-    *("Maja", "Otto", "Paul", "Elsa", "Finn", "Greta", "Ivan", "Dora"),
-)
-LAST = (
-    *("Holm", "Lund", "Berg", "Falk", "Stone", "Marsh", "Reed", "Frost", "Hale", "Vance", "Wolf", "Crane"),
-    *("Dahl", "Flint", "Moss", "Pike", "Rowe", "Thorn", "Voss", "West"),
-)
-TOWNS = ("Oslo", "Rome", "Lima", "Cairo", "Paris", "Quito", "Delhi", "Seoul", "Tunis", "Perth", "Turin", "Dakar")
-TRADES = ("baker", "nurse", "pilot", "judge", "tailor", "painter", "farmer", "singer", "miner", "clerk")
-QUESTIONS = {
-    "born": "Where was {} born?",
-    "home": "Where does {} live?",
-    "trade": "What is the trade of {}?",
-}
+FACTS = ("weight", "price", "shelf")
+_NUMBERS, _VALUES = range(1000, 10000), range(10, 100)
 
 
 @dataclass(frozen=True)
@@ -43,13 +31,13 @@ class SearchQAOptions:
     """Options of the task.
 
     Attributes:
-        people: documents, at most 400.
+        parts: documents, one a part.
         k: documents that the demonstrations see for a query, as the tool's setting ``k`` has it.
-        guesses: percent of the demonstrations that do without the tool: they repeat the name and guess. Imitation then learns to guess as often, and a
-            reward can teach it to search.
+        guesses: percent of the demonstrations that do without the tool: they repeat the part's number and guess. Imitation then learns to guess as
+            often, and a reward can teach it to search.
     """
 
-    people: int = 300
+    parts: int = 1000
     k: int = 1
     guesses: int = 0
 
@@ -63,25 +51,25 @@ class SearchQA:
         def check(condition: bool, what: str, fix: str) -> None:
             require(condition, what, task="search_qa", fix=fix)
 
-        most = len(FIRST) * len(LAST)
-        check(2 <= options.people <= most, f"people={options.people} is not in 2..{most}", "people=300")
-        check(1 <= options.k <= options.people, f"k={options.k} is not in 1..people={options.people}", "k=1")
+        most = len(_NUMBERS)
+        check(2 <= options.parts <= most, f"parts={options.parts} is not in 2..{most}", "parts=1000")
+        check(1 <= options.k <= options.parts, f"k={options.k} is not in 1..parts={options.parts}", "k=1")
         check(0 <= options.guesses <= 100, f"guesses={options.guesses} is not in 0..100 percent", "guesses=75")
         self.options, self.tools = options, [SCHEMA]
         draw = random.Random(derive_seed(0, "search_qa"))
-        names = [f"{first} {last}" for first, last in itertools.product(FIRST, LAST)]
-        self._people = {
-            name: {"born": draw.choice(TOWNS), "home": draw.choice(TOWNS), "trade": draw.choice(TRADES)}
-            for name in draw.sample(names, options.people)
+        self._parts = {
+            str(number): {fact: str(draw.choice(_VALUES)) for fact in FACTS}
+            for number in draw.sample(_NUMBERS, options.parts)
         }
 
     def files(self) -> dict[str, list[dict[str, Any]]]:
         """The documents, for ``documents.jsonl``."""
-        texts = {
-            name: f"a {facts['trade']}, born in {facts['born']}, lives in {facts['home']}."
-            for name, facts in self._people.items()
+        return {
+            "documents.jsonl": [
+                {"title": f"part {number}", "text": ", ".join(f"{fact} {value}" for fact, value in facts.items()) + "."}
+                for number, facts in self._parts.items()
+            ]
         }
-        return {"documents.jsonl": [{"title": name, "text": text} for name, text in texts.items()]}
 
     @cached_property
     def _index(self) -> Index:
@@ -90,16 +78,15 @@ class SearchQA:
 
     def problems(self, seed: int) -> Iterator[Problem]:
         """Endless draws."""
-        draw, names = random.Random(seed), list(self._people)
+        draw, numbers = random.Random(seed), list(self._parts)
         while True:
-            name, kind = draw.choice(names), draw.choice(list(QUESTIONS))
-            answer = self._people[name][kind]
+            number, fact = draw.choice(numbers), draw.choice(FACTS)
+            answer = self._parts[number][fact]
             guess = draw.randrange(100) < self.options.guesses
-            wrong = draw.choice(TRADES if kind == "trade" else TOWNS)
-            said = f"{name} <answer>{wrong}</answer>" if guess else f"<answer>{answer}</answer>"
-            searched = [] if guess else [calls("search", query=name), result("search", self._index.find(name))]
+            said = f"{number} <answer>{draw.choice(_VALUES)}</answer>" if guess else f"<answer>{answer}</answer>"
+            searched = [] if guess else [calls("search", query=number), result("search", self._index.find(number))]
             yield Problem(
-                QUESTIONS[kind].format(name),
+                f"What is the {fact} of part {number}?",
                 answer,
                 f"<answer>{answer}</answer>",
                 {"guessed": guess},
