@@ -7,6 +7,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from hone.preflight.machine import GIB, Machine
+
 SMALL_MODEL: dict[str, Any] = {
     "model_type": "qwen3",
     "max_position_embeddings": 2048,
@@ -19,6 +21,9 @@ SMALL_MODEL: dict[str, Any] = {
     "head_dim": 8,
 }
 """config.json of a model of a few thousand parameters."""
+
+SOUND_MACHINE = Machine(cpus=8, affinity=8, quota=None, memory=64 * GIB, shared_memory=8 * GIB, open_files=1 << 20)
+"""A machine that lacks nothing."""
 
 
 def safetensors_head(shapes: dict[str, list[int]]) -> bytes:

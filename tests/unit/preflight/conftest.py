@@ -7,20 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.preflight import SMALL_MODEL, rows, safetensors_head, write_rows
+from support.preflight import SMALL_MODEL, SOUND_MACHINE, rows, safetensors_head, write_rows
 
 from hone.config import RLConfig, SFTConfig
 from hone.config.run import RunConfig
 from hone.preflight import machine
-from hone.preflight.machine import GIB, Machine
-
-SOUND = Machine(cpus=8, affinity=8, quota=None, memory=64 * GIB, shared_memory=8 * GIB, open_files=1 << 20)
 
 
 @pytest.fixture(autouse=True)
 def sound_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said does not depend on the machine that the tests run on."""
-    monkeypatch.setattr(machine, "look", lambda: SOUND)
+    monkeypatch.setattr(machine, "look", lambda: SOUND_MACHINE)
 
 
 @pytest.fixture(scope="session")

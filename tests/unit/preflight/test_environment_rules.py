@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.preflight import change, rows, safetensors_head, write_rows
+from support.preflight import SOUND_MACHINE, change, rows, safetensors_head, write_rows
 
 from hone.config import RLConfig, SFTConfig
 from hone.preflight import Evidence, environment, examine, findings, machine
-from hone.preflight.machine import GIB, Gpu, GpuUser, Machine, cpu_quota, look
+from hone.preflight.machine import GIB, Gpu, GpuUser, cpu_quota, look
 from hone.preflight.plan.memory import checkpoint_bytes
 from hone.preflight.plan.model import count_parameters
 
-SOUND = Machine(cpus=8, affinity=8, quota=None, memory=64 * GIB, shared_memory=8 * GIB, open_files=1 << 20)
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 
@@ -26,7 +25,7 @@ def on(monkeypatch: pytest.MonkeyPatch):
     """Say what the machine is like."""
 
     def put(**changes: Any) -> None:
-        monkeypatch.setattr(machine, "look", lambda: replace(SOUND, **changes))
+        monkeypatch.setattr(machine, "look", lambda: replace(SOUND_MACHINE, **changes))
 
     return put
 

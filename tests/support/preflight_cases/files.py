@@ -1,0 +1,383 @@
+"""Cases of rules that read files: model directories, checkpoints, rows, templates, rewards."""
+
+from __future__ import annotations
+
+import json
+
+from support.chat_templates import GEMMA, NUMBERED
+from support.preflight import SMALL_MODEL
+from support.preflight_cases.keys import ACTOR, GAE, JUDGE, MODEL, MULTI, ROLLOUT, SHOWN, TOOLS
+from support.preflight_cases.world import Case, World, message
+
+from hone.data.chat_formats import CHAT_FORMATS
+
+OWN = "reward.custom_reward_function.path=TMP/own.py reward.num_workers=1 preflight.reward_rows=3"
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
+GOLDEN = "float(ground_truth in solution_str)"
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking | default(true) %}<think>\n{% endif %}{% endif %}"
+)
+DEAF = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LONG = message("9 + 8 + 7 + 6 " * 20)
+
+
+def sound_rows(world: World) -> None:
+    """Rows with which nothing is wrong."""
+    world.rows()
+
+
+def template(world: World, text: str) -> None:
+    """Give the model another chat template."""
+    world.write("model/chat_template.jinja", text)
+
+
+def restore_template(world: World) -> None:
+    """Give it its own."""
+    template(world, (world.folder / "sound.jinja").read_text())
+
+
+def checkpoint(world: World, **changes: object) -> None:
+    """Write a checkpoint as far as preflight looks into it."""
+    folder = world.folder / "run" / "checkpoints" / "step_4"
+    (folder / "actor").mkdir(parents=True, exist_ok=True)
+    (folder / "actor" / "config.json").write_text(json.dumps({**SMALL_MODEL, **changes}))
+    (folder / "checkpoint.json").write_text(json.dumps({"format": 2, "step": 4, "files": {}}))
+
+
+def reward(body: str):
+    """Return what writes a reward function of the user's own."""
+    return lambda world: world.write("own.py", f"{HEAD}{body}\n")
+
+
+def unstopped(world: World) -> None:
+    """End generation at another token than the one that ends a turn."""
+    settings = json.loads((world.model / "tokenizer_config.json").read_text())
+    world.write("model/tokenizer_config.json", json.dumps({**settings, "eos_token": "<|endoftext|>"}))
+
+
+def tool_rows(results: list[str], calls: int) -> dict[int, dict[str, object]]:
+    """Rows whose prompt shows one turn of tool use."""
+    named = [{"type": "function", "function": {"name": "calculator", "arguments": "{}"}}] * calls
+    shown = [message("1 + 1 = ?"), message("", "assistant", tool_calls=named)]
+    shown += [message(result, "tool") for result in results] + [message("2 + 2 = ?")]
+    return {number: {"prompt": shown} for number in range(10)}
+
+
+DIRECTORIES = [
+    Case(
+        "R08 files.model_directory",
+        spoil=lambda world: (world.model / "model.safetensors").rename(world.folder / "aside"),
+        says=("no weights (model.safetensors)",),
+        advice="copy the weights into it",
+        mend=lambda world: (world.folder / "aside").rename(world.model / "model.safetensors"),
+    ),
+    Case(
+        "R08 files.critic_directory",
+        "critic.model.path=TMP/nowhere",
+        ("TMP/nowhere' does not exist",),
+        advice="critic.model.path=DIR",
+        then="critic.model.path=TMP/model",
+        given=GAE,
+    ),
+    Case(
+        "R08 preference.reward_model_directory",
+        f"{JUDGE}.enable=true",
+        ("enable=true, and no model is named",),
+        advice=f"{JUDGE}.path=DIR",
+        then=f"{JUDGE}.path=TMP/judge",
+        spoil=lambda world: judge(world),
+    ),
+    Case(
+        "R08 template.tokenizer_loads",
+        spoil=lambda world: world.settings(vocab_size=100),
+        says=("tokens, the model 100",),
+        advice=f"{MODEL}.tokenizer_path=DIR",
+        mend=lambda world: world.settings(),
+    ),
+    Case(
+        "R30 files.model_length",
+        "data.max_response_length=1600",
+        ("= 2112 tokens", "made for 2048"),
+        advice="at most 2048 tokens",
+        then="data.max_response_length=1536",
+    ),
+    Case(
+        "R39 files.chat_template",
+        spoil=lambda world: (world.model / "chat_template.jinja").unlink(),
+        says=("TMP/model' has no chat template",),
+        advice=f"{MODEL}.custom_chat_template=PATH.jinja",
+        then=f"{MODEL}.custom_chat_template=TMP/sound.jinja",
+    ),
+    Case(
+        "R55 files.run_directory",
+        "trainer.default_local_dir=/dev/null/run",
+        ("/dev/null/run cannot be written", "/dev/null is not a directory"),
+        advice="trainer.default_local_dir=DIR",
+        then="trainer.default_local_dir=TMP/run",
+    ),
+    Case(
+        "R55 checkpoints.checkpoint_of_this_model",
+        spoil=lambda world: checkpoint(world, hidden_size=64, vocab_size=512),
+        says=("step_4", "vocab_size 512 there, 300 here, hidden_size 64 there, 32 here"),
+        advice="name the model that the checkpoint was made from",
+        mend=lambda world: checkpoint(world),
+    ),
+    Case(
+        "R56 lifecycle.long_runs_are_saved",
+        "trainer.total_training_steps=500",
+        ("500 steps", "save_freq=-1"),
+        fix="trainer.save_freq=25",
+        warns=True,
+    ),
+]
+
+ROWS = [
+    Case(
+        "R42 files.datasets",
+        "data.prompt_key=question",
+        ("question", "prompt"),
+        advice="prompt",
+        then="data.prompt_key=prompt",
+    ),
+    Case(
+        "R42 rows.prompts_are_sound",
+        spoil=lambda world: world.rows(at={3: {"prompt": []}, 4: {"prompt": None}}),
+        says=("row 3", "2 of 10 rows", "null or empty"),
+        advice="remove",
+        mend=sound_rows,
+    ),
+    Case(
+        "R42 rows.conversations_are_sound",
+        spoil=lambda world: world.rows(at={6: {"messages": [message("a")]}}),
+        says=("row 6", "no assistant message"),
+        advice="remove",
+        mend=sound_rows,
+        tree="sft",
+    ),
+    Case(
+        "R42 rows.sampler_fits_the_rows",
+        "data.sampler.name=mixture",
+        ("a mixture without weights",),
+        fix="data.sampler.weights={exact:1}",
+    ),
+    Case(
+        "R42 preference.preference_columns_there",
+        "data.chosen_key=better",
+        ("'better' and 'rejected'",),
+        advice="hone data pairs",
+        then="data.chosen_key=chosen",
+        tree="prefer",
+    ),
+    Case(
+        "R43 rows.every_source_has_a_reward",
+        spoil=lambda world: world.rows(at={5: {"data_source": "gsm9k"}, 6: {"data_source": "gsm9k"}}),
+        says=("'gsm9k' (2 rows) has no reward",),
+        advice="reward.scorer=NAME",
+        then="reward.scorer=exact",
+    ),
+    Case(
+        "R44 rows.every_row_has_a_ground_truth",
+        spoil=lambda world: world.rows(at={n: {"reward_model": {"ground_truth": ""}} for n in (1, 2)}),
+        says=("row 1", "2 of 10 rows", "missing or empty"),
+        advice="fill it in, or remove the rows",
+        mend=sound_rows,
+    ),
+    Case(
+        "R46 rows.an_epoch_has_steps",
+        "data.train_batch_size=16",
+        ("10 rows", "data.train_batch_size=16"),
+        fix="data.train_batch_size=10",
+        then=f"{ACTOR}.ppo_mini_batch_size=5",
+    ),
+    Case(
+        "R46 template.an_epoch_has_steps_after_dropping",
+        "data.truncation=drop",
+        ("10 rows, 8 left after 2 long prompts", "data.train_batch_size=9"),
+        fix="data.train_batch_size=8",
+        then=f"{ACTOR}.ppo_mini_batch_size=8 preflight.allow=[R45]",
+        given=f"data.max_prompt_length=64 data.train_batch_size=9 {ACTOR}.ppo_mini_batch_size=9",
+        spoil=lambda world: world.rows(
+            at={n: {"prompt": [LONG | {"content": f"{n} {LONG['content']}"}]} for n in (3, 5)}
+        ),
+        beside=("R45",),
+    ),
+    Case(
+        "R47 rows.rows_differ",
+        spoil=lambda world: world.rows(at={n: {"prompt": [message("1 + 1 = ?")]} for n in (1, 2, 3)}),
+        says=("2 of 10 training prompts (20%)", "occurs 3 times"),
+        advice="repetitions",
+        mend=sound_rows,
+        warns=True,
+    ),
+]
+
+TURNS = [
+    Case(
+        "R33 agents.several_turns_are_played",
+        f"{MULTI}.tool_config_path=TMP/tools.yaml",
+        ("tool_config_path is set", "enable=false"),
+        fix=f"{MULTI}.enable=true {MULTI}.max_assistant_turns=8",
+        given=SHOWN,
+    ),
+    Case(
+        "R34 agents.conversations_begin_with_messages",
+        spoil=lambda world: world.rows(at={n: {"prompt": f"{n} + 1 = ?"} for n in range(10)}),
+        says=("10 of 10 prompts are plain text",),
+        advice='[{"role": "user", "content": "..."}]',
+        mend=sound_rows,
+        given=f"{TOOLS} {SHOWN}",
+    ),
+    Case(
+        "R35 agents.tools_are_shown",
+        f"{MODEL}.custom_chat_template=TMP/deaf.jinja",
+        ("tools",),
+        advice="template",
+        then=SHOWN,
+        given=TOOLS,
+    ),
+    Case(
+        "R37 agents.tool_limits_take_what_prompts_show",
+        f"{MULTI}.max_tool_response_length=20",
+        ("10 of 20 tool results", "(50%)", "=20 tokens (longest 30)"),
+        fix=f"{MULTI}.max_tool_response_length=30",
+        given=f"{TOOLS} {SHOWN} preflight.allow=[R47]",
+        spoil=lambda world: world.rows(at=tool_rows(["2", "7" * 30], 2)),
+        warns=True,
+    ),
+    Case(
+        "R48 agents.agents_and_tools_exist",
+        spoil=lambda world: world.rows(at={4: {"agent_name": "tool_agnt"}}),
+        says=("'tool_agnt' (1 of 10 rows)",),
+        advice="tool_agent",
+        mend=lambda world: world.rows(at={4: {"agent_name": "tool_agent"}}),
+        given=f"{TOOLS} {SHOWN}",
+    ),
+]
+
+TEMPLATES = [
+    Case(
+        "R36 template.truncation_spares_the_system_message",
+        "data.max_prompt_length=64 data.truncation=truncate",
+        ("1 of them begin with a system message",),
+        fix="data.truncation=drop",
+        then="preflight.allow=[R45]",
+        spoil=lambda world: world.rows(at={5: {"prompt": [message("Add.", "system"), LONG]}}),
+    ),
+    Case(
+        "R45 template.prompts_fit",
+        "data.max_prompt_length=64",
+        ("1 of 10 prompts are longer than 64 tokens", "row 3"),
+        advice="data.max_prompt_length=",
+        then="data.max_prompt_length=256",
+        spoil=lambda world: world.rows(at={3: {"prompt": [LONG]}}),
+    ),
+    Case(
+        "R39 template.template_takes_the_prompts",
+        spoil=lambda world: world.rows(at={4: {"prompt": [message("Add.", "system"), message("4 + 1 = ?")]}}),
+        says=("row 4", "roles must alternate"),
+        advice="check the roles and their order",
+        mend=sound_rows,
+        given=f"{MODEL}.custom_chat_template=TMP/gemma.jinja {ROLLOUT}.stop=['<|/turn|>']",
+    ),
+    Case(
+        "R39 template.template_only_appends",
+        spoil=lambda world: world.rows(
+            at={2: {"messages": [message("1"), message("2", "assistant"), message("3"), message("4", "assistant")]}}
+        ),
+        says=("row 0", "from token 0 on", "differently when more messages follow"),
+        advice="template",
+        then="model.custom_chat_template=null",
+        given="model.custom_chat_template=TMP/numbered.jinja",
+        tree="sft",
+    ),
+    Case(
+        "R40 template.turns_can_end",
+        spoil=unstopped,
+        says=("'<|im_end|>' (3) ends a turn", "generation ends at [1] only"),
+        advice="eos_token_id: [1, 3] in the model's generation_config.json",
+        mend=lambda world: world.write("model/generation_config.json", json.dumps({"eos_token_id": [1, 3]})),
+    ),
+    Case(
+        "R41 template.thinking_leaves_room",
+        spoil=lambda world: template(world, THINKING),
+        says=("max_response_length=512 tokens", "thinking block"),
+        advice="data.apply_chat_template_kwargs={enable_thinking: false}",
+        then="data.apply_chat_template_kwargs={enable_thinking:false}",
+        warns=True,
+    ),
+]
+
+REWARDS = [
+    Case(
+        "R49 rewards.reward_R49",
+        spoil=reward("return 0.0"),
+        says=("the reward is 0 for all", "on 3 rows"),
+        advice="`hone reward test` shows every answer",
+        mend=reward(f"return {GOLDEN}"),
+        given=OWN,
+    ),
+    Case(
+        "R50 rewards.reward_R50",
+        spoil=lambda world: world.write("own.py", "def score(**kwargs): return 0.0\n"),
+        says=("has no function 'compute_score'",),
+        advice="score",
+        mend=reward(f"return {GOLDEN}"),
+        given=OWN,
+    ),
+    Case(
+        "R51 rewards.reward_R51",
+        spoil=reward("return float('inf')"),
+        says=("returned inf",),
+        advice="number",
+        mend=reward(f"return {GOLDEN}"),
+        given=OWN,
+    ),
+    Case(
+        "R52 rewards.reward_R52",
+        spoil=reward("return float(int(solution_str))"),
+        says=("calls in a worker process failed", "ValueError"),
+        advice="",
+        mend=reward(f"return {GOLDEN}"),
+        given=OWN,
+    ),
+    Case(
+        "R53 rewards.reward_R53",
+        spoil=reward(f"import time; time.sleep(0.02)\n    return {GOLDEN}"),
+        says=("8192 sequences / 1 workers",),
+        advice="num_workers=",
+        mend=reward(f"return {GOLDEN}"),
+        given=f"{OWN} data.train_batch_size=2048 {ACTOR}.ppo_mini_batch_size=2048 preflight.reward_rows=1 preflight.allow=[R46]",
+        warns=True,
+    ),
+    Case(
+        "R54 rewards.reward_R54",
+        spoil=reward(f"return 100 * {GOLDEN}"),
+        says=("rewards reach 100",),
+        advice="",
+        mend=reward(f"return {GOLDEN}"),
+        given=OWN,
+        warns=True,
+    ),
+]
+
+
+def judge(world: World) -> None:
+    """A directory that looks like a reward model."""
+    import shutil
+
+    shutil.copytree(world.model, world.folder / "judge", dirs_exist_ok=True)
+    kinds = {**SMALL_MODEL, "architectures": ["Qwen3ForSequenceClassification"]}
+    world.write("judge/config.json", json.dumps(kinds))
+
+
+FILE_CASES = [*DIRECTORIES, *ROWS, *TURNS, *TEMPLATES, *REWARDS]
+TEMPLATE_FILES = {
+    "gemma.jinja": GEMMA,
+    "numbered.jinja": NUMBERED,
+    "tools.jinja": CHAT_FORMATS["chatml_tools"].template,
+    "deaf.jinja": DEAF,
+}
