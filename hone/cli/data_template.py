@@ -28,9 +28,8 @@ def template(
     import json
 
     from hone.agents.rendering.verdict import examine
-    from hone.data.tokenizer import load_tokenizer
+    from hone.data.tokenizer import load_tokenizer, stop_tokens
     from hone.errors import ConfigError
-    from hone.trainers.inputs import stop_tokens
 
     form = "--kwargs '{\"enable_thinking\": false}'"
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hone.errors import ModelError
 
@@ -65,3 +66,15 @@ def read_template(text_or_path: str) -> str:
             fix="model.custom_chat_template=PATH, or the template itself",
         )
     return Path(text_or_path).read_text(encoding="utf-8")
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, model_dir: str | None) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's end-of-sequence token and those of the model's generation config.
+
+    Chat models often end a turn with another token than a document (Llama 3 names three).
+    """
+    named: list[Any] = [tokenizer.eos_token_id]
+    if model_dir and (Path(model_dir) / "generation_config.json").is_file():
+        ends = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
+        named += ends if isinstance(ends, list) else [ends]
+    return tuple(dict.fromkeys(int(end) for end in named if end is not None))

@@ -26,7 +26,7 @@ from hone.config.run import RunConfig
 from hone.data.chat import render_prompt
 from hone.data.prompts import PromptDataset
 from hone.data.seeding import derive_seed
-from hone.data.tokenizer import load_tokenizer
+from hone.data.tokenizer import load_tokenizer, stop_tokens
 from hone.data.types import Sample, Trajectory
 from hone.errors import ConfigError
 from hone.generation import ENGINES
@@ -36,7 +36,7 @@ from hone.insight.traces import trace
 from hone.rewards.manager import RewardManager
 from hone.rewards.placement import shared
 from hone.trainers.episode_keys import EpisodeKeys
-from hone.trainers.inputs import self_scored_by, stop_tokens
+from hone.trainers.inputs import self_scored_by
 from hone.trainers.validation import Evaluation, measured
 from hone.training.export import base_of_adapter, find_actor
 from hone.training.model import load_policy

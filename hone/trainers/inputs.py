@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hone.agents.prompts import loop_class, tools_of
 from hone.agents.setting import Setting
 from hone.config.data import DataConfig
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset, ToolsOf
+from hone.data.tokenizer import stop_tokens
 from hone.data.types import Sample
 from hone.generation.protocol import SamplingParams
 
@@ -88,15 +88,3 @@ def validation_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) ->
         stop_token_ids=stop_tokens(tokenizer, config.actor_rollout_ref.model.path),
         stop=tuple(rollout.stop),
     )
-
-
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, model_dir: str | None) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's end-of-sequence token and those of the model's generation config.
-
-    Chat models often end a turn with another token than a document (Llama 3 names three).
-    """
-    named: list[Any] = [tokenizer.eos_token_id]
-    if model_dir and (Path(model_dir) / "generation_config.json").is_file():
-        ends = GenerationConfig.from_pretrained(model_dir, local_files_only=True).eos_token_id
-        named += ends if isinstance(ends, list) else [ends]
-    return tuple(dict.fromkeys(int(end) for end in named if end is not None))

@@ -58,8 +58,8 @@ def serve(request: ServeRequest) -> None:
     from hone.agents.serving.app import Endpoint
     from hone.agents.serving.asking import Service
     from hone.agents.serving.gateway import Gateway
+    from hone.data.tokenizer import stop_tokens
     from hone.trainers.evaluation import weights_of
-    from hone.trainers.inputs import stop_tokens
 
     token = request.token or None
     check_access(request.host, token)

@@ -1,4 +1,4 @@
-"""Sampling parameters from the files of a model."""
+"""Which tokens end a response, from the files of a tokenizer and a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import GenerationConfig
 
-from hone.trainers.inputs import stop_tokens
+from hone.data.tokenizer import stop_tokens
 
 
 @pytest.mark.parametrize(
