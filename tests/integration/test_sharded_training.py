@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.ranks import Ranks
 from support.sharded_cases import Case, Outcome, alone, dtypes, reference, train
 
 TOLERANCE = 1e-5
+ROUNDING = 2e-6
+"""What float32 may take from a log-prob of a few units."""
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {"ulysses_sequence_parallel_size": 2}
 EXPERT = {"expert_parallel_size": 2}
@@ -57,14 +59,22 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def assert_same(found: Outcome, expected: Outcome) -> None:
-    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCE)
-    assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE, abs=TOLERANCE)
+def assert_same(found: Outcome, expected: Outcome, shifted: Outcome | None = None) -> None:
+    """Both are equal, up to the tolerance and to what ``shifted`` says that rounding of log-probs alone may change."""
+    close(found.losses, expected.losses, shifted and shifted.losses)
+    close(found.norms, expected.norms, shifted and shifted.norms, rtol=TOLERANCE)
     assert found.weights.keys() == expected.weights.keys()
     for name, value in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], value, atol=TOLERANCE, rtol=0, msg=name)
+        close(found.weights[name], value, shifted and shifted.weights[name], name=name)
     for name, value in expected.columns.items():
-        torch.testing.assert_close(found.columns[name], value, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+        close(found.columns[name], value, shifted and shifted.columns[name], rtol=TOLERANCE, name=name)
+
+
+def close(found: Any, expected: Any, shifted: Any = None, *, rtol: float = 0.0, name: str = "") -> None:
+    found, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (found, expected))
+    moved = 0.0 if shifted is None else (torch.as_tensor(shifted, dtype=torch.float64) - expected).abs()
+    excess = (found - expected).abs() - (TOLERANCE + rtol * expected.abs() + moved)
+    assert found.shape == expected.shape and (excess <= 0).all(), (name, float(excess.max()))
 
 
 def moved(outcome: Outcome, case: Case) -> bool:
@@ -91,13 +101,15 @@ def test_two_ranks_train_as_one(way: str, two_ranks: Ranks, tiny_models) -> None
     way=st.sampled_from(["fsdp", "two copies", "sequence", "tensor"]),
     mode=st.sampled_from(["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]),
 )
+@example(seed=705, rows=1, budget=8, way="sequence", mode="token-mean")  # gain and KL penalty of the only token cancel
 def test_any_rows_in_any_micro_batches(seed, rows, budget, way, mode, two_ranks: Ranks, tiny_models) -> None:
     """Ragged rows, shares of unequal size (one may be empty), micro-batches of any size."""
     model, changes = WAYS[way]
     case = Case(tiny_models[model], updates=1, rows=rows, seed=seed, budget=budget, loss_agg_mode=mode, **changes)
     expected = alone(dataclasses.replace(case, budget=10**6))
+    shifted = alone(dataclasses.replace(case, budget=10**6, shift=ROUNDING))
     for outcome in two_ranks.run(train, case):
-        assert_same(outcome, expected)
+        assert_same(outcome, expected, shifted)
 
 
 def test_each_rank_holds_its_part_only(two_ranks: Ranks, tiny_models) -> None:

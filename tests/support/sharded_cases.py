@@ -69,6 +69,8 @@ class Case:
     optim: dict[str, Any] = field(default_factory=dict)
     loss_agg_mode: str = "token-mean"
     loss_mode: str = "vanilla"
+    shift: float = 0.0
+    """Added to the old and the reference log-probs: what a policy does whose own are off by so much."""
 
 
 @dataclass
@@ -142,8 +144,8 @@ def batch_of(case: Case, update: int) -> Batch:
     """Mini-batch ``update``, with old and reference log-probs made up."""
     batch = random_batch(case.rows, case.seed + update, group=2)
     noise = batch.ragged("noise")
-    old = noise.with_values(-4.0 + 0.3 * noise.values)
-    return batch.with_columns(old_log_probs=old, ref_log_probs=noise.with_values(-4.0 - 0.3 * noise.values))
+    old, ref = (noise.with_values(-4.0 + sign * 0.3 * noise.values + case.shift) for sign in (1, -1))
+    return batch.with_columns(old_log_probs=old, ref_log_probs=ref)
 
 
 def train(case: Case) -> Outcome:
