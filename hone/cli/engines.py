@@ -38,7 +38,7 @@ def list_engines(as_json: Annotated[bool, typer.Option("--json", help="print JSO
 
 @app.command()
 def install(
-    name: Annotated[str, typer.Argument(help="vllm or sglang")],
+    name: Annotated[str, typer.Argument(help="vllm, sglang or trtllm")],
     cpu: Annotated[bool, typer.Option("--cpu", help="the build for CPUs")] = False,
     env: Annotated[Path | None, _ENV] = None,
     force: Annotated[bool, typer.Option("--force", help="make the environment anew")] = False,
@@ -51,7 +51,9 @@ def install(
 
 @app.command()
 def check(
-    name: Annotated[str, typer.Argument(help="engine to check: vllm, sglang, or native in a process of its own")],
+    name: Annotated[
+        str, typer.Argument(help="engine to check: vllm, sglang, trtllm, or native in a process of its own")
+    ],
     env: Annotated[Path | None, _ENV] = None,
     log: Annotated[Path, typer.Option("--log", help="file for what the engine prints")] = Path("engine-check.log"),
 ) -> None:
@@ -77,7 +79,7 @@ def check(
 
 @app.command()
 def serve(
-    name: Annotated[str, typer.Argument(help="vllm, sglang or native")],
+    name: Annotated[str, typer.Argument(help="vllm, sglang, trtllm or native")],
     model: Annotated[str, typer.Option("--model", help="Hugging Face directory")],
     max_model_len: Annotated[int, typer.Option("--max-model-len", help="longest prompt with response, in tokens")],
     host: Annotated[str, typer.Option("--host", help="address to listen on")] = "127.0.0.1",

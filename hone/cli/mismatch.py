@@ -11,7 +11,7 @@ from hone.cli.options import Json
 
 def mismatch(
     model: Annotated[str, typer.Option(help="Hugging Face model directory")],
-    engine: Annotated[str, typer.Option(help="native, hf, vllm or sglang")] = "native",
+    engine: Annotated[str, typer.Option(help="native, hf, vllm, sglang or trtllm")] = "native",
     dtype: Annotated[str, typer.Option(help="compute dtype of the engine, float32 or bfloat16")] = "float32",
     trainer_dtype: Annotated[
         str | None, typer.Option(help="compute dtype of the trainer; the engine's unless given")

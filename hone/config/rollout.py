@@ -29,7 +29,7 @@ class RolloutConfig(EngineConfig):
 
     name: str = named("native", "generation engine")
     """Engine: native (continuous batching on the trainer's own weights), hf (plain transformers generate, the slow golden path),
-    vllm or sglang (servers in environments of their own, see docs/engines.md)."""
+    vllm, sglang or trtllm (servers in environments of their own, see docs/engines.md)."""
     n: int = number(1, low=1)
     """Responses a prompt: the group size. Group estimators such as grpo need at least 2."""
     temperature: float = number(1.0, low=0)

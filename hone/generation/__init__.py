@@ -27,7 +27,7 @@ def _hf(**arguments: Any) -> Engine:
     return HuggingFaceEngine(**arguments)
 
 
-SERVED = ("vllm", "sglang")
+SERVED = ("vllm", "sglang", "trtllm")
 """Engines that are servers in an environment of their own; :mod:`hone.generation.build` starts them."""
 
 

@@ -50,7 +50,7 @@ def interpreter_of(name: str, given: str | None = None) -> Path:
         raise ConfigError(
             f"engine '{name}' is not installed: {where} {environment}, and there is no {python}",
             why="external engines live in an environment of their own, so that their versions do not bind the trainer's",
-            fix=f"hone engines install {name}{'' if _has_gpu() else ' --cpu'}, or actor_rollout_ref.rollout.name=native",
+            fix=f"{_install_command(name)}, or actor_rollout_ref.rollout.name=native",
             where="actor_rollout_ref.rollout.name",
         )
     return python
@@ -75,7 +75,7 @@ def install(
         say: takes lines that tell of progress.
 
     Raises:
-        ConfigError: no such engine, or something else is in the folder.
+        ConfigError: no such engine, it cannot run here, or something else is in the folder.
         GenerationError: pip failed.
     """
     if name not in RECIPES:
@@ -93,11 +93,12 @@ def install(
         raise ConfigError(
             f"{environment} is not empty and no virtual environment", fix="hone engines install --env DIR"
         )
+    python = _check_machine(recipe, cpu)
     _check_disk(recipe, environment)
     begun = time.monotonic()
     shutil.rmtree(environment, ignore_errors=True)
     say(f"making {environment} (about {recipe.megabytes / 1000:.1f} GB)")
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    subprocess.run([python, "-m", "venv", str(environment)], check=True)
     pip = Pip(name, environment / "bin" / "python", say)
     recipe.install(pip, cpu)
     package = recipe.cpu_package if cpu else recipe.package
@@ -121,6 +122,39 @@ def _check_disk(recipe: Recipe, environment: Path) -> None:
             "installed",
             fix=f"hone engines install {recipe.name} --env DIR on another disk, or {PLACE_VARIABLE}=DIR",
         )
+
+
+def _check_machine(recipe: Recipe, cpu: bool) -> str:
+    """The Python that the environment is made with.
+
+    Raises:
+        ConfigError: the engine cannot run on this machine, or there is no such Python.
+    """
+    if recipe.only_gpu and (cpu or not _has_gpu()):
+        raise ConfigError(
+            f"engine {recipe.name} has no build for CPUs"
+            if cpu
+            else f"engine {recipe.name} needs an NVIDIA GPU, and here is none",
+            why="its packages load CUDA when they are imported",
+            fix=f"hone engines install {recipe.name} on a machine with an NVIDIA GPU, or hone engines install vllm --cpu here",
+        )
+    if recipe.python is None or recipe.python == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
+    found = shutil.which(f"python{recipe.python}")
+    if found is None:
+        raise ConfigError(
+            f"engine {recipe.name} is built for Python {recipe.python}, and there is no python{recipe.python} on PATH",
+            why=f"its environment is made with that Python; Hone itself may go on with {sys.version_info.major}.{sys.version_info.minor}",
+            fix=f"install Python {recipe.python}, then: hone engines install {recipe.name}",
+        )
+    return found
+
+
+def _install_command(name: str) -> str:
+    """How an engine is installed on this machine."""
+    recipe = RECIPES.get(name)
+    place = " on a machine with an NVIDIA GPU" if recipe is not None and recipe.only_gpu and not _has_gpu() else ""
+    return f"hone engines install {name}{'' if place or _has_gpu() else ' --cpu'}{place}"
 
 
 def _has_gpu() -> bool:
@@ -152,8 +186,8 @@ def engine_table() -> list[Row]:
     ]
     for recipe in RECIPES.values():
         found = recorded(environment_of(recipe.name))
-        installed = f"{found['version']} ({found['build']})" if found else f"hone engines install {recipe.name}"
+        installed = f"{found['version']} ({found['build']})" if found else _install_command(recipe.name)
         passed = "; ".join(f"{v.version}, {v.date}, {v.machine}" for v in recipe.verified)
-        rows.append(Row(recipe.name, "a process of its own", installed, passed or "never run"))
-    rows.append(Row("trtllm", "", "not supported", "never run: TensorRT-LLM does not start without a GPU"))
+        never = f"never run: {recipe.remark}" if recipe.remark else "never run"
+        rows.append(Row(recipe.name, "a process of its own", installed, passed or never))
     return rows

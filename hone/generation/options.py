@@ -28,30 +28,57 @@ def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
             where="actor_rollout_ref.rollout.engine_kwargs",
         )
     own = rollout.engine_kwargs.get(rollout.name) or {}
-    return {**{name: value for name, value in _OPTIONS[rollout.name](rollout).items() if value is not None}, **own}
+    return _over(_OPTIONS[rollout.name](rollout), own)
+
+
+def _over(options: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The user's arguments over Hone's; a group of arguments is laid over another one by one."""
+    both = [name for name in own if isinstance(own[name], dict) and isinstance(options.get(name), dict)]
+    return {**options, **own, **{name: {**options[name], **own[name]} for name in both}}
+
+
+def _told(**options: Any) -> dict[str, Any]:
+    """Those that are not left to the engine."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _vllm(rollout: RolloutConfig) -> dict[str, Any]:
-    return {
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "enforce_eager": rollout.enforce_eager,
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
-    }
+    return _told(
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        enforce_eager=rollout.enforce_eager,
+        enable_chunked_prefill=rollout.enable_chunked_prefill,
+    )
 
 
 def _sglang(rollout: RolloutConfig) -> dict[str, Any]:
     """SGLang cuts prompts by a size of the pieces, of which -1 means none."""
     pieces = rollout.max_num_batched_tokens if rollout.enable_chunked_prefill in (None, True) else -1
+    return _told(
+        tp_size=rollout.tensor_model_parallel_size,
+        mem_fraction_static=rollout.gpu_memory_utilization,
+        disable_radix_cache=not rollout.enable_prefix_caching,
+        max_prefill_tokens=rollout.max_num_batched_tokens,
+        chunked_prefill_size=pieces,
+        disable_cuda_graph=rollout.enforce_eager,
+    )
+
+
+def _trtllm(rollout: RolloutConfig) -> dict[str, Any]:
+    """TensorRT-LLM takes its share of the memory that the weights leave free; without CUDA graphs it is told so by a null."""
     return {
-        "tp_size": rollout.tensor_model_parallel_size,
-        "mem_fraction_static": rollout.gpu_memory_utilization,
-        "disable_radix_cache": not rollout.enable_prefix_caching,
-        "max_prefill_tokens": rollout.max_num_batched_tokens,
-        "chunked_prefill_size": pieces,
-        "disable_cuda_graph": rollout.enforce_eager,
+        **_told(
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            max_num_tokens=rollout.max_num_batched_tokens,
+            enable_chunked_prefill=rollout.enable_chunked_prefill,
+        ),
+        **({"cuda_graph_config": None} if rollout.enforce_eager else {}),
+        "kv_cache_config": {
+            "free_gpu_memory_fraction": rollout.gpu_memory_utilization,
+            "enable_block_reuse": rollout.enable_prefix_caching,
+        },
     }
 
 
@@ -60,7 +87,12 @@ def _native(rollout: RolloutConfig) -> dict[str, Any]:
     return {}
 
 
-_OPTIONS: dict[str, Callable[[RolloutConfig], dict[str, Any]]] = {"vllm": _vllm, "sglang": _sglang, "native": _native}
+_OPTIONS: dict[str, Callable[[RolloutConfig], dict[str, Any]]] = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "trtllm": _trtllm,
+    "native": _native,
+}
 
 
 def sends_adapter(config: RLConfig) -> bool:

@@ -89,6 +89,9 @@ class Recipe:
         install: makes the environment whose interpreter is given, for a CPU or a GPU, with a function that runs pip.
         megabytes: it takes on a disk, on a CPU.
         verified: what passed the conformance suite.
+        only_gpu: it runs on NVIDIA GPUs alone.
+        python: version of Python that its packages are built for; None is Hone's own.
+        remark: what is to be known where nothing was verified.
     """
 
     name: str
@@ -97,6 +100,9 @@ class Recipe:
     install: Callable[[Pip, bool], None]
     megabytes: int
     verified: tuple[Verified, ...] = ()
+    only_gpu: bool = False
+    python: str | None = None
+    remark: str = ""
 
 
 def _install_vllm(pip: Pip, cpu: bool) -> None:
@@ -138,6 +144,13 @@ def _install_sglang(pip: Pip, cpu: bool) -> None:
     pip.add_stand_ins()
 
 
+def _install_trtllm(pip: Pip, cpu: bool) -> None:
+    # PyPI has only a small package, which fetches the wheel from NVIDIA's index while it is built; asked for at that index, pip
+    # takes the wheel itself, and everything else from PyPI
+    pip("torch==2.12.0", "--index-url", "https://download.pytorch.org/whl/cu130")
+    pip("tensorrt-llm[ray]==1.4.0rc1", "torch==2.12.0", "--extra-index-url", "https://pypi.nvidia.com")
+
+
 RECIPES = {
     "vllm": Recipe(
         "vllm",
@@ -154,6 +167,16 @@ RECIPES = {
         _install_sglang,
         megabytes=3400,
         verified=(Verified("0.5.23 without CUDA", "2026-11-21", "2 cores of an AMD EPYC, float32"),),
+    ),
+    "trtllm": Recipe(
+        "trtllm",
+        "tensorrt-llm",
+        "tensorrt-llm",
+        _install_trtllm,
+        megabytes=12000,  # not measured
+        only_gpu=True,
+        python="3.12",
+        remark="written after the interface of 1.4.0rc1; it starts only on a GPU",
     ),
 }
 """Engines that can be installed."""

@@ -19,6 +19,7 @@ ADAPTERS = {
     "ray": ("cluster/ray/",),
     "vllm": ("generation/server/",),
     "sglang": ("generation/server/",),
+    "tensorrt_llm": ("generation/server/",),
     "tensorboard": ("insight/trackers/tensorboard.py",),
     "torch.utils.tensorboard": ("insight/trackers/tensorboard.py",),
     "wandb": ("insight/trackers/wandb.py",),

@@ -42,12 +42,6 @@ def _batch(value: Any, others: Others) -> dict[str, Any]:
     return {"data.train_batch_size": wanted}
 
 
-def _engine(value: Any, others: Others) -> dict[str, Any]:
-    if value == "trtllm":
-        raise Refused(f"the engine {value}", f"{_ROLLOUT}.name=native", {f"{_ROLLOUT}.name": "native"})
-    return {f"{_ROLLOUT}.name": "hf" if value == "naive" else value}
-
-
 def _transport(value: Any, others: Others) -> dict[str, Any]:
     path = f"{_ROLLOUT}.checkpoint_engine.backend"
     if value in ("nccl", "hccl", "nixl", "kimi_ckpt_engine", "mooncake", "delta_sharded"):
@@ -94,7 +88,7 @@ def _own_nodes(block: str) -> Changed:
 VALUES: dict[str, Changed] = {
     "data.truncation": Changed("left is called truncate", _truncation),
     "data.train_batch_size": Changed("0 is what async_training.require_batches mini-batches take", _batch),
-    f"{_ROLLOUT}.name": Changed("trtllm is not supported yet, naive is called hf", _engine),
+    f"{_ROLLOUT}.name": Changed("naive is called hf", plain(f"{_ROLLOUT}.name", {"naive": "hf"})),
     f"{_ROLLOUT}.checkpoint_engine.backend": Changed("naive is auto; by nccl and the like not yet", _transport),
     f"{_ROLLOUT}.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.top_k", {0: -1})),
     f"{_ROLLOUT}.val_kwargs.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.val_kwargs.top_k", {0: -1})),

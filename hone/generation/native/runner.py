@@ -21,6 +21,7 @@ from hone.generation.native.prompts import Prompts, Stacks
 from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.native.scheduler import Job
 from hone.generation.protocol import Completion
+from hone.generation.stop_strings import ends_with_stop, window
 
 PREFILL_TOKENS = 16384
 """Most prompt tokens in one forward pass (a longer prompt is a pass of its own)."""
@@ -29,8 +30,6 @@ STATS = (
     *("prefix_hits", "session_hits", "session_tokens", "cached_tokens"),
 )
 _ROUNDING = 32
-_STOP_MARGIN = 4
-"""Tokens decoded before a stop string, because some tokenizers treat the first token of a text differently."""
 
 
 class Runner:
@@ -259,18 +258,13 @@ class Runner:
         return self._steps - job.entered
 
     def _ends_with_stop_string(self, row: int) -> bool:
-        """Whether a stop string of the row lies in its text, completed by the last token.
-
-        A stop string of b bytes lies within the last b tokens, for a token holds a byte at least.
-        """
+        """Whether a stop string of the row lies in its text, completed by the last token."""
         assert self._state is not None
         job = self.running[row]
         stops = job.request.sampling.stop
         drawn = self._drawn(job)
-        window = max(len(stop.encode()) for stop in stops) + _STOP_MARGIN
-        tail = self._state.tokens[row, max(0, drawn - window) : drawn].tolist()
-        text = str(self.tokenizer.decode(tail))
-        return any(stop in text for stop in stops)
+        tail = self._state.tokens[row, max(0, drawn - window(stops)) : drawn].tolist()
+        return ends_with_stop(self.tokenizer, tail, stops)
 
     # leaving ---------------------------------------------------------------------------------------------------------
 

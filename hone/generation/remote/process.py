@@ -35,7 +35,7 @@ class LaunchPlan:
     """Everything that an engine's process must know.
 
     Attributes:
-        engine: its name: native, vllm or sglang.
+        engine: its name: native, vllm, sglang or trtllm.
         python: interpreter of the environment that the engine is installed in.
         model: Hugging Face directory whose weights it begins with.
         tokenizer: directory of the tokenizer, for stop strings.

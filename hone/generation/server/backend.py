@@ -51,12 +51,8 @@ class Backend(Protocol):
         """New weights follow."""
         ...
 
-    async def load_weights(self, parcel: dict[str, Any], *, whole: bool) -> None:
-        """Take a parcel (:func:`hone.generation.remote.transports.opened`).
-
-        Args:
-            whole: it is the only one, and stays where it is until :meth:`finish_weights` returns.
-        """
+    async def load_weights(self, parcel: dict[str, Any]) -> None:
+        """Take a parcel (:func:`hone.generation.remote.transports.opened`); what it holds is gone afterwards."""
         ...
 
     async def finish_weights(self) -> None:
@@ -80,7 +76,7 @@ class Backend(Protocol):
         ...
 
 
-def open_backend(settings: Settings) -> Backend:
+async def open_backend(settings: Settings) -> Backend:
     """Start the engine that the settings name."""
     match settings.engine:
         case "vllm" if settings.lora:
@@ -95,6 +91,10 @@ def open_backend(settings: Settings) -> Backend:
             from hone.generation.server.sglang_backend import SglangBackend
 
             return SglangBackend(settings)
+        case "trtllm":
+            from hone.generation.server.trtllm_backend import TrtllmBackend
+
+            return await TrtllmBackend.opened(settings)
         case "native":
             from hone.generation.server.native_backend import NativeBackend
 

@@ -43,7 +43,7 @@ def main() -> None:
 async def _serve(told: dict[str, Any], answers: Any) -> None:
     names = {field.name for field in dataclasses.fields(Settings)}
     settings = Settings(**{name: value for name, value in told.items() if name in names})
-    backend = open_backend(settings)
+    backend = await open_backend(settings)
     server = EngineServer(backend, settings, told["token"])
     try:
         listening, port = await listen(server, told["host"], told["port"])

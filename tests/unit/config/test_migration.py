@@ -208,7 +208,6 @@ def test_lines_of_supervised_fine_tuning_work_too(line: str, key: str, value: An
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("actor_rollout_ref.rollout.name=trtllm", ["engine trtllm", "actor_rollout_ref.rollout.name=native"]),
         ("actor_rollout_ref.actor.strategy=megatron", ["megatron", "strategy=fsdp2"]),
         ("actor_rollout_ref.model.use_remove_padding=False", ["always packed"]),
         ("data.truncation=right", ["data.truncation=truncate"]),
