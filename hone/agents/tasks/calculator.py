@@ -19,7 +19,8 @@ class CalculatorOptions:
     """Options of the task.
 
     Attributes:
-        max_number: numbers run from 2 to this.
+        min_number: least number.
+        max_number: largest number.
         operations: operators of every problem.
         operators: which of ``+``, ``-`` and ``*`` occur.
         guesses: percent of the demonstrations that do without the tool: they repeat the sum and guess (a random number of the
@@ -27,6 +28,7 @@ class CalculatorOptions:
             Imitation then learns to guess as often, and a reward can teach it to ask.
     """
 
+    min_number: int = 2
     max_number: int = 99
     operations: int = 1
     operators: str = "+-*"
@@ -45,6 +47,11 @@ class CalculatorTask:
         check(
             3 <= options.max_number <= 10**6, f"max_number={options.max_number} is not in 3..1000000", "max_number=99"
         )
+        check(
+            0 <= options.min_number < options.max_number,
+            f"min_number={options.min_number} is not in 0..{options.max_number - 1}, below max_number",
+            "min_number=2",
+        )
         check(1 <= options.operations <= 8, f"operations={options.operations} is not in 1..8", "operations=1")
         check(
             bool(options.operators) and set(options.operators) <= set("+-*"),
@@ -59,9 +66,9 @@ class CalculatorTask:
         """Endless draws."""
         draw, options = random.Random(seed), self.options
         while True:
-            expression = str(draw.randint(2, options.max_number))
+            expression = str(draw.randint(options.min_number, options.max_number))
             for _ in range(options.operations):
-                expression += f"{draw.choice(options.operators)}{draw.randint(2, options.max_number)}"
+                expression += f"{draw.choice(options.operators)}{draw.randint(options.min_number, options.max_number)}"
             value = calculate(expression)
             guess = draw.randrange(100) < options.guesses
             yield Problem(

@@ -22,6 +22,20 @@ def calls_of(problem):
     return [call["function"] for message in problem.answer for call in message.get("tool_calls", ())]
 
 
+def test_numbers_of_the_calculator_task_stay_within_their_bounds():
+    options = ("min_number=10", "max_number=12", "operators=+", "operations=2", "guesses=50")
+    problems = first("calculator", 200, *options)
+    numbers = {int(number) for problem in problems for number in problem.extra["expression"].split("+")}
+    assert numbers == {10, 11, 12}
+    for problem in problems:
+        assert int(problem.ground_truth) == sum(map(int, problem.extra["expression"].split("+")))
+        right = problem.answer[-1]["content"] == f"#### {problem.ground_truth}"
+        assert right != problem.extra["guessed"], "a guess repeats the sum, an answer is what the tool said"
+    for wrong in ("min_number=12", "min_number=-1"):
+        with pytest.raises(ConfigError, match=r"not in 0\.\.11"):
+            make_task("calculator", [wrong, "max_number=12"])
+
+
 def test_guesses_of_multi_hop_look_nothing_up_and_the_others_follow_the_table():
     problems = first("multi_hop", 300, "guesses=70", "hops=3")
     guessed = [problem for problem in problems if problem.extra["guessed"]]
