@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from hone.errors import ConfigError, GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
 from hone.generation.server.backend import Settings
+from hone.generation.server.processes import give_up
 from hone.generation.server.weight_names import Arrivals
 from hone.generation.stop_strings import first_end
 
@@ -49,6 +51,7 @@ _OWNED = {
 }
 _PLACEMENT = ("placement_groups", "placement_bundle_indices", "per_worker_gpu_share")
 """Arguments of ``AsyncLLM`` beside those of the engine."""
+_PROBE_SECONDS = 1.0
 _STEP_TOKENS = 8192
 """Tokens of a forward pass, TensorRT-LLM's own default; a prompt must fit into one when it is not cut."""
 
@@ -111,7 +114,18 @@ class TrtllmBackend:
         """Start the engine and wait until it serves."""
         backend = cls(settings)
         await backend._engine.setup_async()
+        backend._watch = asyncio.create_task(backend._give_up_when_lost(), name="TensorRT-LLM's workers")
         return backend
+
+    async def _give_up_when_lost(self) -> None:
+        """End the server when a worker is gone: what asks TensorRT-LLM for an answer then may wait for ever."""
+        while True:
+            try:
+                await self._engine.collective_rpc("hone_alive")
+            except Exception as error:  # noqa: BLE001 - the method does nothing: whatever it is, the worker is lost
+                print(f"a worker of TensorRT-LLM is lost: {first_lines(error)}", file=sys.stderr)  # noqa: T201 - the log
+                give_up()
+            await asyncio.sleep(_PROBE_SECONDS)
 
     def _options(self, settings: Settings) -> dict[str, Any]:
         """Arguments of the engine: Hone's, and over them those of the user."""
@@ -296,6 +310,7 @@ class TrtllmBackend:
 
     def close(self) -> None:
         """End TensorRT-LLM's processes."""
+        self._watch.cancel()
         self._engine.shutdown()
 
 

@@ -25,6 +25,9 @@ class HoneWorker(WorkerExtension):
 
     device_id: int
 
+    def hone_alive(self) -> None:
+        """Say nothing; a worker that is lost does not even that."""
+
     def hone_begin_weights(self) -> None:
         """Forget what has come of an update that did not end."""
         abort = getattr(self, "abort_update_weights", None)  # versions without it forget by themselves

@@ -362,6 +362,31 @@ def test_an_update_that_arrives_in_part_serves_nobody_until_a_whole_one_has(mode
     assert_greedy(models[1], requests(GREEDY, 1)[0], playing(models, play)["0"])
 
 
+def test_a_lost_worker_ends_the_server(models, monkeypatch):
+    """Ray raises when an actor that is gone is asked; nothing else would tell those who wait for an answer."""
+    ended: list[str] = []
+
+    def give_up() -> None:
+        ended.append("code 70")
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr("hone.generation.server.trtllm_backend.give_up", give_up)
+    monkeypatch.setattr("hone.generation.server.trtllm_backend._PROBE_SECONDS", 0.001)
+
+    async def play(backend):
+        await asyncio.sleep(0.02)
+        assert not ended
+
+        async def lost(*arguments: Any) -> None:
+            raise RuntimeError("the actor died")
+
+        backend._engine.collective_rpc = lost
+        await asyncio.sleep(0.05)
+        return ended
+
+    assert playing(models, play) == ["code 70"]
+
+
 # installation --------------------------------------------------------------------------------------------------------
 
 
