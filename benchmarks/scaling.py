@@ -6,7 +6,10 @@ tensor-parallel ranks share every row. The contestants take turns update by upda
 all of them. Throughput is tokens a second of wall time, from the medians; the ratio of processor time (one process's against
 the busiest rank's) stands beside it, because it hardly depends on what else runs.
 
-    --world 2 --updates 5 --tokens 16384 --layouts fsdp,fsdp-kept,sequence,tensor
+    --world 2 --updates 5 --tokens 16384 --hidden 256 --layers 6 --layouts fsdp,fsdp-kept,sequence,tensor
+
+A small model reads and writes much memory for each multiplication, and two cores share their memory: `--hidden 512 --layers 10`
+(30 million parameters) tells how much of what is lost that is.
 """
 
 from __future__ import annotations
@@ -144,7 +147,7 @@ def share(tokens: int, shares: int, place: int) -> Any:
     return batch.reorder(rows[place])
 
 
-def save_model(directory: str) -> int:
+def save_model(directory: str, hidden: int, layers: int) -> int:
     """A Qwen3 of random weights; returns its parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -152,11 +155,11 @@ def save_model(directory: str) -> int:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=512,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
         head_dim=32,
         tie_word_embeddings=True,
         pad_token_id=0,
@@ -174,12 +177,14 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model")
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--layouts", default="fsdp,fsdp-kept,copies,sequence,tensor")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as directory:
-        parameters = save_model(directory)
+        parameters = save_model(directory, arguments.hidden, arguments.layers)
         plan = Plan(directory, arguments.tokens, arguments.dtype)
         names = arguments.layouts.split(",")
         contestants = {"one process": Contestant(plan, 1, {})}
