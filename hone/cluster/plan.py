@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hone.algorithms import advantage_estimators, preference_losses
 from hone.cluster.context import RoleSpec
+from hone.cluster.generative_reward_model import GenerativeRewardModelWorker
 from hone.cluster.pool_keys import pool_keys
 from hone.cluster.reward_model import RewardModelWorker
 from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
@@ -62,7 +63,9 @@ def model_roles(config: RLConfig) -> list[RoleSpec]:
     if needs_critic(config):
         roles.append(RoleSpec("critic", CriticWorker))
     if config.reward.reward_model.enable:
-        roles.append(RoleSpec("reward_model", RewardModelWorker, whole=True))
+        generative = config.reward.reward_model.kind == "generative"
+        judge = GenerativeRewardModelWorker if generative else RewardModelWorker
+        roles.append(RoleSpec("reward_model", judge, whole=True))
     return roles
 
 

@@ -10,6 +10,7 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
 from hone.cluster.roles import ModelRole
 from hone.config.model import ModelConfig
+from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.responses import Side, render_sides
@@ -25,6 +26,24 @@ log = logging.getLogger(__name__)
 
 JUDGED = "rm_score"
 """Column of the reward model's scores."""
+JUDGEMENT = "rm_judgement"
+"""Column of the words that a generative one found for them."""
+
+
+def reward_model_path(config: RLConfig) -> str:
+    """The directory of the reward model.
+
+    Raises:
+        ConfigError: none is named.
+    """
+    path = config.reward.reward_model.path
+    if path is None:
+        raise ConfigError(
+            "reward.reward_model.enable=true, and no model is named",
+            fix="reward.reward_model.path=<run of hone reward-model>/checkpoints/step_<N>/actor",
+            where="reward.reward_model.path",
+        )
+    return path
 
 
 class RewardModelWorker(ModelRole):
@@ -44,21 +63,14 @@ class RewardModelWorker(ModelRole):
     def __init__(self, context: WorkerContext) -> None:
         config, tokenizer, device = context.config, context.tokenizer, context.device
         settings, actor = config.reward.reward_model, config.actor_rollout_ref.actor
-        if settings.path is None:
-            raise ConfigError(
-                "reward.reward_model.enable=true, and no model is named",
-                fix="reward.reward_model.path=<run of hone reward-model>/checkpoints/step_<N>/actor",
-                where="reward.reward_model.path",
-            )
+        path = reward_model_path(config)
         trusted = config.actor_rollout_ref.model.trust_remote_code
-        self.policy_tokenizer, self.tokenizer = tokenizer, load_tokenizer(settings.path, trust_remote_code=trusted)
+        self.policy_tokenizer, self.tokenizer = tokenizer, load_tokenizer(path, trust_remote_code=trusted)
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
         if not self.same_tokens:
             log.info("the reward model has a vocabulary of its own: answers are rendered with its chat template")
         self.engine = TrainEngine(
-            load_reward_model(
-                ModelConfig(path=settings.path, trust_remote_code=trusted), device=device, trainable=False
-            ),
+            load_reward_model(ModelConfig(path=path, trust_remote_code=trusted), device=device, trainable=False),
             ScoreHead(),
             device=device,
             dtype=actor.dtype,

@@ -199,12 +199,20 @@ def reward_model_directory(config: RLConfig) -> Iterator[Finding]:
         return
     yield from weights(key, settings.path)
     saved = read_json(Path(settings.path) / "config.json")
-    kinds = " ".join(saved.get("architectures") or [])
-    if saved and "Classification" not in kinds:
+    kinds, judges = " ".join(saved.get("architectures") or []), settings.kind == "generative"
+    if saved and judges and "Classification" in kinds:
+        yield error(
+            f"'{settings.path}' holds a {kinds}, which writes no judgement",
+            why="reward.reward_model.kind=generative reads a score from words",
+            fix="reward.reward_model.kind=discriminative, or the directory of a causal language model",
+            where=key,
+        )
+    elif saved and not judges and "Classification" not in kinds:
         yield error(
             f"'{settings.path}' holds a {kinds or 'model of unknown kind'}, not a scalar reward model",
             why="its score would come from an output layer that was never trained",
-            fix=f"hone reward-model model.path={settings.path} data.train_files=PAIRS.parquet, and its result here",
+            fix=f"hone reward-model model.path={settings.path} data.train_files=PAIRS.parquet, and its result here; or "
+            "reward.reward_model.kind=generative",
             where=key,
         )
     needed, positions = (

@@ -91,7 +91,7 @@ class RewardManager:
             RewardError: a call failed and ``on_error`` is ``stop``, more than ``max_error_rate`` of these failed, or a
                 trajectory's data source has no scorer.
         """
-        allowed = 0 if self.config.on_error == "stop" else int(self.config.max_error_rate * len(trajectories) + 1e-9)
+        allowed = self._allowed(len(trajectories))
         own = [None if self._named else _own_reward(trajectory) for trajectory in trajectories]
         asked = [t for t, reward in zip(trajectories, own, strict=True) if reward is None and _fault(t) is None]
         answers = iter(await self._ask(asked, allowed, training) if asked else [])
@@ -105,7 +105,7 @@ class RewardManager:
             if outcome is not None:
                 outcome.score = _with_episode(outcome.score, trajectory, turn)
             outcomes.append(outcome)
-        self._judge(trajectories, outcomes, allowed)
+        self._tolerate(trajectories, outcomes)
         return [outcome.score for outcome in outcomes if outcome is not None]
 
     def close(self) -> None:
@@ -151,7 +151,11 @@ class RewardManager:
 
     # errors ----------------------------------------------------------------------------------------------------------
 
-    def _judge(self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None], allowed: int) -> None:
+    def _allowed(self, count: int) -> int:
+        """How many of ``count`` responses may fail to be scored."""
+        return 0 if self.config.on_error == "stop" else int(self.config.max_error_rate * count + 1e-9)
+
+    def _tolerate(self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None]) -> None:
         """Log what failed; raise when it is more than allowed."""
         bad = [
             (t, o) for t, o in zip(trajectories, outcomes, strict=True) if o is not None and o.score.error is not None
@@ -165,7 +169,7 @@ class RewardManager:
         what = f"{at_least}{len(bad)} of {len(outcomes)} responses could not be scored ({slow} ran out of time)"
         logger.warning("%s; the first (%s): %s", what, where, first.score.error)
         self._log_traceback(outcome.traceback for _, outcome in bad)
-        if len(bad) <= allowed:
+        if len(bad) <= self._allowed(len(outcomes)):
             return
         repair = "repair the reward function" if self._custom else "see the first error"
         raise RewardError(

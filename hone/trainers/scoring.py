@@ -29,16 +29,23 @@ class TrainingRewards:
         self.rewards, self.overlong, self.max_response_length = rewards, overlong, max_response_length
         self.enabled = overlong.enable or rewards.config.reward_manager == "dapo"
 
-    async def score(self, trajectories: Sequence[Trajectory], judged: Sequence[float] | None = None) -> list[Score]:
+    async def score(
+        self,
+        trajectories: Sequence[Trajectory],
+        judged: Sequence[float] | None = None,
+        *,
+        words: Sequence[str] | None = None,
+    ) -> list[Score]:
         """Score each trajectory; scores come back in the same order.
 
         Args:
             judged: the reward model's score of each, where there is one.
+            words: its judgements, where it writes them.
 
         Raises:
             RewardError: as :meth:`~hone.rewards.manager.RewardManager.score`.
         """
-        scores = await self.rewards.score(trajectories, judged, training=True)
+        scores = await self.rewards.score(trajectories, judged, words=words, training=True)
         if not self.enabled:
             return scores
         lengths = torch.tensor(episode_lengths(trajectories))

@@ -16,7 +16,7 @@ from torch import Tensor
 from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
-from hone.cluster.reward_model import JUDGED
+from hone.cluster.reward_model import JUDGED, JUDGEMENT
 from hone.cluster.roles import RoleUpdate
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
@@ -76,8 +76,9 @@ class StepWork:
         """``score`` of every episode, the same for all its parts; in training with the punishment of length."""
         rewards = self.training_rewards if training else self.rewards
         judged = batch.tensor(JUDGED).tolist() if JUDGED in batch else None
+        words = batch.objects(JUDGEMENT) if JUDGEMENT in batch else None
         trajectories = batch.objects("trajectory")
-        return Batch({"score": shared(trajectories, await rewards.score(trajectories, judged))})
+        return Batch({"score": shared(trajectories, await rewards.score(trajectories, judged, words=words))})
 
     @dispatch(Split.ZERO)
     def broken_groups(self, batch: Batch) -> list[str]:

@@ -1,15 +1,17 @@
 """From a run to preferences, from preferences to better models, and back into a run: every command a user would type."""
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.judges import write_judge
 from support.launch import hone
 from support.once import made_once
-from support.world import World, curve, mean, metrics, rl_command, run_record, sft_command, steps_saved
+from support.world import World, curve, mean, metrics, records, rl_command, run_record, sft_command, steps_saved
 
 pytestmark = pytest.mark.slow
 
@@ -242,6 +244,28 @@ def test_a_reward_model_closes_the_circle(mined: Mined, run, tmp_path: Path):
     assert ended.code == 0, ended.output
     row = metrics(tmp_path / "both")[-1]
     assert row["critic/score/mean"] == pytest.approx(0.5 * row["reward/rm/mean"] + row["reward/rule/mean"], abs=1e-5)
+
+
+def test_a_language_model_judges_in_words(world: World, run, tmp_path: Path):
+    """Beside the policy, with weights and a vocabulary of its own; what it says stands in the rollouts."""
+    draw = random.Random(0)
+    answers = ["".join(draw.choice("0123456789") for _ in range(draw.randint(1, 7))) for _ in range(24)]
+    judge = write_judge(tmp_path / "judge", "copy", dict.fromkeys(answers, "Score: 7"))
+    (judge / "rubric.txt").write_text("copy: {response}?")
+    ended = run(
+        *rl_command(world, tmp_path / "run", "grpo", "trainer.total_training_steps=1", "trainer.rollout_dump_freq=1"),
+        *(
+            "reward.reward_model.enable=true",
+            f"reward.reward_model.path={judge}",
+            "reward.reward_model.kind=generative",
+        ),
+        *(f"reward.judge.prompt={judge / 'rubric.txt'}", "reward.judge.max_tokens=8", "reward.reward_model.coef=2"),
+    )
+    assert ended.code == 0, ended.output
+    (row,) = (row for row in metrics(tmp_path / "run") if "reward/rm/mean" in row)
+    assert row["reward/rm/mean"] == pytest.approx(0.7) and row["critic/score/mean"] == pytest.approx(1.4)
+    assert row["reward/error_rate"] == 0 and "reward/rule/mean" in row
+    assert all("Score: 7" in json.dumps(record) for record in records(tmp_path / "run", 1))
 
 
 def test_online_dpo_raises_the_reward(world: World, run, tmp_path: Path):

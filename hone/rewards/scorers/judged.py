@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hone.rewards.rubric import question_of
 from hone.rewards.scorers.base import register_scorer
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ async def compute_score(
     Raises:
         JudgementError: the endpoint gives no answer, or the answer holds no score: an error, not a reward of 0.
     """
-    said = [str(message.get("content") or "") for message in messages or [] if message.get("role") == "user"]
-    question = "\n\n".join(said) or str((extra_info or {}).get("question", ""))
-    judgement = await services.judge.judge(question, solution_str, "" if ground_truth is None else ground_truth)
+    judgement = await services.judge.judge(question_of(messages, extra_info), solution_str, ground_truth)
     return {
         "score": judgement.score,
         "judge_prompt_tokens": float(judgement.prompt_tokens),

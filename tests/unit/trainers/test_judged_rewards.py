@@ -20,6 +20,7 @@ from hone.data.tokenizer import load_tokenizer
 from hone.data.train_tokenizer import train_tokenizer
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
+from hone.rewards.manager import error_metrics
 from hone.rewards.score import Score
 from hone.trainers.judged_rewards import JudgedRewards
 
@@ -67,6 +68,32 @@ def test_a_data_source_without_a_scorer():
 def test_a_score_that_is_no_number_ends_the_run():
     with pytest.raises(RewardError, match="gives nan to row u"):
         scored(rewards_of(), (math.nan, answer("12")))
+
+
+def worded(rewards: JudgedRewards, *judged: tuple[float, str, Trajectory]) -> list[Score]:
+    values, words, found = zip(*judged, strict=True)
+    return asyncio.run(rewards.score(found, values, words=words))
+
+
+def test_a_judgement_without_a_score_is_an_error_and_the_others_count():
+    rewards = rewards_of(kind="generative")
+    rewards.check({"digit_sequence": 2})
+    good, bad = worded(rewards, (0.7, "Score: 7", answer("12")), (math.nan, "fine", answer("1")))
+    assert good.total == 0.7 and good.terms["rm"] == 0.7 and good.extra["judgement"] == "Score: 7"
+    assert bad.total == 0.0 and bad.error == "the reward model gave no score between 0 and 10: it ended with 'fine'"
+    assert error_metrics([good, bad])["reward/error_rate"] == 0.5
+    with pytest.raises(RewardError, match="3 of 4 responses could not be scored"):
+        worded(rewards, (0.7, "Score: 7", answer("12")), *[(math.nan, "fine", answer("1"))] * 3)
+    rewards.config.on_error = "stop"
+    with pytest.raises(RewardError, match="1 of 2 responses could not be scored"):
+        worded(rewards, (0.7, "Score: 7", answer("12")), (math.nan, "fine", answer("1")))
+
+
+def test_judgements_of_problems_that_no_rule_knows():
+    alone = rewards_of(kind="generative", coef=2.0)
+    alone.check({"chat": 1})
+    (score,) = worded(alone, (0.5, "Score: 5", answer("hello", "chat")))
+    assert score.total == 1.0 and score.terms == {"rm": 0.5} and score.extra == {"judgement": "Score: 5"}
 
 
 # ---------------------------------------------------------------------------------------------------------- the model

@@ -1,0 +1,111 @@
+"""A language model as the reward model of a run: it judges every answer in words, and its score is read from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hone.cluster.context import WorkerContext
+from hone.cluster.dispatch import Split, dispatch
+from hone.cluster.reward_model import JUDGED, JUDGEMENT, reward_model_path
+from hone.config.model import ModelConfig
+from hone.data.batch import Batch
+from hone.data.chat import render_prompts
+from hone.data.seeding import derive_seed
+from hone.data.tokenizer import load_tokenizer, stop_tokens
+from hone.data.types import Trajectory
+from hone.generation.native.engine import NativeEngine
+from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.rewards.rubric import Rubric, question_of
+from hone.training.model import causal_lm, load_policy
+
+
+class GenerativeRewardModelWorker:
+    """Judges trajectories with the causal language model in ``reward.reward_model.path``, under the rubric of ``reward.judge``.
+
+    It writes with a native engine of its own; prompts and judgements under way together have at most
+    ``reward.reward_model.max_token_len_per_gpu`` tokens. One that is too long for that, or for the model's positions, is not
+    asked, and such an answer has no score.
+
+    Args:
+        context: of the process.
+
+    Raises:
+        ConfigError: no path is given.
+        ModelError: the directory holds no causal language model.
+        RewardError: the rubric cannot be read or used.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        config, settings = context.config, context.config.reward.reward_model
+        path, trusted = reward_model_path(config), config.actor_rollout_ref.model.trust_remote_code
+        rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+        self.seed, self.judge, self.rubric = config.trainer.seed, config.reward.judge, Rubric.of(config.reward.judge)
+        self.policy_tokenizer, self.tokenizer = context.tokenizer, load_tokenizer(path, trust_remote_code=trusted)
+        model = load_policy(
+            ModelConfig(path=path, trust_remote_code=trusted), device=context.device, seed=self.seed, trainable=False
+        )
+        budget = settings.max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        positions = getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None)
+        self.longest = min(budget, positions or budget)
+        self.engine = NativeEngine(
+            model,
+            self.tokenizer,
+            device=context.device,
+            dtype=actor.dtype,
+            max_num_seqs=rollout.max_num_seqs,
+            max_cache_tokens=budget,
+            max_model_len=self.longest,
+        )
+        self.sampling = SamplingParams(
+            max_tokens=self.judge.max_tokens,
+            temperature=self.judge.temperature,
+            stop_token_ids=stop_tokens(self.tokenizer, path),
+        )
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+    @dispatch(Split.ROWS, objects=True)
+    async def score(self, batch: Batch) -> Batch:
+        """``rm_score``: the score read from the judgement of each episode, 0 to 1, NaN where there is none; and ``rm_judgement``, its
+        words.
+        """
+        trajectories: Sequence[Trajectory] = batch.objects("trajectory")
+        requests = self._requests(trajectories)
+        words = ["" if r else f"(not asked: more than {self.longest} tokens)" for r in requests]
+        asked = [request for request in requests if request is not None]
+        async for completion in self.engine.generate(asked):
+            words[int(completion.request_id)] = self._text(completion)
+        scores = [self.rubric.score(text) for text in words]
+        values = torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
+        return Batch({JUDGED: values, JUDGEMENT: words})
+
+    def _requests(self, trajectories: Sequence[Trajectory]) -> list[GenerationRequest | None]:
+        """What the model is asked of each; None where it would be too long."""
+        rendered = render_prompts(
+            self.tokenizer,
+            [[{"role": "user", "content": self._asked(trajectory)}] for trajectory in trajectories],
+        )
+        return [
+            GenerationRequest(
+                str(row), ids, self.sampling, seed=derive_seed(self.seed, "judge", trajectory.uid, trajectory.index)
+            )
+            if len(ids) + self.sampling.max_tokens <= self.longest
+            else None
+            for row, (ids, trajectory) in enumerate(zip(rendered, trajectories, strict=True))
+        ]
+
+    def _asked(self, trajectory: Trajectory) -> str:
+        sample = trajectory.sample
+        question = question_of(sample.messages, sample.extra_info) or self._shown(trajectory)
+        return self.rubric.filled(question, trajectory.text, sample.ground_truth)
+
+    def _shown(self, trajectory: Trajectory) -> str:
+        return str(self.policy_tokenizer.decode(trajectory.prompt_ids, skip_special_tokens=True))
+
+    def _text(self, completion: Completion) -> str:
+        return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
