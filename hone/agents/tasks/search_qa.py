@@ -1,7 +1,7 @@
 """Questions whose answers stand in documents, to be found with the tool ``search``.
 
-    What is the price of part 4271?
-    search("4271") -> [1] part 4271: weight 38, price 52, shelf 17. -> <answer>52</answer>
+    What is the price of part 427?
+    search("427") -> [1] part 427: weight 38, price 52, shelf 17. -> <answer>52</answer>
 
 The documents, one a part of a catalogue, are invented and the same for every seed. They are written beside the problems, as
 ``documents.jsonl``, which the tool's ``files`` names. No question of the validation file stands in the training file, so its answer has
@@ -23,7 +23,7 @@ from hone.data.seeding import derive_seed
 from hone.data.tasks.base import TASKS, Problem, parse_options, require
 
 FACTS = ("weight", "price", "shelf")
-_NUMBERS, _VALUES = range(1000, 10000), range(10, 100)
+_NUMBERS, _VALUES = range(100, 1000), range(10, 100)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SearchQAOptions:
             often, and a reward can teach it to search.
     """
 
-    parts: int = 1000
+    parts: int = 500
     k: int = 1
     guesses: int = 0
 
@@ -52,7 +52,7 @@ class SearchQA:
             require(condition, what, task="search_qa", fix=fix)
 
         most = len(_NUMBERS)
-        check(2 <= options.parts <= most, f"parts={options.parts} is not in 2..{most}", "parts=1000")
+        check(2 <= options.parts <= most, f"parts={options.parts} is not in 2..{most}", "parts=500")
         check(1 <= options.k <= options.parts, f"k={options.k} is not in 1..parts={options.parts}", "k=1")
         check(0 <= options.guesses <= 100, f"guesses={options.guesses} is not in 0..100 percent", "guesses=75")
         self.options, self.tools = options, [SCHEMA]

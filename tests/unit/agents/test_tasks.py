@@ -75,7 +75,7 @@ def test_answers_of_search_qa_stand_in_what_the_tool_finds(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "option", "message"),
-    [("search_qa", "parts=1", "not in 2..9000"), ("search_qa", "k=0", "k=0"), ("search_qa", "guesses=101", "percent"),
+    [("search_qa", "parts=1", "not in 2..900"), ("search_qa", "k=0", "k=0"), ("search_qa", "guesses=101", "percent"),
      ("multi_hop", "guesses=-1", "percent"), ("programs", "steps=1", "steps=1"), ("programs", "slips=101", "percent")],
 )  # fmt: skip
 def test_mistakes(name, option, message):
