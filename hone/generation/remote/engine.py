@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,7 +21,7 @@ from hone.generation.protocol import Completion, EngineDescription, GenerationRe
 from hone.generation.remote import messages
 from hone.generation.remote.connection import Connection
 from hone.generation.remote.process import EngineProcess, LaunchPlan
-from hone.generation.remote.transports import buckets, make_sender
+from hone.generation.remote.transports import AHEAD, PARCEL_BYTES, buckets, make_sender
 from hone.insight import activity
 
 TOKEN_VARIABLE = "HONE_ENGINE_TOKEN"
@@ -58,7 +59,8 @@ class ServedEngine:
             max_num_seqs=1, max_cache_tokens=told.get("max_cache_tokens") or longest, max_model_len=longest
         )
         self._dtype: torch.dtype = getattr(torch, told["dtype"])
-        self._sender = make_sender(backend, bucket_bytes, same_machine=process is not None or told["local"])
+        self._sender = make_sender(backend, same_machine=process is not None or told["local"])
+        self._parcel_bytes = max(1, min(bucket_bytes // AHEAD, PARCEL_BYTES))
         self._fence: int | None = None
         self._begun = False
         self._keys = itertools.count()
@@ -136,10 +138,21 @@ class ServedEngine:
         """
         self._fence = version
         begun, self._begun = self._begun, False  # an update that fails begins anew
-        for bucket, ends in buckets(weights, self._sender.bucket_bytes):
-            parcel = self._sender.pack([(name, self._as_served(tensor)) for name, tensor in bucket]) if bucket else None
-            await self._ask("load", parcel=parcel, version=version, first=not begun, last=ends and last)
-            begun = True
+        under_way: deque[asyncio.Future[None]] = deque()
+        try:
+            with activity.waiting(f"engine {self.told['engine']}: load"):
+                for bucket, ends in buckets(weights, self._parcel_bytes):
+                    if len(under_way) == AHEAD:
+                        await under_way.popleft()
+                    tensors = [(name, self._as_served(tensor)) for name, tensor in bucket]
+                    parcel = self._sender.pack(tensors) if tensors else None
+                    told = {"parcel": parcel, "version": version, "first": not begun, "last": ends and last}
+                    under_way.append(asyncio.wrap_future(self._connection.ask("load", **told)))
+                    begun = True
+                while under_way:
+                    await under_way.popleft()
+        finally:
+            await asyncio.gather(*under_way, return_exceptions=True)  # the sender's memory is read until then
         if last:
             self._fence = None
         else:

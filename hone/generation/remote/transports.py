@@ -4,8 +4,9 @@
     file            a safetensors file in a directory that both see.
     socket          inside the messages of the connection, as text: slow, works everywhere, and the others are tested against it.
 
-A sender packs tensors into parcels, at most a bucket of bytes each (but at least one tensor). A parcel is a plain message;
-:func:`opened` gives the tensors in it, on the engine's side.
+A sender packs tensors into parcels of a limited size (but at least one tensor each). A parcel is a plain message; :func:`opened`
+gives the tensors in it, on the engine's side. While the engine takes one parcel the next is packed: two are under way at most
+(:data:`AHEAD`), and memory goes back and forth between them, so that it is mapped once and stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from hone.errors import ConfigError, GenerationError
 Named = tuple[str, Tensor]
 _ALIGNED = 64
 """Tensors begin at multiples of this in a buffer."""
-_SOCKET_BYTES = 64 * 2**20
-"""Most bytes of weights in one message."""
+AHEAD = 2
+"""Parcels that may be under way: what a parcel held may be gone when as many were packed after it."""
+PARCEL_BYTES = 32 * 2**20
+"""Most bytes of a parcel, unless a tensor has more: few enough that the engine soon has something to do, and finds it in the cache."""
 
 
 class Sender(Protocol):
     """The trainer's side of a transport."""
 
-    bucket_bytes: int
-
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Put tensors where the engine finds them, and say where. What the parcel before held may be gone then."""
+        """Put tensors where the engine finds them, and say where. What the parcel before the last one held is gone then."""
         ...
 
     def close(self) -> None:
@@ -46,37 +47,53 @@ class Sender(Protocol):
 
 
 class SharedMemorySender:
-    """A buffer in memory that the engine opens through ``/proc``: it has no name in the file system, so nothing is left behind
-    however either process ends, and it is not bounded by the size of ``/dev/shm``.
-
-    Args:
-        bucket_bytes: of a parcel.
+    """Buffers in memory that the engine opens through ``/proc``: they have no names in the file system, so nothing is left behind
+    however either process ends, and they are not bounded by the size of ``/dev/shm``.
     """
 
-    def __init__(self, bucket_bytes: int) -> None:
-        self.bucket_bytes = bucket_bytes
-        self._file: int | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+    def __init__(self) -> None:
+        self._buffers = [_SharedBuffer() for _ in range(AHEAD)]
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Copy tensors into the buffer, which grows when they need more."""
+        """Copy tensors into the buffer that has been idle longest; it grows when they need more."""
+        buffer = self._buffers[0]
+        self._buffers = [*self._buffers[1:], buffer]
         pieces, size = _places(tensors)
-        if size > self._buffer.numel():
-            self._grow(size)
+        memory = buffer.at_least(size)
         for (_, tensor), piece in zip(tensors, pieces, strict=True):
-            _view(self._buffer, piece).copy_(tensor)
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return {"transport": "shared_memory", "path": path, "bytes": self._buffer.numel(), "pieces": pieces}
-
-    def _grow(self, size: int) -> None:
-        self.close()
-        self._file = os.memfd_create("hone-weights")
-        os.ftruncate(self._file, size)
-        self._buffer = torch.from_file(f"/proc/self/fd/{self._file}", shared=True, size=size, dtype=torch.uint8)
+            _view(memory, piece).copy_(tensor)
+        return {"transport": "shared_memory", "path": buffer.path, "bytes": memory.numel(), "pieces": pieces}
 
     def close(self) -> None:
-        """Give the buffer back."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        """Give the buffers back."""
+        for buffer in self._buffers:
+            buffer.close()
+
+
+class _SharedBuffer:
+    """Memory that other processes of this user can map."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def path(self) -> str:
+        """Where others find it."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def at_least(self, size: int) -> Tensor:
+        """The memory, of so many bytes or more."""
+        if size > self._memory.numel():
+            self.close()
+            self._file = os.memfd_create("hone-weights")
+            os.ftruncate(self._file, size)
+            self._memory = torch.from_file(f"/proc/self/fd/{self._file}", shared=True, size=size, dtype=torch.uint8)
+        return self._memory
+
+    def close(self) -> None:
+        """Give it back."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -86,26 +103,24 @@ class FileSender:
     """Safetensors files in a directory.
 
     Args:
-        bucket_bytes: of a file.
         directory: that both processes see; None is a temporary one.
     """
 
-    def __init__(self, bucket_bytes: int, directory: str | None = None) -> None:
-        self.bucket_bytes = bucket_bytes
+    def __init__(self, directory: str | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hone-weights-", dir=directory)
-        self._path: Path | None = None
+        self._paths: list[Path] = []
         self._count = 0
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Write a file; the one before is removed."""
+        """Write a file; the last ones stay."""
         from safetensors.torch import save_file
 
         self._count += 1
         path = Path(self._directory.name, f"{self._count}.safetensors")
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, path)
-        if self._path is not None:
-            self._path.unlink()
-        self._path = path
+        self._paths.append(path)
+        if len(self._paths) > AHEAD:
+            self._paths.pop(0).unlink()
         return {"transport": "file", "path": str(path), "names": [name for name, _ in tensors]}
 
     def close(self) -> None:
@@ -114,14 +129,7 @@ class FileSender:
 
 
 class SocketSender:
-    """Weights inside the messages themselves.
-
-    Args:
-        bucket_bytes: of a parcel; at most 64 MiB are sent at once.
-    """
-
-    def __init__(self, bucket_bytes: int) -> None:
-        self.bucket_bytes = min(bucket_bytes, _SOCKET_BYTES)
+    """Weights inside the messages themselves."""
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
         """Write the tensors' bytes as text."""
@@ -135,7 +143,7 @@ class SocketSender:
         """Nothing is held."""
 
 
-def make_sender(backend: str, bucket_bytes: int, *, same_machine: bool) -> Sender:
+def make_sender(backend: str, *, same_machine: bool) -> Sender:
     """The sender that ``rollout.checkpoint_engine.backend`` names; ``auto`` is shared memory on one machine, else the socket.
 
     Raises:
@@ -143,7 +151,7 @@ def make_sender(backend: str, bucket_bytes: int, *, same_machine: bool) -> Sende
     """
     if backend == "auto":
         backend = "shared_memory" if same_machine else "socket"
-    kinds = {"shared_memory": SharedMemorySender, "file": FileSender, "socket": SocketSender}
+    kinds: dict[str, type[Sender]] = {"shared_memory": SharedMemorySender, "file": FileSender, "socket": SocketSender}
     if backend not in kinds:
         raise ConfigError(
             f"weights cannot travel by '{backend}' yet",
@@ -151,25 +159,71 @@ def make_sender(backend: str, bucket_bytes: int, *, same_machine: bool) -> Sende
             fix="actor_rollout_ref.rollout.checkpoint_engine.backend=auto",
             where="actor_rollout_ref.rollout.checkpoint_engine.backend",
         )
-    return kinds[backend](bucket_bytes)
+    return kinds[backend]()
 
 
 def buckets(tensors: Iterable[Named], most_bytes: int) -> Iterator[tuple[list[Named], bool]]:
-    """Tensors in portions of at most ``most_bytes`` (but at least one), each with whether it is the last."""
+    """Tensors in portions of at most ``most_bytes`` (but at least one), each with whether it is the last.
+
+    Weights of one block, such as ``model.layers.3.mlp``, stay together where they fit: engines join some of them.
+    """
     bucket: list[Named] = []
     used = 0
-    for name, tensor in tensors:
-        if bucket and used + tensor.nbytes > most_bytes:
+    for block, size in _blocks(tensors, most_bytes):
+        if bucket and used + size > most_bytes:
             yield bucket, False
             bucket, used = [], 0
-        bucket.append((name, tensor))
-        used += tensor.nbytes
+        bucket += block
+        used += size
     yield bucket, True
 
 
+def _blocks(tensors: Iterable[Named], most_bytes: int) -> Iterator[tuple[list[Named], int]]:
+    """Neighbours whose names have the same beginning, and their bytes; one that is too large is cut."""
+    block: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        if block and (_block_of(name) != _block_of(block[0][0]) or size + tensor.nbytes > most_bytes):
+            yield block, size
+            block, size = [], 0
+        block.append((name, tensor))
+        size += tensor.nbytes
+    if block:
+        yield block, size
+
+
+def _block_of(name: str) -> str:
+    return ".".join(name.split(".")[:-2])
+
+
+class Mappings:
+    """Shared memory that is mapped already: mapping it anew for every parcel costs as much as copying it."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[int, int, int], Tensor]] = {}
+
+    def of(self, path: str, size: int) -> Tensor:
+        """The bytes at ``path``.
+
+        Raises:
+            OSError: there are none.
+        """
+        found = Path(path).stat()
+        identity = found.st_dev, found.st_ino, size
+        known = self._known.get(path)
+        if known is None or known[0] != identity:
+            known = identity, torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            self._known = {**dict(list(self._known.items())[1 - 2 * AHEAD :]), path: known}
+        return known[1]
+
+
 @contextlib.contextmanager
-def opened(parcel: dict[str, Any]) -> Iterator[list[Named]]:
+def opened(parcel: dict[str, Any], mappings: Mappings | None = None) -> Iterator[list[Named]]:
     """The tensors of a parcel, on the engine's side; views that hold only inside the block.
+
+    Args:
+        parcel: as the sender gave it.
+        mappings: that the receiver keeps between parcels; None maps shared memory for this parcel alone.
 
     Raises:
         GenerationError: they are not where the parcel says.
@@ -186,7 +240,7 @@ def opened(parcel: dict[str, Any]) -> Iterator[list[Named]]:
             found = load_file(parcel["path"])
             named = [(name, found[name]) for name in parcel["names"]]
         else:
-            buffer = torch.from_file(parcel["path"], shared=True, size=parcel["bytes"], dtype=torch.uint8)
+            buffer = (mappings or Mappings()).of(parcel["path"], parcel["bytes"])
             named = [(piece["name"], _view(buffer, piece)) for piece in parcel["pieces"]]
     except (OSError, RuntimeError) as error:
         raise GenerationError(

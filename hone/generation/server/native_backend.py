@@ -12,7 +12,7 @@ from hone.errors import ConfigError
 from hone.generation.attention import use_hone_attention
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import Completion, GenerationRequest
-from hone.generation.remote.transports import opened
+from hone.generation.remote.transports import Mappings, opened
 from hone.generation.server.backend import Settings
 
 
@@ -28,6 +28,7 @@ class NativeBackend:
         model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
         model.requires_grad_(False).eval().to(device)
         use_hone_attention(model)
+        self._mappings = Mappings()
         self.device, self.max_cache_tokens = str(device), settings.max_cache_tokens
         self._engine = NativeEngine(
             model,
@@ -59,9 +60,9 @@ class NativeBackend:
     async def begin_weights(self) -> None:
         """Nothing to prepare."""
 
-    async def load_weights(self, parcel: dict[str, Any], *, whole: bool) -> None:
+    async def load_weights(self, parcel: dict[str, Any]) -> None:
         """Copy the parcel's tensors into the model."""
-        with opened(parcel) as tensors:
+        with opened(parcel, self._mappings) as tensors:
             await self._engine.load_weights(tensors, 0, last=False)
 
     async def finish_weights(self) -> None:

@@ -33,6 +33,7 @@ class EngineServer:
         self._backend, self._settings, self._token = backend, settings, token
         self._version = 0
         self._incomplete: int | None = None
+        self._loading, self._broken = asyncio.Lock(), False
         self._paused = asyncio.Event()
         self._keys = 0
         self._do: dict[str, Callable[[Message, dict[str, str]], Awaitable[Any]]] = {
@@ -141,19 +142,27 @@ class EngineServer:
         await self._backend.resume()
 
     async def _load(self, message: Message, names: dict[str, str]) -> None:
-        """Take weights. Between the first and the last parcel, and after one that failed, nothing is served."""
+        """Take weights, parcel by parcel in the order in which they were sent. Between the first and the last, and after one that
+        failed, nothing is served.
+        """
         parcel, first, last = message["parcel"], message["first"], message["last"]
-        if parcel is None and first and last:
-            self._version = message["version"]  # the weights are those it has
-            return
-        self._incomplete = message["version"]
-        if first:
-            await self._backend.begin_weights()
-        if parcel is not None:
-            await self._backend.load_weights(parcel, whole=first and last)
-        if last:
-            await self._backend.finish_weights()
-            self._version, self._incomplete = message["version"], None
+        async with self._loading:
+            if parcel is None and first and last:
+                self._version = message["version"]  # the weights are those it has
+                return
+            if self._broken and not first:
+                raise GenerationError(
+                    f"weights of version {self._incomplete} did not arrive whole: send all of them again"
+                )
+            self._incomplete, self._broken = message["version"], True
+            if first:
+                await self._backend.begin_weights()
+            if parcel is not None:
+                await self._backend.load_weights(parcel)
+            if last:
+                await self._backend.finish_weights()
+                self._version, self._incomplete = message["version"], None
+            self._broken = False
 
     async def _sleep(self, message: Message, names: dict[str, str]) -> None:
         await self._backend.abort(list(names.values()))

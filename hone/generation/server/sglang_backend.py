@@ -172,7 +172,7 @@ class SglangBackend:
         """New weights follow."""
         await self._all("hone_begin_weights")
 
-    async def load_weights(self, parcel: dict[str, Any], *, whole: bool) -> None:
+    async def load_weights(self, parcel: dict[str, Any]) -> None:
         """Take a parcel."""
         await self._all("hone_load_weights", parcel=json.dumps(parcel))
 

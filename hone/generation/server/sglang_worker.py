@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hone.errors import GenerationError
 from hone.generation.native.sampler import RowSampling, sample
-from hone.generation.remote.transports import opened
+from hone.generation.remote.transports import Mappings, opened
 from hone.generation.server.sglang_processes import SAMPLED_FROM
 
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
@@ -37,6 +37,7 @@ class HoneScheduler(Scheduler):
 
     _hone_continues = False
     _hone_expects = False
+    _hone_mappings = Mappings()
 
     def init_tokenizer(self) -> None:
         """Stopping tokens are named by each request alone, not by the model's files."""
@@ -84,7 +85,7 @@ class HoneScheduler(Scheduler):
 
     def hone_load_weights(self, parcel: str) -> None:
         """Take a parcel, in JSON."""
-        with opened(json.loads(parcel)) as tensors:
+        with opened(json.loads(parcel), self._hone_mappings) as tensors:
             self.tp_worker.model_runner.model.load_weights(tensors)
 
     def hone_finish_weights(self) -> None:

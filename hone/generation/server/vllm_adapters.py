@@ -32,7 +32,7 @@ class VllmAdapterBackend(VllmBackend):
         await self._prepare()
         self._adapter.begin()
 
-    async def load_weights(self, parcel: dict[str, Any], *, whole: bool) -> None:
+    async def load_weights(self, parcel: dict[str, Any]) -> None:
         """Take a parcel."""
         with opened(parcel) as tensors:
             self._adapter.take(tensors)

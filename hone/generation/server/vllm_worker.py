@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample.sampler import Sampler
 
 from hone.errors import GenerationError
-from hone.generation.remote.transports import opened
+from hone.generation.remote.transports import Mappings, opened
 from hone.generation.server.processes import die_with_parent
+from hone.generation.server.vllm_weights import UnknownWay, WeightWays, ways_of
 
 die_with_parent()
 
@@ -35,20 +38,56 @@ class HoneWorker:
         if not isinstance(sampler, Sampler):
             raise GenerationError(f"this vLLM samples with {type(sampler).__name__}, which Hone does not know")
         sampler.forward = _reporting_both(sampler.forward)
-        self._hone_expected = {name for name, _ in self.model_runner.get_model().named_parameters()}
+        model = self.model_runner.get_model()
+        self._hone_tied = {name for name, _ in _tied_heads(model)}
+        self._hone_expected = {name for name, _ in model.named_parameters()} - self._hone_tied
+        self._hone_ways = ways_of(model, self._hone_tied)
+        self._hone_reload = False
+        self._hone_mappings = Mappings()
 
     def hone_begin_weights(self) -> None:
-        """Put every layer into the state in which it takes weights as they are saved."""
-        self._hone_arrived: set[str] = set()
-        initialize_layerwise_reload(self.model_runner.get_model())
+        """New weights follow."""
+        if self._hone_reload:  # the update before broke off: no layer may go on from its parts
+            finalize_layerwise_reload(self.model_runner.get_model(), self.model_runner.model_config)
+            self._hone_reload = False
+        self._hone_begun = False
+        if self._hone_ways is not None:
+            self._hone_ways.begin()
 
-    def hone_load_weights(self, parcel: dict[str, Any], whole: bool) -> None:
-        """Take a parcel. Layers may keep what they get until they are complete, so it is copied unless it stays."""
-        model = self.model_runner.get_model()
-        with opened(parcel) as tensors:
-            self._hone_arrived |= model.load_weights((n, t if whole else t.clone()) for n, t in tensors)
-            if whole:
-                self.hone_finish_weights()
+    def hone_load_weights(self, parcel: dict[str, Any]) -> None:
+        """Take a parcel.
+
+        Raises:
+            GenerationError: weights were taken one way, and these cannot be.
+        """
+        with opened(parcel, self._hone_mappings) as tensors:
+            ways = self._ways_for(tensors)
+            if ways is not None:
+                ways.take(tensors)
+            else:  # layers keep what they get until they are complete
+                model = self.model_runner.get_model()
+                self._hone_arrived |= model.load_weights((name, tensor.clone()) for name, tensor in tensors)
+        self._hone_begun = True
+
+    def _ways_for(self, tensors: list[tuple[str, Tensor]]) -> WeightWays | None:
+        """The ways of these weights; None when vLLM's own reload takes them, layer by layer, which then has begun."""
+        if self._hone_ways is not None:
+            try:
+                self._hone_ways.learn(tensors)
+                return self._hone_ways
+            except UnknownWay as error:
+                self._hone_ways = None
+                if self._hone_begun:
+                    raise GenerationError(
+                        f"vLLM does not simply copy one of these weights ({error})",
+                        why="the weights before them were copied straight to their places, and vLLM's reload needs all of them",
+                        fix="send all weights of the version again",
+                    ) from error
+        if not self._hone_reload:
+            self._hone_arrived: set[str] = set()
+            initialize_layerwise_reload(self.model_runner.get_model())
+            self._hone_reload = True
+        return None
 
     def hone_finish_weights(self) -> None:
         """Make what is derived from the weights anew.
@@ -57,10 +96,13 @@ class HoneWorker:
             GenerationError: some have not arrived; vLLM itself would go on with the old ones.
         """
         model = self.model_runner.get_model()
-        finalize_layerwise_reload(model, self.model_runner.model_config)
-        missing = sorted(self._hone_expected - self._hone_arrived)
-        tied = _renew_packed_heads(model)
-        missing = [name for name in missing if name not in tied]
+        if self._hone_reload:
+            missing = sorted({*_incomplete(model), *(self._hone_expected - self._hone_arrived)})
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+            self._hone_reload = False
+        else:
+            missing = sorted(self._hone_ways.missing() if self._hone_ways is not None else self._hone_expected)
+        _renew_packed_heads(model)
         if missing:
             raise GenerationError(
                 f"{len(missing)} of {len(self._hone_expected)} weights have not arrived, such as '{missing[0]}'",
@@ -69,24 +111,41 @@ class HoneWorker:
             )
 
 
-def _renew_packed_heads(model: nn.Module) -> set[str]:
-    """On a CPU an output head that is tied to the embedding has a packed copy of its own, which a reload leaves as it was.
-
-    Returns:
-        Names of the weights that are the embedding's.
-    """
-    tied = getattr(model.config, "tie_word_embeddings", False)
-    embedding = next((module for name, module in model.named_modules() if name.endswith("embed_tokens")), None)
-    names = set()
-    module: Any
+def _incomplete(model: nn.Module) -> list[str]:
+    """Names of linear layers of which only parts have arrived; vLLM would compute with whatever is in the rest."""
+    found = []
     for name, module in model.named_modules():
-        if not isinstance(module, ParallelLMHead) or not tied or embedding is None:
+        info = get_layerwise_info(module)
+        if isinstance(module, LinearBase) and info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
+            found.append(name)
+    return found
+
+
+def _tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
+    """Output heads whose weight is the embedding's, by the names of those weights."""
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return []
+    return [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, ParallelLMHead)]
+
+
+def _renew_packed_heads(model: nn.Module) -> None:
+    """On a CPU embeddings and output heads have a packed copy beside their weight. A reload leaves that of a tied head as it was;
+    that of an embedding beside a head is never computed with, and goes.
+    """
+    embedding = next((module for name, module in model.named_modules() if name.endswith("embed_tokens")), None)
+    for _, head in _tied_heads(model):
+        if embedding is not None:
+            head.weight = embedding.weight
+    packed: list[Any] = [
+        m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and hasattr(m, "cpu_linear")
+    ]
+    heads = [module for module in packed if isinstance(module, ParallelLMHead)]
+    for module in packed:
+        if heads and module not in heads:
+            del module.cpu_linear
             continue
-        names.add(f"{name}.weight")
-        if hasattr(module, "cpu_linear"):
-            module.weight = embedding.weight
-            module.quant_method.process_weights_after_loading(module)
-    return names
+        module.cpu_linear = None  # its memory serves again
+        module.quant_method.process_weights_after_loading(module)
 
 
 def _reporting_both(forward: Any) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.errors import ConfigError, GenerationError
-from hone.generation.remote.transports import FileSender, buckets, make_sender, opened
+from hone.generation.remote.transports import AHEAD, FileSender, Mappings, buckets, make_sender, opened
 
 KINDS = ("shared_memory", "file", "socket")
 shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -29,7 +29,7 @@ def tensors(drawn):
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=5), st.sampled_from(KINDS))
 def test_what_arrives_is_what_was_sent(drawn, kind):
-    sent, sender = tensors(drawn), make_sender(kind, 1000, same_machine=True)
+    sent, sender = tensors(drawn), make_sender(kind, same_machine=True)
     try:
         parcel = json.loads(json.dumps(sender.pack(sent)))
         with opened(parcel) as arrived:
@@ -43,14 +43,47 @@ def test_what_arrives_is_what_was_sent(drawn, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sender_is_used_again_and_leaves_nothing(kind, tmp_path):
     before = len(list(Path("/proc/self/fd").iterdir()))
-    sender = FileSender(100, str(tmp_path)) if kind == "file" else make_sender(kind, 100, same_machine=True)
+    sender = FileSender(str(tmp_path)) if kind == "file" else make_sender(kind, same_machine=True)
     for size in (10, 1000, 3):
         with opened(sender.pack([("w", torch.full((size,), float(size)))])) as arrived:
             assert torch.equal(arrived[0][1], torch.full((size,), float(size)))
-    assert len(list(tmp_path.rglob("*.safetensors"))) <= 1
+    assert len(list(tmp_path.rglob("*.safetensors"))) <= AHEAD
     del arrived
     sender.close()
     assert not list(tmp_path.iterdir()) and len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=AHEAD + 1, max_size=8), st.sampled_from(KINDS))
+def test_parcels_under_way_hold_what_they_held_when_they_were_packed(sizes, kind):
+    sender, mappings, under_way = make_sender(kind, same_machine=True), Mappings(), []
+    try:
+        for number, size in enumerate(sizes):
+            under_way.append((sender.pack([("w", torch.full((size,), float(number)))]), size, number))
+            for parcel, long, value in under_way[-AHEAD:]:
+                with opened(parcel, mappings) as ((_, got),):
+                    assert torch.equal(got, torch.full((long,), float(value)))
+                del got
+    finally:
+        sender.close()
+
+
+def test_a_mapping_is_used_again_until_other_memory_is_at_its_place():
+    mappings, sender = Mappings(), make_sender("shared_memory", same_machine=True)
+
+    def seen(sender, size):
+        parcels = [sender.pack([("w", torch.full((size,), float(size)))]) for _ in range(AHEAD)]
+        with opened(parcels[0], mappings) as ((_, got),):
+            assert torch.equal(got, torch.full((size,), float(size)))
+            return got.untyped_storage().data_ptr()
+
+    place = seen(sender, 500)
+    assert seen(sender, 400) == place  # it is large enough
+    seen(sender, 5000)
+    sender.close()
+    another = make_sender("shared_memory", same_machine=True)  # takes the same number of a file
+    seen(another, 600)
+    another.close()
 
 
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 200))
@@ -63,6 +96,19 @@ def test_buckets_hold_everything_once_and_in_order(sizes, most):
         assert len(bucket) <= 1 or sum(tensor.nbytes for _, tensor in bucket) <= most
 
 
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 30))
+def test_a_block_that_fits_stays_together(counts, most):
+    named = [
+        (f"layers.{block}.part{number}.weight", torch.zeros(1, dtype=torch.uint8))
+        for block, count in enumerate(counts)
+        for number in range(count)
+    ]
+    for bucket, _ in buckets(named, most):
+        for block in {name.split(".")[1] for name, _ in bucket}:
+            inside = sum(name.split(".")[1] == block for name, _ in bucket)
+            assert inside == counts[int(block)] or counts[int(block)] > most
+
+
 def test_weights_that_are_not_where_they_should_be_are_an_error():
     for kind in ("shared_memory", "file"):
         with (
@@ -73,7 +119,7 @@ def test_weights_that_are_not_where_they_should_be_are_an_error():
 
 
 def test_the_way_is_chosen_by_where_the_engine_is():
-    assert type(make_sender("auto", 1, same_machine=True)).__name__ == "SharedMemorySender"
-    assert type(make_sender("auto", 1, same_machine=False)).__name__ == "SocketSender"
+    assert type(make_sender("auto", same_machine=True)).__name__ == "SharedMemorySender"
+    assert type(make_sender("auto", same_machine=False)).__name__ == "SocketSender"
     with pytest.raises(ConfigError, match="'nccl' yet"):
-        make_sender("nccl", 1, same_machine=True)
+        make_sender("nccl", same_machine=True)
