@@ -26,6 +26,7 @@ import typer
 from hone import __version__
 from hone.cli.lazy import Entry, LazyGroup
 from hone.errors import HoneError
+from hone.startup import collect_rarely
 
 COMMANDS = {
     "train": Entry("hone.cli.train", "Train a model by reinforcement learning."),
@@ -77,6 +78,7 @@ def hone(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 2 with one message, and no traceback, for a user's mistake."""
+    collect_rarely()
     arguments, debug = _without_debug(sys.argv[1:] if arguments is None else arguments)
     _log_to_stderr()
     command: Any = typer.main.get_command(app)

@@ -14,6 +14,7 @@ from hone.config.run import RunConfig
 from hone.config.tree import RLConfig
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError
+from hone.startup import collect_as_usual
 from hone.training.layout import Layout, Meshes
 
 
@@ -76,7 +77,7 @@ def run_tokenizer(config: RLConfig) -> PreTrainedTokenizerBase:
 
 
 def prepare_torch(trainer: RunConfig, *, threads: int | None = None) -> torch.device:
-    """Set torch's threads and return the device asked for.
+    """Set torch's threads, let garbage be collected as usual again, and return the device asked for.
 
     Args:
         trainer: the block ``trainer``.
@@ -85,6 +86,7 @@ def prepare_torch(trainer: RunConfig, *, threads: int | None = None) -> torch.de
     Raises:
         ConfigError: trainer.device=cuda and there is no CUDA GPU.
     """
+    collect_as_usual()
     torch.set_num_threads(trainer.num_threads or threads or len(os.sched_getaffinity(0)))
     if trainer.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda, but torch sees no CUDA GPU", fix="trainer.device=auto", code="R02")
