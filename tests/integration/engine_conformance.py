@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import random
 import signal
 from collections.abc import Iterator
 
@@ -44,7 +45,9 @@ SAMPLINGS = {
     "penalty": SamplingParams(max_tokens=16, repetition_penalty=1.4),
     "all": SamplingParams(max_tokens=16, temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
 }
-EXTERNAL = ("vllm", "sglang")
+EXTERNAL = ("vllm", "sglang", "trtllm")
+REFUSED = {"sglang": ("repetition_penalty",), "trtllm": ("top_k", "top_p", "min_p", "repetition_penalty")}
+"""Sampling that an engine has another meaning for, or cannot report the log-probs of: it says so."""
 KINDS = [
     "native",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("hf", "served")),
@@ -112,10 +115,12 @@ def test_greedy_tokens_are_those_of_a_full_forward_pass(subject, model):
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_log_probs_are_those_of_the_policy_and_of_what_was_sampled_from(subject, model, name):
     sampling = SAMPLINGS[name]
-    if subject.kind == "sglang" and sampling.repetition_penalty != 1:
-        with pytest.raises(GenerationError, match="SGLang cannot serve repetition_penalty=1"):
+    usual = {key: getattr(SamplingParams(), key) for key in REFUSED.get(subject.kind, ())}
+    refused = [key for key, value in usual.items() if getattr(sampling, key) != value]
+    if refused:
+        with pytest.raises(GenerationError, match=f"cannot serve {refused[0]}="):
             serve(subject.engine, requests(sampling, 2))
-        sampling = dataclasses.replace(sampling, repetition_penalty=1.0)
+        sampling = dataclasses.replace(sampling, **usual)
     asked = requests(sampling, 5)
     done = serve(subject.engine, asked)
     for one in asked:
@@ -425,6 +430,30 @@ def test_a_partial_update_never_serves(subject, models):
             assert_greedy(new, one, done[one.request_id])
 
 
+def test_weights_come_in_any_order_and_none_may_be_left_out(subject, models):
+    """Some engines join weights: one of those that are joined may come long after the others, or be the only one that does not."""
+    if subject.kind == "hf":
+        return
+    _, new, _ = models["tied"]
+    shuffled = random.Random(0).sample(list(new.named_parameters()), k=len(list(new.parameters())))
+    asked = requests(GREEDY, 2)
+
+    async def update():
+        await subject.engine.load_weights(shuffled[: len(shuffled) // 2], 2, last=False)  # breaks off
+        for number, weight in enumerate(shuffled):
+            await subject.engine.load_weights([weight], 3, last=number == len(shuffled) - 1)
+        found = await collect(subject.engine, asked)
+        for left_out in ("layers.0.self_attn.v_proj", "layers.1.mlp.gate_proj", "layers.1.self_attn.q_norm"):
+            some = [(name, tensor) for name, tensor in new.named_parameters() if left_out not in name]
+            with pytest.raises(GenerationError, match="1 of .* have not arrived"):
+                await subject.engine.load_weights(some, 4)
+        return found
+
+    found = asyncio.run(update())
+    for one in asked:
+        assert_greedy(new, one, found[one.request_id])
+
+
 def test_an_untied_head_takes_new_weights_too(kind, models, tmp_path):
     old, new, path = models["untied"]
     subject = start(kind, path, tmp_path / "untied.log")
@@ -464,8 +493,10 @@ def test_a_model_divided_over_two_processes_takes_new_weights(kind, which, model
 
 
 def worker_among(family: list[psutil.Process]) -> psutil.Process:
-    """The process that computes: SGLang names it, vLLM's is the last one."""
-    return next((process for process in family if "sglang::scheduler" in " ".join(process.cmdline())), family[-1])
+    """The process that computes: SGLang and TensorRT-LLM (an actor of Ray) name it, vLLM's is the last one."""
+    names = ("sglang::scheduler", "RayWorkerWrapper")
+    named = (process for process in family if any(name in " ".join(process.cmdline()) for name in names))
+    return next(named, family[-1])
 
 
 @pytest.mark.parametrize("victim", ["its server", "its own worker"])

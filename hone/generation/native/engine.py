@@ -144,8 +144,9 @@ class NativeEngine:
 
     def _copy(self, weights: Iterable[tuple[str, Tensor]], version: int, last: bool) -> None:
         """Copy weights into the model; it is fenced until all of them have arrived."""
-        own, arrived = dict(self.model.named_parameters()), self._arrived
-        self._arrived = set()  # an update that fails begins anew
+        own = dict(self.model.named_parameters())
+        arrived = self._arrived if self._incomplete == version else set()
+        self._arrived = set()  # an update that fails, or is given up for another, begins anew
         with torch.no_grad():
             for name, tensor in weights:
                 self._incomplete = version

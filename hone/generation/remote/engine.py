@@ -136,8 +136,8 @@ class ServedEngine:
             GenerationError: the engine cannot take them; it stays fenced until a whole version has arrived.
             EngineLost: the process died.
         """
-        self._fence = version
-        begun, self._begun = self._begun, False  # an update that fails begins anew
+        begun = self._begun and self._fence == version  # an update that fails, or is given up for another, begins anew
+        self._fence, self._begun = version, False
         under_way: deque[asyncio.Future[None]] = deque()
         try:
             with activity.waiting(f"engine {self.told['engine']}: load"):

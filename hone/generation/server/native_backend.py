@@ -28,7 +28,7 @@ class NativeBackend:
         model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
         model.requires_grad_(False).eval().to(device)
         use_hone_attention(model)
-        self._mappings = Mappings()
+        self._mappings, self._update = Mappings(), 0
         self.device, self.max_cache_tokens = str(device), settings.max_cache_tokens
         self._engine = NativeEngine(
             model,
@@ -58,16 +58,17 @@ class NativeBackend:
         await self._engine.resume()
 
     async def begin_weights(self) -> None:
-        """Nothing to prepare."""
+        """A new version follows; what has come of one that broke off does not count."""
+        self._update += 1
 
     async def load_weights(self, parcel: dict[str, Any]) -> None:
         """Copy the parcel's tensors into the model."""
         with opened(parcel, self._mappings) as tensors:
-            await self._engine.load_weights(tensors, 0, last=False)
+            await self._engine.load_weights(tensors, self._update, last=False)
 
     async def finish_weights(self) -> None:
         """Check that all have arrived."""
-        await self._engine.load_weights([], 0)
+        await self._engine.load_weights([], self._update)
 
     async def sleep(self) -> None:
         """Give the cache's memory back."""
