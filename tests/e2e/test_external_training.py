@@ -27,6 +27,7 @@ CASES = {
         *("trainer.runtime=ray", "trainer.n_gpus_per_node=2"),
     ),
     "sglang local": ("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
+    "trtllm local": ("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
 }
 
 
