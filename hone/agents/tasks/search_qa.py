@@ -1,16 +1,18 @@
 """Questions whose answers stand in documents, to be found with the tool ``search``.
 
-    What is the price of part 427?
-    search("427") -> [1] part 427: weight 38, price 52, shelf 17. -> <answer>52</answer>
+    What is the town of Vera Holm?
+    search("town Vera Holm") -> [1] Vera Holm: trade baker, town Oslo, colour green. -> <answer> Oslo </answer>
 
-The documents, one a part of a catalogue, are invented and the same for every seed. They are written beside the problems, as
-``documents.jsonl``, which the tool's ``files`` names. No question of the validation file stands in the training file, so its answer has
-to be looked up. All that has to be copied are digits, which a tokenizer of single digits writes alike wherever they stand: a model of half a
-million parameters learns to copy them.
+The documents, one a person, are invented and the same for every seed. They are written beside the problems, as ``documents.jsonl``, which
+the tool's ``files`` names. No question of the validation file stands in the training file, so its answer has to be looked up.
+
+Names and facts stand behind a space in question, query, document and answer: a byte-level tokenizer then has the same token for each in all
+places, and a model of half a million parameters learns to copy them.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +24,20 @@ from hone.agents.tools.search import SCHEMA, Index
 from hone.data.seeding import derive_seed
 from hone.data.tasks.base import TASKS, Problem, parse_options, require
 
-FACTS = ("weight", "price", "shelf")
-_NUMBERS, _VALUES = range(100, 1000), range(10, 100)
+FIRST = (
+    *("Vera", "Olaf", "Nina", "Hugo", "Ruth", "Igor", "Jana", "Karl", "Lena", "Emil", "Rosa", "Axel"),
+    *("Maja", "Otto", "Paul", "Elsa", "Finn", "Greta", "Ivan", "Dora"),
+)
+LAST = (
+    *("Holm", "Lund", "Berg", "Falk", "Stone", "Marsh", "Reed", "Frost", "Hale", "Vance", "Wolf", "Crane"),
+    *("Dahl", "Flint", "Moss", "Pike", "Rowe", "Thorn", "Voss", "West"),
+)
+FACTS = {
+    "trade": ("baker", "nurse", "pilot", "judge", "tailor", "painter", "farmer", "singer", "miner", "clerk"),
+    "town": ("Oslo", "Rome", "Lima", "Cairo", "Paris", "Quito", "Delhi", "Seoul", "Tunis", "Perth", "Turin", "Dakar"),
+    "colour": ("green", "blue", "red", "white", "black", "brown", "grey", "pink", "yellow", "purple"),
+}
+"""Kinds of facts, and what each can be."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +45,13 @@ class SearchQAOptions:
     """Options of the task.
 
     Attributes:
-        parts: documents, one a part.
+        people: documents, at most 400.
         k: documents that the demonstrations see for a query, as the tool's setting ``k`` has it.
-        guesses: percent of the demonstrations that do without the tool: they repeat the part's number and guess. Imitation then learns to guess as
-            often, and a reward can teach it to search.
+        guesses: percent of the demonstrations that do without the tool: they repeat what is asked for and guess. Imitation then learns
+            to guess as often, and a reward can teach it to search.
     """
 
-    parts: int = 500
+    people: int = 400
     k: int = 1
     guesses: int = 0
 
@@ -51,23 +65,24 @@ class SearchQA:
         def check(condition: bool, what: str, fix: str) -> None:
             require(condition, what, task="search_qa", fix=fix)
 
-        most = len(_NUMBERS)
-        check(2 <= options.parts <= most, f"parts={options.parts} is not in 2..{most}", "parts=500")
-        check(1 <= options.k <= options.parts, f"k={options.k} is not in 1..parts={options.parts}", "k=1")
+        most = len(FIRST) * len(LAST)
+        check(2 <= options.people <= most, f"people={options.people} is not in 2..{most}", "people=400")
+        check(1 <= options.k <= options.people, f"k={options.k} is not in 1..people={options.people}", "k=1")
         check(0 <= options.guesses <= 100, f"guesses={options.guesses} is not in 0..100 percent", "guesses=75")
         self.options, self.tools = options, [SCHEMA]
         draw = random.Random(derive_seed(0, "search_qa"))
-        self._parts = {
-            str(number): {fact: str(draw.choice(_VALUES)) for fact in FACTS}
-            for number in draw.sample(_NUMBERS, options.parts)
+        names = [f"{first} {last}" for first, last in itertools.product(FIRST, LAST)]
+        self._people = {
+            name: {fact: draw.choice(values) for fact, values in FACTS.items()}
+            for name in draw.sample(names, options.people)
         }
 
     def files(self) -> dict[str, list[dict[str, Any]]]:
         """The documents, for ``documents.jsonl``."""
         return {
             "documents.jsonl": [
-                {"title": f"part {number}", "text": ", ".join(f"{fact} {value}" for fact, value in facts.items()) + "."}
-                for number, facts in self._parts.items()
+                {"title": name, "text": ", ".join(f"{fact} {value}" for fact, value in facts.items()) + "."}
+                for name, facts in self._people.items()
             ]
         }
 
@@ -78,22 +93,31 @@ class SearchQA:
 
     def problems(self, seed: int) -> Iterator[Problem]:
         """Endless draws."""
-        draw, numbers = random.Random(seed), list(self._parts)
+        draw, names = random.Random(seed), list(self._people)
         while True:
-            number, fact = draw.choice(numbers), draw.choice(FACTS)
-            answer = self._parts[number][fact]
+            name, fact = draw.choice(names), draw.choice(list(FACTS))
+            answer, query = self._people[name][fact], f"{fact} {name}"
             guess = draw.randrange(100) < self.options.guesses
-            said = f"{number} <answer>{draw.choice(_VALUES)}</answer>" if guess else f"<answer>{answer}</answer>"
-            searched = [] if guess else [calls("search", query=number), result("search", self._index.find(number))]
+            wrong = f"{query} {_answered(draw.choice(FACTS[fact]))}"
+            searched = [
+                calls("search", query=query),
+                result("search", self._index.find(query)),
+                says(_answered(answer)),
+            ]
             yield Problem(
-                f"What is the {fact} of part {number}?",
+                f"What is the {fact} of {name}?",
                 answer,
-                f"<answer>{answer}</answer>",
+                _answered(answer),
                 {"guessed": guess},
-                answer=[*searched, says(said)],
+                answer=[says(wrong)] if guess else searched,
                 tools=self.tools,
                 agent_name="tool_agent",
             )
+
+
+def _answered(answer: str) -> str:
+    """In the form of Search-R1."""
+    return f"<answer> {answer} </answer>"
 
 
 @TASKS.register("search_qa")

@@ -54,7 +54,7 @@ def test_guesses_of_multi_hop_look_nothing_up_and_the_others_follow_the_table():
 
 
 def test_answers_of_search_qa_stand_in_what_the_tool_finds(tmp_path):
-    task = make_task("search_qa", ["parts=40", "k=2", "guesses=50"])
+    task = make_task("search_qa", ["people=40", "k=2", "guesses=50"])
     write_task(task, tmp_path, size=60, val_size=20, seed=3)
     tool = Search(str(tmp_path / "documents.jsonl"), k=2)
     guessed = 0
@@ -69,13 +69,13 @@ def test_answers_of_search_qa_stand_in_what_the_tool_finds(tmp_path):
         assert found == problem.answer[1]["content"] and problem.ground_truth in found.splitlines()[0]
         assert search_em_score("search_em", said, problem.ground_truth)["score"] == 1.0
     assert 40 < guessed < 80
-    again = make_task("search_qa", ["parts=40"])
+    again = make_task("search_qa", ["people=40"])
     assert again.files() == task.files(), "the world does not depend on the seed"
 
 
 @pytest.mark.parametrize(
     ("name", "option", "message"),
-    [("search_qa", "parts=1", "not in 2..900"), ("search_qa", "k=0", "k=0"), ("search_qa", "guesses=101", "percent"),
+    [("search_qa", "people=1", "not in 2..400"), ("search_qa", "k=0", "k=0"), ("search_qa", "guesses=101", "percent"),
      ("multi_hop", "guesses=-1", "percent"), ("programs", "steps=1", "steps=1"), ("programs", "slips=101", "percent")],
 )  # fmt: skip
 def test_mistakes(name, option, message):
