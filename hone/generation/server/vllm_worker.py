@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -98,16 +99,24 @@ class HoneWorker:
         model = self.model_runner.get_model()
         if self._hone_reload:
             missing = sorted({*_incomplete(model), *(self._hone_expected - self._hone_arrived)})
+            untouched = _untouched(model, self._hone_tied)
             finalize_layerwise_reload(model, self.model_runner.model_config)
             self._hone_reload = False
         else:
             missing = sorted(self._hone_ways.missing() if self._hone_ways is not None else self._hone_expected)
+            untouched = []
         _renew_packed_heads(model)
         if missing:
             raise GenerationError(
                 f"{len(missing)} of {len(self._hone_expected)} weights have not arrived, such as '{missing[0]}'",
                 why="the engine would sample from a mixture of two policies",
                 fix="publish every parameter of the policy",
+            )
+        if untouched:
+            raise GenerationError(
+                f"vLLM does not let new weights into {len(untouched)} layers of this model, such as '{untouched[0]}'",
+                why="its loader writes them past its own reload, which puts the old ones back: it would sample from a mixture",
+                fix="actor_rollout_ref.rollout.name=native",
             )
 
 
@@ -117,6 +126,17 @@ def _incomplete(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
         if isinstance(module, LinearBase) and info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
+            found.append(name)
+    return found
+
+
+def _untouched(model: nn.Module, tied: set[str]) -> list[str]:
+    """Names of layers whose weights have come, and which vLLM's reload knows nothing of, as the experts of GPT-OSS."""
+    found = []
+    for name, module in model.named_modules():
+        own = {f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)} - tied
+        info = get_layerwise_info(module)
+        if own and info.can_load() and not info.load_numel and not is_deferred_attention_layer(module):
             found.append(name)
     return found
 
