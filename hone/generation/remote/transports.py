@@ -61,7 +61,7 @@ class SharedMemorySender:
         pieces, size = _places(tensors)
         memory = buffer.at_least(size)
         for (_, tensor), piece in zip(tensors, pieces, strict=True):
-            _view(memory, piece).copy_(tensor)
+            _copy(tensor, _view(memory, piece))
         return {"transport": "shared_memory", "path": buffer.path, "bytes": memory.numel(), "pieces": pieces}
 
     def close(self) -> None:
@@ -249,6 +249,14 @@ def opened(parcel: dict[str, Any], mappings: Mappings | None = None) -> Iterator
             fix="actor_rollout_ref.rollout.checkpoint_engine.backend=socket",
         ) from error
     yield named
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy on one core: the engine is busy on the others, and threads of both that wait for each other's cores are slower than one."""
+    if source.device.type == "cpu" and source.is_contiguous() and source.numel():
+        target.reshape(-1).view(torch.uint8).numpy()[:] = source.detach().reshape(-1).view(torch.uint8).numpy()
+    else:
+        target.copy_(source)
 
 
 def _places(tensors: Sequence[Named]) -> tuple[list[dict[str, Any]], int]:
