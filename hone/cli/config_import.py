@@ -96,8 +96,7 @@ def _leave_out_effectless(translation: Translation) -> None:
     for rule in RULES:
         if rule.code == "R23" and type(config) in rule.trees:
             for found in rule.check(config):
-                if found.error.where in translation.values:
-                    translation.leave_out(found.error.where, found.error.what.partition(": ")[2] or found.error.what)
+                translation.leave_out(found.error.where, found.error.what.partition(": ")[2] or found.error.what)
 
 
 def _report(translation: Translation) -> list[str]:

@@ -52,11 +52,12 @@ class Translation:
     environment: tuple[str, ...] = ()
 
     def leave_out(self, key: str, why: str) -> None:
-        """Take a value back that would have no effect, and say so at the line that set it."""
-        del self.values[key]
-        self.additions = [addition for addition in self.additions if addition.key != key]
+        """Take a value back that would have no effect, with what it holds, and say so at the lines that set it."""
+        gone = {path for path in self.values if path == key or path.startswith(f"{key}.")}
+        self.values = {path: value for path, value in self.values.items() if path not in gone}
+        self.additions = [addition for addition in self.additions if addition.key not in gone]
         for at, line in enumerate(self.lines):
-            if key in line.reading.sets:
+            if gone & line.reading.sets.keys():
                 told = Reading(line.reading.key, line.reading.value, Outcome.WITHOUT_EFFECT, says=why)
                 self.lines[at] = Line(line.number, line.text, told)
 

@@ -39,6 +39,10 @@ ENTRIES: dict[str, Entry] = {
     "data.sampler.{class_path,class_name,path}": Unsupported(
         "a sampler class of your own", "data.sampler.name=mixture, difficulty or pass_rate"
     ),
+    "data.{filter_accuracy,filter_truncate,accuracy_lower_bound,accuracy_upper_bound,oversample_factor}": Unsupported(
+        "keeping prompts by the share of right answers (PRIME)",
+        "algorithm.filter_groups.enable=true leaves out groups whose rewards agree",
+    ),
     "data.chat_template_func": Unsupported(
         "a chat template given as a Python function", "actor_rollout_ref.model.custom_chat_template=FILE.jinja"
     ),

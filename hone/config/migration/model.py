@@ -27,7 +27,7 @@ def scheduler(block: str) -> Changed:
 
 ENTRIES: dict[str, Entry] = {
     # the model
-    f"{_BOTH}.use_remove_padding": Settled(
+    f"{_BOTH}.{{use_remove_padding,use_rmpad}}": Settled(
         "sequences are always packed, without padding",
         (True, None),
         "true: padded batches give the same numbers, slower",

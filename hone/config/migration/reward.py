@@ -12,6 +12,9 @@ _OLD_BUFFERS = (
     "reward.reward_kwargs.overlong_buffer_cfg,reward.reward_model.reward_kwargs.overlong_buffer_cfg}"
 )
 
+_IMPLICIT = "a reward model that is trained along with the policy (PRIME)"
+_FROZEN = "a reward model of fixed weights, reward.reward_model.path"
+
 _ENABLED = tuple(
     f"{block}.enable"
     for block in (
@@ -125,5 +128,8 @@ ENTRIES: dict[str, Entry] = {
     "reward_model.{param_offload,load_weight,profiler.**,nccl_timeout,scale_loss}": Foreign(
         "the reward model is held as the policy is"
     ),
+    "reward_model.model.{update,beta_train,loss_type,ref_path,ref_type,optim.**}": Unsupported(_IMPLICIT, _FROZEN),
+    "reward_model.{mini_batch_size,prime_granularity,prime_norm}": Unsupported(_IMPLICIT, _FROZEN),
+    "algorithm.{reward_gt_coef,reward_dpo_coef}": Unsupported(_IMPLICIT, _FROZEN),
     "reward_model.timeout": Renamed("reward.timeout"),
 }

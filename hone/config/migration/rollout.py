@@ -72,7 +72,7 @@ ENTRIES: dict[str, Entry] = {
         "text is never tokenized again: the tokens trained on are the tokens sampled"
     ),
     f"{ROLLOUT}.agent.num_workers": Settled("episodes of one batch are played in one event loop"),
-    f"{ROLLOUT}.agent.{{agent_loop_config_path,custom_async_server.**,agent_loop_manager_class}}": Unsupported(
+    f"{ROLLOUT}.agent.{{agent_loop_config_path,custom_agent_loop_loader,custom_async_server.**,agent_loop_manager_class}}": Unsupported(
         "registries of agent loops in files",
         "agent_name or agent.default_agent_loop as an import path, my_loops:MyLoop",
     ),

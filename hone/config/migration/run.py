@@ -86,7 +86,7 @@ ENTRIES: dict[str, Entry] = {
     "trainer.ray_wait_register_center_timeout": Foreign("a time limit of Megatron's workers"),
     "trainer.{npu_profile,npu}.**": Foreign(NPU),
     # services
-    "{global_profiler,profiler,skip}.**": Foreign(PROFILER),
+    "{global_profiler,profiler,profile,skip}.**": Foreign(PROFILER),
     "transfer_queue.**": Foreign(STORAGE),
     "{ray_kwargs.ray_init,ray_init}.num_cpus": Renamed("ray.num_cpus"),
     "{ray_kwargs.ray_init,ray_init}.address": Renamed("ray.address"),

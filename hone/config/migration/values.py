@@ -76,6 +76,13 @@ def _strategy(value: Any, others: Others) -> dict[str, Any]:
     return {f"{_ACTOR}.strategy": value}
 
 
+def _generation_dtype(value: Any, others: Others) -> dict[str, Any]:
+    path = f"{_ROLLOUT}.dtype"
+    if value in ("float16", "fp16", "half"):
+        raise Refused("generation in float16", f"{path}=auto or bfloat16", {path: "auto"})
+    return plain(path, {"bf16": "bfloat16", "fp32": "float32", "float": "float32"})(value, others)
+
+
 def _own_nodes(block: str) -> Changed:
     """A number of nodes for a role alone; 0 is none."""
 
@@ -88,7 +95,11 @@ def _own_nodes(block: str) -> Changed:
 VALUES: dict[str, Changed] = {
     "data.truncation": Changed("left is called truncate", _truncation),
     "data.train_batch_size": Changed("0 is what async_training.require_batches mini-batches take", _batch),
-    f"{_ROLLOUT}.name": Changed("naive is called hf", plain(f"{_ROLLOUT}.name", {"naive": "hf"})),
+    f"{_ROLLOUT}.name": Changed(
+        "naive is called hf, sglang_async is sglang",
+        plain(f"{_ROLLOUT}.name", {"naive": "hf", "sglang_async": "sglang"}),
+    ),
+    f"{_ROLLOUT}.dtype": Changed("float16 is not supported yet", _generation_dtype),
     f"{_ROLLOUT}.checkpoint_engine.backend": Changed("naive is auto; by nccl and the like not yet", _transport),
     f"{_ROLLOUT}.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.top_k", {0: -1})),
     f"{_ROLLOUT}.val_kwargs.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.val_kwargs.top_k", {0: -1})),

@@ -293,6 +293,15 @@ def overrides(*lines: str) -> Translation:
             Outcome.CHANGED,
             {"reward.reward_manager": "naive"},
         ),  # no buffer, no penalty
+        ("actor_rollout_ref.rollout.name=sglang_async", Outcome.CHANGED, {f"{ROLLOUT}.name": "sglang"}),
+        ("actor_rollout_ref.rollout.dtype=float16", Outcome.UNSUPPORTED, {f"{ROLLOUT}.dtype": "auto"}),
+        ("actor_rollout_ref.rollout.dtype=bf16", Outcome.CHANGED, {f"{ROLLOUT}.dtype": "bfloat16"}),
+        ("actor_rollout_ref.rollout.dtype=bfloat16", Outcome.KEPT, {f"{ROLLOUT}.dtype": "bfloat16"}),
+        ("critic.model.use_rmpad=True", Outcome.SETTLED, {}),
+        ("profile.options.level=level1", Outcome.FOREIGN, {}),
+        ("data.oversample_factor=4", Outcome.UNSUPPORTED, {}),
+        ("data.filter_accuracy=False", Outcome.SETTLED, {}),
+        ("reward_model.model.optim.lr=1e-6", Outcome.UNSUPPORTED, {}),
         ("reward.max_rpm=60", Outcome.RENAMED, {"reward.requests_per_minute": 60}),
         ("sandbox_fusion.url=http://x", Outcome.RENAMED, {"reward.sandbox_fusion.url": "http://x"}),
     ],
@@ -405,6 +414,17 @@ def test_keys_without_effect_are_left_out(tmp_path: Path) -> None:
     assert left.keys() >= {"algorithm.kl_ctrl.kl_coef", f"{ACTOR}.kl_loss_coef"}
     assert "use_kl_loss=false" in left[f"{ACTOR}.kl_loss_coef"]
     assert "kl_ctrl" not in yaml.safe_load(out.read_text())["algorithm"]
+
+
+def test_what_a_key_without_effect_holds_is_left_out_with_it(tmp_path: Path) -> None:
+    """Arguments of a manager that has no function of one's own to hand them to."""
+    out = tmp_path / "run.yaml"
+    lines = [f"+reward_model.reward_kwargs.{line}" for line in ("weights.accuracy=1", "judge.model=small", "mode=x")]
+    result = CliRunner().invoke(app, ["import", "trainer.nnodes=1", *lines, "--json", "--out", str(out)])
+    report = json.loads(result.stdout[: result.stdout.rindex("}") + 1])
+    found = {line["key"]: line["outcome"] for line in report["lines"] if "reward_kwargs" in line["key"]}
+    assert set(found.values()) == {"without effect beside the others"} and len(found) == 3
+    assert "reward_kwargs" not in yaml.safe_dump(yaml.safe_load(out.read_text()))
 
 
 @pytest.mark.parametrize("arguments", [["nothere.sh"], ["--launch", "3", str(SCRIPTS / "grpo.sh")]])
