@@ -107,6 +107,7 @@ class TrtllmBackend:
         self._jobs: dict[str, _Job] = {}
         self._changed = asyncio.Condition()
         self._paused = self._expects = False
+        self._watch: asyncio.Task[None] | None = None
         self._engine = self._made(self._options(settings))
 
     @classmethod
@@ -310,7 +311,8 @@ class TrtllmBackend:
 
     def close(self) -> None:
         """End TensorRT-LLM's processes."""
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         self._engine.shutdown()
 
 
