@@ -7,7 +7,7 @@ The documents, one a person, are invented and the same for every seed. They are 
 the tool's ``files`` names. No question of the validation file stands in the training file, so its answer has to be looked up.
 
 Names and facts stand behind a space in question, query, document and answer: a byte-level tokenizer then has the same token for each in all
-places, and a model of half a million parameters learns to copy them.
+places, which a small model can copy.
 """
 
 from __future__ import annotations
