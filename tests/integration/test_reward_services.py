@@ -20,8 +20,8 @@ from hone.config.reward_services import JudgeConfig, SandboxConfig, SandboxFusio
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import RewardError
 from hone.rewards import http
-from hone.rewards.rubric import filled, parsed
 from hone.rewards.manager import RewardManager
+from hone.rewards.rubric import filled, parsed
 from hone.rewards.score import Score
 
 
