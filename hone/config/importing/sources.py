@@ -51,8 +51,9 @@ def import_script(
     for word in launch.strays:
         text = shown(word.text)
         if re.fullmatch(r"(\$\w+|\$\(\.\.\.\))+", text) and text != word.text:
-            what = f"{text} stands among the settings, and the script does not say what it holds: nothing of it is translated"
-            translation.remarks.append(Trouble(word.line, what))
+            what = f"{text} stands among the settings, and what it holds is not known before the script runs: nothing of it is translated"
+            told = translation.remarks if launch.settings else translation.not_understood
+            told.append(Trouble(word.line, what))
         else:
             translation.not_understood.append(Trouble(word.line, text))
     lost = [word for word in lost if word.line > launch.line]

@@ -500,6 +500,12 @@ def test_what_stands_among_the_settings(source: str, values: dict[str, Any], rem
     assert not any("comment above" in what for what in told)
 
 
+def test_settings_that_are_all_read_elsewhere_are_not_understood() -> None:
+    source = "read -r LINES < settings.txt\npython3 -m verl.trainer.main_ppo $LINES"
+    (trouble,) = import_script(source, directory=Path()).not_understood
+    assert trouble.line == 2 and "$LINES" in trouble.what
+
+
 def test_the_rest_of_the_arguments() -> None:
     source = 'n=$1; python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$n "${@:2}"'
     values = import_script(source, directory=Path(), arguments=["8", "data.seed=5", "data.shuffle=false"]).values
