@@ -26,8 +26,8 @@ class Fixed:
     def __init__(self, manager: str):
         self.config = RewardConfig(reward_manager=manager)
 
-    async def score(self, trajectories, judged, *, training):
-        assert judged is None and training
+    async def score(self, trajectories, judged, *, words, training):
+        assert judged is None and words is None and training
         return [Score(float(len(t.response_ids) % 2), terms={"acc": 1.0}, extra={"pred": t.uid}) for t in trajectories]
 
 
