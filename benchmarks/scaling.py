@@ -30,7 +30,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "copies": {"fsdp_config": {"fsdp_size": 1}},
     "sequence": {"ulysses_sequence_parallel_size": 2},
     "tensor": {"tensor_model_parallel_size": 2},
+    "apart": {},
 }
+"""Settings of each layout; in ``apart`` every process trains by itself, on its share of the rows: what the machine itself allows."""
 
 
 class Plan(NamedTuple):
@@ -52,14 +54,14 @@ class Measured(NamedTuple):
 class Contestant:
     """Processes that train when told to."""
 
-    def __init__(self, plan: Plan, world: int, parallel: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, world: int, layout: str) -> None:
         context = multiprocessing.get_context("spawn")
         meeting = str(Path(tempfile.mkdtemp()) / "meeting")
         self.pipes: list[Any] = []
         self.processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, plan, rank, world, meeting, parallel), daemon=True)
+            process = context.Process(target=serve, args=(theirs, plan, rank, world, meeting, layout), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -80,7 +82,7 @@ class Contestant:
             process.join()
 
 
-def serve(pipe: Any, plan: Plan, rank: int, world: int, meeting: str, parallel: dict[str, Any]) -> None:
+def serve(pipe: Any, plan: Plan, rank: int, world: int, meeting: str, name: str) -> None:
     """A rank: builds its part of the model, then updates it as often as it is told."""
     import torch
     import torch.distributed as dist
@@ -93,10 +95,11 @@ def serve(pipe: Any, plan: Plan, rank: int, world: int, meeting: str, parallel: 
     from hone.training.objectives import imitation_objective
 
     torch.set_num_threads(1)
+    parallel, together = LAYOUTS[name], 1 if name == "apart" else world
     sizes: dict[str, Any] = parallel | {"fsdp_config": FsdpConfig(**parallel.get("fsdp_config", {}))}
     config = ParallelConfig(**sizes)
-    layout, meshes = Layout.plan(world, config), None
-    if world > 1:
+    layout, meshes = Layout.plan(together, config), None
+    if together > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
         meshes = layout.meshes("cpu")
     engine = build_engine(
@@ -110,7 +113,8 @@ def serve(pipe: Any, plan: Plan, rank: int, world: int, meeting: str, parallel: 
         optim=OptimConfig(lr=1e-4),
         dtype=plan.dtype,
     )
-    batch = share(plan.tokens, layout.dp_size, layout.dp_rank(rank))
+    shares, place = (world, rank) if name == "apart" else (layout.dp_size, layout.dp_rank(rank))
+    batch = share(plan.tokens, shares, place)
     pipe.send("ready")
     step = 0
     while True:
@@ -180,15 +184,15 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="width of the model")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--layouts", default="fsdp,fsdp-kept,copies,sequence,tensor")
+    parser.add_argument("--layouts", default="fsdp,fsdp-kept,copies,sequence,tensor,apart")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as directory:
         parameters = save_model(directory, arguments.hidden, arguments.layers)
         plan = Plan(directory, arguments.tokens, arguments.dtype)
         names = arguments.layouts.split(",")
-        contestants = {"one process": Contestant(plan, 1, {})}
-        contestants |= {name: Contestant(plan, arguments.world, LAYOUTS[name]) for name in names}
+        contestants = {"one process": Contestant(plan, 1, "fsdp")}
+        contestants |= {name: Contestant(plan, arguments.world, name) for name in names}
         times: dict[str, list[Measured]] = {name: [] for name in contestants}
         for update in range(arguments.updates + 1):
             for name, contestant in contestants.items():
