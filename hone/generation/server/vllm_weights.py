@@ -186,7 +186,9 @@ def ways_of(model: nn.Module, tied: Iterable[str]) -> WeightWays | None:
     if not current_platform.is_cpu():
         return None
     for module in model.modules():
-        if hasattr(module, "base_layer"):  # adapters are around: their layers show the weights of those inside as their own
+        if hasattr(
+            module, "base_layer"
+        ):  # adapters are around: their layers show the weights of those inside as their own
             return None
         if type(getattr(module, "quant_method", None)) not in (type(None), *_KNOWN_METHODS):
             return None
