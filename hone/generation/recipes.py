@@ -166,7 +166,7 @@ RECIPES = {
         "sglang",
         _install_sglang,
         megabytes=3400,
-        verified=(Verified("0.5.23 without CUDA", "2026-11-21", "2 cores of an AMD EPYC, float32"),),
+        verified=(Verified("0.5.23 without CUDA", "2026-11-22", "2 cores of an AMD EPYC, float32"),),
     ),
     "trtllm": Recipe(
         "trtllm",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import torch
 import transformers
-from support.engine_cases import SHAPE, assert_greedy, requests, save, serve, start
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from support.engine_cases import SHAPE, assert_greedy, decided, requests, save, serve, start
+from transformers import PreTrainedModel
 
 from hone.errors import ConfigError, GenerationError
 from hone.generation.environments import interpreter_of
@@ -19,14 +18,7 @@ def gpt_oss(seed: int) -> PreTrainedModel:
     """Of GPT-OSS's shape: experts, sinks, windows."""
     sizes = {**SHAPE, "head_dim": 64, "hidden_size": 128, "intermediate_size": 128}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "tie_word_embeddings": False}
-    config = transformers.GptOssConfig(**{**sizes, **experts})
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
+    return decided(transformers.GptOssConfig(**{**sizes, **experts}), seed)
 
 
 @pytest.mark.engines

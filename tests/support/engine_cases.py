@@ -52,11 +52,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
-    """A model with weights large enough that its choices differ: ``tied`` (Qwen 3) or ``untied`` (Llama)."""
+    """A model whose choices differ: ``tied`` (Qwen 3) or ``untied`` (Llama)."""
     if kind == "tied":
         config = transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True)
     else:
         config = transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False)
+    return decided(config, seed)
+
+
+def decided(config: transformers.PretrainedConfig, seed: int) -> PreTrainedModel:
+    """A model of random weights that are large enough for its choices to differ."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
