@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample.sampler import Sampler
 
 from hone.errors import GenerationError
 from hone.generation.remote.transports import Mappings, opened
 from hone.generation.server.processes import die_with_parent
+from hone.generation.server.vllm_reload import Reload
 from hone.generation.server.vllm_weights import UnknownWay, WeightWays, ways_of
 
 die_with_parent()
@@ -43,14 +40,14 @@ class HoneWorker:
         self._hone_tied = {name for name, _ in _tied_heads(model)}
         self._hone_expected = {name for name, _ in model.named_parameters()} - self._hone_tied
         self._hone_ways = ways_of(model, self._hone_tied)
-        self._hone_reload = False
+        self._hone_reload: Reload | None = None
         self._hone_mappings = Mappings()
 
     def hone_begin_weights(self) -> None:
         """New weights follow."""
-        if self._hone_reload:  # the update before broke off: no layer may go on from its parts
-            finalize_layerwise_reload(self.model_runner.get_model(), self.model_runner.model_config)
-            self._hone_reload = False
+        if self._hone_reload is not None:  # the update before broke off: no layer may go on from its parts
+            self._hone_reload.finish(self.model_runner.model_config)
+            self._hone_reload = None
         self._hone_begun = False
         if self._hone_ways is not None:
             self._hone_ways.begin()
@@ -65,9 +62,9 @@ class HoneWorker:
             ways = self._ways_for(tensors)
             if ways is not None:
                 ways.take(tensors)
-            else:  # layers keep what they get until they are complete
-                model = self.model_runner.get_model()
-                self._hone_arrived |= model.load_weights((name, tensor.clone()) for name, tensor in tensors)
+            else:
+                assert self._hone_reload is not None
+                self._hone_arrived |= self._hone_reload.load((name, tensor.clone()) for name, tensor in tensors)
         self._hone_begun = True
 
     def _ways_for(self, tensors: list[tuple[str, Tensor]]) -> WeightWays | None:
@@ -84,10 +81,9 @@ class HoneWorker:
                         why="the weights before them were copied straight to their places, and vLLM's reload needs all of them",
                         fix="send all weights of the version again",
                     ) from error
-        if not self._hone_reload:
+        if self._hone_reload is None:
             self._hone_arrived: set[str] = set()
-            initialize_layerwise_reload(self.model_runner.get_model())
-            self._hone_reload = True
+            self._hone_reload = Reload(self.model_runner.get_model())
         return None
 
     def hone_finish_weights(self) -> None:
@@ -97,11 +93,11 @@ class HoneWorker:
             GenerationError: some have not arrived; vLLM itself would go on with the old ones.
         """
         model = self.model_runner.get_model()
-        if self._hone_reload:
-            missing = sorted({*_incomplete(model), *(self._hone_expected - self._hone_arrived)})
-            untouched = _untouched(model, self._hone_tied)
-            finalize_layerwise_reload(model, self.model_runner.model_config)
-            self._hone_reload = False
+        if self._hone_reload is not None:
+            untouched = self._hone_reload.untouched(but=self._hone_tied)
+            incomplete = self._hone_reload.finish(self.model_runner.model_config)
+            missing = sorted({*incomplete, *(self._hone_expected - self._hone_arrived)})
+            self._hone_reload = None
         else:
             missing = sorted(self._hone_ways.missing() if self._hone_ways is not None else self._hone_expected)
             untouched = []
@@ -118,27 +114,6 @@ class HoneWorker:
                 why="its loader writes them past its own reload, which puts the old ones back: it would sample from a mixture",
                 fix="actor_rollout_ref.rollout.name=native",
             )
-
-
-def _incomplete(model: nn.Module) -> list[str]:
-    """Names of linear layers of which only parts have arrived; vLLM would compute with whatever is in the rest."""
-    found = []
-    for name, module in model.named_modules():
-        info = get_layerwise_info(module)
-        if isinstance(module, LinearBase) and info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
-            found.append(name)
-    return found
-
-
-def _untouched(model: nn.Module, tied: set[str]) -> list[str]:
-    """Names of layers whose weights have come, and which vLLM's reload knows nothing of, as the experts of GPT-OSS."""
-    found = []
-    for name, module in model.named_modules():
-        own = {f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)} - tied
-        info = get_layerwise_info(module)
-        if own and info.can_load() and not info.load_numel and not is_deferred_attention_layer(module):
-            found.append(name)
-    return found
 
 
 def _tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
