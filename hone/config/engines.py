@@ -18,6 +18,9 @@ class CheckpointEngineConfig:
     (slow, works everywhere); auto is shared_memory on one machine and socket to another."""
     update_weights_bucket_megabytes: int = number(512, low=1)
     """Weights on their way at a time, in MiB."""
+    delta: bool = False
+    """Send only the entries that changed since the version that the engine has, and check the whole by a checksum before it serves. For
+    engines across a network, in bfloat16, where few entries change in an update; the engine's server keeps one more copy of the weights."""
 
 
 @dataclass

@@ -87,6 +87,7 @@ def served_pool(config: RLConfig, *, number: int = 0) -> EnginePool:
         limits=rollout.server_pool,
         concurrency=rollout.max_num_seqs,
         bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
+        delta=rollout.checkpoint_engine.delta,
     )
 
 
@@ -97,6 +98,7 @@ def engine_starts(config: RLConfig, *, number: int = 0) -> list[Callable[[], Ser
     options = {
         "backend": transport.backend,
         "bucket_bytes": transport.update_weights_bucket_megabytes * 2**20,
+        "delta": transport.delta,
     }
     urls = [rollout.engine_url] if isinstance(rollout.engine_url, str) else rollout.engine_url
     if urls:

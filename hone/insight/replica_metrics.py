@@ -60,4 +60,24 @@ REPLICA_METRICS = (
         "Times since the beginning of the run that its engine was started again.",
         "a rise: look into its log in engines/",
     ),
+    MetricSpec(
+        "replica/<n>/weights_sent_mb",
+        "MiB",
+        Reduction.SUM,
+        "Weights, or what changed of them, that were sent to it since the step before.",
+    ),
+    MetricSpec(
+        "replica/<n>/weights_changed",
+        "share of entries",
+        Reduction.MEAN,
+        "Entries of the weights, as they are served, that the update changed; only with checkpoint_engine.delta.",
+        "> 0.3: whole weights are no larger, checkpoint_engine.delta=false is faster",
+    ),
+    MetricSpec(
+        "replica/<n>/weights_refused",
+        "weights",
+        Reduction.SUM,
+        "Weights that were not what they should be after their delta, and were sent whole; only with checkpoint_engine.delta.",
+        "> 0: bytes are lost on the way, or somebody else gives weights to the same server",
+    ),
 )

@@ -137,7 +137,7 @@ def _engine_switches(config: RLConfig) -> list[Switch]:
         Switch(tuple(f"{block}.{key}" for key in sorted(external)), started and rollout.name in SERVED, here, turn),
         Switch((f"{block}.engine_start_seconds",), started, here, turn),
         Switch(
-            (f"{block}.engine_url", f"{block}.checkpoint_engine.backend", *pool),
+            (f"{block}.engine_url", f"{block}.checkpoint_engine.backend", f"{block}.checkpoint_engine.delta", *pool),
             is_served(rollout),
             here,
             f"{block}.num_replicas=1",

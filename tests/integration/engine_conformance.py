@@ -6,6 +6,8 @@ The oracle is a forward pass without cache by transformers, in float32.
 from __future__ import annotations
 
 import asyncio
+import base64
+import copy
 import dataclasses
 import os
 import random
@@ -34,7 +36,10 @@ from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError
 from hone.generation.environments import interpreter_of
 from hone.generation.protocol import GenerationRequest, SamplingParams
-from hone.generation.remote import EngineLost
+from hone.generation.remote import EngineLost, ServedEngine
+from hone.generation.remote.delta import Differences
+from hone.generation.remote.engine import TOKEN_VARIABLE
+from hone.generation.remote.transports import make_sender
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 SAMPLINGS = {
@@ -428,6 +433,78 @@ def test_a_partial_update_never_serves(subject, models):
     for done in asyncio.run(partial()):
         for one in asked:
             assert_greedy(new, one, done[one.request_id])
+
+
+class Damaging:
+    """A transport that loses a bit now and then.
+
+    Attributes:
+        parcels: so many of the next ones are damaged.
+    """
+
+    def __init__(self) -> None:
+        self._sender, self.parcels = make_sender("socket", same_machine=True), 0
+
+    def pack(self, tensors):
+        parcel = self._sender.pack(tensors)
+        if self.parcels:
+            self.parcels -= 1
+            data = bytearray(base64.b64decode(parcel["data"]))
+            data[parcel["pieces"][0]["offset"]] ^= 1
+            parcel["data"] = base64.b64encode(data).decode()
+        return parcel
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def test_only_what_changed_travels_and_a_damaged_delta_never_serves(subject, models, monkeypatch):
+    """A second client of the same server, with ``checkpoint_engine.delta``."""
+    process = getattr(subject.engine, "process", None)
+    if process is None:
+        return
+    monkeypatch.setenv(TOKEN_VARIABLE, process.token)
+    engine = ServedEngine.attach(f"tcp://127.0.0.1:{process.port}", delta=True, bucket_bytes=60_000)
+    transport = engine._delivery._sender = Damaging()
+    old = models["tied"][0]
+    new = copy.deepcopy(old)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.view(-1)[::50] = -parameter.view(-1)[::50]
+    former, parameters = dict(old.named_parameters()), list(new.named_parameters())
+    asked, size = requests(GREEDY, 2), sum(parameter.nbytes for parameter in old.parameters())
+
+    def sent(since, version) -> int:
+        before = engine.describe().stats["weights_sent_bytes"]
+        asyncio.run(engine.load_weights(parameters, version, since=since))
+        done = serve(engine, asked)
+        for one in asked:
+            assert_greedy(new, one, done[one.request_id])
+            assert done[one.request_id].weight_versions == (version, version)
+        return engine.describe().stats["weights_sent_bytes"] - before
+
+    try:
+        assert sent(Differences(former.get), 2) > size, "the server had nothing: all deltas are refused"
+        assert engine.describe().stats["weights_refused"] == len(parameters)
+        asyncio.run(engine.load_weights(old.named_parameters(), 3))
+        assert_greedy(old, asked[0], serve(engine, asked)["0"])
+        assert sent(Differences(former.get), 4) < size / 25
+        assert sent(Differences(dict(parameters).get), 5) == 0, "nothing changed"
+        refused = engine.describe().stats["weights_refused"]
+        transport.parcels = 1
+        assert 0 < sent(None, 6) - size < size / 4, "one parcel is sent again"
+        assert engine.describe().stats["weights_refused"] > refused
+        transport.parcels = 1000
+        with pytest.raises(GenerationError, match="were not whole when they arrived"):
+            sent(Differences(former.get), 7)
+        transport.parcels = 0
+        with pytest.raises(GenerationError, match="only in part"):
+            serve(engine, asked)
+        with pytest.raises(GenerationError, match="only in part"):
+            serve(subject.engine, asked)
+        assert sent(None, 7) == size
+    finally:
+        engine.close()
 
 
 def test_weights_come_in_any_order_and_none_may_be_left_out(subject, models):

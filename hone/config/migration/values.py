@@ -44,7 +44,9 @@ def _batch(value: Any, others: Others) -> dict[str, Any]:
 
 def _transport(value: Any, others: Others) -> dict[str, Any]:
     path = f"{_ROLLOUT}.checkpoint_engine.backend"
-    if value in ("nccl", "hccl", "nixl", "kimi_ckpt_engine", "mooncake", "delta_sharded"):
+    if value == "delta_sharded":
+        return {path: "auto", f"{_ROLLOUT}.checkpoint_engine.delta": True}
+    if value in ("nccl", "hccl", "nixl", "kimi_ckpt_engine", "mooncake"):
         raise Refused(f"weights sent by {value}", f"{path}=auto", {path: "auto"})
     return {path: "auto" if value == "naive" else value}
 
@@ -100,7 +102,9 @@ VALUES: dict[str, Changed] = {
         plain(f"{_ROLLOUT}.name", {"naive": "hf", "sglang_async": "sglang"}),
     ),
     f"{_ROLLOUT}.dtype": Changed("float16 is not supported yet", _generation_dtype),
-    f"{_ROLLOUT}.checkpoint_engine.backend": Changed("naive is auto; by nccl and the like not yet", _transport),
+    f"{_ROLLOUT}.checkpoint_engine.backend": Changed(
+        "naive is auto; delta_sharded is checkpoint_engine.delta; by nccl and the like not yet", _transport
+    ),
     f"{_ROLLOUT}.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.top_k", {0: -1})),
     f"{_ROLLOUT}.val_kwargs.top_k": Changed("0 is -1: all tokens", plain(f"{_ROLLOUT}.val_kwargs.top_k", {0: -1})),
     "algorithm.filter_groups.max_num_gen_batches": Changed(

@@ -63,6 +63,8 @@ class EnginePool:
         limits: the block ``rollout.server_pool``; None has its defaults.
         concurrency: requests that a replica gets at once in the beginning; the limit then follows its engine's cache.
         bucket_bytes: of weights that replicas are given at a time.
+        delta: whether the engines take what changed since the version before
+            (:meth:`hone.generation.remote.ServedEngine.load_weights`); it is found once for all of them.
 
     Raises:
         HoneError: an engine cannot be started.
@@ -76,13 +78,14 @@ class EnginePool:
         limits: ServerPoolConfig | None = None,
         concurrency: int = 64,
         bucket_bytes: int = 512 * 2**20,
+        delta: bool = False,
     ) -> None:
         if count < 1:
             raise ValueError("a pool has at least one replica")
         self.limits = replace(limits) if limits is not None else ServerPoolConfig()
         self.replicas = [Replica(index, Concurrency(concurrency)) for index in range(count)]
         self._bucket_bytes, self._paused = bucket_bytes, False
-        self._supervisor = Supervisor(self, start)
+        self._supervisor = Supervisor(self, start, delta=delta)
         self._numbers = itertools.count()
         self._waiting: deque[Job] = deque()
         self._homes: dict[str, Replica] = {}

@@ -10,7 +10,10 @@ from typing import Any
 from hone.generation.pool.concurrency import Concurrency
 from hone.generation.protocol import Completion, Engine, EngineDescription
 
-COUNTERS = ("prefill_tokens", "cached_tokens", "preemptions")
+COUNTERS = (
+    *("prefill_tokens", "cached_tokens", "preemptions"),
+    *("weights_sent_bytes", "weights_compared", "weights_changed", "weights_refused"),
+)
 """Counters of engines that a pool reports, as far as an engine has them."""
 
 
@@ -156,6 +159,11 @@ class Replica:
         prompts = new.get("prefill_tokens", 0) + new.get("cached_tokens", 0)
         if "cached_tokens" in new and prompts:
             metrics["cache_hit_rate"] = new["cached_tokens"] / prompts
+        if "weights_sent_bytes" in new:
+            metrics["weights_sent_mb"] = new["weights_sent_bytes"] / 2**20
+        if compared := new.get("weights_compared"):
+            metrics["weights_changed"] = new["weights_changed"] / compared
+            metrics["weights_refused"] = new["weights_refused"]
         return metrics
 
     def report(self) -> dict[str, Any]:

@@ -61,10 +61,11 @@ class Supervisor:
     Args:
         pool: whose replicas they are.
         start: makes an engine.
+        delta: whether engines are told what changed since the version before (:class:`~hone.generation.remote.ServedEngine`).
     """
 
-    def __init__(self, pool: EnginePool, start: Callable[[int], Engine]) -> None:
-        self._pool, self._start = pool, start
+    def __init__(self, pool: EnginePool, start: Callable[[int], Engine], *, delta: bool) -> None:
+        self._pool, self._start, self._delta = pool, start, delta
         self.weights = PublishedWeights()
         self._threads = ThreadPoolExecutor(max_workers=4 * len(pool.replicas), thread_name_prefix="hone-pool")
         self._begun: dict[Replica, Future[Started]] = {}
@@ -133,8 +134,14 @@ class Supervisor:
             self.weights.begin()
         try:
             for bucket, ends in buckets(weights, bucket_bytes):
-                sending = self._send(self._taking, bucket, version, last=ends and last)
-                await asyncio.gather(sending, asyncio.to_thread(self.weights.add, bucket))  # engines load meanwhile
+                if self._delta:
+                    await self._send(
+                        self._taking, bucket, version, last=ends and last, since=self.weights.differences()
+                    )
+                    await asyncio.to_thread(self.weights.add, bucket)
+                else:
+                    sending = self._send(self._taking, bucket, version, last=ends and last)
+                    await asyncio.gather(sending, asyncio.to_thread(self.weights.add, bucket))  # engines load meanwhile
         except BaseException:
             self._taking = None  # the replicas stay fenced, and the next publication begins anew
             raise
@@ -161,11 +168,11 @@ class Supervisor:
         return taking
 
     async def _send(
-        self, taking: dict[Replica, Engine], bucket: Sequence[tuple[str, Tensor]], version: int, *, last: bool
+        self, taking: dict[Replica, Engine], bucket: Sequence[tuple[str, Tensor]], version: int, **how: Any
     ) -> None:
         async def one(replica: Replica, engine: Engine) -> None:
             try:
-                await engine.load_weights(bucket, version, last=last)
+                await engine.load_weights(bucket, version, **how)
             except ProcessError as error:
                 self.lost(replica, engine, error)
 

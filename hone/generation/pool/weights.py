@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hone.generation.remote.delta import Differences
+
 Named = tuple[str, Tensor]
 
 
@@ -38,6 +40,10 @@ class PublishedWeights:
                     known = self._kept[name] = torch.empty_like(tensor, device="cpu")
                 known.copy_(tensor)
                 self._arrived.add(name)
+
+    def differences(self) -> Differences:
+        """What changes until the next call of :meth:`add`; everything where there is no whole version before this one."""
+        return Differences(self._kept.get)
 
     def finish(self, version: int) -> None:
         """That was all of it; nothing at all means the weights that there were, under another number."""

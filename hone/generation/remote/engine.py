@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,8 +19,10 @@ from hone.generation.native.scheduler import Scheduler
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest
 from hone.generation.remote import messages
 from hone.generation.remote.connection import Connection
+from hone.generation.remote.delivery import Delivery
+from hone.generation.remote.delta import Differences
 from hone.generation.remote.process import EngineProcess, LaunchPlan
-from hone.generation.remote.transports import AHEAD, PARCEL_BYTES, buckets, make_sender
+from hone.generation.remote.transports import make_sender
 from hone.insight import activity
 
 TOKEN_VARIABLE = "HONE_ENGINE_TOKEN"
@@ -41,6 +42,7 @@ class ServedEngine:
         process: of the server, if it was started here; :meth:`close` ends it.
         backend: how weights travel; see :mod:`hone.generation.remote.transports`.
         bucket_bytes: of weights on their way at a time.
+        delta: whether the server keeps what it gets, so that of later versions only what changed travels.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ServedEngine:
         *,
         backend: str = "auto",
         bucket_bytes: int = _BUCKET_BYTES,
+        delta: bool = False,
     ) -> None:
         self._connection, self.process = connection, process
         told: dict[str, Any] = connection.hello["description"]
@@ -58,11 +61,10 @@ class ServedEngine:
         self._limits = Scheduler(
             max_num_seqs=1, max_cache_tokens=told.get("max_cache_tokens") or longest, max_model_len=longest
         )
-        self._dtype: torch.dtype = getattr(torch, told["dtype"])
+        dtype: torch.dtype = getattr(torch, told["dtype"])
         self._sender = make_sender(backend, same_machine=process is not None or told["local"])
-        self._parcel_bytes = max(1, min(bucket_bytes // AHEAD, PARCEL_BYTES))
+        self._delivery = Delivery(connection, self._sender, dtype, bucket_bytes, delta=delta)
         self._fence: int | None = None
-        self._begun = False
         self._keys = itertools.count()
         self._under_way: dict[str, str] = {}
 
@@ -129,34 +131,31 @@ class ServedEngine:
             if asked and self._connection.lost is None:
                 self._connection.ask("abort", requests=[key for key, _ in asked.values()])
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
+    async def load_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        *,
+        last: bool = True,
+        since: Differences | None = None,
+    ) -> None:
         """Send weights. Until the last have arrived nothing is generated.
+
+        Args:
+            weights: of the policy, by name.
+            version: of them.
+            last: whether nothing more follows.
+            since: what changed since the version that the engine has, where it keeps that (``delta``).
 
         Raises:
             GenerationError: the engine cannot take them; it stays fenced until a whole version has arrived.
             EngineLost: the process died.
         """
-        begun = self._begun and self._fence == version  # an update that fails, or is given up for another, begins anew
-        self._fence, self._begun = version, False
-        under_way: deque[asyncio.Future[None]] = deque()
-        try:
-            with activity.waiting(f"engine {self.told['engine']}: load"):
-                for bucket, ends in buckets(weights, self._parcel_bytes):
-                    if len(under_way) == AHEAD:
-                        await under_way.popleft()
-                    tensors = [(name, self._as_served(tensor)) for name, tensor in bucket]
-                    parcel = self._sender.pack(tensors) if tensors else None
-                    told = {"parcel": parcel, "version": version, "first": not begun, "last": ends and last}
-                    under_way.append(asyncio.wrap_future(self._connection.ask("load", **told)))
-                    begun = True
-                while under_way:
-                    await under_way.popleft()
-        finally:
-            await asyncio.gather(*under_way, return_exceptions=True)  # the sender's memory is read until then
+        self._fence = version
+        with activity.waiting(f"engine {self.told['engine']}: load"):
+            await self._delivery.hand_over(weights, version, last=last, since=since)
         if last:
             self._fence = None
-        else:
-            self._begun = True
 
     async def pause(self) -> None:
         """Stop decoding; requests stay where they are."""
@@ -186,7 +185,8 @@ class ServedEngine:
     def describe(self) -> EngineDescription:
         """What it is, and its counters since start."""
         told = self._connection.ask("describe").result(timeout=60)
-        return EngineDescription(told["engine"], False, told["dtype"], told["device"], told["stats"])
+        stats = {**told["stats"], **self._delivery.counters}
+        return EngineDescription(told["engine"], False, told["dtype"], told["device"], stats)
 
     def close(self) -> None:
         """End the connection, and the process if it was started here."""
@@ -198,10 +198,6 @@ class ServedEngine:
     async def _ask(self, do: str, **fields: Any) -> Any:
         with activity.waiting(f"engine {self.told['engine']}: {do}"):
             return await asyncio.wrap_future(self._connection.ask(do, **fields))
-
-    def _as_served(self, tensor: Tensor) -> Tensor:
-        """In the dtype that the engine computes in: no more bytes than it keeps."""
-        return tensor.detach().to(self._dtype) if tensor.is_floating_point() else tensor.detach()
 
     def _check_whole(self) -> None:
         if self._fence is not None:

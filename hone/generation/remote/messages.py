@@ -23,7 +23,7 @@ from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, HoneError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of what is said; both sides must have the same."""
 LONGEST = 2**31 - 1
 """Most bytes of a frame; weights that go inside frames are cut smaller."""

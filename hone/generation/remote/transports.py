@@ -52,7 +52,7 @@ class SharedMemorySender:
     """
 
     def __init__(self) -> None:
-        self._buffers = [_SharedBuffer() for _ in range(AHEAD)]
+        self._buffers = [SharedBuffer() for _ in range(AHEAD)]
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
         """Copy tensors into the buffer that has been idle longest; it grows when they need more."""
@@ -61,7 +61,7 @@ class SharedMemorySender:
         pieces, size = _places(tensors)
         memory = buffer.at_least(size)
         for (_, tensor), piece in zip(tensors, pieces, strict=True):
-            _copy(tensor, _view(memory, piece))
+            copy(tensor, view(memory, piece))
         return {"transport": "shared_memory", "path": buffer.path, "bytes": memory.numel(), "pieces": pieces}
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class SharedMemorySender:
             buffer.close()
 
 
-class _SharedBuffer:
+class SharedBuffer:
     """Memory that other processes of this user can map."""
 
     def __init__(self) -> None:
@@ -83,10 +83,10 @@ class _SharedBuffer:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def at_least(self, size: int) -> Tensor:
-        """The memory, of so many bytes or more."""
+        """The memory, of so many bytes or more; what it holds stays when it grows."""
         if size > self._memory.numel():
-            self.close()
-            self._file = os.memfd_create("hone-weights")
+            if self._file is None:
+                self._file = os.memfd_create("hone-weights")
             os.ftruncate(self._file, size)
             self._memory = torch.from_file(f"/proc/self/fd/{self._file}", shared=True, size=size, dtype=torch.uint8)
         return self._memory
@@ -136,7 +136,7 @@ class SocketSender:
         pieces, size = _places(tensors)
         buffer = torch.zeros(size, dtype=torch.uint8)
         for (_, tensor), piece in zip(tensors, pieces, strict=True):
-            _view(buffer, piece).copy_(tensor)
+            view(buffer, piece).copy_(tensor)
         return {"transport": "socket", "pieces": pieces, "data": base64.b64encode(buffer.numpy().tobytes()).decode()}
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ def opened(parcel: dict[str, Any], mappings: Mappings | None = None) -> Iterator
     kind = parcel["transport"]
     if kind == "socket":
         buffer = torch.frombuffer(bytearray(base64.b64decode(parcel["data"])), dtype=torch.uint8)
-        yield [(piece["name"], _view(buffer, piece)) for piece in parcel["pieces"]]
+        yield [(piece["name"], view(buffer, piece)) for piece in parcel["pieces"]]
         return
     try:
         if kind == "file":
@@ -241,7 +241,7 @@ def opened(parcel: dict[str, Any], mappings: Mappings | None = None) -> Iterator
             named = [(name, found[name]) for name in parcel["names"]]
         else:
             buffer = (mappings or Mappings()).of(parcel["path"], parcel["bytes"])
-            named = [(piece["name"], _view(buffer, piece)) for piece in parcel["pieces"]]
+            named = [(piece["name"], view(buffer, piece)) for piece in parcel["pieces"]]
     except (OSError, RuntimeError) as error:
         raise GenerationError(
             f"the engine does not find new weights at {parcel['path']}: {error}",
@@ -251,12 +251,17 @@ def opened(parcel: dict[str, Any], mappings: Mappings | None = None) -> Iterator
     yield named
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
+def copy(source: Tensor, target: Tensor) -> None:
     """Copy on one core: the engine is busy on the others, and threads of both that wait for each other's cores are slower than one."""
     if source.device.type == "cpu" and source.is_contiguous() and source.numel():
         target.reshape(-1).view(torch.uint8).numpy()[:] = source.detach().reshape(-1).view(torch.uint8).numpy()
     else:
         target.copy_(source)
+
+
+def padded(size: int) -> int:
+    """Bytes that so many take in a buffer."""
+    return math.ceil(size / _ALIGNED) * _ALIGNED
 
 
 def _places(tensors: Sequence[Named]) -> tuple[list[dict[str, Any]], int]:
@@ -265,11 +270,12 @@ def _places(tensors: Sequence[Named]) -> tuple[list[dict[str, Any]], int]:
     for name, tensor in tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")
         pieces.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset})
-        offset += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
+        offset += padded(tensor.nbytes)
     return pieces, max(offset, _ALIGNED)
 
 
-def _view(buffer: Tensor, piece: dict[str, Any]) -> Tensor:
+def view(buffer: Tensor, piece: dict[str, Any]) -> Tensor:
+    """The tensor that a piece of a parcel says lies in the buffer."""
     dtype: torch.dtype = getattr(torch, piece["dtype"])
     size = math.prod(piece["shape"]) * dtype.itemsize
     return buffer[piece["offset"] : piece["offset"] + size].view(dtype).view(piece["shape"])

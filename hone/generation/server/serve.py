@@ -13,8 +13,10 @@ from typing import Any
 
 from hone.errors import GenerationError
 from hone.generation.remote import messages
+from hone.generation.remote.delta import REFUSED
 from hone.generation.remote.messages import PROTOCOL, Message
 from hone.generation.server.backend import Backend, Settings
+from hone.generation.server.mirror import Mirror
 
 _HELLO_BYTES = 4096
 _HELLO_SECONDS = 10.0
@@ -34,6 +36,7 @@ class EngineServer:
         self._version = 0
         self._incomplete: int | None = None
         self._loading, self._broken = asyncio.Lock(), False
+        self._mirror = Mirror()
         self._paused = asyncio.Event()
         self._keys = 0
         self._do: dict[str, Callable[[Message, dict[str, str]], Awaitable[Any]]] = {
@@ -141,15 +144,15 @@ class EngineServer:
     async def _resume(self, message: Message, names: dict[str, str]) -> None:
         await self._backend.resume()
 
-    async def _load(self, message: Message, names: dict[str, str]) -> None:
+    async def _load(self, message: Message, names: dict[str, str]) -> str | None:
         """Take weights, parcel by parcel in the order in which they were sent. Between the first and the last, and after one that
-        failed, nothing is served.
+        failed, nothing is served. A parcel that is refused is sent again before the last.
         """
         parcel, first, last = message["parcel"], message["first"], message["last"]
         async with self._loading:
             if parcel is None and first and last:
                 self._version = message["version"]  # the weights are those it has
-                return
+                return None
             if self._broken and not first:
                 raise GenerationError(
                     f"weights of version {self._incomplete} did not arrive whole: send all of them again"
@@ -158,11 +161,23 @@ class EngineServer:
             if first:
                 await self._backend.begin_weights()
             if parcel is not None:
-                await self._backend.load_weights(parcel)
+                whole = await self._whole(parcel, message.get("entries"))
+                if whole is None:
+                    self._broken = False
+                    return REFUSED
+                await self._backend.load_weights(whole)
             if last:
                 await self._backend.finish_weights()
                 self._version, self._incomplete = message["version"], None
             self._broken = False
+            return None
+
+    async def _whole(self, parcel: Message, entries: list[Message] | None) -> Message | None:
+        """The parcel as the engine takes it; None when its weights are not what they are said to be."""
+        if entries is None:
+            self._mirror.close()  # it would be of another version
+            return parcel
+        return await asyncio.to_thread(self._mirror.take, parcel, entries)
 
     async def _sleep(self, message: Message, names: dict[str, str]) -> None:
         await self._backend.abort(list(names.values()))

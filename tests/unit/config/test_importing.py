@@ -269,6 +269,11 @@ def overrides(*lines: str) -> Translation:
             {f"{ROLLOUT}.checkpoint_engine.backend": "auto"},
         ),
         (
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",
+            Outcome.CHANGED,
+            {f"{ROLLOUT}.checkpoint_engine.backend": "auto", f"{ROLLOUT}.checkpoint_engine.delta": True},
+        ),
+        (
             "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
             Outcome.UNSUPPORTED,
             {f"{ROLLOUT}.checkpoint_engine.backend": "auto"},

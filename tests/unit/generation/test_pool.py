@@ -106,6 +106,8 @@ class Fake:
 class Makers:
     """Starts fakes; keeps all it has started."""
 
+    kind = Fake
+
     def __init__(self, seconds: float = 0.0, fails: Callable[[int, int], bool] = lambda index, life: False) -> None:
         self.seconds, self.fails = seconds, fails
         self.made: list[Fake] = []
@@ -115,7 +117,7 @@ class Makers:
         life = self.tries[index] = self.tries.get(index, -1) + 1
         if self.fails(index, life):
             raise GenerationError(f"engine {index} does not start")
-        self.made.append(Fake(index, life, self.seconds))
+        self.made.append(self.kind(index, life, self.seconds))
         return self.made[-1]
 
     def living(self, index: int) -> Fake:
@@ -500,3 +502,40 @@ def test_kills_at_random_moments_lose_and_double_nothing(seed: int, count: int, 
         work,
         limits=ServerPoolConfig(max_attempts=100, health_check_period=0.05, health_check_timeout=5),
     )
+
+
+class Comparing(Fake):
+    """Notes of each publication how many entries it was told have changed; None where all are new to it."""
+
+    async def load_weights(self, weights: Iterable[Any], version: int, *, last: bool = True, since: Any = None) -> None:
+        weights = list(weights)
+        found = [None if since is None else since.of(name, tensor).changed for name, tensor in weights]
+        self.told = [*getattr(self, "told", []), (version, found)]
+        await super().load_weights(weights, version, last=last)
+
+
+def test_replicas_are_told_what_changed_since_the_version_that_they_have():
+    makers = Makers()
+    makers.kind = Comparing
+    first, second = WEIGHTS, [(name, tensor + (place < 3)) for place, (name, tensor) in enumerate(WEIGHTS)]
+    changed, nothing = [1] * 3 + [0] * (len(WEIGHTS) - 3), [None] * len(WEIGHTS)
+
+    async def work(pool: EnginePool) -> None:
+        await pool.load_weights(first, 1)
+        await pool.load_weights(second, 2)
+        makers.living(1).dead = True
+        await pool.load_weights(first, 3)  # replica 1 is lost here, and gets the whole when it is back
+        while pool.replicas[1].state is not ReplicaState.SERVING:
+            await asyncio.sleep(0.01)
+        await pool.load_weights(second, 4)
+        assert makers.living(0).told == [(1, nothing), (2, changed), (3, changed), (4, changed)]
+        assert makers.living(1).life == 1 and makers.living(1).told == [(3, nothing), (4, changed)]
+        broken = [*second[:-1]]
+        with pytest.raises(GenerationError, match="149 of 150"):
+            await pool.load_weights(broken, 5)
+        for replica in makers.made:
+            replica.arriving = 0
+        await pool.load_weights(second, 6)
+        assert makers.living(0).told[-1] == makers.living(1).told[-1] == (6, nothing), "no whole version is before this"
+
+    run(makers, 2, work, delta=True)

@@ -47,6 +47,7 @@ def test_an_installed_engine_is_found(rl: RLConfig, nothing_installed: Path):
         ({f"{ROLLOUT}.enable_prefix_caching": False}, "enable_prefix_caching"),
         ({f"{ROLLOUT}.engine_url": "tcp://127.0.0.1:1"}, "engine_url"),
         ({f"{ROLLOUT}.checkpoint_engine.backend": "file"}, "checkpoint_engine.backend"),
+        ({f"{ROLLOUT}.checkpoint_engine.delta": True}, "checkpoint_engine.delta"),
         (
             {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.engine_url": "tcp://127.0.0.1:1", f"{ROLLOUT}.enforce_eager": True},
             "enforce_eager",

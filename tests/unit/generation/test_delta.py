@@ -1,0 +1,125 @@
+"""What changed of weights, put into the former ones, is the new ones, bit for bit; what is not, is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.generation.remote.delta import Differences, apply, as_entry, as_tensors, change_of, checksum_of
+from hone.generation.remote.transports import make_sender, opened
+from hone.generation.server.mirror import Mirror
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@st.composite
+def versions(draw):
+    """A weight and the next version of it: any bits of any dtype (NaN and both zeros too), any entries changed."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 7), max_size=3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    size = torch.Size(shape).numel() * dtype.itemsize
+    highest = 2 if dtype == torch.bool else 256
+    old, other = (torch.randint(0, highest, (size,), generator=generator, dtype=torch.uint8) for _ in range(2))
+    share = draw(st.sampled_from([0.0, 0.05, 0.5, 1.0]))
+    new = torch.where(torch.rand(size, generator=generator) < share, other, old)
+    old, new = (raw.view(dtype).view(shape) for raw in (old, new))
+    if len(shape) == 2 and draw(st.booleans()):  # not contiguous
+        old, new = old.T, new.T
+    return old, new
+
+
+@settings(max_examples=150, deadline=None)
+@given(versions())
+def test_a_delta_put_into_the_former_weight_is_the_new_one(pair):
+    old, new = pair
+    change = change_of(new, old)
+    assert torch.equal(bits(change.new), bits(new)) and change.checksum == checksum_of(new.contiguous())
+    sent = sum(tensor.nbytes for _, tensor in as_tensors("w", change))
+    assert sent <= new.nbytes, "what is no smaller than the whole travels whole"
+    if change.gaps is not None:
+        target = old.clone(memory_format=torch.contiguous_format)
+        apply(change.gaps, change.values, target)
+        assert torch.equal(bits(target), bits(new))
+
+
+@pytest.mark.parametrize("places", [[0], [65535], [65536], [3, 70_000, 70_001, 300_000], [399_999], []])
+def test_changes_that_are_far_apart_find_their_places(places):
+    old = torch.zeros(400_000, dtype=torch.bfloat16)
+    new = old.clone()
+    new[places] = -1.5
+    change = change_of(new, old)
+    assert change.changed == len(places) and change.gaps is not None
+    apply(change.gaps, change.values, old)
+    assert torch.equal(old, new)
+    assert change.gaps.numel() <= len(places) + 400_000 // 65_536
+
+
+def test_a_delta_that_does_not_fit_is_refused():
+    old = torch.zeros(100)
+    new = old.clone()
+    new[99] = 1
+    change = change_of(new, old)
+    for gaps, values, target in (
+        (change.gaps, change.values, torch.zeros(99)),
+        (change.gaps.repeat(2), change.values, torch.zeros(200)),
+    ):
+        with pytest.raises(ValueError, match="for a weight of"):
+            apply(gaps, values, target)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(versions(), min_size=1, max_size=4),
+    st.sampled_from(("shared_memory", "file", "socket")),
+    st.booleans(),
+)
+def test_a_mirror_hands_on_the_whole_of_what_it_got_in_parts(pairs, kind, tied):
+    """Two versions through every transport; ``tied``: one tensor under two names."""
+    names = [f"w{number}" for number in range(len(pairs))]
+    old, new = (dict(zip(names, side, strict=True)) for side in zip(*pairs, strict=True))
+    if tied:
+        old["tied"], new["tied"] = old["w0"], new["w0"]
+    sender, mirror = make_sender(kind, same_machine=True), Mirror()
+    try:
+        for weights, since in ((old, Differences(lambda name: None)), (new, Differences(old.get))):
+            changes = {name: since.of(name, weight) for name, weight in weights.items()}
+            parcel = sender.pack([one for name, change in changes.items() for one in as_tensors(name, change)])
+            told = [as_entry(name, change) for name, change in changes.items()]
+            whole = mirror.take(*json.loads(json.dumps([parcel, told])))
+            assert whole is not None
+            with opened(whole) as arrived:
+                assert [name for name, _ in arrived] == list(weights)
+                for name, got in arrived:
+                    wanted = weights[name]
+                    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+                    assert torch.equal(bits(got), bits(wanted))
+    finally:
+        sender.close()
+        mirror.close()
+
+
+def test_a_mirror_refuses_what_does_not_become_the_weight_and_takes_the_whole_afterwards():
+    old, new = torch.randn(64, 64), torch.randn(64, 64)
+    new[:60] = old[:60]
+    sender, mirror = make_sender("socket", same_machine=True), Mirror()
+
+    def take(change, **wrong):
+        return mirror.take(sender.pack(as_tensors("w", change)), [{**as_entry("w", change), **wrong}])
+
+    delta, whole = change_of(new, old), change_of(new, None)
+    assert delta.gaps is not None
+    assert take(delta) is None, "there is no former version"
+    assert take(change_of(old, None)) is not None
+    assert take(delta, shape=[32, 128]) is None
+    assert take(delta, checksum=delta.checksum ^ 1) is None, "one bit is wrong"
+    assert take(whole) is not None
+    assert take(change_of(old, torch.zeros_like(old)), checksum=1) is None
+    assert take(change_of(old, None)) is not None and take(delta) is not None
