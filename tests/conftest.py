@@ -1,10 +1,16 @@
 """For all tests: hypothesis judges results, not how long an example took on a busy machine; Ray's workers are forks; long tests come first."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from support.forked_python import Forks
 
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
@@ -36,12 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def forked_ray_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """See :func:`support.forked_workers.forked_workers`; the environment of this process has the variables already."""
-    from support.forked_workers import forked_workers
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """See :class:`support.forked_python.Forks`."""
+    from support.forked_python import forked_python
 
-    with forked_workers(tmp_path_factory.mktemp("forks")) as environment:
-        os.environ.update(environment)
-        yield environment
-        for name in environment:
-            del os.environ[name]
+    with forked_python(tmp_path_factory.mktemp("forks")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def forked_ray_workers(forks: Forks) -> Iterator[dict[str, str]]:
+    """The environment variables that make Ray's workers forks; the environment of this process has them already."""
+    os.environ.update(forks.ray_workers)
+    yield forks.ray_workers
+    for name in forks.ray_workers:
+        del os.environ[name]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
+from support.forked_python import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -41,13 +43,18 @@ def test_links_and_files_named_exist(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(
-        notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    python = str(forks.bin / "python")
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"import sys; sys.executable = {python!r}"))
+    kernel = AsyncKernelManager(kernel_name="python3")
+    assert kernel.kernel_spec is not None
+    kernel.kernel_spec.argv[0] = python
+    NotebookClient(notebook, kernel, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute(
+        cleanup_kc=True
+    )
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in shown), "no picture is shown"

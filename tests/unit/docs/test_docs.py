@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.forked_python import Forks
 
 ROOT = Path(__file__).resolve().parents[3]
 GENERATED = ("config.md", "metrics.md")
@@ -143,8 +144,12 @@ def shortened(words: list[str]) -> list[str]:
     return words
 
 
-def run_command(line: str, folder: Path, number: int, exported: dict[str, str], added: tuple[str, ...] = ()) -> None:
-    """Run one line; ``export NAME=value`` holds for the lines that follow on the page, ``added`` goes to `hone train`."""
+def run_command(
+    line: str, folder: Path, number: int, exported: dict[str, str], added: tuple[str, ...], bin: Path
+) -> None:
+    """Run one line; ``export NAME=value`` holds for the lines that follow on the page, ``added`` goes to `hone train`, and
+    what a shell starts is looked for in ``bin`` first.
+    """
     from support.launch import Command, set_environment
 
     words = shlex.split(line, comments=True)
@@ -157,10 +162,16 @@ def run_command(line: str, folder: Path, number: int, exported: dict[str, str], 
         ended = Command(short, folder / f".log{number}", folder, prepare=setting).wait(180)
         assert ended.code == 0, f"{line}\nas: hone {shlex.join(short)}\n{ended.output}"
         return
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join(map(str, (bin, Path(sys.executable).parent, os.environ["PATH"])))
     environment = {**os.environ, **exported, "PATH": path}
     result = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", line],
+        [
+            "bash",
+            "-euo",
+            "pipefail",
+            "-c",
+            line.replace("ray start --head", "ray start --head --include-dashboard=false"),
+        ],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -173,10 +184,10 @@ def run_command(line: str, folder: Path, number: int, exported: dict[str, str], 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in WRITTEN if runs_something(page)])
-def test_commands_of_the_page_run(page: str, tmp_path: Path, forked_ray_workers: dict[str, str]) -> None:
+def test_commands_of_the_page_run(page: str, tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     try:
-        run_page(page, tmp_path, dict(forked_ray_workers))
+        run_page(page, tmp_path, {**forks.ray_workers, **RAY}, forks.bin)
     finally:
         end_servers(tmp_path)
 
@@ -190,11 +201,18 @@ def end_servers(folder: Path) -> None:
                 os.kill(process, signal.SIGTERM)
 
 
-def run_page(page: str, tmp_path: Path, exported: dict[str, str]) -> None:
+RAY = {
+    "RAY_worker_niceness": "0",  # workers of a busy machine would starve
+    "RAY_enable_worker_prestart": "0",  # what no command of a page needs is not started
+    "RAY_prestart_worker_first_driver": "0",
+}
+
+
+def run_page(page: str, tmp_path: Path, exported: dict[str, str], bin: Path) -> None:
     """Run the blocks of a page in order, with these environment variables and those that the page exports."""
     from support.launch import Command, run_source
 
-    number, exported["RAY_worker_niceness"] = 0, "0"  # workers of a busy machine would starve
+    number = 0
     for block in blocks(page):
         if block.reason is not None:
             continue
@@ -206,7 +224,7 @@ def run_page(page: str, tmp_path: Path, exported: dict[str, str]) -> None:
         elif block.language == "bash":
             for line in commands(block.body):
                 number += 1
-                run_command(line, tmp_path, number, exported, block.added)
+                run_command(line, tmp_path, number, exported, block.added, bin)
     assert number or not any(block.language == "bash" and block.reason is None for block in blocks(page))
 
 
