@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.forked_python import Forks
 from support.launch import hone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,13 +71,13 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.fixture
-def surroundings(task: Path, port: int, tmp_path: Path) -> dict[str, str]:
+def surroundings(task: Path, port: int, forks: Forks, tmp_path: Path) -> dict[str, str]:
     """The environment that the scripts want, small nodes, and a home of its own for Ray's token."""
     (tmp_path / "home").mkdir()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_", "SKYPILOT_"))}
     return {
         **kept,
-        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(map(str, (tmp_path / "bin", forks.bin, BIN, os.environ["PATH"]))),
         "HOME": str(tmp_path / "home"),
         "MODEL": str(task / "model"),
         "DATA": str(task),
@@ -85,6 +86,8 @@ def surroundings(task: Path, port: int, tmp_path: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # workers of a machine that does other things besides would starve
+        "RAY_enable_worker_prestart": "0",  # workers that nobody asked for
+        "RAY_prestart_worker_first_driver": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "OMP_NUM_THREADS": "1",
         "NODE_PATIENCE": "60",
