@@ -64,6 +64,9 @@ class EngineConfig(OwnPoolConfig):
     to send, and slower sampling."""
     tensor_model_parallel_size: int = number(1, low=1)
     """Processes (on GPUs: devices) that an engine divides the model over."""
+    expert_parallel_size: int = number(1, low=1)
+    """Divide the experts of a mixture over these processes instead of the matrices of each: 1, or tensor_model_parallel_size, as the
+    experts lie on the same processes as everything else."""
     gpu_memory_utilization: float = number(0.5, above=0, high=1)
     """Share of a GPU's memory that the engine takes for weights and cache. On a CPU max_cache_tokens bounds the cache."""
     max_num_batched_tokens: int | None = number(None, low=1)

@@ -17,7 +17,7 @@ def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
     """Arguments of the engine that ``rollout.name`` names; ``engine_kwargs`` win, and what is None is left to the engine.
 
     Raises:
-        ConfigError: engine_kwargs has arguments for another engine.
+        ConfigError: engine_kwargs has arguments for another engine, or the sizes do not fit.
     """
     others = sorted(set(rollout.engine_kwargs) - {rollout.name})
     if others:
@@ -26,6 +26,14 @@ def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
             why="nothing would read them",
             fix=f"actor_rollout_ref.rollout.engine_kwargs={{{rollout.name}: {{...}}}}",
             where="actor_rollout_ref.rollout.engine_kwargs",
+        )
+    tensor, expert = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    if expert not in (1, tensor):
+        raise ConfigError(
+            f"rollout.expert_parallel_size={expert}, and rollout.tensor_model_parallel_size={tensor}",
+            why="engines divide experts over the very processes that they divide the model over",
+            fix=f"actor_rollout_ref.rollout.expert_parallel_size={tensor}, or tensor_model_parallel_size={expert}",
+            where="actor_rollout_ref.rollout.expert_parallel_size",
         )
     own = rollout.engine_kwargs.get(rollout.name) or {}
     return _over(_OPTIONS[rollout.name](rollout), own)
@@ -45,6 +53,7 @@ def _told(**options: Any) -> dict[str, Any]:
 def _vllm(rollout: RolloutConfig) -> dict[str, Any]:
     return _told(
         tensor_parallel_size=rollout.tensor_model_parallel_size,
+        enable_expert_parallel=rollout.expert_parallel_size > 1 or None,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enable_prefix_caching=rollout.enable_prefix_caching,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
@@ -58,6 +67,7 @@ def _sglang(rollout: RolloutConfig) -> dict[str, Any]:
     pieces = rollout.max_num_batched_tokens if rollout.enable_chunked_prefill in (None, True) else -1
     return _told(
         tp_size=rollout.tensor_model_parallel_size,
+        ep_size=rollout.expert_parallel_size if rollout.expert_parallel_size > 1 else None,
         mem_fraction_static=rollout.gpu_memory_utilization,
         disable_radix_cache=not rollout.enable_prefix_caching,
         max_prefill_tokens=rollout.max_num_batched_tokens,
@@ -71,6 +81,7 @@ def _trtllm(rollout: RolloutConfig) -> dict[str, Any]:
     return {
         **_told(
             tensor_parallel_size=rollout.tensor_model_parallel_size,
+            moe_expert_parallel_size=rollout.expert_parallel_size if rollout.expert_parallel_size > 1 else None,
             max_num_tokens=rollout.max_num_batched_tokens,
             enable_chunked_prefill=rollout.enable_chunked_prefill,
         ),

@@ -61,6 +61,12 @@ REPLICA_METRICS = (
         "a rise: look into its log in engines/",
     ),
     MetricSpec(
+        "replica/<n>/draft_acceptance",
+        "share of tokens",
+        Reduction.MEAN,
+        "Tokens that speculative decoding drafted and the policy accepted; only with speculative_config.",
+    ),
+    MetricSpec(
         "replica/<n>/weights_sent_mb",
         "MiB",
         Reduction.SUM,
@@ -71,7 +77,7 @@ REPLICA_METRICS = (
         "share of entries",
         Reduction.MEAN,
         "Entries of the weights, as they are served, that the update changed; only with checkpoint_engine.delta.",
-        "> 0.3: whole weights are no larger, checkpoint_engine.delta=false is faster",
+        "> 0.5: whole weights are no larger, checkpoint_engine.delta=false is faster",
     ),
     MetricSpec(
         "replica/<n>/weights_refused",

@@ -20,6 +20,7 @@ import torch
 from support.engine_cases import (
     EOS,
     MAX_MODEL_LEN,
+    VOCABULARY,
     Subject,
     assert_greedy,
     byte_tokenizer,
@@ -140,9 +141,12 @@ def test_tokens_depend_on_the_seed_and_not_on_what_else_is_served(subject):
     sampling = SamplingParams(max_tokens=16)
     prompt = list(range(40, 90))
     group = [GenerationRequest(f"seed {seed}", prompt, sampling, seed=seed) for seed in range(8)]
-    crowd = serve(subject.engine, [*group, *requests(sampling, 3)])
+    long = [GenerationRequest(f"long {place}", (prompt * 4)[place:], sampling, seed=place) for place in range(24)]
+    crowd = serve(subject.engine, [*long, *group, *requests(sampling, 3)])  # more than an engine takes in one pass
     alone = [serve(subject.engine, [one])[one.request_id].token_ids for one in group[:3]]
     assert alone == [crowd[one.request_id].token_ids for one in group[:3]]
+    for one in long[8:12]:
+        assert serve(subject.engine, [one])[one.request_id].token_ids == crowd[one.request_id].token_ids
     assert len({tuple(crowd[one.request_id].token_ids) for one in group}) == 8, "samples of a group differ"
 
 
@@ -564,6 +568,65 @@ def test_a_model_divided_over_two_processes_takes_new_weights(kind, which, model
             asyncio.run(subject.engine.load_weights(list(old.named_parameters())[:-1], 2))
     finally:
         subject.engine.close()
+
+
+def test_drafted_tokens_are_the_policys_and_have_both_log_probs(kind, models, tmp_path):
+    """Speculative decoding: drafts are looked up in the sequence so far, which repeats itself here, and some are wrong."""
+    if kind != "vllm":
+        return
+    old, new, path = models["tied"]
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    subject = start(kind, path, tmp_path / "drafts.log", speculative_config=drafts)
+    samplings = [SAMPLINGS[name] for name in ("plain", "top-k", "top-p", "penalty")]
+
+    def ask(sampling):
+        return [
+            dataclasses.replace(one, request_id=f"{sampling} {one.request_id}", prompt_ids=one.prompt_ids * 3)
+            for one in requests(dataclasses.replace(sampling, max_tokens=40), 3, shortest=4)
+        ]
+
+    def check(model):
+        asked = [one for sampling in (GREEDY, *samplings) for one in ask(sampling)]
+        done = serve(subject.engine, asked)
+        for one in asked:
+            got = done[one.request_id]
+            if one.sampling.temperature == 0:
+                assert_greedy(model, one, got)
+                continue
+            raw, drawn = expected_log_probs(model, one, got.token_ids)
+            torch.testing.assert_close(torch.tensor(got.log_probs), raw, atol=1e-4, rtol=0)
+            torch.testing.assert_close(torch.tensor(got.sampling_log_probs), drawn, atol=1e-4, rtol=0)
+        return [done[one.request_id].token_ids for one in asked], asked
+
+    try:
+        crowd, asked = check(old)
+        assert [serve(subject.engine, [one])[one.request_id].token_ids for one in asked[-2:]] == crowd[-2:]
+        stats = subject.engine.describe().stats
+        assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+        with pytest.raises(GenerationError, match="cannot serve min_p"):
+            serve(subject.engine, requests(SAMPLINGS["min-p"], 1))
+        asyncio.run(subject.take(new, 1))
+        check(new)
+        assert_drafts_do_not_bend_the_distribution(subject, new)
+    finally:
+        subject.engine.close()
+
+
+def assert_drafts_do_not_bend_the_distribution(subject, model):
+    """The second token, behind a prompt in which every pair of tokens has a follower to look up."""
+    prompt = [*range(256), *range(250)][-240:]
+    sampling = SamplingParams(max_tokens=2, temperature=1.0, ignore_eos=True)
+    asked = [GenerationRequest(str(seed), prompt, sampling, seed=seed) for seed in range(600)]
+    done = serve(subject.engine, asked).values()
+    found = torch.bincount(torch.tensor([got.token_ids[1] for got in done]), minlength=VOCABULARY) / len(asked)
+    with torch.no_grad():
+        first = model(input_ids=torch.tensor([prompt])).logits[0, -1].float().softmax(-1)
+        pairs = torch.tensor([[*prompt, token] for token in range(VOCABULARY)])
+        second = torch.cat([model(input_ids=rows).logits[:, -1].float().softmax(-1) for rows in pairs.split(68)])
+    wanted = first @ second
+    spread = (wanted * (1 - wanted) / len(asked)).sqrt()
+    likely = wanted > 0.015
+    assert likely.any() and ((found - wanted).abs()[likely] < 4.5 * spread[likely]).all()
 
 
 # the end -------------------------------------------------------------------------------------------------------------

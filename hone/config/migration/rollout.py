@@ -46,7 +46,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     f"{ROLLOUT}.{{server,limit_images,moe_load_balance_metrics_interval,prometheus,mtp,custom}}.**": Foreign(ENGINE),
     f"{ROLLOUT}.{{multi_stage_wake_up,over_sample_rate,layer_name_map,sglang_engine_mode,block_size}}": Foreign(ENGINE),
-    f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,pipeline_model_parallel_size}}": Foreign(ENGINE_LAYOUT),
+    f"{ROLLOUT}.{{data_parallel_size,pipeline_model_parallel_size}}": Foreign(ENGINE_LAYOUT),
     f"{ROLLOUT}.{{moe_tensor_parallel_size,disaggregation.**}}": Foreign(ENGINE_LAYOUT),
     f"{ROLLOUT}.{{quantization,quantization_config_file}}": Unsupported(
         "generation with quantized weights", "leave it out"

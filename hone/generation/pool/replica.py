@@ -12,6 +12,7 @@ from hone.generation.protocol import Completion, Engine, EngineDescription
 
 COUNTERS = (
     *("prefill_tokens", "cached_tokens", "preemptions"),
+    *("drafted_tokens", "accepted_tokens"),
     *("weights_sent_bytes", "weights_compared", "weights_changed", "weights_refused"),
 )
 """Counters of engines that a pool reports, as far as an engine has them."""
@@ -159,6 +160,8 @@ class Replica:
         prompts = new.get("prefill_tokens", 0) + new.get("cached_tokens", 0)
         if "cached_tokens" in new and prompts:
             metrics["cache_hit_rate"] = new["cached_tokens"] / prompts
+        if new.get("drafted_tokens"):
+            metrics["draft_acceptance"] = new["accepted_tokens"] / new["drafted_tokens"]
         if "weights_sent_bytes" in new:
             metrics["weights_sent_mb"] = new["weights_sent_bytes"] / 2**20
         if compared := new.get("weights_compared"):

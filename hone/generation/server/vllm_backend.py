@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hone.data.types import StopReason
-from hone.errors import GenerationError
+from hone.errors import ConfigError, GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
 from hone.generation.server.backend import Settings
@@ -19,7 +19,6 @@ from hone.generation.server.processes import binding, give_up
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 _OWNED = {
-    "speculative_config": "its sampler of drafted tokens does not report their log-probs under the policy",
     "logprobs_mode": "both log-probs are reported, those of the policy and those of what was sampled from",
     "worker_extension_cls": "Hone's part in the worker takes new weights",
     "generation_config": "sampling is what the run's configuration says",
@@ -27,6 +26,8 @@ _OWNED = {
     "enable_sleep_mode": "weights are kept while it sleeps",
 }
 _COUNTERS = ("requests", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions")
+_DRAFTS = {"method": "ngram", "rejection_sample_method": "standard"}
+"""Keys of ``speculative_config`` and the one value of each with which tokens are those of the policy for sure."""
 _CPU_CACHE_BYTES = 2 * 2**30
 """Cache on a CPU when nothing is said; vLLM itself would take half of the memory."""
 _CPU_BLOCK = 32
@@ -44,6 +45,9 @@ class VllmBackend:
         self.device = "cpu" if self._on_cpu else current_platform.device_type
         self._stats: dict[str, Any] = {**dict.fromkeys(_COUNTERS, 0), "version": vllm.__version__}
         self._lora: Any = None
+        self._drafts = bool(settings.options.get("speculative_config"))
+        if self._drafts:
+            self._stats |= {"drafted_tokens": 0, "accepted_tokens": 0}
         self._engine = self._start(self._options(settings))
         cache = self._engine.vllm_config.cache_config
         blocks = cache.num_gpu_blocks
@@ -53,6 +57,14 @@ class VllmBackend:
     def _options(self, settings: Settings) -> dict[str, Any]:
         """Arguments of the engine: Hone's, and over them those of the user."""
         check_owned("vllm", settings.options, _OWNED)
+        _check_drafts(settings.options)
+        if self._on_cpu and settings.options.get("enable_expert_parallel"):
+            raise ConfigError(
+                "vLLM cannot divide experts over processes on a CPU",
+                why="its function for experts reaches there for those of the other processes, and the process ends (0.32.0)",
+                fix="actor_rollout_ref.rollout.expert_parallel_size=1",
+                where="actor_rollout_ref.rollout.expert_parallel_size",
+            )
         options: dict[str, Any] = {
             "model": settings.model,
             "tokenizer": settings.tokenizer,
@@ -103,7 +115,7 @@ class VllmBackend:
         except (ValueError, TypeError) as error:
             what = f"vLLM refuses its arguments: {first_lines(error)}"
             raise refused("vllm", what, "the key that it names, or its default") from error
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[_preemption_counter(self._stats)])
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[_counter(self._stats)])
 
     # requests --------------------------------------------------------------------------------------------------------
 
@@ -113,6 +125,12 @@ class VllmBackend:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         await self._prepare()
+        if self._drafts and request.sampling.min_p > 0:
+            raise GenerationError(
+                f"vLLM cannot serve min_p={request.sampling.min_p:g} with speculative decoding",
+                why="it checks drafts against the distribution without it",
+                fix="actor_rollout_ref.rollout.min_p=0, or leave engine_kwargs.vllm.speculative_config out",
+            )
         final = None
         try:
             prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
@@ -189,6 +207,22 @@ class VllmBackend:
         self._engine.shutdown()
 
 
+def _check_drafts(options: Mapping[str, Any]) -> None:
+    """Speculative decoding is of the kind that was verified.
+
+    Raises:
+        ConfigError: it is of another one.
+    """
+    asked = options.get("speculative_config") or {}
+    for key, only in _DRAFTS.items():
+        if asked and asked.get(key, "standard") != only:
+            raise refused(
+                "vllm",
+                f"speculative decoding with {key}={asked.get(key)} is not supported: only {only} is verified to sample from the policy",
+                f"engine_kwargs.vllm.speculative_config.{key}={only}",
+            )
+
+
 def _sampling(request: GenerationRequest) -> Any:
     """The request's sampling in vLLM's words. Stopping tokens are named by Hone alone, not by the model's files."""
     import vllm
@@ -221,22 +255,26 @@ def _log_probs(tokens: Sequence[int], reported: Sequence[Mapping[int, Any]]) -> 
     return [entry.logprob for entry in drawn], policy
 
 
-def _preemption_counter(stats: dict[str, Any]) -> type:
-    """A logger of vLLM's that counts preempted requests as they happen. With it requests bear their times, too."""
+def _counter(stats: dict[str, Any]) -> type:
+    """A logger of vLLM's that counts preempted requests and drafts as they happen. With it requests bear their times, too."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    class PreemptionCounter(StatLoggerBase):
+    class Counter(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             """Nothing to set up."""
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
             if iteration_stats is not None:
                 stats["preemptions"] += iteration_stats.num_preempted_reqs
+            drafts = getattr(scheduler_stats, "spec_decoding_stats", None)
+            if drafts is not None:
+                stats["drafted_tokens"] += drafts.num_draft_tokens
+                stats["accepted_tokens"] += drafts.num_accepted_tokens
 
         def log_engine_initialized(self) -> None:
             """Nothing to say."""
 
-    return PreemptionCounter
+    return Counter
 
 
 def _seconds(times: Any) -> tuple[float, float]:

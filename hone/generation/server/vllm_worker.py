@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.v1.sample.sampler import Sampler
+from vllm.platforms import current_platform
 
 from hone.errors import GenerationError
 from hone.generation.remote.transports import Mappings, opened
 from hone.generation.server.processes import die_with_parent
+from hone.generation.server.vllm_log_probs import report_both
 from hone.generation.server.vllm_reload import Reload
+from hone.generation.server.vllm_streams import draw_only_what_counts
 from hone.generation.server.vllm_weights import UnknownWay, WeightWays, ways_of
 
 die_with_parent()
-
-_GREEDY = 1e-5
-"""vLLM takes temperatures below this as 0."""
 
 
 class HoneWorker:
@@ -32,10 +30,9 @@ class HoneWorker:
 
     def hone_prepare(self) -> None:
         """Once, before anything is served."""
-        sampler = self.model_runner.sampler
-        if not isinstance(sampler, Sampler):
-            raise GenerationError(f"this vLLM samples with {type(sampler).__name__}, which Hone does not know")
-        sampler.forward = _reporting_both(sampler.forward)
+        report_both(self.model_runner)
+        if current_platform.is_cpu():
+            draw_only_what_counts(self.model_runner)
         model = self.model_runner.get_model()
         self._hone_tied = {name for name, _ in _tied_heads(model)}
         self._hone_expected = {name for name, _ in model.named_parameters()} - self._hone_tied
@@ -141,29 +138,3 @@ def _renew_packed_heads(model: nn.Module) -> None:
             continue
         module.cpu_linear = None  # its memory serves again
         module.quant_method.process_weights_after_loading(module)
-
-
-def _reporting_both(forward: Any) -> Any:
-    """The sampler with one more result: each token's log-prob under the raw policy, before top-k and the like.
-
-    vLLM reports one log-prob a token, here that of the distribution sampled from. The other one travels as the bits of a float32
-    in the place of the token's rank, which nobody asks for.
-    """
-
-    def sample(logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        policy = _policy_log_probs(logits, sampling_metadata.temperature)
-        output = forward(logits, sampling_metadata, *args, **kwargs)
-        if output.logprobs_tensors is not None:
-            drawn = policy.gather(1, output.sampled_token_ids[:, :1].long())[:, 0].float()
-            ranks = drawn.view(torch.int32).to(output.logprobs_tensors.selected_token_ranks.dtype)
-            output.logprobs_tensors = output.logprobs_tensors._replace(selected_token_ranks=ranks)
-        return output
-
-    return sample
-
-
-def _policy_log_probs(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    scores = logits.float()
-    if temperature is not None:
-        scores = scores / torch.where(temperature < _GREEDY, 1.0, temperature)[:, None]
-    return scores.log_softmax(-1)

@@ -24,6 +24,11 @@ BACKENDS = {"vllm": VllmBackend, "sglang": SglangBackend}
     ("keys", "vllm", "sglang"),
     [
         ({"tensor_model_parallel_size": 2}, {"tensor_parallel_size": 2}, {"tp_size": 2}),
+        (
+            {"tensor_model_parallel_size": 2, "expert_parallel_size": 2},
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            {"tp_size": 2, "ep_size": 2},
+        ),
         ({"gpu_memory_utilization": 0.7}, {"gpu_memory_utilization": 0.7}, {"mem_fraction_static": 0.7}),
         ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}, {"disable_radix_cache": True}),
         ({"enforce_eager": True}, {"enforce_eager": True}, {"disable_cuda_graph": True}),
@@ -50,7 +55,6 @@ def test_keys_have_the_names_of_each_engine(keys, vllm, sglang):
 @pytest.mark.parametrize(
     ("engine", "name"),
     [
-        ("vllm", "speculative_config"),
         ("vllm", "logprobs_mode"),
         ("vllm", "data_parallel_size"),
         ("sglang", "speculative_algorithm"),
@@ -64,6 +68,36 @@ def test_what_would_break_a_promise_is_refused_by_name(engine, name):
     with pytest.raises(ConfigError, match=f"cannot be given '{name}'") as raised:
         backend._options(Settings(engine, "model", "model", "float32", 4, 64, None, options))
     assert raised.value.where == f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ({"method": "draft_model", "model": "small"}, "method=draft_model"),
+        ({"model": "small"}, "method=None"),
+        ({"method": "ngram", "rejection_sample_method": "synthetic"}, "rejection_sample_method=synthetic"),
+    ],
+)
+def test_drafts_that_were_not_verified_are_refused(asked, what):
+    settings = Settings("vllm", "model", "model", "float32", 4, 64, None, {"speculative_config": asked})
+    with pytest.raises(ConfigError, match=f"speculative decoding with {what} is not supported"):
+        VllmBackend.__new__(VllmBackend)._options(settings)
+
+
+def test_experts_lie_on_the_processes_of_the_model():
+    with pytest.raises(ConfigError, match="expert_parallel_size=4") as raised:
+        engine_options(RolloutConfig(name="vllm", tensor_model_parallel_size=2, expert_parallel_size=4))
+    assert "expert_parallel_size=2" in raised.value.fix
+
+
+def test_vllm_does_not_divide_experts_on_a_cpu():
+    """Its kernel ends the worker with a segmentation fault (seen with a Qwen3 of four experts on two processes, 0.32.0)."""
+    backend = VllmBackend.__new__(VllmBackend)
+    backend._on_cpu = True
+    options = engine_options(RolloutConfig(name="vllm", tensor_model_parallel_size=2, expert_parallel_size=2))
+    with pytest.raises(ConfigError, match="cannot divide experts") as raised:
+        backend._options(Settings("vllm", "model", "model", "float32", 4, 64, None, options))
+    assert "expert_parallel_size=1" in raised.value.fix
 
 
 def test_a_misspelt_argument_shows_the_likely_one():
