@@ -26,6 +26,7 @@ class WorkerContext:
         config: of the run.
         device: of this process.
         rank: of this process in its pool.
+        world: processes of the pool.
         layout: how the pool's processes share a model.
         meshes: the process groups of the layout; None where there is one process.
         total_steps: horizon of the schedules.
@@ -36,6 +37,7 @@ class WorkerContext:
     config: RLConfig
     device: torch.device
     rank: int = 0
+    world: int = field(default=1, kw_only=True)
     layout: Layout = field(default_factory=Layout)
     meshes: Meshes | None = None
     total_steps: int = 1

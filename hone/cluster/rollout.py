@@ -81,6 +81,7 @@ class RolloutWorker:
             device=context.device,
             shares_weights=shares,
             number=context.rank,
+            world=context.world,
         )
 
     @functools.cached_property

@@ -53,8 +53,8 @@ class EngineConfig(OwnPoolConfig):
     engine_env: str | None = None
     """Virtual environment that the engine is installed in; null is where `hone engines install` puts it."""
     engine_url: Any = texts(None, "address")
-    """Attach to a server that `hone engines serve` started, tcp://HOST:PORT, or to a list of them, each a replica, instead of
-    starting them; their token is taken from the environment variable HONE_ENGINE_TOKEN."""
+    """Attach to a server that `hone engines serve` started, tcp://HOST:PORT, or to a list of them, each a replica (on Ray as many
+    for each worker of the rollout), instead of starting them; their token is taken from the environment variable HONE_ENGINE_TOKEN."""
     engine_start_seconds: float = number(600.0, above=0)
     """Seconds that an engine's process may take to be ready."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -32,6 +32,7 @@ def build_engine(
     device: Device,
     shares_weights: bool,
     number: int = 0,
+    world: int = 1,
 ) -> Engine:
     """Build the engine that ``rollout.name`` names.
 
@@ -42,13 +43,14 @@ def build_engine(
         device: of this process.
         shares_weights: whether the model is the very one that is trained.
         number: of the process among those that build one.
+        world: how many build one.
 
     Raises:
         HoneError: the engine is not installed, does not start, or does not serve what is asked for.
     """
     rollout = config.actor_rollout_ref.rollout
     if is_served(rollout):
-        return served_pool(config, number=number)
+        return served_pool(config, number=number, world=world)
     arguments: dict[str, Any] = {} if shares_weights else {"shares_weights": False}
     if not shares_weights and rollout.name != "native":
         raise ConfigError(
@@ -69,18 +71,19 @@ def build_engine(
     )
 
 
-def served_pool(config: RLConfig, *, number: int = 0) -> EnginePool:
+def served_pool(config: RLConfig, *, number: int = 0, world: int = 1) -> EnginePool:
     """Start the engine's replicas in processes of their own, or attach to servers that run, all behind one queue.
 
     Args:
         config: of the run.
         number: of the process among those that build a pool; it decides on the numbers, logs and cores of the replicas.
+        world: how many build one; servers that run already are divided among them.
 
     Raises:
         HoneError: the engine is not installed, does not start, or does not serve what is asked for.
     """
     rollout = config.actor_rollout_ref.rollout
-    starts = engine_starts(config, number=number)
+    starts = engine_starts(config, number=number, world=world)
     return EnginePool(
         lambda index: starts[index](),
         len(starts),
@@ -91,7 +94,7 @@ def served_pool(config: RLConfig, *, number: int = 0) -> EnginePool:
     )
 
 
-def engine_starts(config: RLConfig, *, number: int = 0) -> list[Callable[[], ServedEngine]]:
+def engine_starts(config: RLConfig, *, number: int = 0, world: int = 1) -> list[Callable[[], ServedEngine]]:
     """What starts each replica of a pool, or attaches to its server; see :func:`served_pool`."""
     rollout = config.actor_rollout_ref.rollout
     transport = rollout.checkpoint_engine
@@ -102,8 +105,8 @@ def engine_starts(config: RLConfig, *, number: int = 0) -> list[Callable[[], Ser
     }
     urls = [rollout.engine_url] if isinstance(rollout.engine_url, str) else rollout.engine_url
     if urls:
-        _check_count(rollout.num_replicas, urls)
-        return [functools.partial(_attach, url, config, options) for url in urls]
+        _check_count(rollout.num_replicas, urls, world)
+        return [functools.partial(_attach, url, config, options) for url in urls[number::world]]
     count = rollout.num_replicas or 1
     plans = [launch_plan(config, number=number * count + index) for index in range(count)]
     return [functools.partial(ServedEngine.start, plan, **options) for plan in plans]
@@ -116,12 +119,20 @@ def _attach(url: str, config: RLConfig, options: dict[str, Any]) -> ServedEngine
     return engine
 
 
-def _check_count(replicas: int | None, urls: Sequence[str]) -> None:
-    """Every server is a replica.
+def _check_count(replicas: int | None, urls: Sequence[str], world: int) -> None:
+    """Every server is a replica of one worker.
 
     Raises:
-        ConfigError: other numbers of them are asked for.
+        ConfigError: other numbers of them are asked for, or workers cannot have as many each.
     """
+    if len(urls) % world:
+        raise ConfigError(
+            f"rollout.engine_url names {len(urls)} server{'s'[: len(urls) > 1]}, and {world} workers of the rollout share them",
+            why="a server gets its weights from one worker, and each worker has as many servers as the others",
+            fix=f"the addresses of {world} servers, or of a multiple; or a pool of one worker for the rollout: "
+            "actor_rollout_ref.rollout={enable_resource_pool: true, nnodes: 1, n_gpus_per_node: 1}",
+            where="actor_rollout_ref.rollout.engine_url",
+        )
     if replicas not in (None, len(urls)):
         raise ConfigError(
             f"rollout.num_replicas={replicas}, and rollout.engine_url names {len(urls)} server{'s'[: len(urls) > 1]}",

@@ -178,13 +178,17 @@ def test_a_served_engine_reads_its_keys(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(plan.log.name.split("-")[-1] for plan, _ in started) == ["6.log", "7.log"], (
         "numbered through all workers"
     )
-    assert all(options == {"backend": "auto", "bucket_bytes": 512 * 2**20} for _, options in started)
+    assert all(options == {"backend": "auto", "bucket_bytes": 512 * 2**20, "delta": False} for _, options in started)
 
 
 def test_every_server_that_is_attached_to_is_a_replica() -> None:
     urls = "[tcp://127.0.0.1:1, tcp://127.0.0.1:2]"
     config = load_config(RLConfig, [f"actor_rollout_ref.rollout={{name: vllm, engine_url: {urls}}}"])
     assert len(engine_starts(config)) == 2
+    shares = [engine_starts(config, number=number, world=2) for number in range(2)]
+    assert [start.args[0] for share in shares for start in share] == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+    with pytest.raises(ConfigError, match="names 2 servers, and 3 workers"):
+        engine_starts(config, world=3)
     config.actor_rollout_ref.rollout.num_replicas = 3
     with pytest.raises(ConfigError, match="num_replicas=3, and rollout.engine_url names 2 servers"):
         engine_starts(config)

@@ -125,7 +125,14 @@ class WorkerHost:
         self._memory = MemoryUse()
         self._reads = watch(config)
         self._context = WorkerContext(
-            config, device, place.rank, place.layout, meshes, total_steps=total_steps, resume=resume
+            config,
+            device,
+            place.rank,
+            place.layout,
+            meshes,
+            world=place.world,
+            total_steps=total_steps,
+            resume=resume,
         )
         return os.getpid()
 

@@ -117,7 +117,7 @@ class FileSender:
 
         self._count += 1
         path = Path(self._directory.name, f"{self._count}.safetensors")
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, path)
+        save_file(_apart(tensors), path)
         self._paths.append(path)
         if len(self._paths) > AHEAD:
             self._paths.pop(0).unlink()
@@ -126,6 +126,18 @@ class FileSender:
     def close(self) -> None:
         """Remove the directory."""
         self._directory.cleanup()
+
+
+def _apart(tensors: Sequence[Named]) -> dict[str, Tensor]:
+    """Tensors none of which lies in the memory of another, which safetensors would refuse."""
+    found: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors:
+        whole = tensor.detach().cpu().contiguous()
+        memory = whole.untyped_storage().data_ptr()
+        found[name] = whole.clone() if memory in taken else whole
+        taken.add(memory)
+    return found
 
 
 class SocketSender:

@@ -38,12 +38,13 @@ def engine_bytes(work: Work, process: Process, capacity: float, overhead: float)
     if rollout is None or not work.served or work.attached or "rollout" not in process.roles:
         return 0.0
     replicas = rollout.num_replicas or 1
+    kept = _weights(work) if rollout.checkpoint_engine.delta and work.on_cpu else 0.0  # the server's copy, for deltas
     if rollout.name == "native":
         held = sum(part.size for part in generating(work, process))
-        return replicas * (overhead + _weights(work) + held + cache_bytes(work, process) / replicas)
+        return replicas * (overhead + _weights(work) + kept + held + cache_bytes(work, process) / replicas)
     if work.on_cpu:
         processes = rollout.tensor_model_parallel_size
-        return replicas * (processes * overhead + _weights(work) + _cpu_cache(work))
+        return replicas * (processes * overhead + _weights(work) + kept + _cpu_cache(work))
     share, least = rollout.gpu_memory_utilization, least_bytes(work, overhead)
     return replicas * (share * capacity if share * capacity >= least else least / share)
 
