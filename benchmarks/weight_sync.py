@@ -4,6 +4,9 @@ A Qwen3 of about 100 million random parameters in float32. Each engine (the nati
 installed) takes all weights by every transport, with a pause before and a resume after, as a training run does after each update. Copies and
 publications alternate, so that whatever else the machine does hits both. The ratio is that of the medians; the copy is torch's, from one
 buffer to another that was written before.
+
+With `--changed SHARE` the model is served in bfloat16, so many of its entries change between two versions, and what is compared is sending
+it whole with sending what changed (`checkpoint_engine.delta`), in processor time of both sides and bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from hone.errors import ConfigError
 from hone.generation.environments import interpreter_of
 from hone.generation.remote import LaunchPlan, ServedEngine
+from hone.generation.remote.delta import Differences
 
 VOCABULARY = 8192
 
@@ -106,6 +110,30 @@ def measure(engine: ServedEngine, model: PreTrainedModel, repeats: int) -> str:
     )
 
 
+def change(model: PreTrainedModel, share: float, version: int) -> None:
+    """Other values in so many entries of every parameter, spread evenly, other ones in each version."""
+    stride = max(1, round(1 / share))
+    for parameter in model.parameters():
+        parameter.data.view(-1)[version % stride :: stride].neg_()
+
+
+def measure_delta(engine: ServedEngine, model: PreTrainedModel, share: float, repeats: int, *, delta: bool) -> str:
+    """A line of the table with `--changed`."""
+    former: dict[str, torch.Tensor] = {}
+    seconds, sent = [], []
+    for version in range(1, repeats + 2):
+        change(model, share, version)
+        spent, before = processor_seconds(engine), engine.describe().stats["weights_sent_bytes"]
+        since = Differences(former.get) if delta and former else None
+        asyncio.run(engine.load_weights(model.named_parameters(), version, since=since))
+        seconds.append(processor_seconds(engine) - spent)
+        sent.append(engine.describe().stats["weights_sent_bytes"] - before)
+        former = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    assert engine.describe().stats["weights_refused"] == 0
+    median = statistics.median(seconds[1:])
+    return f"{'delta' if delta else 'whole'} {sent[-1] / 1e6:7.1f} MB  {median:6.2f} s of processor time  (the first: {sent[0] / 1e6:.1f} MB, {seconds[0]:.2f} s)"
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,6 +141,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["shared_memory", "file"])
     parser.add_argument("--layers", type=int, default=13)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--changed", type=float, help="share of the entries that change between two versions")
     arguments = parser.parse_args()
     model = make_model(arguments.layers)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -125,17 +154,24 @@ def main() -> None:
             except ConfigError as missing:
                 print(f"{name:8} {missing.what}")
                 continue
-            for backend in arguments.backends:
+            dtype = "float32" if arguments.changed is None else "bfloat16"
+            for backend, delta in itertools.product(
+                arguments.backends, (False, True)[: 1 + (arguments.changed is not None)]
+            ):
                 plan = LaunchPlan(
                     name,
                     python,
-                    *(folder, folder, "float32", 8, 256, 8 * 256),
+                    *(folder, folder, dtype, 8, 256, 8 * 256),
                     cpus=tuple(range(torch.get_num_threads())),
                     log=Path(folder, f"{name}.log"),
                 )
-                engine = ServedEngine.start(plan, backend=backend)
+                engine = ServedEngine.start(plan, backend=backend, delta=delta)
                 try:
-                    print(f"{name:8} {backend:14} {measure(engine, model, arguments.repeats)}", flush=True)
+                    if arguments.changed is None:
+                        line = measure(engine, model, arguments.repeats)
+                    else:
+                        line = measure_delta(engine, model, arguments.changed, arguments.repeats, delta=delta)
+                    print(f"{name:8} {backend:14} {line}", flush=True)
                 finally:
                     engine.close()
 
