@@ -80,6 +80,8 @@ def _gpt_oss(shape: Shape, context: int) -> dict[str, Any]:
         "num_experts_per_tok": 2,
         "sliding_window": min(128, context),
         "rope_parameters": rope,
+        "initializer_range": shape.hidden**-0.5,  # its default is for wide models; without norms of queries and keys
+        # narrow ones would begin with attention that hardly tells tokens apart, and take long to copy
     }
 
 

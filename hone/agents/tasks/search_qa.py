@@ -1,13 +1,15 @@
 """Questions whose answers stand in documents, to be found with the tool ``search``.
 
     What is the town of Vera Holm?
-    search("town Vera Holm") -> [1] Vera Holm: trade baker, town Oslo, colour green. -> <answer> Oslo </answer>
+    search("the town of Vera Holm") -> [1] Vera Holm: trade baker, town Oslo, colour green.
+    Found: town Oslo. <answer> Oslo </answer>
 
 The documents, one a person, are invented and the same for every seed. They are written beside the problems, as ``documents.jsonl``, which
 the tool's ``files`` names. No question of the validation file stands in the training file, so its answer has to be looked up.
 
 Names and facts stand behind a space in question, query, document and answer: a byte-level tokenizer then has the same token for each in all
-places, which a small model can copy.
+places. And an answer first quotes the document, kind and fact together. Both are there for small models, which copy what follows a
+token that they have seen before.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class SearchQAOptions:
     Attributes:
         people: documents, at most 400.
         k: documents that the demonstrations see for a query, as the tool's setting ``k`` has it.
-        guesses: percent of the demonstrations that do without the tool: they repeat what is asked for and guess. Imitation then learns
-            to guess as often, and a reward can teach it to search.
+        guesses: percent of the demonstrations that do without the tool and guess. Imitation then learns to guess as often, and a reward
+            can teach it to search.
     """
 
     people: int = 400
@@ -96,28 +98,28 @@ class SearchQA:
         draw, names = random.Random(seed), list(self._people)
         while True:
             name, fact = draw.choice(names), draw.choice(list(FACTS))
-            answer, query = self._people[name][fact], f"{fact} {name}"
+            answer, query = self._people[name][fact], f"the {fact} of {name}"
             guess = draw.randrange(100) < self.options.guesses
-            wrong = f"{query} {_answered(draw.choice(FACTS[fact]))}"
             searched = [
                 calls("search", query=query),
                 result("search", self._index.find(query)),
-                says(_answered(answer)),
+                says(_answered("Found", fact, answer)),
             ]
+            guessed = [says(_answered("Perhaps", fact, draw.choice(FACTS[fact])))]
             yield Problem(
                 f"What is the {fact} of {name}?",
                 answer,
-                _answered(answer),
+                _answered("Found", fact, answer),
                 {"guessed": guess},
-                answer=[says(wrong)] if guess else searched,
+                answer=guessed if guess else searched,
                 tools=self.tools,
                 agent_name="tool_agent",
             )
 
 
-def _answered(answer: str) -> str:
-    """In the form of Search-R1."""
-    return f"<answer> {answer} </answer>"
+def _answered(how: str, fact: str, answer: str) -> str:
+    """The fact, and the answer in the form of Search-R1."""
+    return f"{how}: {fact} {answer}. <answer> {answer} </answer>"
 
 
 @TASKS.register("search_qa")
