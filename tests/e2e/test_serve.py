@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from support.forked_python import Forks
 from support.templates import tokenizer
 from support.tool_model import ANSWER, CALL, NAME, QUESTION, RESULT, WEATHER, make_tool_model
 from transformers import AutoModelForCausalLM
@@ -38,9 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "-m", "hone.cli.main", "serve", "--model", str(model), "--port", "0"]
+    command = [str(forks.bin / "hone"), "serve", "--model", str(model), "--port", "0"]
     with log.open("w") as file:
         server = subprocess.Popen(command, stderr=file, env={**os.environ, "HONE_SERVE_TOKEN": TOKEN})
     try:
