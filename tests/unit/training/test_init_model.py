@@ -58,6 +58,22 @@ def test_the_seed_decides_the_weights(tokenizer, tmp_path):
     assert torch.equal(torch.random.get_rng_state(), state), "the caller's random stream must not move"
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "gpt_oss"])
+def test_attention_tells_tokens_apart_from_the_beginning(arch, tokenizer, tmp_path):
+    """Scores of random states are spread by about 1; spread by a tenth they are all alike, and copying takes long to learn."""
+    init_model(arch, "1m", tokenizer, tmp_path)
+    attention = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].self_attn
+    states = torch.randn(256, attention.q_proj.in_features, generator=torch.Generator().manual_seed(0))
+    query, key = (
+        projection(states).unflatten(-1, (-1, attention.head_dim))[:, 0]
+        for projection in (attention.q_proj, attention.k_proj)
+    )
+    if arch == "qwen3":
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    spread = (query @ key.T * attention.scaling).std().item()
+    assert 0.5 < spread < 2
+
+
 def test_the_context_length_is_kept(tokenizer, tmp_path):
     _, config = init_model("gemma", "300k", tokenizer, tmp_path, context=64)
     assert (config.max_position_embeddings, config.sliding_window) == (64, 64)
