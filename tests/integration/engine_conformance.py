@@ -599,6 +599,10 @@ def test_drafted_tokens_are_the_policys_and_have_both_log_probs(kind, models, tm
         return [done[one.request_id].token_ids for one in asked], asked
 
     try:
+        nothing_drafted = GenerationRequest(
+            "new", list(range(40, 60)), dataclasses.replace(SAMPLINGS["top-k"], max_tokens=3), seed=1
+        )
+        assert len(serve(subject.engine, [nothing_drafted])["new"].token_ids) == 3
         crowd, asked = check(old)
         assert [serve(subject.engine, [one])[one.request_id].token_ids for one in asked[-2:]] == crowd[-2:]
         stats = subject.engine.describe().stats

@@ -37,6 +37,7 @@ def report_both(model_runner: Any) -> None:
         checker.forward = _of_checker(checker.forward)
         if current_platform.is_cpu():
             rejection_sampler.expand_batch_to_tokens = _expanded
+            rejection_sampler.apply_sampling_constraints = _unless_empty(rejection_sampler.apply_sampling_constraints)
 
 
 def _of_sampler(forward: Any) -> Any:
@@ -83,6 +84,15 @@ def _expanded(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: i
     """
     values = torch.where(x == replace_from, replace_to, x).to(x.dtype)
     return values.repeat_interleave(cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)), output_size=num_tokens)
+
+
+def _unless_empty(constrain: Any) -> Any:
+    """Temperature, top-k and top-p of drafts, where there are drafts: with top-k vLLM 0.32.0 asks on a CPU for the largest of none."""
+
+    def constrained(logits: Tensor, *arguments: Any) -> Tensor:
+        return constrain(logits, *arguments) if len(logits) else logits
+
+    return constrained
 
 
 def _with(output: Any, policy: Any) -> Any:
