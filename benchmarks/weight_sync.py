@@ -154,10 +154,8 @@ def main() -> None:
             except ConfigError as missing:
                 print(f"{name:8} {missing.what}")
                 continue
-            dtype = "float32" if arguments.changed is None else "bfloat16"
-            for backend, delta in itertools.product(
-                arguments.backends, (False, True)[: 1 + (arguments.changed is not None)]
-            ):
+            dtype, deltas = ("float32", (False,)) if arguments.changed is None else ("bfloat16", (False, True))
+            for backend, delta in itertools.product(arguments.backends, deltas):
                 plan = LaunchPlan(
                     name,
                     python,

@@ -2,7 +2,8 @@
 
 A fenced block of a page is one of
 
-- ``bash``: its commands run, in order, in a directory of the page's own, against shortened settings (:func:`shortened`);
+- ``bash``: its commands run, in order, in a directory of the page's own, against shortened settings (:func:`shortened`), Ray
+  without its dashboard;
 - ``bash`` under ``<!-- not run by tests: reason -->``: left out, for the reason given;
 - ``bash`` under ``<!-- tests add to hone train: key=value ... -->``: what a run of two steps with a model that has learnt nothing needs
   besides, for example a reward that such answers can have more or less of;
@@ -165,13 +166,7 @@ def run_command(
     path = os.pathsep.join(map(str, (bin, Path(sys.executable).parent, os.environ["PATH"])))
     environment = {**os.environ, **exported, "PATH": path}
     result = subprocess.run(
-        [
-            "bash",
-            "-euo",
-            "pipefail",
-            "-c",
-            line.replace("ray start --head", "ray start --head --include-dashboard=false"),
-        ],
+        ["bash", "-euo", "pipefail", "-c", line.replace(*NO_DASHBOARD)],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -201,6 +196,8 @@ def end_servers(folder: Path) -> None:
                 os.kill(process, signal.SIGTERM)
 
 
+NO_DASHBOARD = ("ray start --head", "ray start --head --include-dashboard=false")
+"""What a page leaves on, and no command of a page looks at: it takes seconds to start."""
 RAY = {
     "RAY_worker_niceness": "0",  # workers of a busy machine would starve
     "RAY_enable_worker_prestart": "0",  # what no command of a page needs is not started
