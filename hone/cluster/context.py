@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from hone.config.tree import RLConfig
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError
 from hone.startup import collect_as_usual
+from hone.threads import compute_here
 from hone.training.layout import Layout, Meshes
 
 
@@ -79,7 +79,7 @@ def run_tokenizer(config: RLConfig) -> PreTrainedTokenizerBase:
 
 
 def prepare_torch(trainer: RunConfig, *, threads: int | None = None) -> torch.device:
-    """Set torch's threads, let garbage be collected as usual again, and return the device asked for.
+    """Let this thread compute with the cores, let garbage be collected as usual again, and return the device asked for.
 
     Args:
         trainer: the block ``trainer``.
@@ -89,7 +89,7 @@ def prepare_torch(trainer: RunConfig, *, threads: int | None = None) -> torch.de
         ConfigError: trainer.device=cuda and there is no CUDA GPU.
     """
     collect_as_usual()
-    torch.set_num_threads(trainer.num_threads or threads or len(os.sched_getaffinity(0)))
+    compute_here(trainer.num_threads or threads)
     if trainer.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda, but torch sees no CUDA GPU", fix="trainer.device=auto", code="R02")
     use_cuda = trainer.device != "cpu" and torch.cuda.is_available()

@@ -8,11 +8,11 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hone.errors import ConfigError, did_you_mean
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hone.generation.protocol import Engine
 
 log = logging.getLogger("hone.serve")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def serve(request: ServeRequest) -> None:
     token = request.token or None
     check_access(request.host, token)
     longest = request.max_model_len or context_length(weights_of(request.model))
-    engine, tokenizer = open_engine(request, longest)
     with engine_loop() as loop:
+        engine, tokenizer = _called(loop, lambda: open_engine(request, longest))
         service = Service(
             model=request.name or Path(request.model).resolve().name,
             tokenizer=tokenizer,
@@ -160,9 +161,21 @@ def context_length(directory: str) -> int:
     return min(int(found), 32768)
 
 
+def _called(loop: asyncio.AbstractEventLoop, make: Callable[[], T]) -> T:
+    """What ``make`` returns or raises on the loop's thread."""
+
+    async def made() -> T:
+        return make()
+
+    return asyncio.run_coroutine_threadsafe(made(), loop).result()
+
+
 @contextmanager
 def engine_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread of its own, on which an engine runs while HTTP has this thread."""
+    """An event loop in a thread of its own, on which an engine is opened and runs while HTTP has this thread.
+
+    That is the thread that computes (:mod:`hone.threads`).
+    """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="hone-engine", daemon=True)
     thread.start()

@@ -14,6 +14,7 @@ from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import Completion, GenerationRequest
 from hone.generation.remote.transports import Mappings, opened
 from hone.generation.server.backend import Settings
+from hone.threads import compute_here
 
 
 class NativeBackend:
@@ -22,8 +23,7 @@ class NativeBackend:
     def __init__(self, settings: Settings) -> None:
         if settings.options:
             raise ConfigError(f"the native engine takes no further arguments, given are {', '.join(settings.options)}")
-        if settings.cpus:
-            torch.set_num_threads(len(settings.cpus))
+        compute_here(len(settings.cpus) or None)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
         model.requires_grad_(False).eval().to(device)

@@ -18,6 +18,7 @@ from typing import Any
 
 from hone.preflight.machine import Machine
 from hone.preflight.plan.devices import Device
+from hone.threads import compute_here
 
 _ROWS, _INNER, _COLUMNS = 1024, 512, 1536
 _ATTEMPTS = 5
@@ -67,7 +68,7 @@ def _measured(name: str, on_cpu: bool, machine: Machine) -> Device:
 
     device = torch.device("cpu" if on_cpu else "cuda")
     threads = torch.get_num_threads()
-    torch.set_num_threads(machine.usable_cpus)
+    compute_here(machine.usable_cpus)
     try:
         with torch.no_grad(), fast_float32_products(device):
             rates = {dtype: _products(torch, device, dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -77,7 +78,7 @@ def _measured(name: str, on_cpu: bool, machine: Machine) -> Device:
             small = torch.ones(64, device=device)
             launch = _fastest(lambda: [small.add_(1) for _ in range(_SMALL_OPERATIONS)], device) / _SMALL_OPERATIONS
     finally:
-        torch.set_num_threads(threads)
+        compute_here(threads)
     link = copied / 2 if on_cpu else 32e9
     overhead, host = (_process_bytes(), 0.0) if on_cpu else (0.8 * 2**30, 20e9)
     wide, narrow = rates[torch.float32], rates[torch.bfloat16]
