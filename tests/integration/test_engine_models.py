@@ -22,22 +22,22 @@ def gpt_oss(seed: int) -> PreTrainedModel:
 
 
 def qwen3_moe(seed: int) -> PreTrainedModel:
-    """Qwen3 with experts, which transformers holds as one tensor a layer and vLLM's loader wants one by one."""
+    """Qwen3 with experts, which transformers holds as one tensor a layer and the engines' loaders want one by one."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     return decided(transformers.Qwen3MoeConfig(**{**SHAPE, **experts, "tie_word_embeddings": False}), seed)
 
 
 @pytest.mark.engines
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("make", [gpt_oss, qwen3_moe])
-def test_vllm_takes_new_weights_of_experts(tmp_path, make):
+@pytest.mark.parametrize(("name", "make"), [("vllm", gpt_oss), ("vllm", qwen3_moe), ("sglang", qwen3_moe)])
+def test_new_weights_of_experts_arrive(tmp_path, name, make):
     """On a CPU vLLM packs experts, once; and the loader of GPT-OSS copies them past the reload that makes layers anew."""
     try:
-        interpreter_of("vllm")
+        interpreter_of(name)
     except ConfigError as missing:
         pytest.skip(missing.what)
     models = [make(seed) for seed in range(3)]
-    subject = start("vllm", save(models[0], tmp_path / "model"), tmp_path / "log")
+    subject = start(name, save(models[0], tmp_path / "model"), tmp_path / "log")
     engine = subject.engine
     try:
         asked = requests(SamplingParams(max_tokens=8, temperature=0.0), 2)

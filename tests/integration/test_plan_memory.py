@@ -22,10 +22,10 @@ TOLERANCE = 0.15
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "head_dim": 8},
     "5M": {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 704, "head_dim": 32},
-    "20M": {"hidden_size": 448, "num_hidden_layers": 8, "intermediate_size": 1216, "head_dim": 56},
-    "60M": {"hidden_size": 704, "num_hidden_layers": 10, "intermediate_size": 1920, "head_dim": 88},
+    "10M": {"hidden_size": 320, "num_hidden_layers": 8, "intermediate_size": 896, "head_dim": 40},
+    "30M": {"hidden_size": 576, "num_hidden_layers": 9, "intermediate_size": 1536, "head_dim": 72},
 }
-PROMPTS = {"5M": 8, "20M": 2, "60M": 1}
+PROMPTS = {"5M": 8, "10M": 2, "30M": 1}
 LAYOUTS = {
     "one process": (),
     "two shards": ("trainer.runtime=ray", "trainer.n_gpus_per_node=2"),

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from hone.errors import GenerationError, HoneError, ProcessError
@@ -97,6 +98,8 @@ class Supervisor:
         if problem is not None:
             self.close()
             raise problem
+        served = {replica.description.dtype for replica in self._pool.replicas if replica.description is not None}
+        self.weights.dtype = getattr(torch, served.pop()) if len(served) == 1 else None
 
     def attend(self) -> None:
         """Watch the replicas while somebody needs them on this event loop."""

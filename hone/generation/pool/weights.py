@@ -16,11 +16,14 @@ class PublishedWeights:
     """A copy of the last whole version, in the memory of this process. Its buffers are used again for the next version.
 
     Attributes:
+        dtype: of the floating-point weights in it, which is that of the engines, so that none is kept wider than it is served;
+            None keeps each as it comes.
         version: of the weights; 0 are those that engines begin with.
         whole: whether all of a version have arrived.
     """
 
     def __init__(self) -> None:
+        self.dtype: torch.dtype | None = None
         self.version, self.whole = 0, True
         self._kept: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
@@ -36,8 +39,9 @@ class PublishedWeights:
         with torch.no_grad():
             for name, tensor in tensors:
                 known = self._kept.get(name)
-                if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
-                    known = self._kept[name] = torch.empty_like(tensor, device="cpu")
+                dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+                if known is None or known.shape != tensor.shape or known.dtype != dtype:
+                    known = self._kept[name] = torch.empty_like(tensor, device="cpu", dtype=dtype)
                 known.copy_(tensor)
                 self._arrived.add(name)
 

@@ -302,6 +302,21 @@ def test_the_kept_weights_are_those_of_the_last_publication() -> None:
     assert {name: t.tolist() for name, t in kept.tensors()} == {"b": [7.0] * 3}
 
 
+def test_weights_are_kept_as_narrow_as_they_are_served() -> None:
+    kept = PublishedWeights()
+    kept.dtype = torch.bfloat16
+    kept.add([("a", torch.tensor([1.0, 1.001])), ("positions", torch.arange(2))])
+    assert kept.tensors()[0][1].tolist() == [1.0, 1.0], "1.001 is nearer to 1 than to the next number of bfloat16"
+    assert [t.dtype for _, t in kept.tensors()] == [torch.bfloat16, torch.int64]
+    makers = Makers()
+
+    async def work(pool: EnginePool) -> None:
+        await pool.load_weights(WEIGHTS, 1)
+        assert {t.dtype for _, t in pool._supervisor.weights.tensors()} == {torch.float32}, "what these engines compute in"
+
+    run(makers, 2, work)
+
+
 def test_an_answer_that_came_while_the_event_loop_was_busy_is_in_time() -> None:
     async def work() -> None:
         loop = asyncio.get_running_loop()
