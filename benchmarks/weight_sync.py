@@ -28,6 +28,7 @@ from hone.errors import ConfigError
 from hone.generation.environments import interpreter_of
 from hone.generation.remote import LaunchPlan, ServedEngine
 from hone.generation.remote.delta import Differences
+from hone.generation.remote.transports import settle
 
 VOCABULARY = 8192
 
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--changed", type=float, help="share of the entries that change between two versions")
     arguments = parser.parse_args()
     model = make_model(arguments.layers)
+    settle(model)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{count / 1e6:.0f}M parameters, {4 * count / 1e6:.0f} MB, {torch.get_num_threads()} threads")
     with tempfile.TemporaryDirectory() as folder:

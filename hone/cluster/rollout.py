@@ -19,9 +19,10 @@ from hone.data.trajectories import to_batch
 from hone.data.types import Sample
 from hone.generation import is_served
 from hone.generation.build import build_engine
-from hone.generation.options import sends_adapter
+from hone.generation.options import has_adapter, sends_adapter
 from hone.generation.pool import EnginePool
 from hone.generation.protocol import Engine, SamplingParams
+from hone.generation.remote.transports import settle
 from hone.training.model import load_policy
 
 
@@ -66,6 +67,9 @@ class RolloutWorker:
 
     def _build(self) -> Engine:
         config, context, shares = self.context.config, self.context, self.weights is Weights.OWN
+
+        if self.weights is Weights.APART and "actor" in context.roles and not has_adapter(config):
+            settle(context.roles["actor"].engine.model)  # what is published are its weights as they are
 
         def model() -> Any:
             if shares:

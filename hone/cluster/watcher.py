@@ -120,8 +120,10 @@ class Watcher:
             self._seen = {}
             return True
         if birth(self.driver) == self._born:
+            record_end(
+                self.run, self.driver, f"hang: {diagnosis.reason}; see {path}"
+            )  # whoever waits for the run finds it
             self._kill(diagnosis.culprits)
-            record_end(self.run, self.driver, f"hang: {diagnosis.reason}; see {path}")
         return False
 
     def _write_report(self, text: str) -> Path:

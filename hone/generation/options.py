@@ -106,12 +106,15 @@ _OPTIONS: dict[str, Callable[[RolloutConfig], dict[str, Any]]] = {
 }
 
 
+def has_adapter(config: RLConfig) -> bool:
+    """Whether what is trained is an adapter."""
+    shared = config.actor_rollout_ref.model
+    return shared.lora_rank > 0 or shared.lora_adapter_path is not None
+
+
 def sends_adapter(config: RLConfig) -> bool:
     """Whether an update sends the adapter alone, and the engine computes with it (``rollout.merge_lora=false``)."""
-    shared = config.actor_rollout_ref.model
-    return not config.actor_rollout_ref.rollout.merge_lora and (
-        shared.lora_rank > 0 or shared.lora_adapter_path is not None
-    )
+    return not config.actor_rollout_ref.rollout.merge_lora and has_adapter(config)
 
 
 def adapter_shape(config: RLConfig) -> dict[str, float] | None:

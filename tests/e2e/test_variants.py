@@ -3,7 +3,11 @@
 from pathlib import Path
 
 import pytest
+from support import forked_engines
+from support.launch import Command
 from support.world import World, curve, metrics, rl_command
+
+from hone.generation.remote import transports
 
 pytestmark = pytest.mark.slow
 
@@ -123,3 +127,19 @@ def test_kl_in_the_reward_is_against_the_starting_weights(train, kind):
     scores, rewards = curve(directory), curve(directory, "critic/rewards/mean")
     assert rewards[0] == pytest.approx(scores[0])
     assert rewards[-1] != scores[-1]
+
+
+def without_copies() -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights were copied on their way")
+
+    forked_engines.install()
+    transports.copy = refuse
+
+
+def test_weights_reach_an_engine_in_a_process_of_its_own_without_a_copy(world: World, tmp_path: Path):
+    words = rl_command(world, tmp_path / "run", "grpo", *SHORT, RATE, "actor_rollout_ref.rollout.num_replicas=1")
+    ended = Command(words, tmp_path / "log", tmp_path, prepare=without_copies).wait()
+    assert ended.code == 0, ended.output
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 3 and max(row["rollout/canary_gap"] for row in rows) < 1e-5

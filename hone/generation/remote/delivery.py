@@ -102,7 +102,7 @@ class Delivery:
                 refused.extend(bucket)
 
         try:
-            for bucket, ends in buckets(weights, self._parcel_bytes):
+            for bucket, ends in buckets(weights, self._parcel_bytes, self._room):
                 if self._delta and not bucket:
                     continue
                 if len(under_way) == AHEAD:
@@ -139,6 +139,9 @@ class Delivery:
 
     def _ask(self, parcel: dict[str, Any] | None, version: int, *, first: bool, last: bool, **more: Any) -> Future[Any]:
         return self._connection.ask("load", parcel=parcel, version=version, first=first, last=last, **more)
+
+    def _room(self, tensor: Tensor) -> int:
+        return tensor.nbytes if self._delta or tensor.dtype != self._dtype else self._sender.room(tensor)
 
     def _as_served(self, tensor: Tensor) -> Tensor:
         """In the dtype that the engine computes in: no more bytes than it keeps."""

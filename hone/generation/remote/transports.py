@@ -1,6 +1,7 @@
 """How weights get from the trainer's process into an engine's: interchangeable transports, one slow and simple.
 
-    shared_memory   a buffer that both processes map (Linux ``memfd``): one copy in, read where it lies. The same machine and user.
+    shared_memory   memory that both processes map (Linux ``memfd``): read where it lies, by an engine of the same machine and user. One
+                    copy in, or none where the model itself lives in such memory (:func:`settle`).
     file            a safetensors file in a directory that both see.
     socket          inside the messages of the connection, as text: slow, works everywhere, and the others are tested against it.
 
@@ -14,14 +15,17 @@ from __future__ import annotations
 import base64
 import contextlib
 import math
+import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hone.errors import ConfigError, GenerationError
 
@@ -36,6 +40,10 @@ PARCEL_BYTES = 32 * 2**20
 
 class Sender(Protocol):
     """The trainer's side of a transport."""
+
+    def room(self, tensor: Tensor) -> int:
+        """Bytes that a tensor takes on its way."""
+        ...
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
         """Put tensors where the engine finds them, and say where. What the parcel before the last one held is gone then."""
@@ -54,15 +62,24 @@ class SharedMemorySender:
     def __init__(self) -> None:
         self._buffers = [SharedBuffer() for _ in range(AHEAD)]
 
+    def room(self, tensor: Tensor) -> int:
+        """None where it is not copied."""
+        return 0 if _home_of(tensor) is not None else tensor.nbytes
+
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Copy tensors into the buffer that has been idle longest; it grows when they need more."""
+        """Say where tensors live, if that is memory which others can map; else copy them into the buffer that has been idle
+        longest, which grows when they need more.
+        """
+        settled = _where_settled(tensors)
+        if settled is not None:
+            return settled
         buffer = self._buffers[0]
         self._buffers = [*self._buffers[1:], buffer]
         pieces, size = _places(tensors)
         memory = buffer.at_least(size)
         for (_, tensor), piece in zip(tensors, pieces, strict=True):
             copy(tensor, view(memory, piece))
-        return {"transport": "shared_memory", "path": buffer.path, "bytes": memory.numel(), "pieces": pieces}
+        return _shared(buffer, pieces)
 
     def close(self) -> None:
         """Give the buffers back."""
@@ -99,6 +116,55 @@ class SharedBuffer:
             self._file = None
 
 
+_SETTLED: dict[int, SharedBuffer] = {}
+"""Memory that models live in, by its address."""
+
+
+def settle(model: nn.Module) -> bool:
+    """Let the parameters of a model live in memory that engines can map: then its weights are published without a copy.
+
+    An engine reads them there while a publication waits for its answer; it cannot write.
+
+    Returns:
+        Whether they do; those of a divided model, or on a GPU, stay where they are.
+    """
+    parameters = dict(model.named_parameters())
+    if not all(type(p.data) is Tensor and p.device.type == "cpu" and p.is_contiguous() for p in parameters.values()):
+        return False
+    pieces, size = _places([*parameters.items()])
+    buffer = SharedBuffer()
+    memory = buffer.at_least(size)
+    for parameter, piece in zip(parameters.values(), pieces, strict=True):
+        parameter.data = view(memory, piece).copy_(parameter.data)
+    address = memory.untyped_storage().data_ptr()
+    _SETTLED[address] = buffer
+    weakref.finalize(model, _unsettle, address)
+    return True
+
+
+def _unsettle(address: int) -> None:
+    _SETTLED.pop(address).close()
+
+
+def _home_of(tensor: Tensor) -> SharedBuffer | None:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    return _SETTLED.get(tensor.untyped_storage().data_ptr())
+
+
+def _where_settled(tensors: Sequence[Named]) -> dict[str, Any] | None:
+    """The parcel of tensors that all live in one settled memory."""
+    homes = {_home_of(tensor) for _, tensor in tensors}
+    home = homes.pop() if len(homes) == 1 else None
+    if home is None:
+        return None
+    return _shared(home, [_piece(name, t, t.storage_offset() * t.itemsize) for name, t in tensors])
+
+
+def _shared(buffer: SharedBuffer, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"transport": "shared_memory", "path": buffer.path, "bytes": buffer.at_least(0).numel(), "pieces": pieces}
+
+
 class FileSender:
     """Safetensors files in a directory.
 
@@ -110,6 +176,10 @@ class FileSender:
         self._directory = tempfile.TemporaryDirectory(prefix="hone-weights-", dir=directory)
         self._paths: list[Path] = []
         self._count = 0
+
+    def room(self, tensor: Tensor) -> int:
+        """What it has."""
+        return tensor.nbytes
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
         """Write a file; the last ones stay."""
@@ -143,6 +213,10 @@ def _apart(tensors: Sequence[Named]) -> dict[str, Tensor]:
 class SocketSender:
     """Weights inside the messages themselves."""
 
+    def room(self, tensor: Tensor) -> int:
+        """What it has."""
+        return tensor.nbytes
+
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
         """Write the tensors' bytes as text."""
         pieces, size = _places(tensors)
@@ -174,14 +248,21 @@ def make_sender(backend: str, *, same_machine: bool) -> Sender:
     return kinds[backend]()
 
 
-def buckets(tensors: Iterable[Named], most_bytes: int) -> Iterator[tuple[list[Named], bool]]:
+def buckets(
+    tensors: Iterable[Named], most_bytes: int, room: Callable[[Tensor], int] = lambda tensor: tensor.nbytes
+) -> Iterator[tuple[list[Named], bool]]:
     """Tensors in portions of at most ``most_bytes`` (but at least one), each with whether it is the last.
 
     Weights of one block, such as ``model.layers.3.mlp``, stay together where they fit: engines join some of them.
+
+    Args:
+        tensors: by name.
+        most_bytes: of a portion.
+        room: bytes of a tensor that count.
     """
     bucket: list[Named] = []
     used = 0
-    for block, size in _blocks(tensors, most_bytes):
+    for block, size in _blocks(tensors, most_bytes, room):
         if bucket and used + size > most_bytes:
             yield bucket, False
             bucket, used = [], 0
@@ -190,16 +271,19 @@ def buckets(tensors: Iterable[Named], most_bytes: int) -> Iterator[tuple[list[Na
     yield bucket, True
 
 
-def _blocks(tensors: Iterable[Named], most_bytes: int) -> Iterator[tuple[list[Named], int]]:
+def _blocks(
+    tensors: Iterable[Named], most_bytes: int, room: Callable[[Tensor], int]
+) -> Iterator[tuple[list[Named], int]]:
     """Neighbours whose names have the same beginning, and their bytes; one that is too large is cut."""
     block: list[Named] = []
     size = 0
     for name, tensor in tensors:
-        if block and (_block_of(name) != _block_of(block[0][0]) or size + tensor.nbytes > most_bytes):
+        added = room(tensor)
+        if block and (_block_of(name) != _block_of(block[0][0]) or size + added > most_bytes):
             yield block, size
             block, size = [], 0
         block.append((name, tensor))
-        size += tensor.nbytes
+        size += added
     if block:
         yield block, size
 
@@ -209,7 +293,7 @@ def _block_of(name: str) -> str:
 
 
 class Mappings:
-    """Shared memory that is mapped already: mapping it anew for every parcel costs as much as copying it."""
+    """Shared memory that is mapped already, to be read: mapping it anew for every parcel costs as much as copying it."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[int, int, int], Tensor]] = {}
@@ -224,9 +308,17 @@ class Mappings:
         identity = found.st_dev, found.st_ino, size
         known = self._known.get(path)
         if known is None or known[0] != identity:
-            known = identity, torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            known = identity, _mapped(path, size)
             self._known = {**dict(list(self._known.items())[1 - 2 * AHEAD :]), path: known}
         return known[1]
+
+
+def _mapped(path: str, size: int) -> Tensor:
+    with Path(path).open("rb") as file:
+        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @contextlib.contextmanager
@@ -280,10 +372,14 @@ def _places(tensors: Sequence[Named]) -> tuple[list[dict[str, Any]], int]:
     """Where each tensor goes in a buffer, and the size of the buffer in bytes."""
     pieces, offset = [], 0
     for name, tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        pieces.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset})
+        pieces.append(_piece(name, tensor, offset))
         offset += padded(tensor.nbytes)
     return pieces, max(offset, _ALIGNED)
+
+
+def _piece(name: str, tensor: Tensor, offset: int) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
 
 
 def view(buffer: Tensor, piece: dict[str, Any]) -> Tensor:

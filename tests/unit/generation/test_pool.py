@@ -312,7 +312,9 @@ def test_weights_are_kept_as_narrow_as_they_are_served() -> None:
 
     async def work(pool: EnginePool) -> None:
         await pool.load_weights(WEIGHTS, 1)
-        assert {t.dtype for _, t in pool._supervisor.weights.tensors()} == {torch.float32}, "what these engines compute in"
+        assert {t.dtype for _, t in pool._supervisor.weights.tensors()} == {torch.float32}, (
+            "what these engines compute in"
+        )
 
     run(makers, 2, work)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import json
+import multiprocessing
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from hone.errors import ConfigError, GenerationError
-from hone.generation.remote.transports import AHEAD, FileSender, Mappings, buckets, make_sender, opened
+from hone.generation.remote.transports import AHEAD, FileSender, Mappings, buckets, make_sender, opened, settle
 
 KINDS = ("shared_memory", "file", "socket")
 shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -107,6 +112,54 @@ def test_a_block_that_fits_stays_together(counts, most):
         for block in {name.split(".")[1] for name, _ in bucket}:
             inside = sum(name.split(".")[1] == block for name, _ in bucket)
             assert inside == counts[int(block)] or counts[int(block)] > most
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 5), nn.Linear(5, 7, bias=False)
+        self.same = self.head
+
+
+def test_settled_weights_are_read_where_they_live_and_nothing_else_is_left():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    model, mappings, sender = Tied(), Mappings(), make_sender("shared_memory", same_machine=True)
+    wanted = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
+    assert settle(model) and model.same.weight is model.head.weight
+    assert [(name, p.tolist()) for name, p in model.named_parameters()] == [(n, p.tolist()) for n, p in wanted]
+    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    assert [len(bucket) for bucket, _ in buckets(named, 1, sender.room)] == [3], "they take no room on their way"
+    parcel = json.loads(json.dumps(sender.pack(named)))
+    with opened(parcel, mappings) as arrived:
+        assert all(torch.equal(got, wanted) for (_, got), (_, wanted) in zip(arrived, named, strict=True))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model.first(torch.ones(3)).sum().backward()
+        optimizer.step()
+        assert torch.equal(arrived[0][1], model.first.weight) and not torch.equal(model.first.weight, wanted[0][1])
+    mixed = sender.pack([named[0], ("other", torch.ones(2))])
+    assert mixed["path"] != parcel["path"] and len(list(buckets([*named, ("o", torch.ones(2))], 1, sender.room))) == 2
+    with opened(mixed, mappings) as arrived:
+        assert torch.equal(arrived[0][1], model.first.weight)
+    del arrived, named, model, optimizer, mappings
+    gc.collect()
+    sender.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_an_engine_cannot_write_to_settled_weights():
+    model, sender = nn.Linear(2, 2), make_sender("shared_memory", same_machine=True)
+    assert settle(model)
+    parcel = sender.pack([("weight", model.weight.detach())])
+
+    def write() -> None:
+        faulthandler.disable()
+        with opened(parcel) as ((_, weight),):
+            weight.fill_(7)
+
+    process = multiprocessing.get_context("fork").Process(target=write)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGSEGV and not bool((model.weight == 7).any())
 
 
 def test_weights_that_are_not_where_they_should_be_are_an_error():
