@@ -7,6 +7,7 @@ SGLang puts these classes in the place of its own through its registry of hooks;
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.remote.transports import Mappings, opened
 from hone.generation.server.sglang_processes import SAMPLED_FROM
 
+_TAKE_EXPERTS_TOGETHER = ("GptOssForCausalLM",)
+"""SGLang's models whose files hold the experts of a layer in one tensor."""
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
 
 
@@ -86,7 +89,10 @@ class HoneScheduler(Scheduler):
     def hone_load_weights(self, parcel: str) -> None:
         """Take a parcel, in JSON."""
         with opened(json.loads(parcel), self._hone_mappings) as tensors:
-            self.tp_worker.model_runner.model.load_weights(tensors)
+            model = self.tp_worker.model_runner.model
+            model.load_weights(
+                _experts_apart(tensors) if type(model).__name__ not in _TAKE_EXPERTS_TOGETHER else tensors
+            )
 
     def hone_finish_weights(self) -> None:
         """Make what is derived from the weights anew, and forget what was cached of the old ones.
@@ -115,6 +121,23 @@ class HoneScheduler(Scheduler):
         """
         if not self.flush_cache():
             raise GenerationError("the cache is in use")
+
+
+def _experts_apart(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Each expert's matrices under the names that they have in a model's files; transformers holds those of a layer in one tensor."""
+    for name, tensor in weights:
+        layer, found, kind = name.rpartition(".experts.")
+        if not found or kind not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = (
+                zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
+                if kind == "gate_up_proj"
+                else [(kind, expert)]
+            )
+            for part, matrix in parts:
+                yield f"{layer}.experts.{number}.{part}.weight", matrix
 
 
 def _floating(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
