@@ -145,7 +145,6 @@ def main() -> None:
     parser.add_argument("--changed", type=float, help="share of the entries that change between two versions")
     arguments = parser.parse_args()
     model = make_model(arguments.layers)
-    settle(model)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{count / 1e6:.0f}M parameters, {4 * count / 1e6:.0f} MB, {torch.get_num_threads()} threads")
     with tempfile.TemporaryDirectory() as folder:
@@ -158,6 +157,9 @@ def main() -> None:
                 continue
             dtype, deltas = ("float32", (False,)) if arguments.changed is None else ("bfloat16", (False, True))
             for backend, delta in itertools.product(arguments.backends, deltas):
+                model = make_model(arguments.layers)
+                if backend == "shared_memory":
+                    settle(model)  # as a training run does
                 plan = LaunchPlan(
                     name,
                     python,

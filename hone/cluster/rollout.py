@@ -68,7 +68,8 @@ class RolloutWorker:
     def _build(self) -> Engine:
         config, context, shares = self.context.config, self.context, self.weights is Weights.OWN
 
-        if self.weights is Weights.APART and "actor" in context.roles and not has_adapter(config):
+        mapped = config.actor_rollout_ref.rollout.checkpoint_engine.backend in ("auto", "shared_memory")
+        if mapped and self.weights is Weights.APART and "actor" in context.roles and not has_adapter(config):
             settle(context.roles["actor"].engine.model)  # what is published are its weights as they are
 
         def model() -> Any:
