@@ -158,7 +158,7 @@ def _where_settled(tensors: Sequence[Named]) -> dict[str, Any] | None:
     home = homes.pop() if len(homes) == 1 else None
     if home is None:
         return None
-    return _shared(home, [_piece(name, t, t.storage_offset() * t.itemsize) for name, t in tensors])
+    return _shared(home, [_piece(name, t, int(t.storage_offset()) * t.itemsize) for name, t in tensors])
 
 
 def _shared(buffer: SharedBuffer, pieces: list[dict[str, Any]]) -> dict[str, Any]:
