@@ -120,10 +120,10 @@ class Watcher:
             self._seen = {}
             return True
         if birth(self.driver) == self._born:
-            record_end(
-                self.run, self.driver, f"hang: {diagnosis.reason}; see {path}"
-            )  # whoever waits for the run finds it
-            self._kill(diagnosis.culprits)
+            try:  # first, so that whoever waits for the process finds it
+                record_end(self.run, self.driver, f"hang: {diagnosis.reason}; see {path}")
+            finally:  # a full disk does not keep a run that hangs
+                self._kill(diagnosis.culprits)
         return False
 
     def _write_report(self, text: str) -> Path:

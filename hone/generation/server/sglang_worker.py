@@ -23,8 +23,8 @@ from hone.generation.native.sampler import RowSampling, sample
 from hone.generation.remote.transports import Mappings, opened
 from hone.generation.server.sglang_processes import SAMPLED_FROM
 
-_TAKE_EXPERTS_TOGETHER = ("GptOssForCausalLM",)
-"""SGLang's models whose files hold the experts of a layer in one tensor."""
+_EXPERTS_APART = ("Qwen3MoeForCausalLM",)
+"""SGLang's models that take each expert by itself, where transformers has a layer's in one tensor of the layout known here."""
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
 
 
@@ -90,9 +90,8 @@ class HoneScheduler(Scheduler):
         """Take a parcel, in JSON."""
         with opened(json.loads(parcel), self._hone_mappings) as tensors:
             model = self.tp_worker.model_runner.model
-            model.load_weights(
-                _experts_apart(tensors) if type(model).__name__ not in _TAKE_EXPERTS_TOGETHER else tensors
-            )
+            apart = type(model).__name__ in _EXPERTS_APART
+            model.load_weights(_experts_apart(tensors) if apart else tensors)
 
     def hone_finish_weights(self) -> None:
         """Make what is derived from the weights anew, and forget what was cached of the old ones.
@@ -131,12 +130,8 @@ def _experts_apart(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
             yield name, tensor
             continue
         for number, expert in enumerate(tensor):
-            parts = (
-                zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
-                if kind == "gate_up_proj"
-                else [(kind, expert)]
-            )
-            for part, matrix in parts:
+            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for part, matrix in zip(names, expert.chunk(len(names)), strict=True):
                 yield f"{layer}.experts.{number}.{part}.weight", matrix
 
 
