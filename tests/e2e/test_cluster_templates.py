@@ -300,7 +300,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_slurm_script_trains_on_two_nodes(start: Any, forked_ray_workers, tmp_path: Path) -> None:
     """The whole script; only Slurm's own two commands are stand-ins, which run the tasks of both nodes here."""
@@ -326,7 +326,7 @@ def test_the_slurm_script_trains_on_two_nodes(start: Any, forked_ray_workers, tm
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_hands_on_how_the_command_ended(start: Any) -> None:
     script = "import ray, sys; ray.init(sys.argv[1].split('=')[1]); sys.exit(40 + sum(n['Alive'] for n in ray.nodes()))"
     other = start("bash", str(TEMPLATES / "node.sh"), "1", "2", "127.0.0.1", "false")
@@ -336,7 +336,7 @@ def test_a_node_hands_on_how_the_command_ended(start: Any) -> None:
     assert ended(other)[0] == 0, "the others leave without complaint when the head is done"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_does_not_wait_for_ever(start: Any) -> None:
     code, output = ended(start("bash", str(TEMPLATES / "node.sh"), "1", "2", "127.0.0.1", "false", NODE_PATIENCE="2"))
     assert code == 1 and "no head at 127.0.0.1:" in output
@@ -344,7 +344,7 @@ def test_a_node_does_not_wait_for_ever(start: Any) -> None:
     assert code == 1 and "1 of 3 nodes came within 2 s" in output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_job_is_handed_to_a_cluster(start: Any, port: int, tmp_path: Path) -> None:
     """A real job server; the job checks the configuration there, in the way a run begins."""
     server, agent = free_ports(2)  # the agent's is fixed otherwise, and taken while another test has a cluster

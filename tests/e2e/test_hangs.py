@@ -10,7 +10,7 @@ from support.launch import Command, Ended
 from support.transcripts import DOCS, missing, shown_in
 from support.world import World, metrics, rl_command, run_record, steps_saved
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SCORER, ENGINE = "reward.scorer=shaky", "actor_rollout_ref.rollout.name=shaky"
 HANGS = {

@@ -15,7 +15,7 @@ from support import forked_engines
 from support.launch import Command, kill
 from support.world import World, metrics, records, rl_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 KILLS, STEPS, PROMPTS, N = 20, 12, 12, 4
 SERVED = (
     *("actor_rollout_ref.rollout.name=native", "actor_rollout_ref.rollout.num_replicas=3"),

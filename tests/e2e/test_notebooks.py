@@ -40,7 +40,7 @@ def test_links_and_files_named_exist(path: Path) -> None:
         assert (ROOT / name).is_file() or (ROOT / "notebooks" / name).is_file(), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:

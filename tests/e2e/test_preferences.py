@@ -13,7 +13,7 @@ from support.launch import hone
 from support.once import made_once
 from support.world import World, curve, mean, metrics, records, rl_command, run_record, sft_command, steps_saved
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @dataclass

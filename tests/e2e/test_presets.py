@@ -7,7 +7,7 @@ from support.world import World, curve, mean, metrics, rl_command
 
 from hone.config.layers import preset_names
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 OTHERS = {"online_dpo", "grpo", "ppo"}
 """Presets that have tests of their own, in test_preferences and test_learning."""

@@ -16,7 +16,7 @@ from hone.cluster.ray.connection import SETTINGS
 from hone.config import RLConfig, load_config
 from hone.trainers.rl import train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 RATE = "actor_rollout_ref.actor.optim.lr=1e-3"
 KINDS = {"grpo": ("grpo", RATE), "ppo": ("ppo", RATE), "lora": ("grpo", RATE, "actor_rollout_ref.model.lora_rank=4")}

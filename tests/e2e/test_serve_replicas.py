@@ -21,7 +21,7 @@ from support.launch import Command
 from support.templates import tokenizer
 from support.tool_model import NAME, make_tool_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(200)]
 TOKENIZER = tokenizer(NAME)
 
 

@@ -17,7 +17,7 @@ from hone.generation.pool import EnginePool
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.generation.remote import LaunchPlan, ServedEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 SAMPLING = SamplingParams(max_tokens=64, ignore_eos=True)
 
 

@@ -18,7 +18,7 @@ from hone.cluster.ray.connection import SETTINGS
 from hone.cluster.ray.runtime import RayRuntime
 from hone.config import RLConfig, load_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_a_worker_whose_node_is_lost_moves_to_another(forked_ray_workers, tmp_path: Path):

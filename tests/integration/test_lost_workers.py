@@ -17,7 +17,7 @@ from hone.cluster.ray.runtime import RayRuntime
 from hone.config import RLConfig, load_config
 from hone.errors import EXIT_FAILED, ConfigError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

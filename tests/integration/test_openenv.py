@@ -27,7 +27,7 @@ from hone.data.types import Sample
 from hone.errors import ConfigError
 
 SERVER = Path(__file__).parents[1] / "support" / "foreign" / "openenv_server.py"
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

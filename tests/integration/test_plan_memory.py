@@ -16,7 +16,7 @@ from support.ranks import Ranks
 from hone.preflight.plan.memory import memory_of
 from hone.preflight.plan.work import shape_of, work_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 TOLERANCE = 0.15
 SHAPES: dict[str, dict[str, int]] = {

@@ -18,7 +18,7 @@ from hone.config import RLConfig, load_config
 from hone.config.ray import RayConfig
 from hone.errors import ConfigError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 TOKENS = 2048
 

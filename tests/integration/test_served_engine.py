@@ -54,7 +54,7 @@ def url(server, monkeypatch) -> str:
 # attaching -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["shared_memory", "file", "socket"])
 def test_weights_arrive_by_every_transport_and_in_many_buckets(url, backend):
     new = make_model("tied", seed=5 + len(backend))
@@ -69,7 +69,7 @@ def test_weights_arrive_by_every_transport_and_in_many_buckets(url, backend):
         engine.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_clients_do_not_disturb_each_other(url):
     one, other = ServedEngine.attach(url), ServedEngine.attach(url)
     try:
@@ -90,7 +90,7 @@ def test_two_clients_do_not_disturb_each_other(url):
         other.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_client_that_hangs_up_leaves_the_engine_to_the_others(url):
     leaving, staying = ServedEngine.attach(url), ServedEngine.attach(url)
     try:
@@ -104,7 +104,7 @@ def test_a_client_that_hangs_up_leaves_the_engine_to_the_others(url):
         staying.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrong_token_is_refused(url, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "a guess")
     with pytest.raises(ConfigError, match="refuses the token"):
@@ -148,7 +148,7 @@ def test_an_engine_that_is_not_installed_says_how_to_install_it(monkeypatch, tmp
         interpreter_of("vllm", "/not/there")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_environment_without_the_engine_says_what_is_missing(path, tmp_path):
     wanted = dataclasses.replace(plan("served", path, tmp_path / "log"), engine="vllm")
     with pytest.raises(GenerationError, match="No module named 'vllm'") as raised:
@@ -156,13 +156,13 @@ def test_an_environment_without_the_engine_says_what_is_missing(path, tmp_path):
     assert "hone engines install" in raised.value.fix
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_is_not_there_is_shown_in_the_engines_words(tmp_path):
     with pytest.raises(GenerationError, match="nowhere"):
         EngineProcess(plan("served", tmp_path / "nowhere", tmp_path / "log"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_that_takes_too_long_is_ended(path, tmp_path):
     slow = dataclasses.replace(plan("served", path, tmp_path / "log"), start_seconds=0.3)
     with pytest.raises(GenerationError, match="not ready after 0 s") as raised:
@@ -177,7 +177,7 @@ def test_an_engine_that_takes_too_long_is_ended(path, tmp_path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_port_in_use_is_named(path, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         wanted = dataclasses.replace(plan("served", path, tmp_path / "log"), port=taken.getsockname()[1])
@@ -250,7 +250,7 @@ def orphans_after_kill(kind: str, path: Path, log: Path) -> tuple[int, float]:
     return len(family), time.monotonic() - begun
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_process_outlives_a_driver_that_is_killed(path, tmp_path):
     _, seconds = orphans_after_kill("served", path, tmp_path / "log")
     assert seconds < 10
@@ -288,7 +288,7 @@ def test_an_external_engine_checks_its_own_arguments(external, options, message,
         EngineProcess(plan(external, path, tmp_path / "log", **options))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_closing_ends_the_process(path, tmp_path):
     engine = ServedEngine.start(plan("served", path, tmp_path / "log"))
     assert engine.process is not None
@@ -302,7 +302,7 @@ def test_closing_ends_the_process(path, tmp_path):
 # the command ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_of_the_command_line_is_attached_to_and_ends_when_it_is_told(path, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "between us")
     words = ["serve", "native", "--model", str(path), "--max-model-len", "64", "--dtype", "float32"]

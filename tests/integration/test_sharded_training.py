@@ -137,7 +137,7 @@ def test_parameters_may_be_gathered_in_bfloat16(two_ranks: Ranks, tiny_models) -
         assert outcome.norms == pytest.approx(expected.norms, rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "changes"),
     [

@@ -32,7 +32,7 @@ from hone.generation.protocol import SamplingParams
 FOREIGN = Path(__file__).parents[1] / "support" / "foreign"
 TOKENIZER = tokenizer("qwen2_5")
 Script = Callable[[Any], list[int]]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
