@@ -235,6 +235,7 @@ def command_of(template: str) -> str:
     return text[text.index("hone train ") :].splitlines()[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("template", ["slurm.sbatch", "submit.sh", "kuberay.yaml", "skypilot.yaml"])
 def test_hone_takes_the_command(template: str, task: Path, tmp_path: Path) -> None:
     """All keys exist, and the run passes every check before it would begin."""

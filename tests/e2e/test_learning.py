@@ -14,7 +14,7 @@ LORA = ("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_al
 CASES = {
     "grpo": ("grpo", "actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
     "grpo-lora": (
-        *("grpo", *LORA, "actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=50"),
+        *("grpo", *LORA, "actor_rollout_ref.actor.optim.lr=3e-3", "trainer.total_training_steps=30"),
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     ),
     "ppo": (
@@ -23,7 +23,7 @@ CASES = {
     ),
     "ppo-lora": (
         *("ppo", *LORA, "actor_rollout_ref.actor.optim.lr=2e-3", "critic.optim.lr=3e-3"),
-        *("actor_rollout_ref.actor.ppo_mini_batch_size=12", "trainer.total_training_steps=40"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=12", "trainer.total_training_steps=25"),
     ),
 }
 

@@ -10,6 +10,8 @@ from support.checkpoint_engines import go_on, resume, train_and_save
 from support.ranks import Ranks
 from support.sharded_cases import Case, save_model
 
+pytestmark = pytest.mark.long
+
 LAYOUTS = {
     "one": None,
     "fsdp": {},

@@ -12,6 +12,8 @@ from support import checkpoint_cases as cases
 from support.ranks import Ranks
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def two():

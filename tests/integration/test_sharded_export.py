@@ -11,6 +11,8 @@ from support.sharded_cases import Case, exported
 from hone.config.model import ModelConfig
 from hone.training.model import load_policy
 
+pytestmark = pytest.mark.long
+
 TENSOR = {"tensor_model_parallel_size": 2}
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from support.ranks import Ranks
 from support.sharded_cases import Case, Outcome, alone, dtypes, reference, train
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = 1e-5
 ROUNDING = 2e-6
 """What float32 may take from a log-prob of a few units."""
@@ -137,7 +139,6 @@ def test_parameters_may_be_gathered_in_bfloat16(two_ranks: Ranks, tiny_models) -
         assert outcome.norms == pytest.approx(expected.norms, rel=0.1)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "changes"),
     [

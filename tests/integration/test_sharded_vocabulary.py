@@ -1,5 +1,6 @@
 """Log-probs, entropies and their gradients from a vocabulary in two parts are those of the whole."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -7,6 +8,8 @@ from support.ranks import Ranks
 from support.vocabulary_cases import in_parts, inputs
 
 from hone.algorithms.logits import entropy_from_logits, sum_pi_squared_from_logits, token_log_probs
+
+pytestmark = pytest.mark.long
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,6 +12,8 @@ import pytest
 from hone.cluster.watchdog import Culprit, Hang, Watchdog
 from hone.insight import activity
 
+pytestmark = pytest.mark.long
+
 RANK = """
 import sys, time
 from pathlib import Path
