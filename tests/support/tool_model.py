@@ -53,7 +53,7 @@ def make_tool_model(folder: Path, steps: int = 120) -> Path:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert float(loss) < 0.02, f"the conversation is not learnt: loss {float(loss):.3f}"
+    assert loss.item() < 0.02, f"the conversation is not learnt: loss {loss.item():.3f}"
     model.save_pretrained(folder)
     known.save_pretrained(folder)
     return folder
