@@ -182,7 +182,6 @@ def test_labelled_answers(mined: Mined, run, tmp_path: Path):
     )
     assert ended.code == 0, ended.output
     accuracies = curve(tmp_path / "run", "val/rewards/accuracies")
-
     assert accuracies[-1] > 0.62 and "val/rewards/margins" not in metrics(tmp_path / "run")[-1]
     refused = run(*command(mined, "prefer --preset dpo", tmp_path / "other", *files))
     assert refused.code == 2 and "loss.name=kto" in refused.message
