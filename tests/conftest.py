@@ -19,7 +19,7 @@ LONG = (
     *("test_lost_runs", "test_plan_memory", "test_preferences", "test_docs", "test_cluster_templates"),
     *("test_lost_replicas", "test_ray_runtime", "test_lifecycle_repeat", "engine_conformance"),
 )
-"""Modules of long tests, the longest first; the last needs no world, which another process may be making meanwhile."""
+"""Modules with tests that take long, the longest first; the last needs no world, which another process may be making meanwhile."""
 
 
 @pytest.hookimpl(trylast=True)  # after the choice by markers

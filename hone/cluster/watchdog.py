@@ -41,7 +41,7 @@ class Hang:
     """What the watcher reports.
 
     Attributes:
-        report: file with the wait graph and all stacks.
+        report: file with the wait graph and all stacks, or, in words, where else they stand.
         summary: the report without the stacks.
         reason: why nothing moves, in a sentence.
         culprits: whom all others wait for.

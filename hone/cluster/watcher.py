@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hone.cluster.hang_report import examine
+from hone.errors import HoneError
 from hone.insight.activity import FOLDER, Record, birth, read_records
 from hone.insight.environment import oom_kills
 from hone.insight.run_files import disk_errors
@@ -110,10 +111,10 @@ class Watcher:
         """Report; returns whether the run goes on."""
         diagnosis, summary, report = examine(records, seconds=quiet, limit=self.seconds)
         resume = self._resume_hint()
-        path = self._write_report(f"{report}\n{resume}\n")
-        _say(f"{summary}\n\nAll stacks: {path}\n{resume}")
+        report = self._keep_report(f"{report}\n{resume}\n")
+        _say(f"{summary}\n\nAll stacks: {report}\n{resume}")
         culprits = [{"name": r.name, "pid": r.pid, "host": r.host} for r in diagnosis.culprits]
-        message = {"report": str(path), "summary": summary, "reason": diagnosis.reason, "culprits": culprits}
+        message = {"report": report, "summary": summary, "reason": diagnosis.reason, "culprits": culprits}
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
         if self._hear(ANSWER_TIME) == "taken" and self._hear(RECOVERY_TIME) == "on":
@@ -121,18 +122,23 @@ class Watcher:
             return True
         if birth(self.driver) == self._born:
             try:  # first, so that whoever waits for the process finds it
-                record_end(self.run, self.driver, f"hang: {diagnosis.reason}; see {path}")
+                record_end(self.run, self.driver, f"hang: {diagnosis.reason}; see {report}")
             finally:  # a full disk does not keep a run that hangs
                 self._kill(diagnosis.culprits)
         return False
 
-    def _write_report(self, text: str) -> Path:
+    def _keep_report(self, text: str) -> str:
+        """Write it and return where; a disk that refuses it keeps no hang from being ended, and the report is shown instead."""
         folder = self.run / REPORTS
-        with disk_errors(folder):
-            folder.mkdir(exist_ok=True)
-            path = folder / f"hang_{len(list(folder.glob('hang_*.txt'))) + 1}.txt"
-            path.write_text(text, encoding="utf-8")
-        return path
+        try:
+            with disk_errors(folder):
+                folder.mkdir(exist_ok=True)
+                path = folder / f"hang_{len(list(folder.glob('hang_*.txt'))) + 1}.txt"
+                path.write_text(text, encoding="utf-8")
+        except (HoneError, OSError) as error:
+            _say(f"{text}\n{error}")
+            return "the output of the run (it could not be written)"
+        return str(path)
 
     def _resume_hint(self) -> str:
         steps = sorted(

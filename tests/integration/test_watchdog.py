@@ -1,5 +1,6 @@
 """The watchdog over real processes: ranks in a collective, a stopped process, a wait with a limit of its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -144,6 +145,30 @@ def test_a_wait_with_a_limit_of_its_own_is_no_hang_before_that(run: Path):
     finally:
         watchdog.close()
     assert hang.culprits[0].name == "driver" and "reward worker, which is not there" in hang.reason
+
+
+DRIVER = """
+import json, os, re, sys
+from pathlib import Path
+from hone.cluster.watchdog import Watchdog
+from hone.insight import activity
+
+run = Path(sys.argv[1])
+(run / "run.json").write_text(json.dumps({"pid": os.getpid(), "status": "running"}))
+activity.begin(run / activity.FOLDER, "driver")
+watchdog = Watchdog(run, 1.0)
+with activity.doing("reward"):
+    re.match(r"(a+)+$", "a" * 60 + "b")
+"""
+
+
+def test_a_run_that_hangs_is_ended_where_no_report_can_be_written(tmp_path: Path):
+    (tmp_path / "hangs").touch()  # no folder
+    ended = subprocess.run([sys.executable, "-c", DRIVER, tmp_path], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert "--- stacks of driver" in ended.stderr and "cannot write" in ended.stderr
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["status"] == "failed" and "the output of the run" in record["exit_reason"]
 
 
 def test_a_run_that_ends_is_watched_no_more(run: Path):
