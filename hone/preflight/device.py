@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
-from hone.preflight.rules import Finding, Stage, error, rule
+from hone.preflight import machine
+from hone.preflight.rules import Finding, Stage, error, rule, warning
+
+_SLOWER = 1.5
 
 
 @rule("R02", *TREES.values(), stage=Stage.ENVIRONMENT)
@@ -22,18 +25,40 @@ def cuda_present(config: AnyConfig) -> Iterator[Finding]:
 
 @rule("R07", *TREES.values(), stage=Stage.ENVIRONMENT)
 def dtype_supported(config: AnyConfig) -> Iterator[Finding]:
-    """The GPU computes in the dtypes asked for; every CPU does, some of them slowly."""
+    """The GPU computes in the dtypes asked for."""
     if config.trainer.device == "cpu" or not _cuda():
         return
     import torch
 
-    keys = [key for key, dtype in dtypes(config).items() if dtype == "bfloat16"]
+    keys = _narrow(config)
     if keys and not torch.cuda.is_bf16_supported(including_emulation=False):
         yield error(
             f"{torch.cuda.get_device_name()} does not compute in bfloat16",
             fix=" ".join(f"{key}=float32" for key in keys),
             where=keys[0],
         )
+
+
+@rule("R07", *TREES.values(), stage=Stage.ENVIRONMENT)
+def bfloat16_is_no_slower(config: AnyConfig) -> Iterator[Finding]:
+    """A CPU that is asked for bfloat16 has instructions for it: the others take several times as long as in float32."""
+    keys = _narrow(config)
+    elsewhere = config.trainer.device != "cpu" and isinstance(config, RLConfig) and config.trainer.runtime == "ray"
+    if not keys or elsewhere or not on_cpu(config):
+        return
+    cost = machine.bfloat16_cost()
+    if cost > _SLOWER:
+        yield warning(
+            f"{' and '.join(f'{key}=bfloat16' for key in keys)}, and on this processor a product in bfloat16 takes {cost:.1f} times "
+            "as long as in float32 (tried just now)",
+            why="it has no instructions for bfloat16, and each number is converted there and back",
+            fix=" ".join(f"{key}=float32" for key in keys),
+            where=keys[0],
+        )
+
+
+def _narrow(config: AnyConfig) -> list[str]:
+    return [key for key, dtype in dtypes(config).items() if dtype == "bfloat16"]
 
 
 def dtypes(config: AnyConfig) -> dict[str, str | None]:

@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,6 +93,27 @@ def cpu_quota(root: Path = _CGROUP) -> float | None:
         pass  # version 1, or none
     quota, period = (_number(root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     return quota / period if quota and period and quota > 0 else None
+
+
+def bfloat16_cost() -> float:
+    """Return how long a product in bfloat16 takes on a core of this processor, as a multiple of one in float32; tried, which
+    takes a tenth of a second.
+    """
+    import torch
+
+    kinds = (torch.float32, torch.bfloat16)
+    operands = {dtype: [torch.ones(rows, 256, dtype=dtype) for rows in (64, 512)] for dtype in kinds}
+    shortest = dict.fromkeys(kinds, math.inf)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other where something else runs
+    try:
+        for dtype in kinds * 20:  # in turns, and the shortest: whatever else runs only makes a try longer
+            started = time.perf_counter()
+            torch.nn.functional.linear(*operands[dtype])
+            shortest[dtype] = min(shortest[dtype], time.perf_counter() - started)
+    finally:
+        torch.set_num_threads(threads)
+    return shortest[torch.bfloat16] / shortest[torch.float32]
 
 
 def free_disk(path: Path) -> tuple[Path, int]:

@@ -129,6 +129,14 @@ MACHINE_CASES = [
         spoil=lambda world: world.gpus(bfloat16=False),
     ),
     Case(
+        "R07 device.bfloat16_is_no_slower",
+        f"{ACTOR}.dtype=bfloat16",
+        ("a product in bfloat16 takes 6.1 times as long as in float32",),
+        fix=f"{ACTOR}.dtype=float32",
+        spoil=lambda world: world.bfloat16(cost=6.1),
+        warns=True,
+    ),
+    Case(
         "R31 environment.device_memory_suffices",
         given="trainer.device=auto",
         spoil=lambda world: world.machine(gpus=(Gpu(0, "tiny", 0.001, 0),)),

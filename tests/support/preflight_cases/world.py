@@ -54,6 +54,10 @@ class World:
         self.monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P40")
         self.monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16)
 
+    def bfloat16(self, cost: float) -> None:
+        """Say how long a product in bfloat16 takes, in times of one in float32."""
+        self.monkeypatch.setattr(machine, "bfloat16_cost", lambda: cost)
+
     def place(self, text: str) -> str:
         """Return a text with TMP for this folder."""
         return text.replace("TMP", str(self.folder))

@@ -18,6 +18,7 @@ from hone.preflight import machine
 def sound_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said does not depend on the machine that the tests run on."""
     monkeypatch.setattr(machine, "look", lambda: SOUND_MACHINE)
+    monkeypatch.setattr(machine, "bfloat16_cost", lambda: 1.0)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,75 @@
+"""What is measured of the machine itself."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from hone.config import RLConfig
+from hone.preflight import machine
+from hone.preflight.rules import findings
+
+measured = machine.bfloat16_cost  # before the fixture of all these tests replaces it
+
+
+def test_bfloat16_costs_the_ratio_of_the_shortest_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[torch.dtype] = []
+
+    def slow(states: Tensor, weight: Tensor) -> Tensor:
+        tries.append(states.dtype)
+        busy = len(tries) % 5 == 0  # something else runs
+        time.sleep((0.008 if states.dtype == torch.bfloat16 else 0.002) + 0.02 * busy)
+        return weight
+
+    monkeypatch.setattr(torch.nn.functional, "linear", slow)
+    threads = torch.get_num_threads()
+    assert measured() == pytest.approx(4, rel=0.3)
+    assert torch.get_num_threads() == threads
+    assert tries.count(torch.bfloat16) == tries.count(torch.float32) == 20
+
+
+def test_the_threads_come_back_when_a_product_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Tensor) -> Tensor:
+        raise RuntimeError("no such product")
+
+    monkeypatch.setattr(torch.nn.functional, "linear", refuse)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(RuntimeError, match="no such product"):
+            measured()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("device", "runtime", "dtype", "cost", "warns"),
+    [
+        ("cpu", "local", "bfloat16", 6.1, True),
+        ("auto", "local", "bfloat16", 6.1, True),
+        ("cpu", "local", "bfloat16", 0.3, False),
+        ("cpu", "local", "float32", 6.1, False),
+        ("cpu", "ray", "bfloat16", 6.1, True),
+        ("auto", "ray", "bfloat16", 6.1, False),  # the workers may have GPUs
+    ],
+)
+def test_slow_bfloat16_is_told_where_it_is_computed(
+    rl: RLConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    runtime: str,
+    dtype: str,
+    cost: float,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "bfloat16_cost", lambda: cost)
+    rl.trainer.device, rl.trainer.runtime, rl.actor_rollout_ref.actor.dtype = device, runtime, dtype
+    found = [finding for finding in findings(rl) if finding.error.code == "R07"]
+    assert [finding.stops for finding in found] == [False] * warns
+    if warns:
+        assert "6.1 times" in found[0].error.what and found[0].error.fix == "actor_rollout_ref.actor.dtype=float32"
