@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from support.launch import Command, hone, set_environment
 from support.world import World, metrics, rl_command, steps_saved
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(550)]
+pytestmark = pytest.mark.long
 
 TWO = ("trainer.runtime=ray", "trainer.n_gpus_per_node=2")
 

@@ -22,6 +22,7 @@ import pytest
 import yaml
 from support.forked_python import Forks
 from support.launch import hone
+from support.patience import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "examples" / "cluster"
@@ -90,7 +91,7 @@ def surroundings(task: Path, port: int, forks: Forks, tmp_path: Path) -> dict[st
         "RAY_prestart_worker_first_driver": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "OMP_NUM_THREADS": "1",
-        "NODE_PATIENCE": "60",
+        "NODE_PATIENCE": "300",
     }
 
 
@@ -126,7 +127,7 @@ def start(surroundings: dict[str, str], tmp_path: Path) -> Iterator[Any]:
             process.wait()
 
 
-def ended(process: Any, timeout: float = 270) -> tuple[int, str]:
+def ended(process: Any, timeout: float = LONG) -> tuple[int, str]:
     """Exit code and output."""
     code = process.wait(timeout)
     return code, Path(process.log).read_text(errors="replace")
@@ -302,7 +303,6 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_the_slurm_script_trains_on_two_nodes(start: Any, forked_ray_workers, tmp_path: Path) -> None:
     """The whole script; only Slurm's own two commands are stand-ins, which run the tasks of both nodes here."""
     (tmp_path / "bin").mkdir()
@@ -356,7 +356,7 @@ def test_a_job_is_handed_to_a_cluster(start: Any, port: int, tmp_path: Path) -> 
         RAY_AUTH_MODE="token",
     )
     answers = f"until (exec 3<>/dev/tcp/127.0.0.1/{server}) 2>/dev/null; do sleep 0.5; done"
-    assert ended(start("timeout", "60", "bash", "-c", answers))[0] == 0
+    assert ended(start("timeout", "300", "bash", "-c", answers))[0] == 0
 
     def submitted() -> tuple[int, str]:
         return ended(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.launch import hone
+from support.patience import LONG
 from support.world import World, metrics, rl_command, run_record, sft_command, steps_saved
 
 pytestmark = pytest.mark.slow
@@ -17,7 +18,7 @@ HONE = Path(sys.executable).parent / "hone"
 
 def cold(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the console script to its end."""
-    return subprocess.run([HONE, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run([HONE, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=LONG)
 
 
 def test_help(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support import faults
 from support.launch import Command, Ended
+from support.patience import SOON
 from support.transcripts import DOCS, missing, shown_in
 from support.world import World, metrics, rl_command, run_record, steps_saved
 
@@ -70,7 +71,7 @@ def test_a_killed_run_says_so(world: World, tmp_path: Path):
     command.wait()
     assert command.process.exitcode == -9
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SOON
     while run_record(run)["status"] == "running" and time.monotonic() < deadline:
         time.sleep(0.05)
     assert "was killed" in run_record(run)["exit_reason"]

@@ -13,9 +13,10 @@ import psutil
 import pytest
 from support import forked_engines
 from support.launch import Command, kill
+from support.patience import SOON
 from support.world import World, metrics, records, rl_command
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.long
 KILLS, STEPS, PROMPTS, N = 20, 12, 12, 4
 SERVED = (
     *("actor_rollout_ref.rollout.name=native", "actor_rollout_ref.rollout.num_replicas=3"),
@@ -84,6 +85,4 @@ def test_no_replica_outlives_a_run_that_is_killed(world: World, tmp_path: Path) 
     family = engines(command)
     assert len(family) == 3
     kill(command)
-    begun = time.monotonic()
-    psutil.wait_procs(family, timeout=10)
-    assert not [process for process in family if process.is_running()] and time.monotonic() - begun < 10
+    assert not psutil.wait_procs(family, timeout=SOON)[1]

@@ -23,7 +23,7 @@ from hone.insight import activity
 from hone.insight.activity import Record
 from hone.trainers.rl import train
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 
 ONCE = ("starting", "checkpoint")
 STAGES = (*ONCE, "gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")

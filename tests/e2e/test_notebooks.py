@@ -11,6 +11,7 @@ import pytest
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from support.forked_python import Forks
+from support.patience import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -41,7 +42,6 @@ def test_links_and_files_named_exist(path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
@@ -53,7 +53,7 @@ def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, forks: Forks, monke
     kernel = AsyncKernelManager(kernel_name="python3")
     assert kernel.kernel_spec is not None
     kernel.kernel_spec.argv[0] = python
-    NotebookClient(notebook, kernel, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute(
+    NotebookClient(notebook, kernel, timeout=int(LONG), resources={"metadata": {"path": str(tmp_path)}}).execute(
         cleanup_kc=True
     )
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]

@@ -52,7 +52,7 @@ def mine(found: Mined, root: Path) -> None:
             ("data", "pairs", found.run, "--out", found.pairs, "--margin", 0.2, "--val-share", 0.2, "--per-prompt", 40),
         ]
     ):  # fmt: skip
-        ended = hone(*arguments, log=root / f"make{number}.log", timeout=180)
+        ended = hone(*arguments, log=root / f"make{number}.log")
         assert ended.code == 0, ended.output
 
 
@@ -98,7 +98,7 @@ LEARN = {
 def test_held_out_preference_accuracy(mined: Mined, run, tmp_path: Path, case: str):
     program, *overrides = LEARN[case]
     steps = ("trainer.total_training_steps=50", "trainer.test_freq=25", "data.train_batch_size=32")
-    ended = run(*command(mined, program, tmp_path / "run", *steps, *overrides), timeout=180)
+    ended = run(*command(mined, program, tmp_path / "run", *steps, *overrides))
     assert ended.code == 0, ended.output
     accuracies, losses = curve(tmp_path / "run", "val/rewards/accuracies"), curve(tmp_path / "run", "val/loss")
     assert accuracies[0] < 0.6 and accuracies[-1] > 0.8, accuracies
@@ -178,7 +178,6 @@ def test_labelled_answers(mined: Mined, run, tmp_path: Path):
     ended = run(
         *command(mined, "prefer --preset kto", tmp_path / "run", *files, "optim.lr=5e-4", "loss.beta=0.3"),
         *("data.train_batch_size=64", "trainer.total_training_steps=50"),
-        timeout=180,
     )
     assert ended.code == 0, ended.output
     accuracies = curve(tmp_path / "run", "val/rewards/accuracies")
@@ -213,7 +212,6 @@ def test_a_reward_model_closes_the_circle(mined: Mined, run, tmp_path: Path):
     """Trained on pairs, it trains a policy whose answers a rule then finds better."""
     trained = run(
         *command(mined, "reward-model", tmp_path / "rm", "optim.lr=1e-3", "trainer.total_training_steps=50"),
-        timeout=180,
     )
     assert trained.code == 0, trained.output
     judge = tmp_path / "judge"
@@ -225,7 +223,7 @@ def test_a_reward_model_closes_the_circle(mined: Mined, run, tmp_path: Path):
         *("trainer.total_training_steps=12", f"data.val_files={mined.prompts}", "data.val_max_samples=16"),
         *("reward.reward_model.enable=true", f"reward.reward_model.path={judge}"),
     )
-    ended = run(*rl_command(mined.world, tmp_path / "run", "grpo", *overrides), timeout=180)
+    ended = run(*rl_command(mined.world, tmp_path / "run", "grpo", *overrides))
     assert ended.code == 0, ended.output
     for name in ("critic/score/mean", "reward/rm/mean", "reward/rule/mean"):
         values = curve(tmp_path / "run", name)

@@ -19,6 +19,7 @@ import openai
 import pytest
 import torch
 from support.forked_python import Forks
+from support.patience import LONG, SOON
 from support.templates import tokenizer
 from support.tool_model import ANSWER, CALL, NAME, QUESTION, RESULT, WEATHER, make_tool_model
 from transformers import AutoModelForCausalLM
@@ -44,7 +45,7 @@ def url(model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> 
     with log.open("w") as file:
         server = subprocess.Popen(command, stderr=file, env={**os.environ, "HONE_SERVE_TOKEN": TOKEN})
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + LONG
         while not (found := re.search(r"at (http://127\.0\.0\.1:\d+)/v1 \(token asked for\)", log.read_text())):
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
@@ -58,7 +59,7 @@ def url(model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def client(url: str, path: str = "") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}{path}/v1", api_key=TOKEN, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{url}{path}/v1", api_key=TOKEN, max_retries=0, timeout=SOON)
 
 
 def test_a_tool_conversation_is_recorded_with_the_log_probs_of_the_model(url: str, model: Path) -> None:
@@ -74,7 +75,7 @@ def test_a_tool_conversation_is_recorded_with_the_log_probs_of_the_model(url: st
     assert "".join(said) == "It is sunny in Rome."
 
     request = urllib.request.Request(f"{url}/sessions/one", headers={"Authorization": f"Bearer {TOKEN}"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=SOON) as answer:
         (told,) = json.loads(answer.read())["conversations"]
     renderer = renderer_for(TOKENIZER)
     asked, answered = (TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in (CALL, ANSWER))
@@ -152,7 +153,7 @@ def test_two_thousand_connections_at_once_lose_no_reply(url: str) -> None:
         everybody.set()
         return await asyncio.gather(*asking)
 
-    answers = asyncio.run(asyncio.wait_for(all_of_them(), 120))
+    answers = asyncio.run(asyncio.wait_for(all_of_them(), LONG))
     assert len({answer["id"] for answer in answers}) == CONNECTIONS
     assert all(len(answer["choices"][0]["token_ids"]) == 3 for answer in answers)
     again = client(url).completions.create(

@@ -18,10 +18,11 @@ import psutil
 import pytest
 from support import forked_engines
 from support.launch import Command
+from support.patience import SOON
 from support.templates import tokenizer
 from support.tool_model import NAME, make_tool_model
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.long
 TOKENIZER = tokenizer(NAME)
 
 
@@ -40,11 +41,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, 
     processes = psutil.Process(command.process.pid).children(recursive=True)
     command.signal(signal.SIGTERM)
     command.wait()
-    assert not psutil.wait_procs(processes, timeout=10)[1], "nothing is left running"
+    assert not psutil.wait_procs(processes, timeout=SOON)[1], "nothing is left running"
 
 
 def told(url: str, path: str, method: str = "GET") -> Any:
-    with urllib.request.urlopen(urllib.request.Request(f"{url}{path}", method=method), timeout=60) as answer:
+    with urllib.request.urlopen(urllib.request.Request(f"{url}{path}", method=method), timeout=SOON) as answer:
         return json.loads(answer.read())
 
 
@@ -52,7 +53,7 @@ def answers(url: str, count: int) -> list[str]:
     """What so many callers at once are told, each with a seed of its own."""
 
     async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=SOON) as client:
             calls = [
                 client.completions.create(model="weather", prompt="a b c", max_tokens=8, temperature=1.0, seed=seed)
                 for seed in range(count)
@@ -82,7 +83,7 @@ def test_replicas_share_the_work_and_one_is_drained_or_killed_without_a_lost_ans
     assert len(engines) == 2
     os.killpg(engines[0], signal.SIGKILL)
     assert answers(url, 16) == expected
-    end = time.monotonic() + 60
+    end = time.monotonic() + SOON
     while sorted(one["starts"] for one in told(url, "/replicas")["replicas"]) != [1, 2]:
         assert time.monotonic() < end, told(url, "/replicas")
         time.sleep(0.1)

@@ -32,6 +32,7 @@ from support.engine_cases import (
     serve,
     start,
 )
+from support.patience import SOON
 
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError
@@ -308,7 +309,7 @@ def test_nothing_is_decoded_during_a_pause(subject):
         await asyncio.sleep(0.5)
         still = not task.done()
         await subject.engine.resume()
-        return still, await asyncio.wait_for(task, 60)
+        return still, await asyncio.wait_for(task, SOON)
 
     still, done = asyncio.run(paused())
     assert still
@@ -374,10 +375,10 @@ def test_weights_that_change_in_mid_flight_show_in_the_versions(subject, models)
         await subject.engine.pause()
         await subject.take(models["tied"][1], version)
         await subject.engine.resume()
-        return await asyncio.wait_for(task, 60)
+        return await asyncio.wait_for(task, SOON)
 
     before = 1
-    for wait in (0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16):  # until the change meets them between first and last token
+    for wait in (0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32):  # until the change meets them between first and last token
         found = asyncio.run(change(wait, before + 1)).values()
         assert all(len(got.token_ids) == 150 for got in found)
         if all(got.weight_versions == (before, before + 1) for got in found):
@@ -401,10 +402,10 @@ def test_an_abort_between_an_update_and_going_on_keeps_tokens(subject, models):
         await subject.take(models["tied"][0], version)
         await subject.engine.abort(["0"])
         await subject.engine.resume()
-        return await asyncio.wait_for(task, 60)
+        return await asyncio.wait_for(task, SOON)
 
     for version, wait in enumerate(
-        (0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16), start=2
+        (0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32), start=2
     ):  # until the update meets it on its way
         done = asyncio.run(abort(wait, version))
         assert done["1"].token_ids == free["1"].token_ids
@@ -656,7 +657,7 @@ def test_a_crash_in_mid_flight_is_reported_to_everyone_who_waits(kind, victim, m
         waiting = [asyncio.create_task(collect(subject.engine, long_running(2))) for _ in range(4)]
         await asyncio.sleep(0.1)
         os.kill(killed.pid, signal.SIGKILL)
-        return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30)
+        return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), SOON)
 
     outcomes = asyncio.run(crash())
     assert all(isinstance(found, EngineLost) for found in outcomes), outcomes
@@ -664,5 +665,5 @@ def test_a_crash_in_mid_flight_is_reported_to_everyone_who_waits(kind, victim, m
     with pytest.raises(EngineLost):
         serve(subject.engine, requests(GREEDY, 1))
     subject.engine.close()
-    _, left = psutil.wait_procs(family, timeout=10)
+    _, left = psutil.wait_procs(family, timeout=SOON)
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]

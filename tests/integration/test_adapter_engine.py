@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.engine_cases import assert_greedy, collect, make_model, plan, requests, save, serve
+from support.patience import SOON
 
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError
@@ -34,7 +35,6 @@ def adapted(seed: int) -> PeftModel:
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(400)
 def test_vllm_swaps_adapters_and_nothing_of_the_one_before_is_left(tmp_path):
     try:
         interpreter_of("vllm")
@@ -70,7 +70,7 @@ def _changes_in_mid_flight(engine: ServedEngine, model: PeftModel) -> None:
         await engine.pause()
         await engine.load_weights(adapter_weights(model), 4)
         await engine.resume()
-        return await asyncio.wait_for(task, 60)
+        return await asyncio.wait_for(task, SOON)
 
     for one in long:
         got = asyncio.run(change())[one.request_id]

@@ -28,7 +28,6 @@ def qwen3_moe(seed: int) -> PreTrainedModel:
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "make"), [("vllm", gpt_oss), ("vllm", qwen3_moe), ("sglang", qwen3_moe)])
 def test_new_weights_of_experts_arrive(tmp_path, name, make):
     """On a CPU vLLM packs experts, once; and the loader of GPT-OSS copies them past the reload that makes layers anew."""

@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from support.fragile_role import Fragile
+from support.patience import LONG, SOON
 
 from hone.cluster.context import RoleSpec
 from hone.cluster.failures import WorkerLost
@@ -38,12 +39,12 @@ def test_a_worker_whose_node_is_lost_moves_to_another(forked_ray_workers, tmp_pa
         ],
     )
     try:
-        cluster.wait_for_nodes()
+        cluster.wait_for_nodes(LONG)
         runtime = RayRuntime(config, [RoleSpec("fragile", Fragile)])
         nodes = [node for _, _, node in runtime.group("fragile").places().result()]
         lost = next(rank for rank, node in enumerate(nodes) if node in others)
         cluster.remove_node(others[nodes[lost]], allow_graceful=False)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + SOON
         with pytest.raises(WorkerLost) as caught:
             while time.monotonic() < deadline:  # until Ray has noticed
                 runtime.group("fragile").places().result()

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.patience import SOON
 
 from hone.agents.tools import ToolError
 from hone.agents.tools.loading import tools_of_yaml
@@ -41,7 +42,7 @@ def test_a_program_on_stdio(tmp_path: Path):
         with pytest.raises(ToolError, match="fail"):
             ask(tools["fail"], reason="no luck")
         with pytest.raises(Exception):  # noqa: B017 - whatever the client says when its server is gone
-            asyncio.run(asyncio.wait_for(tools["leave"].execute(None, {}), 10))
+            asyncio.run(asyncio.wait_for(tools["leave"].execute(None, {}), SOON))
         assert ask(tools["add"], a=1, b=1) == "2", "the connection is made anew"
     finally:
         tools["add"].close()
@@ -54,7 +55,7 @@ def test_a_server_on_http(tmp_path: Path):
         port = free.getsockname()[1]
     server = subprocess.Popen([sys.executable, str(SERVER), "http", str(port)], stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + SOON
         while time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:

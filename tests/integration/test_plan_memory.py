@@ -53,7 +53,7 @@ def test_prediction_is_what_a_process_holds(two_ranks: Ranks, models: dict[str, 
     assert shape is not None and 0.8 < shape.parameters / (float(size[:-1]) * 1e6) < 1.2
     work = work_of(config, shape, on_cpu=True)
     predicted = memory_of(work, work.main)
-    for rank, held in enumerate(two_ranks.run(hold, warm_up, config, timeout=600)):
+    for rank, held in enumerate(two_ranks.run(hold, warm_up, config)):
         if held is not None:
             measured = (held["peak"] - held["bare"]) * 2**30
             assert predicted.peak.total == pytest.approx(measured, rel=TOLERANCE), (

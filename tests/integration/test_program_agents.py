@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import LONG, SOON
 from support.scripted import ScriptedEngine
 from support.templates import tokenizer
 
@@ -70,11 +71,11 @@ def play(engine: Any, samples: list[Sample], n: int = 1, tokens: int = 400, **pr
     player = Player(engine, Setting(TOKENIZER, turns, agent, context=4096))
     sampling = SamplingParams(max_tokens=tokens, temperature=0.7)
     playing = player.play(samples, sampling, n=n, seed_of=lambda uid, index: hash((uid, index)) % 2**31)
-    return asyncio.run(asyncio.wait_for(playing, 100))
+    return asyncio.run(asyncio.wait_for(playing, LONG))
 
 
 def gone(pid: float) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
         try:
             os.kill(int(pid), 0)
@@ -181,16 +182,16 @@ def test_calls_made_at_once_have_draws_of_their_own_that_a_rerun_repeats(monkeyp
     [
         ("echo oh no >&2; exit 3", r"ended with code 3: oh no"),
         ("kill -9 $$", "killed by signal 9"),
-        ("sleep 60", "more than 1 s"),
+        ("sleep 60", "more than 3 s"),
         ("exit 0", "without asking the model"),
         ("echo '[1, 2]'", "result is"),
     ],
 )
 def test_an_agent_that_fails_breaks_its_episode_and_says_how(script: str, said: str) -> None:
     begun = time.monotonic()
-    (trajectory,) = play(ScriptedEngine(adder), rows(), command=["sh", "-c", script], timeout=1)
+    (trajectory,) = play(ScriptedEngine(adder), rows(), command=["sh", "-c", script], timeout=3)
     assert trajectory.episode and re.search(said, trajectory.episode.error or "")
-    assert time.monotonic() - begun < 30 and trajectory.episode.reward is None
+    assert time.monotonic() - begun < 50 and trajectory.episode.reward is None
 
 
 ASKS_ON = """

@@ -56,7 +56,7 @@ def chat(text: str) -> tuple[int, Any]:
 
 def judged(url: str, **settings: Any) -> RewardConfig:
     judge = JudgeConfig(base_url=f"{url}/v1", model="grader", **settings)
-    return RewardConfig(scorer="llm_judge", judge=judge, timeout=2.0, max_error_rate=1.0)
+    return RewardConfig(scorer="llm_judge", judge=judge, timeout=10.0, max_error_rate=1.0)
 
 
 def test_a_judge_is_asked_once_for_each_thing_and_its_cost_is_counted(tmp_path: Path, monkeypatch) -> None:
@@ -256,7 +256,7 @@ CASES = {
 
 @pytest.mark.slow
 def test_code_is_scored_by_its_tests_and_does_not_score_itself() -> None:
-    config = RewardConfig(sandbox=SandboxConfig(timeout=2.0, max_concurrent=3))
+    config = RewardConfig(sandbox=SandboxConfig(timeout=5.0, max_concurrent=3))
     results = score(
         config,
         [

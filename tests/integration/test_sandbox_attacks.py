@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.patience import SOON
 
 from hone.rewards.sandbox import Ending, Limits, Result, Sandbox
 from hone.rewards.sandbox.backends import available
@@ -71,7 +72,7 @@ def test_a_fork_bomb_fizzles(name: str, attack) -> None:
     before = len(psutil.pids())
     begun = time.monotonic()
     result = attack(name, "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass")
-    assert result.ending in (Ending.TIMEOUT, Ending.MEMORY) and time.monotonic() - begun < 10
+    assert result.ending in (Ending.TIMEOUT, Ending.MEMORY) and time.monotonic() - begun < SOON
     assert len(psutil.pids()) < before + 30
 
 
@@ -96,7 +97,7 @@ def test_endless_output_is_cut(name: str, attack) -> None:
 )  # fmt: skip
 def test_time_is_limited(name: str, code: str, attack) -> None:
     result = attack(name, code, limits=Limits(seconds=0.7))
-    assert result.ending is Ending.TIMEOUT and 0.6 < result.seconds < 5
+    assert result.ending is Ending.TIMEOUT and 0.6 < result.seconds < 30
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -188,6 +189,7 @@ for pid in ({os.getpid()}, os.getppid(), -1, 1):
 def test_the_system_is_read_only_and_what_is_written_is_limited(name: str, attack, tmp_path: Path) -> None:
     code = f"""
 import os, sys
+
 for path in ('/x', '/usr/x', '/etc/x', '/dev/x', '/root/x', '/home/x', {str(tmp_path / "x")!r}, sys.prefix + '/x', '/proc/sys/kernel/core_pattern'):
     try: open(path, 'w').write('x'); print('wrote', path)
     except OSError: pass
@@ -230,13 +232,13 @@ def test_the_program_ends_with_the_trainer(tmp_path: Path) -> None:
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
-    me, found, deadline = psutil.Process(trainer.pid), [], time.monotonic() + 20
+    me, found, deadline = psutil.Process(trainer.pid), [], time.monotonic() + SOON
     while time.monotonic() < deadline and not found:
         time.sleep(0.05)
         found = [p for p in me.children(recursive=True) if p.cmdline()[-1:] == ["main.py"]]
     trainer.kill()
     trainer.communicate()
-    found[0].wait(timeout=10)
+    found[0].wait(timeout=SOON)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from support.engine_cases import assert_greedy, collect, make_model, plan, requests, save, serve
+from support.patience import SOON
 from typer.testing import CliRunner
 
 from hone.cli.engine_server import run_server
@@ -230,9 +231,8 @@ time.sleep(100)
 """
 
 
-def orphans_after_kill(kind: str, path: Path, log: Path) -> tuple[int, float]:
-    """Start a driver with an engine, kill the driver with SIGKILL; how many processes of the engine there were, and how many
-    seconds until none was left."""
+def processes_that_end_with_the_driver(kind: str, path: Path, log: Path) -> int:
+    """Start a driver with an engine and kill the driver with SIGKILL; how many processes of the engine there were, all gone now."""
     tests = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": tests}
     driver = subprocess.Popen(
@@ -241,19 +241,17 @@ def orphans_after_kill(kind: str, path: Path, log: Path) -> tuple[int, float]:
     assert driver.stdout is not None
     engine = psutil.Process(int(driver.stdout.readline()))
     family = [engine, *engine.children(recursive=True)]
-    begun = time.monotonic()
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    psutil.wait_procs(family, timeout=10)
+    psutil.wait_procs(family, timeout=SOON)
     left = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not left, left
-    return len(family), time.monotonic() - begun
+    return len(family)
 
 
 @pytest.mark.long
 def test_no_process_outlives_a_driver_that_is_killed(path, tmp_path):
-    _, seconds = orphans_after_kill("served", path, tmp_path / "log")
-    assert seconds < 10
+    assert processes_that_end_with_the_driver("served", path, tmp_path / "log") >= 1
 
 
 @pytest.fixture
@@ -268,8 +266,7 @@ def external(request) -> str:
 @pytest.mark.engines
 @pytest.mark.parametrize("external", ["vllm", "sglang"], indirect=True)
 def test_no_process_of_an_external_engine_outlives_a_driver_that_is_killed(external, path, tmp_path):
-    count, seconds = orphans_after_kill(external, path, tmp_path / "log")
-    assert count >= 2 and seconds < 10
+    assert processes_that_end_with_the_driver(external, path, tmp_path / "log") >= 2
 
 
 @pytest.mark.engines
@@ -314,8 +311,8 @@ def test_a_server_of_the_command_line_is_attached_to_and_ends_when_it_is_told(pa
     assert len(serve(engine, requests(GREEDY, 2))) == 2
     children = psutil.Process(served.pid).children(recursive=True)
     served.terminate()
-    assert served.wait(timeout=20) == 0 and children
-    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert served.wait(timeout=SOON) == 0 and children
+    assert not psutil.wait_procs(children, timeout=SOON)[1]
     engine.close()
 
 

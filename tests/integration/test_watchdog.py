@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.patience import SOON
 
 from hone.cluster.watchdog import Culprit, Hang, Watchdog
 from hone.insight import activity
@@ -49,7 +50,7 @@ class Seen:
         self.hangs.append(hang)
         return True
 
-    def wait(self, seconds: float = 30.0) -> Hang:
+    def wait(self, seconds: float = SOON) -> Hang:
         end = time.monotonic() + seconds
         while not self.hangs and time.monotonic() < end:
             time.sleep(0.05)
@@ -83,9 +84,9 @@ def test_the_hung_rank_is_named_before_the_collective_gives_up(run: Path):
     watchdog = Watchdog(run, 2.0, seen)
     try:
         with activity.waiting("update_actor", on=["actor"], limit=None):
-            hang = seen.wait(60)
+            hang = seen.wait()
             seen.hangs.clear()
-            assert seen.wait(60).culprits == hang.culprits, "what stands still is reported again"
+            assert seen.wait().culprits == hang.culprits, "what stands still is reported again"
     finally:
         watchdog.close()
         for rank in ranks:
@@ -114,13 +115,13 @@ with activity.doing("generate"):
 
 def test_a_stopped_process_is_named_and_one_that_ticks_is_not(run: Path):
     worker, seen = start(WORKER, run / activity.FOLDER), Seen()
-    watchdog = Watchdog(run, 1.0, seen)
+    watchdog = Watchdog(run, 3.0, seen)
     try:
         with activity.waiting("generate", on=["rollout[0]"]):
             while not [record for record in activity.read_records(run / activity.FOLDER) if record.role == "rollout"]:
                 time.sleep(0.02)
             seen.hangs.clear()
-            time.sleep(2.5)
+            time.sleep(5.0)
             assert seen.hangs == [], "it ticks"
             os.kill(worker.pid, signal.SIGSTOP)
             hang = seen.wait()
@@ -138,7 +139,7 @@ def test_a_wait_with_a_limit_of_its_own_is_no_hang_before_that(run: Path):
     seen = Seen()
     watchdog = Watchdog(run, 0.5, seen)
     try:
-        with activity.waiting("scores", on=["reward worker"], limit=3.0):
+        with activity.waiting("scores", on=["reward worker"], limit=5.0):
             time.sleep(2.0)
             assert seen.hangs == []
             hang = seen.wait()
@@ -153,6 +154,7 @@ from pathlib import Path
 from hone.cluster.watchdog import Watchdog
 from hone.insight import activity
 
+
 run = Path(sys.argv[1])
 (run / "run.json").write_text(json.dumps({"pid": os.getpid(), "status": "running"}))
 activity.begin(run / activity.FOLDER, "driver")
@@ -164,7 +166,7 @@ with activity.doing("reward"):
 
 def test_a_run_that_hangs_is_ended_where_no_report_can_be_written(tmp_path: Path):
     (tmp_path / "hangs").touch()  # no folder
-    ended = subprocess.run([sys.executable, "-c", DRIVER, tmp_path], stderr=subprocess.PIPE, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", DRIVER, tmp_path], stderr=subprocess.PIPE, text=True, timeout=SOON)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert "--- stacks of driver" in ended.stderr and "cannot write" in ended.stderr
     record = json.loads((tmp_path / "run.json").read_text())

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 
+from support.patience import LONG
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -64,7 +66,7 @@ class Command:
         self.process = context().Process(target=_run, args=(run, words, str(log), str(cwd) if cwd else None, prepare))
         self.process.start()
 
-    def wait(self, timeout: float = 120) -> Ended:
+    def wait(self, timeout: float = LONG) -> Ended:
         """Wait for its end."""
         self.process.join(timeout)
         if self.process.is_alive():
@@ -75,7 +77,7 @@ class Command:
         assert code is not None
         return Ended(code, self.log.read_text() if self.log.exists() else "")
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 60) -> bool:
+    def wait_until(self, condition: Callable[[], bool], timeout: float = LONG) -> bool:
         """Wait for something that the command does; false when it ended before."""
         end = time.monotonic() + timeout
         while not condition():
@@ -92,7 +94,7 @@ class Command:
         (os.killpg if group else os.kill)(self.process.pid, number)
 
 
-def hone(*arguments: object, log: Path, cwd: Path | None = None, timeout: float = 120) -> Ended:
+def hone(*arguments: object, log: Path, cwd: Path | None = None, timeout: float = LONG) -> Ended:
     """Run a command to its end."""
     return Command(arguments, log, cwd).wait(timeout)
 

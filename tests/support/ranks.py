@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from support.launch import context
+from support.patience import LONG
 
 
 class Ranks:
@@ -36,7 +37,7 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = LONG, **kwargs: Any) -> list[Any]:
         """Call ``function`` on every rank at once; its results, by rank.
 
         Raises:

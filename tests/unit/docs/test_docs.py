@@ -28,6 +28,7 @@ from pathlib import Path
 
 import pytest
 from support.forked_python import Forks
+from support.patience import LONG
 
 ROOT = Path(__file__).resolve().parents[3]
 GENERATED = ("config.md", "metrics.md")
@@ -171,13 +172,12 @@ def run_command(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=LONG,
     )
     assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [page for page in WRITTEN if runs_something(page)])
 def test_commands_of_the_page_run(page: str, tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")

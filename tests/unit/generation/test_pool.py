@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.patience import SOON
 
 from hone.config.engines import ServerPoolConfig
 from hone.data.types import StopReason
@@ -22,7 +23,7 @@ from hone.generation.pool.supervision import within
 from hone.generation.pool.weights import PublishedWeights
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
 
-QUICK = ServerPoolConfig(health_check_period=0.05, health_check_timeout=0.3)
+QUICK = ServerPoolConfig(health_check_period=0.05, health_check_timeout=1.0)
 WEIGHTS = [(f"w{number}", torch.zeros(1)) for number in range(150)]
 
 
@@ -139,14 +140,14 @@ async def collect(pool: EnginePool, requests: Sequence[GenerationRequest]) -> li
 def run(makers: Makers, count: int, work: Callable[[EnginePool], Coroutine[Any, Any, None]], **options: Any) -> None:
     pool = EnginePool(makers, count, limits=options.pop("limits", QUICK), **options)
     try:
-        asyncio.run(asyncio.wait_for(work(pool), 30))
+        asyncio.run(asyncio.wait_for(work(pool), SOON))
     finally:
         pool.close()
     assert all(fake.closed for fake in makers.made), "every engine that was started is ended"
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(SOON):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -208,13 +209,13 @@ def test_a_replica_that_hangs_is_found_by_its_probe() -> None:
 
 def test_a_request_that_takes_too_long_goes_to_another_replica_and_fails_at_last() -> None:
     makers = Makers()
-    limits = ServerPoolConfig(request_timeout=0.1, max_attempts=3, health_check_period=60)
+    limits = ServerPoolConfig(request_timeout=0.3, max_attempts=3, health_check_period=60)
 
     async def work(pool: EnginePool) -> None:
         makers.living(0).seconds = 60
         assert len(await collect(pool, [ask(0), ask(1)])) == 2
         makers.living(1).seconds = 60
-        with pytest.raises(GenerationError, match="more than 0.1 s in a replica, 3 times"):
+        with pytest.raises(GenerationError, match="more than 0.3 s in a replica, 3 times"):
             await collect(pool, [ask(2)])
         assert not makers.living(0).under_way and not makers.living(1).under_way
 

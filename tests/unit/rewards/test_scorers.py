@@ -159,9 +159,9 @@ def test_final_answer() -> None:
 @pytest.mark.parametrize("piece", ["<answer>", "</answer>", "####", "#### 1", "1.", "(", "answer is", "\\boxed{", " "])
 def test_scorers_that_run_in_the_trainer_take_linear_time(name: str, piece: str) -> None:
     truth = {"countdown": COUNTDOWN}.get(name, "18")
-    begun = time.perf_counter()
+    begun = time.process_time()
     SCORERS.get(name).compute(data_source=name, solution_str=piece * 20_000, ground_truth=truth)
-    assert time.perf_counter() - begun < 1.0
+    assert time.process_time() - begun < 1.0
 
 
 def test_data_source_patterns() -> None:
