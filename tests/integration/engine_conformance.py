@@ -378,7 +378,7 @@ def test_weights_that_change_in_mid_flight_show_in_the_versions(subject, models)
         return await asyncio.wait_for(task, SOON)
 
     before = 1
-    for wait in (0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32):  # until the change meets them between first and last token
+    for wait in (0, *(0.005 * 2**n for n in range(7))):  # until the change meets them between first and last token
         found = asyncio.run(change(wait, before + 1)).values()
         assert all(len(got.token_ids) == 150 for got in found)
         if all(got.weight_versions == (before, before + 1) for got in found):
