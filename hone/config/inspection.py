@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -37,16 +39,16 @@ class Inspection:
         self.problems: list[ConfigError] = []
         self._keys = {key.path: key for key in documentation(schema)}
         self._written: dict[str, Any] = {}
-        self._typed = _typed(schema)
+        self._trial = _trial(schema)
 
     def layer(self, tree: Any, origin: str) -> None:
         """Look at a preset or file, given as nested dicts."""
         for path, value in _leaves(tree, self.schema, ""):
             self._set(path, value, origin)
 
-    def command_line(self, overrides: list[Override]) -> list[str]:
-        """Look at overrides and return those without mistakes as Hydra shall apply them."""
-        return [line for override in overrides if (line := self._override(override)) is not None]
+    def command_line(self, overrides: list[Override]) -> list[Override]:
+        """Look at overrides and return those without mistakes, as they shall be applied."""
+        return [fitting for override in overrides if (fitting := self._override(override)) is not None]
 
     def finish(self) -> None:
         """Raise all problems, together with values that would be found out of bounds once the layers are merged."""
@@ -55,10 +57,10 @@ class Inspection:
                 self.problems += complaints(self._keys[path], value, self.provenance[path])
         raise_together(self.problems)
 
-    def _override(self, override: Override) -> str | None:
+    def _override(self, override: Override) -> Override | None:
         from hydra.core.override_parser.types import OverrideType
 
-        path, line, value = override.key_or_group, str(override.input_line), override_value(override)
+        path, value = override.key_or_group, override_value(override)
         leaf = self._leaf_of(path)
         inside_mapping = leaf is not None and leaf.path != path
         if override.is_delete() and not inside_mapping:
@@ -71,7 +73,8 @@ class Inspection:
             return None
         # The keys of a mapping are free: a plain `=` may add one, where Hydra alone would ask for a `+`.
         free = inside_mapping or (leaf is not None and leaf.type == TYPE_WORDS[dict])
-        return f"++{line}" if free and override.type is OverrideType.CHANGE else line
+        adds = free and override.type is OverrideType.CHANGE
+        return dataclasses.replace(override, type=OverrideType.FORCE_ADD) if adds else override
 
     def _spread(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Yield the leaves of ``path=value``, which are several when a block is given as a mapping."""
@@ -130,7 +133,7 @@ class Inspection:
         from omegaconf.errors import OmegaConfBaseException
 
         try:
-            OmegaConf.update(self._typed, key.path, value, merge=True)
+            OmegaConf.update(self._trial, key.path, value, merge=True)
         except (OmegaConfBaseException, ValueError):
             return False
         return True
@@ -154,11 +157,17 @@ class Inspection:
 
 
 @functools.cache
-def _typed(schema: type) -> DictConfig:
-    """A tree to try values on; what it holds means nothing."""
+def typed_tree(schema: type) -> DictConfig:
+    """The tree of defaults, where every place knows its type; nobody changes it."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(schema)
+
+
+@functools.cache
+def _trial(schema: type) -> DictConfig:
+    """A tree to try values on; what it holds means nothing."""
+    return copy.deepcopy(typed_tree(schema))
 
 
 def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -1,27 +1,29 @@
-"""Hydra's part: composing a tree from its defaults, a preset, a file and the command line.
+"""Composing a tree from its defaults, a preset, a file and the command line.
 
 Precedence, weakest first::
 
     dataclass defaults  <  preset (hone/config/presets)  <  file (--config-path, --config-name)  <  command line
 
-Hydra composes the layers with the dataclasses as schema, so its grammar (``key=value``, ``+``, ``++``, ``~``, quoting),
-its defaults lists and its interpolations work as documented there. Each layer is also read alone, without the schema:
-that tells where a value was written, and lets all mistakes be named at once instead of the first that Hydra meets.
+Hydra composes a preset or a file, with its defaults list and the groups chosen for it, and reads the command line, so its grammar
+(``key=value``, ``+``, ``++``, ``~``, quoting) and its interpolations work as documented there. Each layer is read alone, without the
+schema: that tells where a value was written, and lets all mistakes be named at once. What is found right is then laid over the
+dataclasses' defaults, which gives every value its type.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.config.check import Provenance
-from hone.config.inspection import Inspection
+from hone.config.inspection import Inspection, typed_tree
 from hone.config.migration.command_line import translate_overrides
-from hone.config.overrides import is_group, one_line, parse_overrides
+from hone.config.overrides import apply, is_group, one_line, parse_overrides
 from hone.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -77,25 +79,31 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
 
     _check_sources(sources)
     inspection = Inspection(sources.schema)
-    layers: list[str] = []
-    with _hydra(sources):
-        overrides, malformed = parse_overrides(sources.overrides)
-        inspection.problems += malformed
-        groups = [override for override in overrides if is_group(override)]
-        lines = [str(override.input_line) for override in groups]
-        if sources.preset:
-            layers.append(f"presets/{sources.kind}/{sources.preset}@_global_")
-            inspection.layer(_preset(layers[-1], sources.preset, sources.directory), f"preset {sources.preset}")
-        if sources.name:
-            layers.append(f"{sources.name.removesuffix('.yaml')}@_global_")
-            label = sources.file_label
-            inspection.layer(OmegaConf.to_container(_compose(layers[-1:], lines, label)), label)
-        own, unsupported = translate_overrides([o for o in overrides if o not in groups], sources.schema)
-        inspection.problems += unsupported
-        lines += inspection.command_line(own)
-        inspection.finish()
-        whole = [_stored_schema(sources.schema), *layers]
-        return _compose(whole, lines, "the configuration", _OVERRIDE_FIX), inspection.provenance
+    overrides, malformed = parse_overrides(sources.overrides)
+    inspection.problems += malformed
+    layers = []
+    if sources.preset:
+        layers.append(_preset(sources.kind, sources.preset))
+        inspection.layer(layers[-1], f"preset {sources.preset}")
+    if sources.directory:
+        with _hydra(sources.directory):
+            groups = [override for override in overrides if is_group(override)]
+            lines = [str(override.input_line) for override in groups]
+            layers.append(_composed(f"{str(sources.name).removesuffix('.yaml')}@_global_", lines, sources.file_label))
+        inspection.layer(layers[-1], sources.file_label)
+        overrides = [override for override in overrides if override not in groups]
+    own, unsupported = translate_overrides(overrides, sources.schema)
+    inspection.problems += unsupported
+    own = inspection.command_line(own)
+    inspection.finish()
+    tree = copy.deepcopy(typed_tree(sources.schema))
+    with _told("the configuration"):
+        tree.merge_with(*layers)
+    OmegaConf.set_struct(tree, True)
+    for override in own:
+        with _told(str(override.input_line), _OVERRIDE_FIX):
+            apply(override, tree)
+    return tree, inspection.provenance
 
 
 def _check_sources(sources: Sources) -> None:
@@ -117,49 +125,43 @@ def _check_sources(sources: Sources) -> None:
 
 
 @contextmanager
-def _hydra(sources: Sources) -> Iterator[None]:
+def _hydra(directory: Path) -> Iterator[None]:
+    """Within the block Hydra finds files in ``directory``, and the presets beside them."""
     from hydra import initialize_config_dir
 
-    directory = sources.directory or PRESETS
     with initialize_config_dir(config_dir=str(directory.absolute()), job_name="hone", version_base="1.3"):
         yield
 
 
 @functools.cache
-def _stored_schema(schema: type) -> str:
-    """Make a tree's schema known to Hydra; returns its name there."""
-    from hydra.core.config_store import ConfigStore
-
-    name = f"hone_{schema.__name__}"
-    ConfigStore.instance().store(name=name, node=schema)
-    return name
+def _preset(kind: str, name: str) -> dict[Any, Any]:
+    """What a preset states, as nested dicts that nobody changes."""
+    with _hydra(PRESETS):
+        return _composed(f"{kind}/{name}@_global_", [], f"preset {name}")
 
 
-@functools.cache
-def _preset(layer: str, name: str, directory: Path | None) -> Any:
-    """What a preset states, as nested dicts that nobody changes; read inside :func:`_hydra` of this directory."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(_compose([layer], [], f"preset {name}"))
-
-
-def _compose(defaults: Sequence[str], lines: list[str], what: str, fix: str = _FILE_FIX) -> DictConfig:
-    """Let Hydra compose ``defaults`` and ``lines``; its errors become one ConfigError about ``what``."""
+def _composed(layer: str, lines: list[str], what: str) -> dict[Any, Any]:
+    """Let Hydra compose a file and the ``lines`` that choose groups for it; its errors become one ConfigError about ``what``."""
     from hydra import compose as hydra_compose
     from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
+
+    node = OmegaConf.create({"hydra": {"searchpath": [f"file://{PRESETS.parent}"]}, "defaults": [layer, "_self_"]})
+    ConfigStore.instance().store(name="hone_run", node=node)
+    with _told(what):
+        return OmegaConf.to_container(hydra_compose(config_name="hone_run", overrides=lines))  # type: ignore[return-value]
+
+
+@contextmanager
+def _told(what: str, fix: str = _FILE_FIX) -> Iterator[None]:
+    """Errors of the libraries within the block become one ConfigError about ``what``."""
+    from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    node = OmegaConf.create({"hydra": {"searchpath": [f"file://{PRESETS.parent}"]}, "defaults": [*defaults, "_self_"]})
-    ConfigStore.instance().store(name="hone_run", node=node)
     try:
-        return hydra_compose(config_name="hone_run", overrides=lines)
+        yield
     except YAMLError as error:
         raise ConfigError(f"{what} is not valid YAML: {one_line(error)}", fix="correct the line") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(
-            f"{what} cannot be composed: {one_line(error)}",
-            fix=fix,
-        ) from error
+        raise ConfigError(f"{what} cannot be composed: {one_line(error)}", fix=fix) from error

@@ -8,6 +8,7 @@ from hone.errors import ConfigError
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
 
 COMMAND_LINE = "command line"
 
@@ -63,6 +64,37 @@ def is_group(override: Override) -> bool:
     return "." not in override.key_or_group and bool(
         GlobalHydra.instance().config_loader().get_group_options(override.key_or_group)
     )
+
+
+def apply(override: Override, tree: DictConfig) -> None:
+    """Do to a tree what an override says: ``key=value`` sets, ``+key=value`` adds, ``++key=value`` does either, ``~key`` removes.
+
+    Raises:
+        ConfigError: there is already what shall be added, nothing that could be removed, or no such group.
+        OmegaConfBaseException: the value does not fit.
+    """
+    from omegaconf import OmegaConf, open_dict
+
+    key, value, line = override.key_or_group, override.value(), str(override.input_line)
+    if override.package is not None:
+        fix = f"{key}=... sets the key; a group is a folder of files in the folder of --config-path"
+        raise ConfigError(f"chooses of the group '{key}', which there is not", where=line, fix=fix)
+    found = OmegaConf.select(tree, key, throw_on_missing=False)
+    if override.is_delete():
+        if found is None or value not in (None, found):
+            there = f"{key} is {found!r}" if found is not None else f"there is no {key}"
+            raise ConfigError(
+                f"nothing to remove: {there}", where=line, fix=f"~{key}" if found is not None else f"leave out {line}"
+            )
+        mapping, _, name = key.rpartition(".")
+        with open_dict(tree):
+            del OmegaConf.select(tree, mapping)[name]
+        return
+    if override.is_add() and found is not None and not isinstance(value, dict | list):
+        raise ConfigError(
+            f"{key} is there already: {found!r}", where=line, fix=f"without the +: {line.removeprefix('+')}"
+        )
+    OmegaConf.update(tree, key, value, merge=True, force_add=override.is_add() or override.is_force_add())
 
 
 def override_value(override: Override) -> Any:

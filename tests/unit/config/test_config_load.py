@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hone.config import TREES, RLConfig, SFTConfig, documentation, load_config, load_with_provenance, to_yaml
 from hone.config.check import check_values
-from hone.config.layers import preset_names
+from hone.config.layers import PRESETS, preset_names
 from hone.config.load import PRESET_KINDS
 from hone.config.problems import ConfigProblems
 from hone.errors import ConfigError
@@ -98,6 +98,48 @@ def test_hydra_grammar_in_mappings() -> None:
     )
     assert config.reward.scorer_kwargs == {"method": "strict", "b": 2}
     assert config.trainer.experiment_name == "a, b: [c]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "fix"),
+    [
+        (
+            ["+reward.scorer_kwargs.a=1", "+reward.scorer_kwargs.a=2"],
+            "a is there already: 1",
+            "reward.scorer_kwargs.a=2",
+        ),
+        (["reward.scorer_kwargs.a=1", "~reward.scorer_kwargs.a=2"], "scorer_kwargs.a is 1", "~reward.scorer_kwargs.a"),
+        (["~reward.scorer_kwargs.z"], "there is no reward.scorer_kwargs.z", "leave out"),
+        (["data.seed@data=3"], "the group 'data.seed', which there is not", "data.seed=..."),
+    ],
+)
+def test_what_cannot_be_added_removed_or_chosen(overrides: list[str], what: str, fix: str) -> None:
+    error = failure(*overrides)
+    assert error.where == overrides[-1] and what in error.what and fix in (error.fix or "")
+
+
+@pytest.mark.parametrize("name", preset_names("rl"))
+def test_the_tree_is_what_hydra_composes_of_all_layers_at_once(name: str, tmp_path: Path) -> None:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data", "small", "{train_batch_size: 4, train_files: [x, y]}\n")
+    block = "{temperature: 0.7, top_p: '${actor_rollout_ref.rollout.temperature}', n: 3}"
+    file = write(tmp_path, "mine", f"defaults: [data: small, _self_]\nactor_rollout_ref: {{rollout: {block}}}\n")
+    overrides = [
+        "critic.optim=${actor_rollout_ref.actor.optim}",
+        "+reward.scorer_kwargs.a={b: [1, 'c d']}",
+        "data.seed=9",
+    ]
+    store = ConfigStore.instance()
+    store.store(name="oracle_schema", node=RLConfig)
+    layers = ["oracle_schema", f"presets/rl/{name}@_global_", "mine@_global_", "_self_"]
+    store.store(name="oracle", node={"hydra": {"searchpath": [f"file://{PRESETS.parent}"]}, "defaults": layers})
+    with initialize_config_dir(config_dir=str(tmp_path), version_base="1.3"):
+        whole = compose(config_name="oracle", overrides=overrides)
+    assert load_config(RLConfig, overrides, preset=name, **file) == OmegaConf.to_object(whole)
 
 
 def test_file_may_have_a_defaults_list_and_groups(tmp_path: Path) -> None:
