@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.patience import LONG
 
 FOLDER = Path(os.environ.get("HONE_TEST_ENVIRONMENTS", str(Path.home() / ".cache" / "hone" / "environments")))
-INSTALL_SECONDS = 900
 
 
 def foreign_python(name: str, *requirements: str) -> str:
@@ -29,7 +29,10 @@ def foreign_python(name: str, *requirements: str) -> str:
         if not made.is_file() or made.read_text() != "\n".join(requirements):
             install = [str(python), "-m", "pip", "install", "--quiet", *requirements]
             for command in ([sys.executable, "-m", "venv", str(folder)], install):
-                ended = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+                try:
+                    ended = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+                except subprocess.TimeoutExpired:
+                    pytest.skip(f"no environment for {', '.join(requirements)} within {LONG:.0f} s")
                 if ended.returncode:
                     pytest.skip(f"no environment for {', '.join(requirements)}: {ended.stderr.strip()[-300:]}")
             made.write_text("\n".join(requirements))
