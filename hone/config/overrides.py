@@ -79,7 +79,8 @@ def apply(override: Override, tree: DictConfig) -> None:
     if override.package is not None:
         fix = f"{key}=... sets the key; a group is a folder of files in the folder of --config-path"
         raise ConfigError(f"chooses of the group '{key}', which there is not", where=line, fix=fix)
-    found = OmegaConf.select(tree, key, throw_on_missing=False)
+    looks = override.is_delete() or override.is_add()  # a value that is replaced may lead nowhere
+    found = OmegaConf.select(tree, key, throw_on_missing=False) if looks else None
     if override.is_delete():
         if found is None or value not in (None, found):
             there = f"{key} is {found!r}" if found is not None else f"there is no {key}"

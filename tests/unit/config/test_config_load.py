@@ -157,6 +157,11 @@ def test_file_may_have_a_defaults_list_and_groups(tmp_path: Path) -> None:
     assert load_config(RLConfig, ["data=large"], **file).data.train_batch_size == 400
 
 
+def test_an_interpolation_that_leads_nowhere_can_be_replaced(tmp_path: Path) -> None:
+    file = write(tmp_path, "mine", "data: {max_prompt_length: '${data.nowhere}'}\n")
+    assert load_config(RLConfig, ["data.max_prompt_length=7"], **file).data.max_prompt_length == 7
+
+
 def test_file_named_with_suffix_and_default_name(tmp_path: Path) -> None:
     write(tmp_path, "config", "trainer: {seed: 9}\n")
     assert load_config(RLConfig, config_path=tmp_path).trainer.seed == 9
