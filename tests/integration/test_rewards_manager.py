@@ -132,7 +132,7 @@ def test_each_failure_costs_one_counted_error_and_the_rest_is_right(tmp_path: Pa
             assert (result.total, result.terms, result.error) == (number, {"double": 2 * number}, None)
             assert result.extra["pred"] == word and result.extra["thing"].startswith("<module 'threading'")
     assert error_metrics(scores) == {"reward/error_rate": 12 / 52, "reward/timeout_rate": 3 / 52}
-    assert time.monotonic() - begun < 20 * TIMEOUT  # two workers, three time-outs
+    assert time.monotonic() - begun < 6 * TIMEOUT  # two workers, three time-outs
     assert "12 of 52 responses could not be scored (3 ran out of time)" in caplog.text
     assert caplog.text.count("Traceback") == 1 and "boom" in caplog.text
 
@@ -142,7 +142,7 @@ def test_asynchronous_functions_run_concurrently_and_are_cancelled(tmp_path: Pat
         begun = time.monotonic()
         scores = asyncio.run(rewards.score([trajectory(str(n)) for n in range(64)]))
         assert [result.total for result in scores] == [float(n) for n in range(64)]
-        assert time.monotonic() - begun < 0.2 * 64  # what they take one after the other
+        assert time.monotonic() - begun < 0.2 * 64 / 2  # one after the other they would take 12.8 s
     words = ["1", "await", "raise", "die", "sleep", "stubborn", "2"]
     expected = {**FAILURES, "await": "timeout", "stubborn": "timeout"}
     for word, result in zip(words, score(config(tmp_path, "concurrent", timeout=0.8), words), strict=True):
@@ -186,7 +186,7 @@ def test_on_error_stop_ends_at_the_first_error(tmp_path: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(RewardError, match=r"ValueError: boom") as caught:
         score(config(tmp_path, "sync", on_error="stop", timeout=100.0, num_workers=2), words)
-    assert time.monotonic() - begun < 100
+    assert time.monotonic() - begun < 15
     assert "row val:1" in str(caught.value) and "reward.on_error=count" in caught.value.fix
 
 

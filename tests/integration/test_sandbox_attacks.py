@@ -72,7 +72,7 @@ def test_a_fork_bomb_fizzles(name: str, attack) -> None:
     before = len(psutil.pids())
     begun = time.monotonic()
     result = attack(name, "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass")
-    assert result.ending in (Ending.TIMEOUT, Ending.MEMORY) and time.monotonic() - begun < SOON
+    assert result.ending in (Ending.TIMEOUT, Ending.MEMORY) and time.monotonic() - begun < 10
     assert len(psutil.pids()) < before + 30
 
 
@@ -97,7 +97,7 @@ def test_endless_output_is_cut(name: str, attack) -> None:
 )  # fmt: skip
 def test_time_is_limited(name: str, code: str, attack) -> None:
     result = attack(name, code, limits=Limits(seconds=0.7))
-    assert result.ending is Ending.TIMEOUT and 0.6 < result.seconds < 30
+    assert result.ending is Ending.TIMEOUT and 0.6 < result.seconds < 5
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -232,7 +232,8 @@ time.sleep(100)
 
 
 def processes_that_end_with_the_driver(kind: str, path: Path, log: Path) -> int:
-    """Start a driver with an engine and kill the driver with SIGKILL; how many processes of the engine there were, all gone now."""
+    """Start a driver with an engine and kill the driver with SIGKILL; how many processes of the engine there were,
+    all gone within ten seconds."""
     tests = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": tests}
     driver = subprocess.Popen(
@@ -243,7 +244,7 @@ def processes_that_end_with_the_driver(kind: str, path: Path, log: Path) -> int:
     family = [engine, *engine.children(recursive=True)]
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    psutil.wait_procs(family, timeout=SOON)
+    psutil.wait_procs(family, timeout=10)
     left = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not left, left
     return len(family)

@@ -161,7 +161,7 @@ def run_command(
     if words[0] == "hone":
         setting = functools.partial(set_environment, exported)
         short = [*shortened(words[1:]), *(added if words[1] == "train" else ())]
-        ended = Command(short, folder / f".log{number}", folder, prepare=setting).wait(180)
+        ended = Command(short, folder / f".log{number}", folder, prepare=setting).wait()
         assert ended.code == 0, f"{line}\nas: hone {shlex.join(short)}\n{ended.output}"
         return
     path = os.pathsep.join(map(str, (bin, Path(sys.executable).parent, os.environ["PATH"])))
