@@ -1,6 +1,7 @@
 # Sourced by the scripts beside it: makes .venv when absent and installs Hone into it once per change of its requirements.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE # what was installed is compiled when it is first imported; without this, every time
 VENV="${HONE_VENV:-.venv}"
 
 find_python() {
@@ -22,11 +23,10 @@ ensure_env() {
   wanted="$(cat pyproject.toml constraints.txt | cksum)"
   [ -x "$VENV/bin/python" ] || "$(find_python)" -m venv "$VENV"
   if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
-    echo "Installing Hone into $VENV (once; a few minutes) ..."
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+    echo "Installing Hone into $VENV (once; a minute or a few) ..."
     local package="."
     [ "$extras" = core ] || package=".[$extras]"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$package"
+    "$VENV/bin/python" scripts/_install.py -c constraints.txt -e "$package"
     echo "$wanted" >"$stamp"
   fi
 }
