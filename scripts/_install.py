@@ -11,7 +11,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 VARIABLES = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
@@ -47,7 +49,7 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code."""
     listing = subprocess.run([*PIP, "config", "list"], check=True, capture_output=True, text=True).stdout
     told = told_to_uv(listing, os.environ)
-    if told is not None and _pip("-c", "constraints.txt", "uv", capture_output=True) == 0:
+    if told is not None and _pip("-c", str(CONSTRAINTS), "uv", capture_output=True) == 0:
         uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
         if subprocess.run([*uv, *arguments], env=told).returncode == 0:
             return 0

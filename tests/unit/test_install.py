@@ -85,9 +85,7 @@ def test_packages_are_installed(
     told = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"file://{wheels}/simple", "PIP_FIND_LINKS": str(wheels)}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
     command = [str(tmp_path / "env" / "bin" / "python"), str(PROGRAM), wanted]
-    done = subprocess.run(
-        command, cwd=PROGRAM.parents[1], env={**kept, **told, **settings}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env={**kept, **told, **settings}, capture_output=True, text=True)
     found = site / "hone_probe-1.0.dist-info" / "INSTALLER"
     assert (done.returncode == 0) == (installer is not None), done.stderr
     assert installer == (found.read_text().strip() if found.exists() else None), done.stderr
