@@ -49,11 +49,12 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code."""
     listing = subprocess.run([*PIP, "config", "list"], check=True, capture_output=True, text=True).stdout
     told = told_to_uv(listing, os.environ)
-    if told is not None and _pip("-c", str(CONSTRAINTS), "uv", capture_output=True) == 0:
-        uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
-        if subprocess.run([*uv, *arguments], env=told).returncode == 0:
-            return 0
-        print("uv could not; now with pip ...", file=sys.stderr)
+    if told is not None:
+        if _pip("-c", str(CONSTRAINTS), "uv", capture_output=True) == 0:
+            uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
+            if subprocess.run([*uv, *arguments], env=told).returncode == 0:
+                return 0
+        print("uv could not, or cannot be had; now with pip, which takes longer ...", file=sys.stderr)
     return _pip(*arguments)
 
 
