@@ -4,16 +4,20 @@ import subprocess
 import sys
 
 PROGRAM = """
-import os, threading, torch
+import os, threading, time, torch
 from hone.threads import compute_here
 
 def elsewhere(work):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+    gone = time.monotonic() + 60
+    while str(thread.native_id) in running():  # a thread joined may not have left the kernel yet
+        assert time.monotonic() < gone, "a thread that ended is still there"
+        time.sleep(0.001)
 
 def running():
-    return len(os.listdir("/proc/self/task"))
+    return set(os.listdir("/proc/self/task"))
 
 def copy():
     source.clone()
@@ -25,7 +29,7 @@ source.clone()
 before = running()
 elsewhere(copy)
 elsewhere(copy)
-print(torch.get_num_threads(), [(threads, more - before) for threads, more in counts])
+print(torch.get_num_threads(), [(threads, len(tasks - before)) for threads, tasks in counts])
 compute_here(3)
 elsewhere(copy)
 print(torch.get_num_threads(), counts[-1][0])
