@@ -26,7 +26,7 @@ ensure_env() {
     echo "Installing Hone into $VENV (once; a minute or a few) ..."
     local package="."
     [ "$extras" = core ] || package=".[$extras]"
-    "$VENV/bin/python" scripts/_install.py -c constraints.txt -e "$package"
+    "$VENV/bin/python" -P hone/installer.py -c constraints.txt -e "$package"
     echo "$wanted" >"$stamp"
   fi
 }

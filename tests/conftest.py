@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from support.examples import examples
 
 if TYPE_CHECKING:
     from support.forked_python import Forks
 
-settings.register_profile("unhurried", deadline=None)
+settings.register_profile("unhurried", examples())
 settings.load_profile("unhurried")
 
 LONG = (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hone.errors import ConfigError, did_you_mean
-from hone.generation.recipes import RECIPES, Pip, Recipe
+from hone.generation.recipes import RECIPES, Installer, Recipe
 
 RECORD = "hone-engine.json"
 """File in an environment that says what Hone installed."""
@@ -76,7 +76,7 @@ def install(
 
     Raises:
         ConfigError: no such engine, it cannot run here, or something else is in the folder.
-        GenerationError: pip failed.
+        GenerationError: packages cannot be installed.
     """
     if name not in RECIPES:
         raise ConfigError(f"'{name}' cannot be installed", fix=did_you_mean(name, RECIPES))
@@ -99,12 +99,12 @@ def install(
     shutil.rmtree(environment, ignore_errors=True)
     say(f"making {environment} (about {recipe.megabytes / 1000:.1f} GB)")
     subprocess.run([python, "-m", "venv", str(environment)], check=True)
-    pip = Pip(name, environment / "bin" / "python", say)
-    recipe.install(pip, cpu)
+    installer = Installer(name, environment / "bin" / "python", say)
+    recipe.install(installer, cpu)
     package = recipe.cpu_package if cpu else recipe.package
     record = {
         "engine": name,
-        "version": pip.version_of(package),
+        "version": installer.version_of(package),
         "build": "cpu" if cpu else "gpu",
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -116,7 +116,7 @@ def install(
 def _check_disk(recipe: Recipe, environment: Path) -> None:
     there = next(folder for folder in (environment, *environment.parents) if folder.exists())
     free = shutil.disk_usage(there).free / 1e6
-    if free < 2 * recipe.megabytes:  # what pip downloads, and what it unpacks
+    if free < 2 * recipe.megabytes:  # what is downloaded, and what is unpacked
         raise ConfigError(
             f"{there} has {free / 1000:.1f} GB left, engine {recipe.name} takes {recipe.megabytes / 1000:.1f} GB and as much while it is "
             "installed",

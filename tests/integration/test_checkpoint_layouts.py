@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support import checkpoint_cases as cases
+from support.examples import examples
 from support.ranks import Ranks
 from transformers import AutoModelForCausalLM
 
@@ -138,7 +139,7 @@ def tensors(draw):
     return shape, draw(placings(shape)), draw(placings(shape))
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(tensors(), min_size=1, max_size=12))
 def test_tensors_of_any_shape_and_placing(two, tmp_path, drawn):
     for answers in two.run(cases.reshard, tmp_path, drawn):

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import Ranks
 from support.sharded_cases import Case, Outcome, alone, dtypes, reference, train
 
@@ -95,7 +96,7 @@ def test_two_ranks_train_as_one(way: str, two_ranks: Ranks, tiny_models) -> None
         assert_same(outcome, expected)
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1000),
     rows=st.integers(1, 9),

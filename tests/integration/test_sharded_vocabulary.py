@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import Ranks
 from support.vocabulary_cases import in_parts, inputs
 
@@ -12,7 +13,7 @@ from hone.algorithms.logits import entropy_from_logits, sum_pi_squared_from_logi
 pytestmark = pytest.mark.long
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1000),
     rows=st.integers(0, 8),

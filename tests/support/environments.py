@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.patience import LONG
 
-INSTALL = Path(__file__).parents[2] / "scripts" / "_install.py"
+INSTALL = Path(__file__).parents[2] / "hone" / "installer.py"
 FOLDER = Path(os.environ.get("HONE_TEST_ENVIRONMENTS", str(Path.home() / ".cache" / "hone" / "environments")))
 
 
@@ -28,7 +28,7 @@ def foreign_python(name: str, *requirements: str) -> str:
     with (FOLDER / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.is_file() or made.read_text() != "\n".join(requirements):
-            install = [str(python), str(INSTALL), *requirements]
+            install = [str(python), "-P", str(INSTALL), *requirements]
             for command in ([sys.executable, "-m", "venv", str(folder)], install):
                 try:
                     ended = subprocess.run(command, capture_output=True, text=True, timeout=LONG)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.agents import play, sample, setting
+from support.examples import examples
 from support.models import VOCABULARY, tiny_model
 
 from hone.agents.base import AGENT_LOOPS, AgentLoop
@@ -97,7 +98,7 @@ def test_loops_by_import_path(tmp_path, monkeypatch):
     assert raised.value.code == "R33"
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(st.data())
 def test_gradients_are_those_of_the_sampled_tokens_alone(data):
     """The loss of a multi-turn trajectory against an oracle: each sampled token's log-prob by itself, summed by hand."""

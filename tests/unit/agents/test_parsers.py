@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.conversations import LOOKALIKES, TOOLS, calls, written
+from support.examples import examples
 from support.templates import SHAPES, tokenizer
 
 from hone.agents.messages import AssistantTurn, ToolCall, tool_message
@@ -15,7 +16,7 @@ from hone.agents.parsers import TOOL_PARSERS, parser_for
 from hone.agents.rendering import renderer_for
 from hone.agents.rendering.probes import ASKED, call, calling
 
-QUICK = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = examples(30, suppress_health_check=[HealthCheck.too_slow])
 MARKED = [name for name in sorted(SHAPES) if name not in ("llama3_1", "llama3_2_pythonic", "gemma3")]
 """Templates whose calls stand between tokens of their own."""
 

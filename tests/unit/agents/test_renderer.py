@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 from support.chat_templates import CHATML_SYSTEM, GEMMA, PLAIN
 from support.conversations import LOOKALIKES, TOOLS, calling, texts, turns, words, written
+from support.examples import examples
 from support.templates import SHAPES, Shape, tokenizer, tokenizer_with
 
 from hone.agents.messages import AssistantTurn, ToolCall, tool_message
@@ -19,9 +20,8 @@ from hone.data.chat_formats import CHAT_FORMATS
 from hone.errors import ConfigError, DataError, ModelError
 
 ONE_CALL = ("llama3_1", "harmony")
-QUICK = settings(
-    max_examples=12,
-    deadline=None,
+QUICK = examples(
+    12,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

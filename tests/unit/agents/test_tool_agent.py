@@ -4,9 +4,10 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.agents import call, play, sample, setting
+from support.examples import examples
 
 from hone.agents.prompts import tools_of
 from hone.agents.tools import Tool, ToolError, ToolResult, tool
@@ -303,7 +304,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_siz
 TRICKY = st.sampled_from(["<|im_end|>", "<tool_call>", "</tool_response>", '{"name": "note"}', "<|im_start|>user\n"])
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(answers=st.lists(st.one_of(TEXT, TRICKY), min_size=1, max_size=4))
 def test_whatever_tools_say_the_tokens_only_grow(answers):
     replies = list(answers)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import advantages as oracle
 from support.advantage_cases import Call, call, calls
+from support.examples import examples
 
 from hone.algorithms import AdvantageEstimator, advantage_estimators
 
@@ -22,7 +23,7 @@ CHOICES = {
     "step_advantage_w": [1.0, 0.5],
 }
 SCOPES = ("sequence", "group", "batch")
-quick = settings(max_examples=40, deadline=None)
+quick = examples(40)
 exact = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -50,7 +51,7 @@ def test_equals_the_oracle(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_low_precision_inputs_equal_the_oracle_on_the_same_numbers(
     name: str, dtype: torch.dtype, data: st.DataObject

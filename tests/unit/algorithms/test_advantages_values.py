@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.algorithms import advantage_estimators, masked_mean, masked_whiten
 from hone.algorithms.advantages import Groups, place_rewards, turn_returns, turn_rewards
@@ -138,7 +139,7 @@ def test_blocked_suffix_sums_equal_the_recursion(length: int, decay: float) -> N
     torch.testing.assert_close(suffix_sums(values, decay), expected, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     rows=st.integers(1, 5), columns=st.integers(1, 9), share=st.sampled_from([0.0, 0.5, 1.0]), seed=st.integers(0, 99)
 )

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import algorithms as aggregation
 from oracles import divergences as oracle
+from support.examples import examples
 from support.ragged_cases import Case, build, cases
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from hone.algorithms import (
 )
 from hone.errors import ConfigError
 
-quick = settings(max_examples=50, deadline=None)
+quick = examples(50)
 AS_LOSS = [mode for mode in DISTILLATION_MODES if mode not in ("k1", "kl")]
 SCALE = 5.0
 
@@ -200,7 +201,7 @@ def loss_and_gradient(case: Case, mode: str, pair: tuple[Tensor, Tensor], **argu
 
 
 @pytest.mark.parametrize("mode", AS_LOSS)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     case=cases(),
     aggregate=st.sampled_from(AGGREGATION_MODES),
@@ -239,7 +240,7 @@ def test_distillation_loss_equals_the_oracle(
 
 
 @pytest.mark.parametrize("mode", AS_LOSS)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(case=cases(), aggregate=st.sampled_from(AGGREGATION_MODES), data=st.data())
 def test_distillation_split_order_and_ranks(mode: str, case: Case, aggregate: str, data: st.DataObject) -> None:
     counts = {"batch_num_tokens": int(case.mask.sum()), "global_batch_size": int((case.mask.sum(1) > 0).sum())}

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import algorithms as oracle
 from oracles import divergences
+from support.examples import examples
 from support.ragged_cases import Case, cases, rows_of
 
 from hone.algorithms import (
@@ -22,12 +23,12 @@ from hone.algorithms import (
 )
 from hone.errors import ConfigError, InvariantError
 
-quick = settings(max_examples=60, deadline=None)
+quick = examples(60)
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 @given(new=st.floats(-40, 0), ref=st.floats(-40, 0))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_kl_value_and_gradient(kind: str, new: float, ref: float) -> None:
     lp, base = torch.tensor([new], dtype=torch.float64, requires_grad=True), kind.removesuffix("+")
     value = kl_penalty(lp, torch.tensor([ref], dtype=torch.float64), kind)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import algorithms as oracle
+from support.examples import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.algorithms import chunked_log_probs, entropy_from_logits, token_log_probs
@@ -29,7 +30,7 @@ def naive(hidden, weight, bias, targets, temperature, softcap):
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_plain_functions_equal_the_oracle(logits: list[float], temperature: float, data: st.DataObject) -> None:
     target = data.draw(st.integers(0, len(logits) - 1))
     rows = torch.tensor([logits], dtype=torch.float64)

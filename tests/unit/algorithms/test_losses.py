@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import algorithms as oracle
+from support.examples import examples
 from support.ragged_cases import Case, build, cases, rows_of
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from hone.algorithms import AGGREGATION_MODES, aggregate_loss, value_loss
 from hone.errors import ConfigError
 
 SCALE = 5.0
-quick = settings(max_examples=60, deadline=None)
+quick = examples(60)
 
 
 def totals(case: Case) -> dict:

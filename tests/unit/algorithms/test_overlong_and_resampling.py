@@ -4,14 +4,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import corrections as oracle
+from support.examples import examples
 
 from hone.algorithms import REWEIGHT_METHODS, overlong_penalty, resample, resampling_weights
 from hone.errors import ConfigError, RewardError
 
-quick = settings(max_examples=60, deadline=None)
+quick = examples(60)
 SCORES = st.lists(
     st.one_of(st.sampled_from([0.0, 1.0, -1.0]), st.floats(-3, 3).map(lambda x: round(x, 3))), min_size=1, max_size=12
 )

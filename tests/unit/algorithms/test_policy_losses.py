@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import algorithms as aggregation
 from oracles import policy_losses as oracle
+from support.examples import examples
 from support.ragged_cases import Case, build, cases
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from hone.algorithms import AGGREGATION_MODES, policy_losses
 NAMES = policy_losses.names()
 SCALE = 5.0
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 2e-4}
-quick = settings(max_examples=50, deadline=None)
+quick = examples(50)
 
 CHOICES: dict[str, list] = {
     "clip_ratio_low": [0.2, 0.1], "clip_ratio_high": [0.2, 0.28], "clip_ratio_c": [3.0, 1.5],

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import preferences as oracle
+from support.examples import examples
 from torch import Tensor
 
 from hone.algorithms import preference_losses
@@ -25,7 +26,7 @@ OPTIONS = {
     "cpo_alpha": [0.0, 0.5], "desirable_weight": [1.0, 1.3], "undesirable_weight": [1.0, 0.4],
 }  # fmt: skip
 KL = 0.4
-quick = settings(max_examples=40, deadline=None)
+quick = examples(40)
 
 
 @dataclass

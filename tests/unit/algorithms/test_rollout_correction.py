@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import corrections as oracle
+from support.examples import examples
 from support.ragged_cases import Case, build, cases, rows_of
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from hone.algorithms import (
 from hone.algorithms.off_policy import IMPORTANCE_LEVELS, REJECTION_OPTIONS, CorrectionRules
 from hone.errors import ConfigError
 
-quick = settings(max_examples=60, deadline=None)
+quick = examples(60)
 K1_BOUNDS = [(None, 2.0), (0.5, 2.0), (0.999, 1.001), (0.0, 1.5), (0.2, 1.1)]
 
 
@@ -93,14 +94,14 @@ def test_any_combination_equals_the_oracle(case: Case, chosen: oracle.Options) -
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("low", [None, 0.0, 0.5])
 @pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(case=cases(), high=st.sampled_from([1.01, 2.0]))
 def test_weights_equal_the_oracle(level: str, low: float | None, normalize: bool, case: Case, high: float) -> None:
     assert_equals_the_oracle(case, oracle.Options(level, low, high, normalize))
 
 
 @pytest.mark.parametrize("option", REJECTION_OPTIONS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(case=cases(), data=st.data())
 def test_rejection_equals_the_oracle(option: str, case: Case, data: st.DataObject) -> None:
     assert_equals_the_oracle(case, oracle.Options(rejections=[data.draw(rejection(option))]))
@@ -113,7 +114,7 @@ def test_veto_equals_the_oracle(case: Case, threshold: float) -> None:
 
 
 @pytest.mark.parametrize("preset", ROLLOUT_CORRECTION_PRESETS)
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(case=cases(), data=st.data())
 def test_presets_are_invariant_to_order_padding_and_split(preset: str, case: Case, data: st.DataObject) -> None:
     """And so to how ranks share the batch: every row's weights and mask depend on that row alone."""

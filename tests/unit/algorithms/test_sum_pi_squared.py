@@ -4,14 +4,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.algorithms.logits import chunked_sum_pi_squared, sum_pi_squared_from_logits
 
 
 @given(logits=st.lists(st.floats(-30, 30), min_size=1, max_size=6))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_plain_form_equals_the_definition(logits: list[float]) -> None:
     total = math.fsum(math.exp(z - max(logits)) for z in logits)
     expected = math.fsum((math.exp(z - max(logits)) / total) ** 2 for z in logits)

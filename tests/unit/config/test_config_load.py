@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.config import TREES, RLConfig, SFTConfig, documentation, load_config, load_with_provenance, to_yaml
 from hone.config.check import check_values
@@ -290,7 +291,7 @@ def test_loading_leaves_no_state_behind(tmp_path: Path) -> None:
     assert load_config(RLConfig).algorithm.adv_estimator == RLConfig().algorithm.adv_estimator
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_bounds_hold_exactly_where_the_tree_states_them(data: st.DataObject) -> None:
     bounded = [key for key in documentation(RLConfig) if "length" not in key.metadata and "low" in key.metadata]

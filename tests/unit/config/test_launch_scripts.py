@@ -9,8 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.launch_scripts import ARGUMENTS, SCRIPTS
 
 from hone.config.launch import follow, launches, open_names, opened
@@ -89,7 +90,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(words=st.lists(st.lists(PIECES, min_size=1, max_size=4), min_size=1, max_size=3))
 def test_expansion_is_that_of_bash(words: list[list[str]]) -> None:
     line = " ".join("".join(pieces) for pieces in words)

@@ -1,10 +1,11 @@
 """The loss mask of conversations: exactly what the assistant writes, end-of-turn token included, for any template."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support import chat_templates as chats
 from support.chat_templates import assistant, user
+from support.examples import examples
 
 from hone.data.assistant_mask import render_conversations
 from hone.data.chat import render_prompt, render_prompts
@@ -36,7 +37,7 @@ def written(tokenizer, ids, mask):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(dialogue=DIALOGUE)
 def test_every_turn_is_marked_exactly(with_template, family, dialogue):
     template, turn = FAMILIES[family]

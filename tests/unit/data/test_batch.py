@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.data.batch import Batch, same_column
 from hone.data.ragged import Ragged
@@ -21,7 +22,7 @@ ROW = st.fixed_dictionaries(
     }
 )
 ROWS = st.lists(ROW, max_size=7)
-quick = settings(max_examples=40, deadline=None)
+quick = examples(40)
 
 
 def batch_of(rows, **meta):
@@ -136,7 +137,7 @@ def test_select_rename_union_divide_and_rejoin_columns(rows):
     assert batch.rename({"ids": "uid", "uid": "ids"}).names() == ["uid", "pairs", "score", "ids"]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(rows=ROWS)
 def test_saved_batches_load_bit_for_bit(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("batch")

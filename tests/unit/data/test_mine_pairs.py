@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.data.mine_pairs import mine_pairs, write_pairs
 from hone.errors import DataError
@@ -83,7 +84,7 @@ def test_tokens_where_prompts_are_no_messages(tmp_path):
         mine_pairs(run, val_share=0, form="messages")
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(2, 20), st.floats(0.01, 0.99), st.integers(0, 9))
 def test_prompts_not_pairs_are_divided(tmp_path_factory, prompts, share, seed):
     rows = [

@@ -4,9 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.chat_templates import LLAMA3, MARKED, PLAIN, THINK, assistant, user
+from support.examples import examples
 
 from hone.data.assistant_mask import render_conversations
 from hone.data.chat import render_prompt
@@ -68,7 +69,7 @@ def test_every_file_format(dataset, tokenizer, name):
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=12), st.booleans())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_token_ids_keep_the_mask_that_stands_beside_them(dataset, tokens, labelled):
     ids, mask = [token for token, _ in tokens], [1, *(int(own) for _, own in tokens[1:])]
     pair = {"chosen": ids, "chosen_mask": mask, "rejected": [100], "rejected_mask": None}

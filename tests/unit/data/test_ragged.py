@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.data.ragged import Ragged
 
 LISTS = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=6)
-quick = settings(max_examples=40, deadline=None)
+quick = examples(40)
 
 
 @quick

@@ -3,14 +3,15 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed
 from hone.errors import CheckpointError, DataError
 
-quick = settings(max_examples=50, deadline=None)
+quick = examples(50)
 SIZES = st.integers(1, 30).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size)))
 
 

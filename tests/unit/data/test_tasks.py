@@ -6,8 +6,9 @@ import re
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.data.tasks.make import make_task, write_task
 from hone.errors import ConfigError, DataError, HoneError
@@ -55,7 +56,7 @@ def test_arithmetic_has_plenty_of_problems():
     assert len(questions) > 55_000
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(2, 5), st.integers(0, 99))
 def test_programs_do_what_their_tests_want_unless_they_slip(steps, seed):
     slips = mistakes = 0

@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.data.chat import encode_texts, render_texts, token_counts
 from hone.data.chat_formats import CHAT_FORMATS
@@ -13,7 +14,7 @@ from hone.data.train_tokenizer import train_tokenizer
 from hone.errors import DataError, ModelError
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=30))
 def test_any_text_survives_and_digits_stand_alone(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -22,7 +23,7 @@ def test_any_text_survives_and_digits_stand_alone(tokenizer, text):
         assert len(token) == 1 or not any(character in "0123456789" for character in token)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(max_size=40), max_size=4), st.sampled_from([None, 3]))
 def test_counts_are_those_of_the_tokens(tokenizer, texts, truncated):
     if truncated:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from support.examples import examples
 
 from hone.config.load import load_config
 from hone.config.tree import RLConfig
@@ -29,7 +30,7 @@ def parts(modules: list[str], value: float = 0.0) -> list[tuple[str, torch.Tenso
     ]
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.sets(st.sampled_from(MODULES), min_size=1), st.lists(st.integers(0, 24), max_size=3), st.floats(-9, 9))
 def test_parcels_become_the_files_of_peft_whatever_they_are_cut_into(modules, cuts, value):
     wanted = parts(sorted(modules), value)

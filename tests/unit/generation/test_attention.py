@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from support.examples import examples
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForTokenClassification
@@ -82,7 +83,7 @@ def test_not_a_number_stays_in_its_sequence():
     assert [bool(part.isnan().any()) for part in out] == [False, False, True, False, False]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
     heads=st.sampled_from([(4, 4), (4, 2), (4, 1)]),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import Tensor
 
 from hone.generation import cpu_attention
@@ -53,7 +54,7 @@ def tokens_of(packed: PackedLayout) -> int:
     block=st.integers(1, 40),
     piece=st.sampled_from([1, 500, 1 << 19]),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_values_and_gradients_equal_torchs_however_it_is_cut(groups, heads, value_width, block, piece):
     packed = layout([prefix for prefix, _ in groups], [suffixes for _, suffixes in groups])
     inputs = states(tokens_of(packed), *heads, 8, value_width)

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.generation.remote.delta import Differences, apply, as_entry, as_tensors, change_of, checksum_of
 from hone.generation.remote.transports import make_sender, opened
@@ -36,7 +37,7 @@ def versions(draw):
     return old, new
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(versions())
 def test_a_delta_put_into_the_former_weight_is_the_new_one(pair):
     old, new = pair
@@ -75,7 +76,7 @@ def test_a_delta_that_does_not_fit_is_refused():
             apply(gaps, values, target)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     st.lists(versions(), min_size=1, max_size=4),
     st.sampled_from(("shared_memory", "file", "socket")),

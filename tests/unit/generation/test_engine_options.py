@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.config.rollout import RolloutConfig
 from hone.errors import ConfigError
@@ -107,7 +108,7 @@ def test_a_misspelt_argument_shows_the_likely_one():
     assert "block_size" in raised.value.fix
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True), st.integers(1, 50))
 def test_workers_get_cores_of_their_own_as_long_as_there_are_enough(cores, workers):
     given_out = [[int(core) for core in part.split(",")] for part in binding(cores, workers).split("|")]

@@ -7,9 +7,10 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from support.examples import examples
 from torch import Tensor, nn
 
 from hone.data.types import StopReason
@@ -90,7 +91,7 @@ def test_other_seeds_draw_other_tokens(make_model, make_engine, serve):
     assert len({tuple(c.token_ids) for c in done.values()}) > 6
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
     max_num_seqs=st.integers(1, 5),

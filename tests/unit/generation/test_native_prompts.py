@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.generation.attention import Scoring, attention_weights
 from hone.generation.native.cache import KeyValueCache
@@ -34,7 +35,7 @@ def oracle(query, keys, values, positions, here, scoring):
     return (attention_weights(scores, hidden, scoring)[0, :, 0, :, None] * values).sum(1)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     slots=st.one_of(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.just(UNBALANCED)),
     seed=st.integers(0, 1000),
@@ -74,7 +75,7 @@ def test_attention_over_prompt_and_row_equals_one_over_both(slots, seed, in_step
         )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     groups=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5),
     max_num_seqs=st.integers(1, 6),

@@ -7,8 +7,9 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.generation.native.parked import ParkedTurns, Turn
 from hone.generation.protocol import Completion, Engine, GenerationRequest, SamplingParams
@@ -88,7 +89,7 @@ def test_new_weights_and_ended_sessions_are_forgotten(make_model, make_engine):
     assert hits() == 2
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30), st.booleans()), max_size=30))
 def test_parked_turns_stay_within_their_limit_and_the_longest_unused_goes_first(steps):
     parked, model = ParkedTurns(limit=50), {}

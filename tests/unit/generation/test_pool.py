@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.patience import SOON
 
 from hone.config.engines import ServerPoolConfig
@@ -488,7 +489,7 @@ def test_concurrency_follows_the_pressure() -> None:
     assert idle.limit == 8
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 4), publishes=st.booleans())
 def test_kills_at_random_moments_lose_and_double_nothing(seed: int, count: int, publishes: bool) -> None:
     makers, chance = Makers(seconds=0.002), random.Random(seed)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -55,7 +56,7 @@ parameters = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(params=st.lists(parameters, min_size=1, max_size=5), seed=st.integers(0, 2**63 - 1))
 def test_every_row_has_the_distribution_of_transformers(params, seed):
     generator = torch.Generator().manual_seed(seed % 2**31)

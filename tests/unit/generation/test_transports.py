@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import nn
 
 from hone.errors import ConfigError, GenerationError
@@ -31,7 +32,7 @@ def tensors(drawn):
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=5), st.sampled_from(KINDS))
 def test_what_arrives_is_what_was_sent(drawn, kind):
     sent, sender = tensors(drawn), make_sender(kind, same_machine=True)
@@ -58,7 +59,7 @@ def test_a_sender_is_used_again_and_leaves_nothing(kind, tmp_path):
     assert not list(tmp_path.iterdir()) and len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.lists(st.integers(1, 3000), min_size=AHEAD + 1, max_size=8), st.sampled_from(KINDS))
 def test_parcels_under_way_hold_what_they_held_when_they_were_packed(sizes, kind):
     sender, mappings, under_way = make_sender(kind, same_machine=True), Mappings(), []

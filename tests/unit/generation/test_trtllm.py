@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import trtllm_stand_in as stand_in
 from support.engine_cases import (
@@ -26,6 +26,7 @@ from support.engine_cases import (
     requests,
     save,
 )
+from support.examples import examples
 from typer.testing import CliRunner
 
 from hone.cli.engines import app
@@ -172,7 +173,7 @@ SAMPLING = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(SAMPLING, st.integers(0, 2**70), st.integers(0, 50))
 def test_every_request_is_one_that_it_publishes(sampling, seed, made):
     arguments = sampling_arguments(GenerationRequest("r", [1], sampling, seed=seed), made)
@@ -405,7 +406,7 @@ def test_it_is_not_installed_where_it_cannot_run(tmp_path, monkeypatch, words, g
 
 
 def test_it_is_installed_with_its_own_python_from_nvidias_index(tmp_path, monkeypatch):
-    """What pip is told: PyPI's package would fetch the wheel while it is built."""
+    """What the installer is told: PyPI's package would fetch the wheel while it is built."""
     ran: list[list[str]] = []
     monkeypatch.setattr(environments, "_has_gpu", lambda: True)
     monkeypatch.setattr(environments, "_check_disk", lambda recipe, place: None)
@@ -420,9 +421,9 @@ def test_it_is_installed_with_its_own_python_from_nvidias_index(tmp_path, monkey
     monkeypatch.setattr("subprocess.run", run)
     record = environments.install("trtllm", cpu=False, environment=place, say=lambda line: None)
     assert record["version"] == "1.4.0rc1" and ran[0][0].endswith(("python3.12", "python"))
-    pips = [command[6:] for command in ran if "pip" in command]
-    assert pips[0] == ["torch==2.12.0", "--index-url", "https://download.pytorch.org/whl/cu130"]
-    assert pips[1] == ["tensorrt-llm[ray]==1.4.0rc1", "torch==2.12.0", "--extra-index-url", "https://pypi.nvidia.com"]
+    told = [command[3:] for command in ran if command[2].endswith("installer.py")]
+    assert told[0] == ["torch==2.12.0", "--index-url", "https://download.pytorch.org/whl/cu130"]
+    assert told[1] == ["tensorrt-llm[ray]==1.4.0rc1", "torch==2.12.0", "--extra-index-url", "https://pypi.nvidia.com"]
     assert stand_in.INTERFACE["version"] == "1.4.0rc1", "what is installed is what was recorded"
 
 

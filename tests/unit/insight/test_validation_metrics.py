@@ -6,8 +6,9 @@ import statistics
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.insight.metrics import find_metric
 from hone.insight.validation import best_of, majority, subset_sizes, validation_metrics
@@ -29,7 +30,7 @@ def test_best_of_binary_scores_is_pass_at_k():
         assert best_of([1.0] * correct + [0.0] * (n - correct), k) == pytest.approx(expected, abs=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.tuples(st.sampled_from([0.0, 1.0, 0.5]), st.sampled_from("abc")), min_size=1, max_size=5), st.data())
 def test_majority_is_the_mean_over_all_draws_in_all_orders(rows, data):
     """The first seen among the most frequent wins and its first response gives the score, averaged over orders."""

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hone.config.model import ModelConfig, TiledMlpConfig
@@ -129,7 +130,7 @@ def test_a_layer_of_the_models_own_module(kind: str, narrow: bool, monkeypatch: 
     assert (found.a_token, found.weights) == _exactly(layer_kept(shape_of(kind, 1, SHAPE), how))
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     groups=st.integers(1, 3),
     keys=st.integers(1, 3),

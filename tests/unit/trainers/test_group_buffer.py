@@ -1,9 +1,9 @@
 """The staleness bound holds whatever rollout and learner do, and batches come in order of admission."""
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.examples import examples
 
 from hone.data.batch import Batch
 from hone.data.types import Sample
@@ -92,7 +92,7 @@ class Turns(RuleBasedStateMachine):
 def with_bound(bound: int):
     machine = type(f"Turns{bound}", (Turns,), {"bound": bound})
     case = machine.TestCase
-    case.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    case.settings = examples(40, stateful_step_count=40)
     return case
 
 

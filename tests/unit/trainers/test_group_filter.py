@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.cluster.rollout import RolloutWorker
 from hone.config.algorithm import FilterGroupsConfig
@@ -109,7 +110,7 @@ def step(rollouter: Rollouter, number: int) -> list:
     steps=st.integers(1, 4),
     orders=st.tuples(st.integers(), st.integers()),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_batch_is_the_first_useful_groups_whatever_finishes_first(size, batch, steps, orders):
     one, other = (rollouter(size, batch, engine_seed=order) for order in orders)
     plain = EpochSampler(size, batch, shuffle=True, seed=3)
@@ -127,7 +128,7 @@ def test_the_batch_is_the_first_useful_groups_whatever_finishes_first(size, batc
 
 
 @given(size=st.integers(4, 12), batch=st.integers(1, 4), cut=st.integers(1, 3))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_a_resumed_run_goes_on_with_the_same_groups(size, batch, cut):
     whole, first, second = (rollouter(size, batch) for _ in range(3))
     expected = [step(whole, number) for number in range(1, 5)]

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.algorithms import advantage_estimators
 from hone.config.algorithm import AlgorithmConfig
@@ -89,7 +90,7 @@ def both_ways(found, seed: int) -> tuple[Batch, Batch]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(found=episodes(), seed=st.integers(0, 99))
 def test_advantages_are_those_of_the_episode_in_one_piece(name: str, found, seed: int) -> None:
     estimator = advantage_estimators.get(name)

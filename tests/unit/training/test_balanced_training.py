@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.models import random_batch, tiny_model
 
 from hone.config.actor import ActorConfig
@@ -62,7 +63,7 @@ def _plan(local: Batch, budget: int, count: int | None = None) -> list[list[int]
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum-norm", "seq-mean-token-mean"])
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(
     seed=st.integers(0, 1000),
     group=st.integers(1, 4),

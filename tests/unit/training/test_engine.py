@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.models import random_batch, tiny_model
 
 from hone.config.actor import ActorConfig
@@ -72,7 +73,7 @@ def policy_objective(actor: ActorConfig) -> PolicyObjective:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(seed=st.integers(0, 1000), budget=st.integers(8, 120), rows=st.none() | st.integers(1, 4))
 def test_policy_loss_and_gradient_do_not_depend_on_the_split_or_the_order(mode, seed, budget, rows):
     batch = random_batch(8, seed)
@@ -90,7 +91,7 @@ def test_policy_loss_and_gradient_do_not_depend_on_the_split_or_the_order(mode, 
     torch.testing.assert_close(grad2, grad, atol=1e-6 * max(1.0, norm), rtol=0)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(seed=st.integers(0, 1000), budget=st.integers(8, 120))
 def test_value_and_imitation_losses_do_not_depend_on_the_split(seed, budget):
     from transformers import Qwen3ForTokenClassification

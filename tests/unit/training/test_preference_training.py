@@ -7,8 +7,9 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.models import VOCABULARY, tiny_model
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
@@ -83,7 +84,7 @@ def gradient(engine: TrainEngine, batch: Batch, objective) -> tuple[torch.Tensor
 
 
 @given(st.integers(1, 8), st.integers(0, 99), st.integers(1, 60), st.none() | st.integers(1, 6))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_sides_of_a_pair_share_a_micro_batch(pairs, seed, budget, rows):
     batch = preferences(pairs, seed)
     lengths = batch.ragged("response_ids").lengths
@@ -96,7 +97,7 @@ def test_the_sides_of_a_pair_share_a_micro_batch(pairs, seed, budget, rows):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=5, deadline=None)
+@examples(5)
 @given(seed=st.integers(0, 1000), budget=st.integers(8, 120))
 def test_no_split_changes_gradient_or_metrics(name, seed, budget):
     loss = preference_losses.get(name)
@@ -261,7 +262,7 @@ def test_scores_are_those_of_transformers():
             assert float(scores[row]) == pytest.approx(float(plain(input_ids=ids[None]).logits), abs=1e-5)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(seed=st.integers(0, 1000), budget=st.integers(8, 120))
 def test_bradley_terry_does_not_depend_on_the_split(seed, budget):
     batch, model = preferences(5, seed), scalar_model()

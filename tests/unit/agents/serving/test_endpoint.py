@@ -12,8 +12,9 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.scripted import ScriptedEngine, served
 from support.templates import tokenizer
 
@@ -343,7 +344,7 @@ def test_only_this_machine_is_served_without_a_token() -> None:
     pieces=st.lists(st.text("abE ND☂多", max_size=4), max_size=12),
     stops=st.lists(st.text("abEND", min_size=1, max_size=3), max_size=2),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_stream_says_what_the_whole_says_and_never_takes_back(pieces: list[str], stops: list[str]) -> None:
     stream, text, said = TextStream(stops), "", ""
     for piece in pieces:

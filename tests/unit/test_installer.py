@@ -1,4 +1,4 @@
-"""How the scripts install: by uv from the places that pip's settings name, or by pip."""
+"""How scripts and engines install: by uv from the places that pip's settings name, or by pip."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "scripts" / "_install.py"
+PROGRAM = Path(__file__).parents[2] / "hone" / "installer.py"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_packages_are_installed(
     (site / "tools.pth").write_text(sysconfig.get_path("purelib") + "\n")
     told = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"file://{wheels}/simple", "PIP_FIND_LINKS": str(wheels)}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
-    command = [str(tmp_path / "env" / "bin" / "python"), str(PROGRAM), wanted]
+    command = [str(tmp_path / "env" / "bin" / "python"), "-P", str(PROGRAM), wanted]
     done = subprocess.run(command, cwd=tmp_path, env={**kept, **told, **settings}, capture_output=True, text=True)
     found = site / "hone_probe-1.0.dist-info" / "INSTALLER"
     assert (done.returncode == 0) == (installer is not None), done.stderr

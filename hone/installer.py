@@ -1,7 +1,10 @@
-"""Install into the environment of the Python that runs this, as `pip install` would: `.venv/bin/python scripts/_install.py -e .`
+"""Installs packages into the environment of the Python that runs this file, as `pip install` would: `python -P installer.py torch`
 
 uv does in half a minute what pip takes three for. It does not read pip's settings, so it is told those that say where
 packages are to be had. Where there is no uv for the machine, or it cannot install, pip does it.
+
+Scripts run this before Hone is installed, and engines' environments have no Hone at all: it is a file to be run, of the
+standard library alone.
 """
 
 from __future__ import annotations
@@ -11,9 +14,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
-CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
+UV = "uv==0.13.9"
 VARIABLES = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
@@ -50,11 +52,11 @@ def main(arguments: list[str]) -> int:
     listing = subprocess.run([*PIP, "config", "list"], check=True, capture_output=True, text=True).stdout
     told = told_to_uv(listing, os.environ)
     if told is not None:
-        if _pip("-c", str(CONSTRAINTS), "uv", capture_output=True) == 0:
+        if _pip(UV, capture_output=True) == 0:
             uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
             if subprocess.run([*uv, *arguments], env=told).returncode == 0:
                 return 0
-        print("uv could not, or cannot be had; now with pip, which takes longer ...", file=sys.stderr)
+        sys.stderr.write("uv could not, or cannot be had; now with pip, which takes longer ...\n")
     return _pip(*arguments)
 
 
