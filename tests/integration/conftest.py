@@ -1,15 +1,24 @@
-"""Processes and models that the integration tests share."""
+"""Processes and models that the integration tests share.
+
+What takes long to import is imported in the fixtures: pytest reads this file before it starts the processes that run tests.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from support.ranks import Ranks
-from support.sharded_cases import save_model
+
+if TYPE_CHECKING:
+    from support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
+    from support.ranks import Ranks
+
     with Ranks(2) as ranks:
         yield ranks
 
@@ -17,6 +26,8 @@ def two_ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories by name: tied and untied embeddings, experts of two kinds."""
+    from support.sharded_cases import save_model
+
     root = tmp_path_factory.mktemp("models")
     return {
         "tied": save_model(root / "tied", "qwen3", tie_word_embeddings=True),
