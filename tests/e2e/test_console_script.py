@@ -11,8 +11,6 @@ from support.launch import hone
 from support.patience import LONG
 from support.world import World, metrics, rl_command, run_record, sft_command, steps_saved
 
-pytestmark = pytest.mark.slow
-
 HONE = Path(sys.executable).parent / "hone"
 
 
@@ -21,17 +19,20 @@ def cold(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([HONE, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=LONG)
 
 
+@pytest.mark.slow
 def test_help(tmp_path: Path) -> None:
     ended = cold("--help", folder=tmp_path)
     assert ended.returncode == 0 and "train" in ended.stdout and ended.stderr == ""
 
 
+@pytest.mark.slow
 def test_sft(world: World, tmp_path: Path) -> None:
     ended = cold(*sft_command(world, tmp_path / "run", "trainer.total_training_steps=2"), folder=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert steps_saved(tmp_path / "run") == [2]
 
 
+@pytest.mark.long
 def test_a_run_is_killed_resumed_and_measured(world: World, tmp_path: Path) -> None:
     steps = ("trainer.total_training_steps=6", "trainer.save_freq=1", "data.train_batch_size=6")
     whole, run = (rl_command(world, tmp_path / name, "grpo", *steps) for name in ("whole", "run"))
