@@ -30,14 +30,16 @@ class Installer:
         self._say(f"installing {' '.join(arguments) if len(named) < 5 else f'{len(named)} packages'}")
         command = [str(self._python), "-P", str(_INSTALLER), *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
+        said = [line for line in done.stderr.splitlines() if line.strip()]
         if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.strip()][-4:]
             raise GenerationError(
                 f"engine {self._engine} cannot be installed: the installer ended with code {done.returncode}"
-                + "".join(f"\n    {line[:300]}" for line in said),
+                + "".join(f"\n    {line[:300]}" for line in said[-4:]),
                 why="the environment is not complete",
                 fix=f"check the connection to the package index, then: hone engines install {self._engine} --force",
             )
+        for line in said:  # such as that uv cannot be had and pip does it
+            self._say(line)
 
     def requirements_of(self, package: str, *, without: Sequence[str]) -> None:
         """Install what a package declares that it needs, without some, and without touching torch."""
