@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class RowState:
     """State of rows ``0 .. A - 1``; every tensor has ``A`` rows.
 
     Attributes:
-        shared: tokens in the cache that the row's prompt has there, which other rows may continue too.
+        shared: tokens in the cache that the row's prompt has in a slot, which other rows may continue too.
         length: tokens in the cache of the row's own.
         next_token: the token that the next step feeds.
         generated: tokens drawn so far.
@@ -42,8 +42,10 @@ class RowState:
     seen: Tensor
 
     @classmethod
-    def of(cls, requests: Sequence[GenerationRequest], vocabulary: int, device: torch.device) -> RowState:
-        """The state of requests whose prompts, but for the last token, are in the cache."""
+    def of(
+        cls, requests: Sequence[GenerationRequest], begun: Sequence[int], vocabulary: int, device: torch.device
+    ) -> RowState:
+        """The state of requests whose prompts, but for the last token, are in the cache, ``begun`` tokens in their rows."""
 
         def vector(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
@@ -57,8 +59,8 @@ class RowState:
             for row, request in enumerate(requests):
                 seen[row, vector(request.prompt_ids)] = True
         return cls(
-            shared=vector([len(r.prompt_ids) - 1 for r in requests]),
-            length=vector([0] * len(requests)),
+            shared=vector([len(r.prompt_ids) - 1 - own for r, own in zip(requests, begun, strict=True)]),
+            length=vector(begun),
             next_token=vector([r.prompt_ids[-1] for r in requests]),
             generated=vector([0] * len(requests)),
             limit=vector([r.sampling.max_tokens for r in requests]),
@@ -86,6 +88,11 @@ class RowState:
     def stopped(self) -> Tensor:
         """``[A]``: whether the last token drawn is a stop token."""
         return (self.stops == self.next_token[:, None]).any(-1)
+
+    def with_prompts_apart(self, begun: Sequence[int]) -> RowState:
+        """The same rows, when the ``begun`` tokens with which they began in the cache are no longer their own."""
+        moved = torch.tensor(begun, device=self.length.device)
+        return replace(self, shared=self.shared + moved, length=self.length - moved)
 
     def select(self, rows: Tensor) -> RowState:
         """These rows, in this order."""

@@ -46,8 +46,26 @@ class _Linear:
 
     def __call__(self, states: Tensor) -> Tensor:
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(states, self._weight, self._bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.default(states, self._weight, self._bias, "none", [], "")
         return F.linear(states.to(self._dtype), self._weight, self._bias)
+
+
+class _Norm:
+    """Root-mean-square norm (Zhang and Sennrich 2019), spelled out in the fewest operations: torch's own takes ten times as
+    long for a long prompt on the CPU.
+
+    Args:
+        weight: its last dimension is what is normed.
+        epsilon: added to the mean of squares.
+    """
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        self._weight, self._epsilon = weight, torch.tensor(epsilon, device=weight.device)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(states, 2, -1, True)
+        scale = torch.addcmul(self._epsilon, length, length, value=1 / states.shape[-1]).rsqrt_()
+        return (states * scale).mul_(self._weight)
 
 
 @dataclass(frozen=True)
@@ -56,35 +74,43 @@ class _Layer:
 
     Attributes:
         heads: of the queries, the keys and the values, in the order in which ``qkv`` gives them.
-        head_norm: ``[query and key heads, head_dim]`` weights of the norms of queries and keys, or None.
+        head_dim: of each.
+        head_norm: of all queries and keys at once, or None.
     """
 
-    module: Any
+    input_norm: _Norm
     qkv: _Linear
     heads: tuple[int, int, int]
-    head_norm: Tensor | None
-    out: _Linear
-    gate_up: _Linear
-    down: _Linear
+    head_dim: int
+    head_norm: _Norm | None
     scoring: Scoring
+    out: _Linear
+    post_attention_norm: _Norm
+    gate_up: _Linear
+    activation: Any
+    down: _Linear
 
     @classmethod
     def of(cls, layer: Any, dtype: torch.dtype) -> _Layer:
         attention, projections = layer.self_attn, _attention_projections(layer)
         heads = [projection.out_features // attention.head_dim for projection in projections]
-        norm = None
+        head_norm = None
         if hasattr(attention, "q_norm"):
-            weights = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
-            norm = torch.cat([w.expand(count, -1) for w, count in zip(weights, heads[:2], strict=True)])
+            weights = (attention.q_norm.weight, attention.k_norm.weight)
+            joint = torch.cat([w.detach().expand(count, -1) for w, count in zip(weights, heads[:2], strict=True)])
+            head_norm = _Norm(joint, attention.q_norm.variance_epsilon)
         return cls(
-            layer,
-            _Linear(projections, dtype),
-            (heads[0], heads[1], heads[2]),
-            norm,
-            _Linear([attention.o_proj], dtype),
-            _Linear(_mlp_projections(layer)[:2], dtype),
-            _Linear([layer.mlp.down_proj], dtype),
-            Scoring(attention.scaling, attention_window(attention)),
+            input_norm=_norm_of(layer.input_layernorm),
+            qkv=_Linear(projections, dtype),
+            heads=(heads[0], heads[1], heads[2]),
+            head_dim=attention.head_dim,
+            head_norm=head_norm,
+            scoring=Scoring(attention.scaling, attention_window(attention)),
+            out=_Linear([attention.o_proj], dtype),
+            post_attention_norm=_norm_of(layer.post_attention_layernorm),
+            gate_up=_Linear(_mlp_projections(layer)[:2], dtype),
+            activation=layer.mlp.act_fn,
+            down=_Linear([layer.mlp.down_proj], dtype),
         )
 
 
@@ -147,7 +173,8 @@ class FusedForward:
         self._causal, self._dtype = causal, torch.bfloat16 if bfloat16 else torch.float32
         self._decoder: Any = causal.get_decoder()  # type: ignore[operator]
         self._layers: list[_Layer] = []
-        self._logits: _Linear | None = None
+        self._norm: Any = None
+        self._logits: Any = None
 
     @staticmethod
     def fits(causal: nn.Module) -> bool:
@@ -165,13 +192,14 @@ class FusedForward:
         """The mode in which it computes, with the weights as they were at the first time after :meth:`release`."""
         if not self._layers:
             self._layers = [_Layer.of(layer, self._dtype) for layer in self._decoder.layers]
+            self._norm = _norm_of(self._decoder.norm)
             self._logits = _Linear([self._causal.get_output_embeddings()], self._dtype)  # type: ignore[operator]
         with torch.inference_mode():
             yield
 
     def release(self) -> None:
         """Forget the fused weights: they have changed, or nothing needs them."""
-        self._layers, self._logits = [], None
+        self._layers, self._norm, self._logits = [], None, None
 
     def hidden(self, ids: Tensor, layout: Layout) -> Tensor:
         """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; keys and values go where the layout says."""
@@ -180,26 +208,25 @@ class FusedForward:
         cos, sin = self._decoder.rotary_emb(hidden, layout.position_ids)
         rotary = cos[:, :, None], _signed(sin)[:, :, None]  # [batch, length, 1, head_dim]
         for index, layer in enumerate(self._layers):
-            query, key, value = self._heads(layer, _normed(layer.module.input_layernorm, hidden), rotary)
+            query, key, value = self._heads(layer, layer.input_norm(hidden), rotary)
             mixed = layout.attend(index, query, key, value, layer.scoring)
             hidden = hidden + layer.out(mixed.reshape(batch, length, -1))
-            both = layer.gate_up(_normed(layer.module.post_attention_layernorm, hidden))
-            gate, up = both.chunk(2, -1)
-            hidden = hidden + layer.down(layer.module.mlp.act_fn(gate).mul_(up))
-        return _normed(self._decoder.norm, hidden)
+            gate, up = layer.gate_up(layer.post_attention_norm(hidden)).chunk(2, -1)
+            hidden = hidden + layer.down(layer.activation(gate).mul_(up))
+        return self._norm(hidden)
 
     def logits(self, ids: Tensor, layout: Layout) -> Tensor:
         """Logits ``[batch, length, V]``."""
-        assert self._logits is not None
         return self._logits(self.hidden(ids, layout))
 
     def _heads(self, layer: _Layer, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[batch, heads, length, head_dim]``, rotated."""
-        attention, (queries, keys, values) = layer.module.self_attn, layer.heads
-        rotated, value = layer.qkv(states).unflatten(-1, (-1, attention.head_dim)).split([queries + keys, values], 2)
+        queries, keys, values = layer.heads
+        heads = layer.qkv(states).unflatten(-1, (-1, layer.head_dim))
+        rotated, value = heads.split_with_sizes((queries + keys, values), 2)
         if layer.head_norm is not None:
-            rotated = _rms_norm(rotated.float(), layer.head_norm, attention.q_norm.variance_epsilon)
-        query, key = _rotate(rotated, rotary).to(self._dtype).split([queries, keys], 2)
+            rotated = layer.head_norm(rotated.float())
+        query, key = _rotate(rotated, rotary).to(self._dtype).split_with_sizes((queries, keys), 2)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -218,14 +245,8 @@ def _mlp_projections(layer: Any) -> list[nn.Linear]:
     return [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
 
 
-def _normed(norm: Any, states: Tensor) -> Tensor:
-    return _rms_norm(states, norm.weight, norm.variance_epsilon)
-
-
-def _rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Spelled out: torch's own takes ten times as long for a long prompt on the CPU."""
-    mean = (states * states).mean(-1, keepdim=True)
-    return (states * mean.add_(epsilon).rsqrt_()).mul_(weight)
+def _norm_of(module: Any) -> _Norm:
+    return _Norm(module.weight.detach(), module.variance_epsilon)
 
 
 def _signed(sin: Tensor) -> Tensor:

@@ -3,8 +3,6 @@ row."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -91,19 +89,21 @@ class ExtendLayout:
 
 
 class DecodeLayout:
-    """One new token for each of the first ``A`` rows, which continue prompts kept apart.
+    """One new token for each of the first ``A`` rows, which may continue prompts kept apart.
 
     Args:
         cache: to read and append to: what each row has of its own.
         lengths: ``[A]`` tokens already in each row; the new token goes to this place.
         longest: the largest of them, plus the new token.
-        shared: ``[A]`` tokens of the prompt before each row's own.
-        stacks: which prompt that is.
+        shared: ``[A]`` tokens of a prompt kept apart before each row's own.
+        stacks: which prompt that is; None when there are none.
     """
 
-    def __init__(self, cache: KeyValueCache, lengths: Tensor, longest: int, shared: Tensor, stacks: Stacks) -> None:
+    def __init__(
+        self, cache: KeyValueCache, lengths: Tensor, longest: int, shared: Tensor, stacks: Stacks | None
+    ) -> None:
         self._cache, self._lengths, self._longest = cache, lengths, longest
-        self._shared, self._stacks = shared, stacks
+        self._shared, self._stacks, self._before = shared, stacks, stacks.longest if stacks else 0
         self._in_step = lengths.device.type == "cpu" and int(lengths.min()) == longest - 1
         self._bias: dict[tuple[int | None, int], Tensor | None] = {}
         self._new: dict[int, Tensor] = {}
@@ -118,39 +118,40 @@ class DecodeLayout:
         self._append(keys, key)
         self._append(values, value)
         rows, heads, _, width = query.shape
-        kv_heads, prompt = keys.shape[1], self._stacks.longest
+        kv_heads = keys.shape[1]
         past_keys = keys[:rows].flatten(0, 1)[:, : self._longest]
         past_values = values[:rows].flatten(0, 1)[:, : self._longest]
         lanes = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
-        if scoring.plain and keys.dtype == torch.float32:
-            lanes, scoring = lanes * scoring.scale, replace(scoring, scale=1.0)
+        scaled = scoring.plain and keys.dtype == torch.float32
+        if scaled:
+            lanes = lanes * scoring.scale
         scores = query_products(lanes, past_keys)
-        if prompt:
+        if self._stacks and self._before:
             scores = torch.cat([self._stacks.scores(layer, lanes, key, value), scores], -1)
-        weights = self._weights(scores, scoring, rows, kv_heads).to(past_values.dtype)
-        mixed = torch.bmm(weights[..., prompt:], past_values)
-        if prompt:
+        weights = self._weights(scores, scoring, rows, scaled=scaled).to(past_values.dtype)
+        mixed = torch.bmm(weights[..., self._before :], past_values)
+        if self._stacks and self._before:
             mixed += self._stacks.mix(layer, weights, key, value)
         return mixed.view(rows, 1, heads, past_values.shape[-1])
 
-    def _weights(self, scores: Tensor, scoring: Scoring, rows: int, kv_heads: int) -> Tensor:
+    def _weights(self, scores: Tensor, scoring: Scoring, rows: int, *, scaled: bool) -> Tensor:
         """Softmax of ``scores [A * kv_heads, heads of one, prompt + longest]``."""
         window = scoring.window
-        if window is not None and window >= self._stacks.longest + self._longest:
+        if window is not None and window >= self._before + self._longest:
             window = None
         if not scoring.plain:
             hidden = self._hidden(window)[:, None, None]
             return attention_weights(scores.reshape(rows, -1, 1, scores.shape[-1]), hidden, scoring).view(scores.shape)
-        if scoring.scale != 1.0:
+        if not scaled:
             scores = scores * scoring.scale
-        bias = self._hidden_bias(window, kv_heads)
+        bias = self._hidden_bias(window, scores.shape[0] // rows)
         return (scores if bias is None else scores.add_(bias)).softmax(-1)
 
     def _append(self, slab: Tensor, states: Tensor) -> None:
         """Write ``states [A, kv_heads, 1, head_dim]`` behind each row's tokens."""
-        rows, kv_heads, capacity = len(self._lengths), slab.shape[1], slab.shape[2]
+        rows, kv_heads, capacity = states.shape[0], slab.shape[1], slab.shape[2]
         if self._in_step:
-            slab[:rows, :, self._longest - 1] = states[:, :, 0].to(slab.dtype)
+            slab.select(2, self._longest - 1)[:rows].copy_(states.squeeze(2))
             return
         if kv_heads not in self._new:
             lanes = torch.arange(rows * kv_heads, device=slab.device) * capacity
@@ -161,7 +162,7 @@ class DecodeLayout:
     def _hidden(self, window: int | None) -> Tensor:
         """``[A, prompt + longest]``: places behind the end of prompt and row, or before the window of the new token."""
         device, shared, lengths = self._lengths.device, self._shared[:, None], self._lengths[:, None]
-        before = torch.arange(self._stacks.longest, device=device).expand(len(lengths), -1)
+        before = torch.arange(self._before, device=device).expand(len(lengths), -1)
         own = torch.arange(self._longest, device=device)
         hidden = torch.cat([before >= shared, own > lengths], 1)
         if window is None:

@@ -1,7 +1,8 @@
 """Prompts in the cache, each once, for all the rows that continue it.
 
 The samples of a group begin alike. Their prompt is computed once, kept once, and read once a step: the queries of all rows
-that continue it are stacked to one product with its keys.
+that continue it are stacked to one product with its keys. While no two rows begin alike, each holds its prompt itself, and
+none of this is in use.
 
     slots                      rows (what each has of its own)
     [p p p p]  <- 0, 1, 3      0 [s s s]
@@ -130,7 +131,8 @@ class Stacks:
             self._stacks.append(_Stack(slice(len(counts)) if everything else members.to(prompts.cache.device), rows))
             self._back[inside] = torch.stack([cells + number[slot[inside]] * width, place[inside]], 1)
             cells += rows.numel()
-        self._lanes: dict[int, tuple[list[Tensor], Tensor]] = {}
+        self._lanes: dict[int, tuple[list[Tensor | None], Tensor | None]] = {}
+        self._views: dict[tuple[int, int], list[Tensor]] = {}
 
     def scores(self, layer: int, lanes: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Products of queries with the keys of their prompts.
@@ -144,35 +146,49 @@ class Stacks:
         Returns:
             ``[A * kv_heads, heads of one, longest]``; behind a prompt's end stands anything.
         """
-        keys, _ = self._cache.layer(layer, key, value)
         gathers, back = self._for_heads(key.shape[1])
         found = []
-        for stack, gather in zip(self._stacks, gathers, strict=True):
-            queries = lanes.index_select(0, gather).view(len(stack.rows) * key.shape[1], -1, lanes.shape[2])
-            scores = query_products(queries, keys[stack.slots, :, : self.longest].flatten(0, 1))
-            found.append(scores.reshape(len(gather), -1))
-        return _joined(found).index_select(0, back).view(*lanes.shape[:2], self.longest)
+        for keys, gather in zip(self._of_stacks(0, layer, key, value), gathers, strict=True):
+            queries = _taken(lanes, gather).view(keys.shape[0], -1, lanes.shape[2])
+            found.append(query_products(queries, keys).reshape(-1, lanes.shape[1], self.longest))
+        return _taken(_joined(found), back)
 
     def mix(self, layer: int, weights: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """What the prompts' values add: ``weights [A * kv_heads, heads of one, longest + own]`` to ``[..., d_v]``."""
-        _, values = self._cache.layer(layer, key, value)
         gathers, back = self._for_heads(key.shape[1])
         found = []
-        for stack, gather in zip(self._stacks, gathers, strict=True):
-            chosen = weights.index_select(0, gather).view(len(stack.rows) * key.shape[1], -1, weights.shape[2])
-            mixed = torch.bmm(chosen[..., : self.longest], values[stack.slots, :, : self.longest].flatten(0, 1))
-            found.append(mixed.view(len(gather), -1))
-        return _joined(found).index_select(0, back).view(*weights.shape[:2], -1)
+        for values, gather in zip(self._of_stacks(1, layer, key, value), gathers, strict=True):
+            chosen = _taken(weights, gather).view(values.shape[0], -1, weights.shape[2])
+            mixed = torch.bmm(chosen[..., : self.longest], values)
+            found.append(mixed.view(-1, weights.shape[1], values.shape[2]))
+        return _taken(_joined(found), back)
 
-    def _for_heads(self, kv_heads: int) -> tuple[list[Tensor], Tensor]:
-        """The lane in each cell of each stack, and the cell of each lane over all stacks."""
+    def _of_stacks(self, part: int, layer: int, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Keys (part 0) or values (1) of each stack, ``[slots * kv_heads, longest, d]``.
+
+        Those of all slots are a view, made once for all steps; others are copied.
+        """
+        if (part, layer) in self._views:
+            return self._views[part, layer]
+        slab = self._cache.layer(layer, key, value)[part][:, :, : self.longest]
+        found = [slab[stack.slots].flatten(0, 1) for stack in self._stacks]
+        if isinstance(self._stacks[0].slots, slice):
+            self._views[part, layer] = found
+        return found
+
+    def _for_heads(self, kv_heads: int) -> tuple[list[Tensor | None], Tensor | None]:
+        """The lane in each cell of each stack, and the cell of each lane over all stacks; None where all are in order."""
         if kv_heads not in self._lanes:
-            head, device = torch.arange(kv_heads)[:, None], self._cache.device
-            gathers = [(s.rows[:, None] * kv_heads + head).flatten().to(device) for s in self._stacks]
+            head, in_order = torch.arange(kv_heads)[:, None], torch.arange(len(self._back) * kv_heads)
+            gathers = [(s.rows[:, None] * kv_heads + head).flatten() for s in self._stacks]
             widths = torch.cat([torch.full((s.rows.numel(),), s.rows.shape[1]) for s in self._stacks])
             first, place = self._back.unbind(1)
             back = first[:, None] * kv_heads + torch.arange(kv_heads) * widths[first][:, None] + place[:, None]
-            self._lanes[kv_heads] = gathers, back.flatten().to(device)
+            *gathers, back = (
+                None if torch.equal(index, in_order) else index.to(self._cache.device)
+                for index in (*gathers, back.flatten())
+            )
+            self._lanes[kv_heads] = gathers, back
         return self._lanes[kv_heads]
 
 
@@ -196,3 +212,7 @@ def _alike(counts: Tensor) -> list[Tensor]:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _taken(states: Tensor, index: Tensor | None) -> Tensor:
+    return states if index is None else states.index_select(0, index)

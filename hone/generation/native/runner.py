@@ -44,7 +44,7 @@ class Runner:
 
     Attributes:
         running: the job of each row.
-        cache: what each row has of its own: from its prompt's last token on.
+        cache: what each row has of its own: from its prompt's last token on, or all of it.
         prompts: what comes before.
         parked: what ended turns left for the next ones.
         version: of the weights.
@@ -99,10 +99,10 @@ class Runner:
         """Give each job a row, and its prompt (but for the last token, which the first step feeds) a place in the cache."""
         now = time.perf_counter()
         for job in jobs:
-            job.version, job.started, job.entered = self.version, now, self._steps
+            job.started, job.entered = now, self._steps
         self._fill(jobs)
         requests = [job.request for job in jobs]
-        state = RowState.of(requests, self._vocabulary, self.device)
+        state = RowState.of(requests, [job.begun for job in jobs], self._vocabulary, self.device)
         sampling = RowSampling.of([r.sampling for r in requests], [r.seed for r in requests], self.device)
         self._state = state if self._state is None else self._state.join(state)
         self._sampling = sampling if self._sampling is None else self._sampling.join(sampling)
@@ -114,26 +114,51 @@ class Runner:
         stats["peak_cache_tokens"] = max(stats["peak_cache_tokens"], self.cache.tokens + self.prompts.cache.tokens)
 
     def _fill(self, jobs: Sequence[Job]) -> None:
-        """Put prompts into the cache; equal ones are computed once, and what an episode's last turn left is not again."""
+        """Put prompts into the cache; equal ones are computed once, and what an episode's last turn left is not again.
+
+        They go into the rows of the jobs while all are alone, else into slots.
+        """
+        alone = jobs[0].alone
+        if not alone and any(job.alone for job in self.running):
+            self._share_prompts(jobs)
         held, entering = self.prompts.count, []
-        for job in jobs:
+        for row, job in enumerate(jobs, len(self.running)):
+            if alone:
+                entering.append((job, row))
+                continue
             job.slot, new = self.prompts.take(job.prompt, self.version, job.shared)
             if new:
-                entering.append(job)
+                entering.append((job, job.slot))
             else:
                 self.stats["prefix_hits"] += 1
                 self.stats["cached_tokens"] += job.shared
         self._reserve(len(self.running), held, max(job.own for job in (*self.running, *jobs)), len(jobs))
+        cache = self.cache if alone else self.prompts.cache
         fresh: list[tuple[int, list[int]]] = []
         added: list[tuple[int, int, list[int]]] = []
-        for job in entering:
-            ids, kept = job.request.prompt_ids[:-1], self._unpark(job)
+        for job, place in entering:
+            ids, kept = job.request.prompt_ids[:-1], self._unpark(job, cache, place)
             if kept == 0 and ids:
-                fresh.append((job.slot, ids))
+                fresh.append((place, ids))
             elif kept < len(ids):
-                added.append((job.slot, kept, ids[kept:]))
-        self._prefill(fresh)
-        self._extend(added)
+                added.append((place, kept, ids[kept:]))
+        self._prefill(cache, fresh)
+        self._extend(cache, added)
+
+    def _share_prompts(self, entering: Sequence[Job]) -> None:
+        """Move the prompts of the rows, which were alone, to slots: some that enter share theirs."""
+        assert self._state is not None
+        rows = [self.cache.read_row(row, self._held(job)) for row, job in enumerate(self.running)]
+        begun = [job.begun for job in self.running]
+        for job in self.running:
+            job.alone = False
+            job.slot, _ = self.prompts.take(job.prompt, job.version, job.shared)
+        self._reserve(0, 0, max(job.own for job in (*self.running, *entering)), len(self.running))
+        for row, (job, slabs) in enumerate(zip(self.running, rows, strict=True)):
+            self.prompts.cache.write_row(job.slot, job.shared, slabs)
+            drawn = {layer: (k[:, job.shared :], v[:, job.shared :]) for layer, (k, v) in slabs.items()}
+            self.cache.write_row(row, self._drawn(job), drawn)
+        self._state = self._state.with_prompts_apart(begun)
 
     def _reserve(self, rows: int, slots: int, own: int, entering: int) -> None:
         """Make room in both caches, beside ``rows`` and ``slots`` that hold something."""
@@ -145,7 +170,8 @@ class Runner:
             self.cache.resize(*wanted[0], used=rows)
             prompts.resize(*wanted[1], used=slots)
 
-    def _prefill(self, prompts: list[tuple[int, list[int]]]) -> None:
+    def _prefill(self, cache: KeyValueCache, prompts: list[tuple[int, list[int]]]) -> None:
+        """Put whole prompts into rows of a cache: (row, tokens)."""
         while prompts:
             count, tokens = 1, len(prompts[0][1])
             while count < len(prompts) and tokens + len(prompts[count][1]) <= PREFILL_TOKENS:
@@ -153,26 +179,26 @@ class Runner:
                 count += 1
             chunk, prompts = prompts[:count], prompts[count:]
             lengths = torch.tensor([len(ids) for _, ids in chunk])
-            layout = PrefillLayout(self.prompts.cache, torch.tensor([row for row, _ in chunk]), lengths)
+            layout = PrefillLayout(cache, torch.tensor([row for row, _ in chunk]), lengths)
             ids = torch.tensor([[token for _, ids in chunk for token in ids]], device=self.device)
             self._forward.hidden(ids, layout)
             self.stats["prefill_tokens"] += tokens
 
-    def _unpark(self, job: Job) -> int:
-        """Begin the job's slot with what its session has left; returns how many tokens that is."""
+    def _unpark(self, job: Job, cache: KeyValueCache, place: int) -> int:
+        """Begin a row of a cache with what the job's session has left; returns how many tokens that is."""
         found = self.parked.find(job.request.session, job.request.prompt_ids, self.version)
         if found is None:
             return 0
         turn, shared = found
-        self.prompts.cache.write_row(job.slot, shared, turn.slabs)
+        cache.write_row(place, shared, turn.slabs)
         self.stats["session_hits"] += 1
         self.stats["session_tokens"] += shared
         self.stats["cached_tokens"] += shared
         return shared
 
-    def _extend(self, added: list[tuple[int, int, list[int]]]) -> None:
-        """Put further tokens into slots: (slot, tokens it holds, further ones). Like lengths go together, for they share a
-        rectangle.
+    def _extend(self, cache: KeyValueCache, added: list[tuple[int, int, list[int]]]) -> None:
+        """Put further tokens into rows of a cache: (row, tokens it holds, further ones). Like lengths go together, for they
+        share a rectangle.
         """
         added = sorted(added, key=lambda entry: len(entry[2]))
         while added:
@@ -180,9 +206,9 @@ class Runner:
             while count < len(added) and (count + 1) * (added[count][1] + len(added[count][2])) <= PREFILL_TOKENS:
                 count += 1
             chunk, added = added[:count], added[count:]
-            slots, past, parts = zip(*chunk, strict=True)
+            rows, past, parts = zip(*chunk, strict=True)
             lengths = torch.tensor([len(ids) for ids in parts])
-            layout = ExtendLayout(self.prompts.cache, torch.tensor(slots), torch.tensor(past), lengths)
+            layout = ExtendLayout(cache, torch.tensor(rows), torch.tensor(past), lengths)
             self._forward.hidden(torch.tensor([[token for ids in parts for token in ids]], device=self.device), layout)
             self.stats["prefill_tokens"] += int(lengths.sum())
 
@@ -192,7 +218,7 @@ class Runner:
         if session is not None and job.version == self.version:
             ids = [*job.request.prompt_ids, *tokens][:-1]
             slabs = _end_to_end(
-                self.prompts.cache.read_row(job.slot, job.shared), self.cache.read_row(row, len(tokens))
+                self.prompts.cache.read_row(job.slot, job.shared), self.cache.read_row(row, job.begun + len(tokens))
             )
             self.parked.put(session, Turn(ids, self.version, slabs))
 
@@ -203,9 +229,9 @@ class Runner:
         state, sampling = self._state, self._sampling
         if state is None or sampling is None:
             return []
-        if self._stacks is None:
+        if self._stacks is None and not self.running[0].alone:
             self._stacks = Stacks([job.slot for job in self.running], self.prompts)
-        longest = 1 + max(self._drawn(job) for job in self.running)
+        longest = 1 + max(self._held(job) for job in self.running)
         layout = DecodeLayout(self.cache, state.length, longest, state.shared, self._stacks)
         logits = self._forward.logits(state.next_token[:, None], layout)
         seen = state.seen if sampling.penalises else None
@@ -255,7 +281,12 @@ class Runner:
         self.parked.clear()
 
     def _drawn(self, job: Job) -> int:
+        """Tokens drawn for it."""
         return self._steps - job.entered
+
+    def _held(self, job: Job) -> int:
+        """Tokens in its row of the cache."""
+        return job.begun + self._drawn(job)
 
     def _ends_with_stop_string(self, row: int) -> bool:
         """Whether a stop string of the row lies in its text, completed by the last token."""
@@ -299,11 +330,11 @@ class Runner:
             self.clear()
             return
         gaps, movers = closing_moves(len(self.running), gone)
-        self.cache.copy_rows(movers, gaps, max((self._drawn(self.running[row]) for row in movers), default=0))
+        self.cache.copy_rows(movers, gaps, max((self._held(self.running[row]) for row in movers), default=0))
         order = list(range(len(self.running) - len(gone)))
         for gap, mover in zip(gaps, movers, strict=True):
             order[gap] = mover
-        moved = self.prompts.leave(self.running[row].slot for row in gone)
+        moved = self.prompts.leave(self.running[row].slot for row in gone if not self.running[row].alone)
         self.running = [self.running[row] for row in order]
         for job in self.running:
             job.slot = moved.get(job.slot, job.slot)

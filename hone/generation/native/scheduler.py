@@ -24,7 +24,8 @@ class Job:
         started: when it entered (``time.perf_counter``).
         first_token: when its first token was drawn.
         entered: decode steps made before it entered.
-        slot: where its prompt is in the cache.
+        alone: whether its prompt stands in its row, as do those of all others that run.
+        slot: where its prompt is in the cache otherwise.
         aborted: to be ended with what it has.
     """
 
@@ -35,6 +36,7 @@ class Job:
     started: float = 0.0
     first_token: float = 0.0
     entered: int = 0
+    alone: bool = False
     slot: int = -1
     aborted: bool = False
 
@@ -44,21 +46,27 @@ class Job:
         return cls(request, answer, array("q", request.prompt_ids).tobytes())
 
     @property
-    def own(self) -> int:
-        """Most cache tokens of its own: the prompt's last token, and all drawn but the last."""
-        return self.request.sampling.max_tokens
+    def shared(self) -> int:
+        """Cache tokens of its slot: the prompt but for its last token, which the first step feeds."""
+        return 0 if self.alone else len(self.request.prompt_ids) - 1
 
     @property
-    def shared(self) -> int:
-        """Cache tokens of its prompt."""
-        return len(self.request.prompt_ids) - 1
+    def begun(self) -> int:
+        """Cache tokens of its row before the first step."""
+        return len(self.request.prompt_ids) - 1 - self.shared
+
+    @property
+    def own(self) -> int:
+        """Most cache tokens of its row: what it begins with, the prompt's last token, and all drawn but the last."""
+        return self.begun + self.request.sampling.max_tokens
 
 
 class Scheduler:
     """First come, first served, as many at once as rows and cache allow.
 
     The cache is two rectangles: ``A`` running requests cost ``A`` times what the largest of them has of its own, and ``P``
-    different prompts ``P`` times the longest of them.
+    different prompts ``P`` times the longest of them. While no two requests have the same prompt there is one rectangle only,
+    of rows that begin with their prompts: attention over one piece is cheaper than over two.
 
     Args:
         max_num_seqs: most requests at once.
@@ -103,18 +111,27 @@ class Scheduler:
         """Take from the queue those that fit beside ``running``; they will be served by weights of this version."""
         if not self.waiting or len(running) >= self.max_num_seqs:
             return []
-        entering: list[Job] = []
         prompts = {(job.prompt, job.version) for job in running}
-        own, shared = (max((getattr(job, part) for job in running), default=0) for part in ("own", "shared"))
-        while self.waiting and len(running) + len(entering) < self.max_num_seqs:
+        alone = all(job.alone for job in running) and self._all_differ(prompts, version)
+        rows, own, shared = len(running), 0, 0
+        for job in running:
+            own, shared = _largest(own, shared, job, alone=alone)
+        entering: list[Job] = []
+        while self.waiting and rows < self.max_num_seqs:
             job = self.waiting[0]
+            rows, (own, shared) = rows + 1, _largest(own, shared, job, alone=alone)
             slots = len(prompts) + ((job.prompt, version) not in prompts)
-            own, shared = max(own, job.own), max(shared, job.shared)
-            if (len(running) + len(entering) + 1) * own + slots * shared > self.max_cache_tokens:
+            if rows * own + slots * shared > self.max_cache_tokens:
                 break
+            job.version, job.alone = version, alone
             prompts.add((job.prompt, version))
             entering.append(self.waiting.popleft())
         return entering
+
+    def _all_differ(self, prompts: set[tuple[bytes, int]], version: int) -> bool:
+        """Whether no two that wait have the same prompt, nor one the same as those in the cache."""
+        waiting = {(job.prompt, version) for job in self.waiting}
+        return len(waiting) == len(self.waiting) and not waiting & prompts
 
     def remove(self, wanted: Callable[[Job], bool]) -> list[Job]:
         """Take the wanted ones out of the queue."""
@@ -122,3 +139,9 @@ class Scheduler:
         if removed:
             self.waiting = deque(job for job in self.waiting if not wanted(job))
         return removed
+
+
+def _largest(own: int, shared: int, job: Job, *, alone: bool) -> tuple[int, int]:
+    """The sides of the rectangles, with this job in them."""
+    prompt, response = len(job.request.prompt_ids) - 1, job.request.sampling.max_tokens
+    return (max(own, prompt + response), 0) if alone else (max(own, response), max(shared, prompt))

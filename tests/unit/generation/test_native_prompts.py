@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -12,7 +15,8 @@ from hone.generation.attention import Scoring, attention_weights
 from hone.generation.native.cache import KeyValueCache
 from hone.generation.native.layouts import DecodeLayout
 from hone.generation.native.prompts import Prompts, Stacks
-from hone.generation.protocol import GenerationRequest, SamplingParams
+from hone.generation.native.scheduler import Job
+from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 
 DEVICE = torch.device("cpu")
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -106,6 +110,60 @@ def test_a_prompt_takes_its_place_once(make_model, make_engine, serve):
     asked = [GenerationRequest(str(i), [7] * 65, SamplingParams(max_tokens=32, ignore_eos=True), i) for i in range(8)]
     serve(engine, asked)
     assert engine.describe().stats["peak_cache_tokens"] == 8 * 32 + 64  # not 8 * 97
+
+
+def arriving(engine, arrivals: list[tuple[int, GenerationRequest]]) -> dict[str, Completion]:
+    """Serve requests of which each comes some decode steps after the one before."""
+    scheduler, runner, answers = engine._scheduler, engine._runner, {}
+    left, pause = deque(arrivals), 0
+    with runner.computing():
+        while left or scheduler.waiting or runner.running:
+            while left and left[0][0] <= pause:
+                scheduler.waiting.append(Job.of(left.popleft()[1], asyncio.Queue()))
+                pause = 0
+            pause += 1
+            if entering := scheduler.admit(runner.running, runner.version):
+                runner.enter(entering)
+            assert len({job.alone for job in runner.running}) <= 1
+            answers |= {job.request.request_id: completion for job, completion in runner.step()}
+    return answers
+
+
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=9),
+    max_num_seqs=st.integers(1, 6),
+    max_cache_tokens=st.sampled_from([24, 40, None]),
+)
+def test_requests_are_drawn_as_alone_whenever_they_come(
+    make_model, make_engine, serve, arrivals, max_num_seqs, max_cache_tokens
+):
+    model = make_model("qwen3")
+    asked = [
+        (pause, GenerationRequest(str(i), [3 + prompt, *range(5, 6 + 2 * prompt)], SamplingParams(max_tokens=most), i))
+        for i, (pause, prompt, most) in enumerate(arrivals)
+    ]
+    engine = make_engine(model, max_num_seqs=max_num_seqs, max_cache_tokens=max_cache_tokens)
+    together, alone = arriving(engine, asked), make_engine(model)
+    assert engine.describe().stats["peak_cache_tokens"] <= (max_cache_tokens or max_num_seqs * 128)
+    for _, one in asked:
+        expected = serve(alone, [one])[one.request_id]
+        assert together[one.request_id].token_ids == expected.token_ids
+        assert together[one.request_id].log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+
+
+def test_prompts_stand_in_their_rows_until_one_is_asked_for_again(make_model, make_engine):
+    def request(name: str, first: int) -> GenerationRequest:
+        return GenerationRequest(name, [first, 5, 6, 7, 8], SamplingParams(max_tokens=8, ignore_eos=True), 0)
+
+    engine = make_engine(make_model("qwen3"), max_num_seqs=8)
+    arriving(engine, [(0, request("a", 3)), (0, request("b", 4))])
+    assert engine._runner.prompts.cache.tokens == 0
+    answers = arriving(engine, [(0, request("a", 3)), (0, request("b", 4)), (3, request("again", 3))])
+    stats = engine.describe().stats
+    assert stats["prefix_hits"] == 1 and stats["prefill_tokens"] == 4 * 4  # a, b; a, b: none for the last
+    assert answers["again"].token_ids == answers["a"].token_ids
+    assert engine._runner.prompts.count == 0
 
 
 def test_slots_that_nobody_continues_close_up():
