@@ -158,8 +158,8 @@ class Stacks:
         gathers, back = self._for_heads(key.shape[1])
         found = []
         for values, gather in zip(self._of_stacks(1, layer, key, value), gathers, strict=True):
-            chosen = _taken(weights, gather).view(values.shape[0], -1, weights.shape[2])
-            mixed = torch.bmm(chosen[..., : self.longest], values)
+            chosen = _taken(weights[..., : self.longest], gather)
+            mixed = torch.bmm(chosen.reshape(values.shape[0], -1, self.longest), values)
             found.append(mixed.view(-1, weights.shape[1], values.shape[2]))
         return _taken(_joined(found), back)
 
