@@ -177,18 +177,18 @@ class Stacks:
         return found
 
     def _for_heads(self, kv_heads: int) -> tuple[list[Tensor | None], Tensor | None]:
-        """The lane in each cell of each stack, and the cell of each lane over all stacks; None where all are in order."""
+        """The lane in each cell of each stack, and the cell of each lane over all stacks; None where these are the same."""
         if kv_heads not in self._lanes:
             head, in_order = torch.arange(kv_heads)[:, None], torch.arange(len(self._back) * kv_heads)
             gathers = [(s.rows[:, None] * kv_heads + head).flatten() for s in self._stacks]
             widths = torch.cat([torch.full((s.rows.numel(),), s.rows.shape[1]) for s in self._stacks])
             first, place = self._back.unbind(1)
             back = first[:, None] * kv_heads + torch.arange(kv_heads) * widths[first][:, None] + place[:, None]
-            *gathers, back = (
-                None if torch.equal(index, in_order) else index.to(self._cache.device)
-                for index in (*gathers, back.flatten())
-            )
-            self._lanes[kv_heads] = gathers, back
+            if len(gathers) == 1 and torch.equal(gathers[0], in_order):
+                self._lanes[kv_heads] = [None], None
+            else:
+                device = self._cache.device
+                self._lanes[kv_heads] = [gather.to(device) for gather in gathers], back.flatten().to(device)
         return self._lanes[kv_heads]
 
 
