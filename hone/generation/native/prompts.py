@@ -149,7 +149,7 @@ class Stacks:
         gathers, back = self._for_heads(key.shape[1])
         found = []
         for keys, gather in zip(self._of_stacks(0, layer, key, value), gathers, strict=True):
-            queries = _taken(lanes, gather).view(keys.shape[0], -1, lanes.shape[2])
+            queries = _taken(lanes, gather).reshape(keys.shape[0], -1, lanes.shape[2])
             found.append(query_products(queries, keys).reshape(-1, lanes.shape[1], self.longest))
         return _taken(_joined(found), back)
 
@@ -160,7 +160,7 @@ class Stacks:
         for values, gather in zip(self._of_stacks(1, layer, key, value), gathers, strict=True):
             chosen = _taken(weights[..., : self.longest], gather)
             mixed = torch.bmm(chosen.reshape(values.shape[0], -1, self.longest), values)
-            found.append(mixed.view(-1, weights.shape[1], values.shape[2]))
+            found.append(mixed.reshape(-1, weights.shape[1], values.shape[2]))
         return _taken(_joined(found), back)
 
     def _of_stacks(self, part: int, layer: int, key: Tensor, value: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from hone.generation.protocol import Completion, GenerationRequest, SamplingPara
 DEVICE = torch.device("cpu")
 HEADS, WIDTH = 4, 8
 UNBALANCED = [0] * 40 + list(range(1, 20)) + [20] * 3  # one stack would be nearly all padding
-IN_ORDER = [0, 0, 1]  # with one key head the rows stand as they are, and a pad behind them
+IN_ORDER = [0, 0, 1, 1], [0, 0, 1]  # with one key head the rows stand as they are; then with a pad behind them
 
 
 def filled(rows: int, capacity: int, dtype: torch.dtype, kv_heads: int) -> KeyValueCache:
@@ -41,9 +41,9 @@ def oracle(query, keys, values, positions, here, scoring):
     return (attention_weights(scores, hidden, scoring)[0, :, 0, :, None] * values).sum(1)
 
 
-@examples(25)
+@examples(40)
 @given(
-    slots=st.one_of(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.sampled_from([UNBALANCED, IN_ORDER])),
+    slots=st.one_of(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.sampled_from([UNBALANCED, *IN_ORDER])),
     seed=st.integers(0, 1000),
     in_step=st.booleans(),
     window=st.sampled_from([None, 3, 9]),
@@ -62,7 +62,8 @@ def test_attention_over_prompt_and_row_equals_one_over_both(slots, seed, in_step
     prompts.cache = filled(len(names), max(lengths) + 2, dtype, kv_heads)
     own = torch.full((len(slots),), 4) if in_step else torch.randint(0, 5, (len(slots),))
     cache = filled(len(slots) + 1, 8, dtype, kv_heads)
-    query, key, value = (torch.randn(len(slots), heads, 1, WIDTH).to(dtype) for heads in (HEADS, kv_heads, kv_heads))
+    joint = torch.randn(len(slots), 1, HEADS + 2 * kv_heads, WIDTH).to(dtype)  # as one product gives them
+    query, key, value = (part.transpose(1, 2) for part in joint.split([HEADS, kv_heads, kv_heads], 2))
     shared = torch.tensor([lengths[slot] for slot in slots])
     scoring = Scoring(0.3, window, softcap)
     layout = DecodeLayout(cache, own, int(own.max()) + 1, shared, Stacks(slots, prompts))
