@@ -83,6 +83,13 @@ def test_attention_over_prompt_and_row_equals_one_over_both(slots, seed, in_step
         )
 
 
+def assert_drawn_as_alone(together: dict[str, Completion], asked: list[GenerationRequest], alone, serve) -> None:
+    for one in asked:
+        expected = serve(alone, [one])[one.request_id]
+        assert together[one.request_id].token_ids == expected.token_ids
+        assert together[one.request_id].log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+
+
 @examples(12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     groups=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5),
@@ -102,10 +109,7 @@ def test_samples_of_any_groups_are_drawn_as_alone(
     together, alone = serve(engine, asked), make_engine(model)
     stats = engine.describe().stats
     assert stats["peak_cache_tokens"] <= (max_cache_tokens or max_num_seqs * 128)
-    for one in asked:
-        expected = serve(alone, [one])[one.request_id]
-        assert together[one.request_id].token_ids == expected.token_ids
-        assert together[one.request_id].log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+    assert_drawn_as_alone(together, asked, alone, serve)
     assert engine._runner.prompts.count == 0
 
 
@@ -150,10 +154,7 @@ def test_requests_are_drawn_as_alone_whenever_they_come(
     engine = make_engine(model, max_num_seqs=max_num_seqs, max_cache_tokens=max_cache_tokens)
     together, alone = arriving(engine, asked), make_engine(model)
     assert engine.describe().stats["peak_cache_tokens"] <= (max_cache_tokens or max_num_seqs * 128)
-    for _, one in asked:
-        expected = serve(alone, [one])[one.request_id]
-        assert together[one.request_id].token_ids == expected.token_ids
-        assert together[one.request_id].log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+    assert_drawn_as_alone(together, [one for _, one in asked], alone, serve)
 
 
 def test_prompts_stand_in_their_rows_until_one_is_asked_for_again(make_model, make_engine):
