@@ -76,8 +76,8 @@ def test_gradient_checkpointing_changes_nothing(train):
     )
     for a, b in zip(off, on, strict=True):
         assert a.keys() == b.keys()
-        squares = "rollout_corr/chi2_seq"  # ratios of whole sequences, squared, less 1: what float32 leaves of 1
-        assert b.pop(squares) == pytest.approx(a.pop(squares), abs=5e-6)
+        for name in [name for name in a if name.startswith("rollout_corr/")]:  # they measure what float32 rounds off
+            assert b.pop(name) == pytest.approx(a.pop(name), rel=1e-6, abs=5e-6), name
         assert b == pytest.approx(a, rel=1e-6, abs=1e-6)
 
 

@@ -71,23 +71,27 @@ class RowState:
             seen=seen,
         )
 
-    def record(self, tokens: Tensor, log_probs: Tensor, sampling_log_probs: Tensor) -> Tensor:
-        """Append the tokens drawn; returns which rows end, by a stop token or their limit."""
-        row = torch.arange(len(tokens), device=tokens.device)
-        self.tokens[row, self.generated] = tokens
-        self.log_probs[row, self.generated] = log_probs
-        self.sampling_log_probs[row, self.generated] = sampling_log_probs
+    def record(self, tokens: Tensor, log_probs: Tensor, sampling_log_probs: Tensor) -> None:
+        """Append the tokens drawn."""
+        place = self.generated[:, None]
+        self.tokens.scatter_(1, place, tokens[:, None])
+        self.log_probs.scatter_(1, place, log_probs[:, None])
+        self.sampling_log_probs.scatter_(1, place, sampling_log_probs[:, None])
         if self.seen.shape[1]:
-            self.seen[row, tokens] = True
+            self.seen.scatter_(1, tokens[:, None], True)
         self.generated = self.generated + 1
         self.length = self.length + 1
         self.next_token = tokens
-        return self.stopped | (self.generated >= self.limit)
 
     @property
     def stopped(self) -> Tensor:
         """``[A]``: whether the last token drawn is a stop token."""
         return (self.stops == self.next_token[:, None]).any(-1)
+
+    @property
+    def full(self) -> Tensor:
+        """``[A]``: whether no more tokens are to be drawn."""
+        return self.generated >= self.limit
 
     def with_prompts_apart(self, begun: Sequence[int]) -> RowState:
         """The same rows, when the ``begun`` tokens with which they began in the cache are no longer their own."""

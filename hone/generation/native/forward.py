@@ -34,13 +34,21 @@ class _Linear:
 
     On the CPU float32 weights are packed for oneDNN once, because to do that in every step would cost more than the
     product itself while few rows are decoded.
+
+    Args:
+        modules: the projections.
+        dtype: in which it is computed.
+        order: of the outputs of all, or None for as they are.
     """
 
-    def __init__(self, modules: list[nn.Linear], dtype: torch.dtype) -> None:
+    def __init__(self, modules: list[nn.Linear], dtype: torch.dtype, order: Tensor | None = None) -> None:
         weights = [module.weight.detach() for module in modules]
         biases = [module.bias.detach() for module in modules if module.bias is not None]
         weight = (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
-        self._dtype, self._bias = dtype, torch.cat(biases).to(dtype) if biases else None
+        bias = torch.cat(biases).to(dtype) if biases else None
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
+        self._dtype, self._bias = dtype, bias
         self._packed = weight.device.type == "cpu" and dtype == torch.float32 and onednn_packs()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
@@ -75,7 +83,7 @@ class _Layer:
     Attributes:
         heads: of the queries, the keys and the values, in the order in which ``qkv`` gives them.
         head_dim: of each.
-        head_norm: of all queries and keys at once, or None.
+        head_norm: of all queries and keys at once, or None. In these, what rotary turns together stands side by side.
     """
 
     input_norm: _Norm
@@ -94,14 +102,17 @@ class _Layer:
     def of(cls, layer: Any, dtype: torch.dtype) -> _Layer:
         attention, projections = layer.self_attn, _attention_projections(layer)
         heads = [projection.out_features // attention.head_dim for projection in projections]
+        pairs = torch.arange(attention.head_dim).unflatten(0, (2, -1)).t().flatten()
         head_norm = None
         if hasattr(attention, "q_norm"):
             weights = (attention.q_norm.weight, attention.k_norm.weight)
             joint = torch.cat([w.detach().expand(count, -1) for w, count in zip(weights, heads[:2], strict=True)])
-            head_norm = _Norm(joint, attention.q_norm.variance_epsilon)
+            head_norm = _Norm(joint[:, pairs], attention.q_norm.variance_epsilon)
+        order = torch.arange(sum(heads) * attention.head_dim).unflatten(0, (-1, attention.head_dim)).clone()
+        order[: heads[0] + heads[1]] = order[: heads[0] + heads[1], pairs]
         return cls(
             input_norm=_norm_of(layer.input_layernorm),
-            qkv=_Linear(projections, dtype),
+            qkv=_Linear(projections, dtype, order.flatten()),
             heads=(heads[0], heads[1], heads[2]),
             head_dim=attention.head_dim,
             head_norm=head_norm,
@@ -206,7 +217,8 @@ class FusedForward:
         batch, length = ids.shape
         hidden = self._decoder.embed_tokens(ids)
         cos, sin = self._decoder.rotary_emb(hidden, layout.position_ids)
-        rotary = cos[:, :, None], _signed(sin)[:, :, None]  # [batch, length, 1, head_dim]
+        half = cos.shape[-1] // 2
+        rotary = torch.complex(cos[..., :half], sin[..., :half])[:, :, None]  # [batch, length, 1, head_dim / 2]
         for index, layer in enumerate(self._layers):
             query, key, value = self._heads(layer, layer.input_norm(hidden), rotary)
             mixed = layout.attend(index, query, key, value, layer.scoring)
@@ -219,14 +231,16 @@ class FusedForward:
         """Logits ``[batch, length, V]``."""
         return self._logits(self.hidden(ids, layout))
 
-    def _heads(self, layer: _Layer, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, layer: _Layer, states: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[batch, heads, length, head_dim]``, rotated."""
         queries, keys, values = layer.heads
         heads = layer.qkv(states).unflatten(-1, (-1, layer.head_dim))
         rotated, value = heads.split_with_sizes((queries + keys, values), 2)
+        rotated = rotated.float()
         if layer.head_norm is not None:
-            rotated = layer.head_norm(rotated.float())
-        query, key = _rotate(rotated, rotary).to(self._dtype).split_with_sizes((queries, keys), 2)
+            rotated = layer.head_norm(rotated)
+        rotated = (rotated.view(torch.complex64) * rotary).view(torch.float32)
+        query, key = rotated.to(self._dtype).split_with_sizes((queries, keys), 2)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -247,14 +261,3 @@ def _mlp_projections(layer: Any) -> list[nn.Linear]:
 
 def _norm_of(module: Any) -> _Norm:
     return _Norm(module.weight.detach(), module.variance_epsilon)
-
-
-def _signed(sin: Tensor) -> Tensor:
-    """``sin`` with its first half negative, so that a rotation is one roll by half."""
-    half = sin.shape[-1] // 2
-    return torch.cat([-sin[..., :half], sin[..., half:]], -1)
-
-
-def _rotate(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = rotary
-    return (states * cos).addcmul_(states.roll(states.shape[-1] // 2, -1), sin)

@@ -94,17 +94,15 @@ class DecodeLayout:
     Args:
         cache: to read and append to: what each row has of its own.
         lengths: ``[A]`` tokens already in each row; the new token goes to this place.
-        longest: the largest of them, plus the new token.
         shared: ``[A]`` tokens of a prompt kept apart before each row's own.
         stacks: which prompt that is; None when there are none.
     """
 
-    def __init__(
-        self, cache: KeyValueCache, lengths: Tensor, longest: int, shared: Tensor, stacks: Stacks | None
-    ) -> None:
-        self._cache, self._lengths, self._longest = cache, lengths, longest
+    def __init__(self, cache: KeyValueCache, lengths: Tensor, shared: Tensor, stacks: Stacks | None) -> None:
+        self._cache, self._lengths = cache, lengths
         self._shared, self._stacks, self._before = shared, stacks, stacks.longest if stacks else 0
-        self._in_step = lengths.device.type == "cpu" and int(lengths.min()) == longest - 1
+        shortest, longest = (int(length) for length in lengths.aminmax())
+        self._longest, self._in_step = longest + 1, shortest == longest
         self._bias: dict[tuple[int | None, int], Tensor | None] = {}
         self._new: dict[int, Tensor] = {}
         self.position_ids = (shared + lengths)[:, None]
@@ -122,28 +120,24 @@ class DecodeLayout:
         past_keys = keys[:rows].flatten(0, 1)[:, : self._longest]
         past_values = values[:rows].flatten(0, 1)[:, : self._longest]
         lanes = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
-        scaled = scoring.plain and keys.dtype == torch.float32
-        if scaled:
-            lanes = lanes * scoring.scale
-        scores = query_products(lanes, past_keys)
+        scale = scoring.scale if scoring.plain else 1.0
+        scores = query_products(lanes, past_keys, scale)
         if self._stacks and self._before:
-            scores = torch.cat([self._stacks.scores(layer, lanes, key, value), scores], -1)
-        weights = self._weights(scores, scoring, rows, scaled=scaled).to(past_values.dtype)
+            scores = torch.cat([self._stacks.scores(layer, lanes, key, value, scale), scores], -1)
+        weights = self._weights(scores, scoring, rows).to(past_values.dtype)
         mixed = torch.bmm(weights[..., self._before :], past_values)
         if self._stacks and self._before:
             mixed += self._stacks.mix(layer, weights, key, value)
         return mixed.view(rows, 1, heads, past_values.shape[-1])
 
-    def _weights(self, scores: Tensor, scoring: Scoring, rows: int, *, scaled: bool) -> Tensor:
-        """Softmax of ``scores [A * kv_heads, heads of one, prompt + longest]``."""
+    def _weights(self, scores: Tensor, scoring: Scoring, rows: int) -> Tensor:
+        """Softmax of ``scores [A * kv_heads, heads of one, prompt + longest]``, which are scaled where scoring is plain."""
         window = scoring.window
         if window is not None and window >= self._before + self._longest:
             window = None
         if not scoring.plain:
             hidden = self._hidden(window)[:, None, None]
             return attention_weights(scores.reshape(rows, -1, 1, scores.shape[-1]), hidden, scoring).view(scores.shape)
-        if not scaled:
-            scores = scores * scoring.scale
         bias = self._hidden_bias(window, scores.shape[0] // rows)
         return (scores if bias is None else scores.add_(bias)).softmax(-1)
 

@@ -134,14 +134,15 @@ class Stacks:
         self._lanes: dict[int, tuple[list[Tensor | None], Tensor | None]] = {}
         self._views: dict[tuple[int, int], list[Tensor]] = {}
 
-    def scores(self, layer: int, lanes: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Products of queries with the keys of their prompts.
+    def scores(self, layer: int, lanes: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Products of queries with the keys of their prompts, times ``scale``.
 
         Args:
             layer: of the model.
             lanes: ``[A * kv_heads, heads of one, d]`` queries.
             key: of the new token, for its shape.
             value: likewise.
+            scale: a factor.
 
         Returns:
             ``[A * kv_heads, heads of one, longest]``; behind a prompt's end stands anything.
@@ -150,7 +151,7 @@ class Stacks:
         found = []
         for keys, gather in zip(self._of_stacks(0, layer, key, value), gathers, strict=True):
             queries = _taken(lanes, gather).reshape(keys.shape[0], -1, lanes.shape[2])
-            found.append(query_products(queries, keys).reshape(-1, lanes.shape[1], self.longest))
+            found.append(query_products(queries, keys, scale).reshape(-1, lanes.shape[1], self.longest))
         return _taken(_joined(found), back)
 
     def mix(self, layer: int, weights: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -192,14 +193,14 @@ class Stacks:
         return self._lanes[kv_heads]
 
 
-def query_products(queries: Tensor, keys: Tensor) -> Tensor:
-    """``queries [n, q, d]`` with ``keys [n, k, d]``: ``[n, q, k]`` in float32.
+def query_products(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """``scale`` times ``queries [n, q, d]`` with ``keys [n, k, d]``: ``[n, q, k]`` in float32.
 
     Half-precision kernels are about twice as fast with the keys on the left.
     """
     if keys.dtype == torch.float32:
-        return torch.bmm(queries, keys.transpose(1, 2))
-    return torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2).float()
+        return torch.baddbmm(queries.new_empty(()), queries, keys.transpose(1, 2), beta=0, alpha=scale)
+    return torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2).float().mul_(scale)
 
 
 def _alike(counts: Tensor) -> list[Tensor]:

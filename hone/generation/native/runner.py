@@ -231,12 +231,11 @@ class Runner:
             return []
         if self._stacks is None and not self.running[0].alone:
             self._stacks = Stacks([job.slot for job in self.running], self.prompts)
-        longest = 1 + max(self._held(job) for job in self.running)
-        layout = DecodeLayout(self.cache, state.length, longest, state.shared, self._stacks)
+        layout = DecodeLayout(self.cache, state.length, state.shared, self._stacks)
         logits = self._forward.logits(state.next_token[:, None], layout)
         seen = state.seen if sampling.penalises else None
         drawn = sample(logits[:, -1], sampling, state.generated, seen)
-        ended = state.record(*drawn)
+        state.record(*drawn)
         self._steps += 1
         if self._fresh:
             now = time.perf_counter()
@@ -250,7 +249,7 @@ class Runner:
         found = [row for row in strings if self._ends_with_stop_string(row)]
         if found:
             stopped = stopped.index_fill(0, torch.tensor(found, device=self.device), True)
-            ended = ended | stopped
+        ended = stopped | state.full
         if not bool(ended.any()):
             return []
         return self._leave(ended.nonzero()[:, 0].tolist(), stopped.tolist())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,18 +21,23 @@ _ALL = 2**31 - 1
 _COLUMNS = ("seeds", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
-    """One number in [0, 1 - 2**-52] for each (seed, counter): splitmix64 of the counter, from the mixed seed on.
+def uniforms(streams: Tensor, counters: Tensor) -> Tensor:
+    """One number in [0, 1 - 2**-52] for each (stream, counter): splitmix64 of the counter, from the mixed seed on.
 
     Args:
-        seeds: int64.
+        streams: int64, from :func:`streams_of` seeds.
         counters: int64, the same shape.
 
     Returns:
         float64 of that shape, a multiple of 2**-52.
     """
-    state = _mixed(_mixed(seeds) + (counters + 1) * _GOLDEN)
+    state = _mixed(torch.add(streams, counters, alpha=_GOLDEN))
     return _shift(state, 12).double() * 2.0**-52
+
+
+def streams_of(seeds: Tensor) -> Tensor:
+    """Where the streams of int64 ``seeds`` begin."""
+    return _mixed(seeds) + _GOLDEN
 
 
 def _mixed(state: Tensor) -> Tensor:
@@ -64,6 +70,21 @@ class RowSampling:
     penalises: bool
     truncates: bool
     greedy: bool
+
+    @cached_property
+    def streams(self) -> Tensor:
+        """``[A]`` random streams."""
+        return streams_of(self.seeds)
+
+    @cached_property
+    def takes_likeliest(self) -> Tensor:
+        """``[A]`` bool."""
+        return self.temperature == 0
+
+    @cached_property
+    def divisor(self) -> Tensor:
+        """``[A, 1]``: the temperature, or 1 where the likeliest is taken."""
+        return torch.where(self.takes_likeliest, 1.0, self.temperature)[:, None]
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> RowSampling:
@@ -113,29 +134,27 @@ def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | N
         distribution sampled from. Rows of temperature 0 take the likeliest token and report log-probs of temperature 1.
     """
     logits = logits.float()
-    greedy = rows.temperature == 0
-    temperature = torch.where(greedy, 1.0, rows.temperature)[:, None]
-    raw = logits / temperature
+    raw = logits / rows.divisor
     scaled = raw
     if seen is not None:
         penalty = rows.repetition_penalty[:, None]
         penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-        scaled = torch.where(seen, penalised, logits) / temperature
+        scaled = torch.where(seen, penalised, logits) / rows.divisor
     if rows.truncates:
         scaled = truncate(scaled, rows)
     sampled_from = scaled.log_softmax(-1)
     cumulative = sampled_from.exp().cumsum(-1, dtype=torch.float64)
     # A draw is below the total even after rounding, so that a token of probability 0 is never found.
-    draw = uniforms(rows.seeds, counters)[:, None] * cumulative[:, -1:]
+    draw = uniforms(rows.streams, counters)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, draw, right=True)[:, 0]
     tokens = tokens.clamp_(max=logits.shape[1] - 1)
     if rows.greedy:
-        tokens = torch.where(greedy, scaled.argmax(-1), tokens)
+        tokens = torch.where(rows.takes_likeliest, scaled.argmax(-1), tokens)
     sampling_log_probs = _of(sampled_from, tokens)
     if scaled is raw:
         return tokens, sampling_log_probs, sampling_log_probs
     log_probs = _of(raw.log_softmax(-1), tokens)
-    return tokens, log_probs, torch.where(greedy, log_probs, sampling_log_probs)
+    return tokens, log_probs, torch.where(rows.takes_likeliest, log_probs, sampling_log_probs)
 
 
 def truncate(scaled: Tensor, rows: RowSampling) -> Tensor:

@@ -66,7 +66,7 @@ def test_attention_over_prompt_and_row_equals_one_over_both(slots, seed, in_step
     query, key, value = (part.transpose(1, 2) for part in joint.split([HEADS, kv_heads, kv_heads], 2))
     shared = torch.tensor([lengths[slot] for slot in slots])
     scoring = Scoring(0.3, window, softcap)
-    layout = DecodeLayout(cache, own, int(own.max()) + 1, shared, Stacks(slots, prompts))
+    layout = DecodeLayout(cache, own, shared, Stacks(slots, prompts))
     found = layout.attend(0, query, key, value, scoring)
     assert layout.position_ids.flatten().tolist() == (shared + own).tolist()
     before, behind = prompts.cache.layer(0, key, value), cache.layer(0, key, value)

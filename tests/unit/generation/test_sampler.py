@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hone.generation.native.sampler import RowSampling, sample, uniforms
+from hone.generation.native.sampler import RowSampling, sample, streams_of, uniforms
 from hone.generation.protocol import SamplingParams
 
 VOCABULARY = 40
@@ -73,7 +73,7 @@ def test_every_row_has_the_distribution_of_transformers(params, seed):
         raw = (logits[row] / p.temperature).log_softmax(-1)[token]
         torch.testing.assert_close(log_probs[row], raw, atol=1e-5, rtol=1e-5)
         # the inverse of the cumulative distribution at the row's own number
-        u = uniforms(rows.seeds[row : row + 1], counters[row : row + 1])[0]
+        u = uniforms(rows.streams[row : row + 1], counters[row : row + 1])[0]
         cumulative = expected.double().exp().cumsum(0)
         before = cumulative[token] - expected[token].double().exp()
         assert before - 1e-5 <= u * cumulative[-1] <= cumulative[token] + 1e-5
@@ -137,9 +137,10 @@ def test_uniforms_are_splitmix64_uniform_and_independent_of_shape():
         (mix((mix(s & mask) + (c + 1) * 0x9E3779B97F4A7C15) & mask) >> 12) * 2.0**-52
         for s, c in zip(seeds.tolist(), counters.tolist(), strict=True)
     ]
-    assert uniforms(seeds, counters).tolist() == expected
+    assert uniforms(streams_of(seeds), counters).tolist() == expected
 
-    grid = uniforms(torch.arange(200)[:, None].expand(200, 200), torch.arange(200).expand(200, 200))
+    streams = streams_of(torch.arange(200))
+    grid = uniforms(streams[:, None].expand(200, 200), torch.arange(200).expand(200, 200))
     assert float(grid.min()) >= 0 and float(grid.max()) < 1
     counts = torch.histc(grid.float(), 50, 0, 1)
     assert float(((counts - 800) ** 2 / 800).sum()) < 49 + 5 * 98**0.5
