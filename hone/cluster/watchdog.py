@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hone.cluster.watcher import Watched, record_end
-from hone.errors import EXIT_FAILED
+from hone.errors import EXIT_FAILED, HoneError
 
 log = logging.getLogger("hone")
 
@@ -104,7 +104,10 @@ class Watchdog:
             hang = Hang(**{**fields, "culprits": tuple(Culprit(**culprit) for culprit in fields["culprits"])})
             self._say("taken")
             if not self._on_hang(hang):
-                record_end(self.run, os.getpid(), f"hang: {hang.reason}; see {hang.report}")
+                try:
+                    record_end(self.run, os.getpid(), f"hang: {hang.reason}; see {hang.report}")
+                except (HoneError, OSError) as error:  # a full disk does not keep a run that hangs
+                    log.error("%s could not be told that the run has failed: %s", self.run, error)
                 os._exit(EXIT_FAILED)  # the main thread hangs: nothing else would end the process
             self._say("on")
 

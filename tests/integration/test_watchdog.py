@@ -12,6 +12,7 @@ import pytest
 from support.patience import SOON
 
 from hone.cluster.watchdog import Culprit, Hang, Watchdog
+from hone.errors import EXIT_FAILED
 from hone.insight import activity
 
 pytestmark = pytest.mark.long
@@ -149,7 +150,7 @@ def test_a_wait_with_a_limit_of_its_own_is_no_hang_before_that(run: Path):
 
 
 DRIVER = """
-import json, os, re, sys
+import json, os, re, sys, time
 from pathlib import Path
 from hone.cluster.watchdog import Watchdog
 from hone.insight import activity
@@ -160,13 +161,34 @@ run = Path(sys.argv[1])
 activity.begin(run / activity.FOLDER, "driver")
 watchdog = Watchdog(run, 1.0)
 with activity.doing("reward"):
-    re.match(r"(a+)+$", "a" * 60 + "b")
+    exec(sys.argv[2])
 """
+HOLDS_THE_INTERPRETER = 're.match(r"(a+)+$", "a" * 60 + "b")'
+
+
+def drive(run: Path, work: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", DRIVER, run, work], stderr=subprocess.PIPE, text=True, timeout=SOON, check=False
+    )
+
+
+def test_a_run_that_hangs_ends_with_its_own_code(tmp_path: Path):
+    ended = drive(tmp_path, "time.sleep(600)")
+    assert ended.returncode == EXIT_FAILED, ended.stderr
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["status"] == "failed" and str(tmp_path / "hangs") in record["exit_reason"]
+
+
+def test_a_run_that_hangs_is_ended_where_its_end_cannot_be_written(tmp_path: Path):
+    ended = drive(tmp_path, "(run / f'.run.json.{os.getpid()}.tmp').mkdir(); time.sleep(600)")
+    assert ended.returncode == EXIT_FAILED, ended.stderr
+    assert "could not be told that the run has failed: [Errno 21] Is a directory" in ended.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "running"
 
 
 def test_a_run_that_hangs_is_ended_where_no_report_can_be_written(tmp_path: Path):
     (tmp_path / "hangs").touch()  # no folder
-    ended = subprocess.run([sys.executable, "-c", DRIVER, tmp_path], stderr=subprocess.PIPE, text=True, timeout=SOON)
+    ended = drive(tmp_path, HOLDS_THE_INTERPRETER)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert "--- stacks of driver" in ended.stderr and "cannot write" in ended.stderr
     record = json.loads((tmp_path / "run.json").read_text())
