@@ -76,9 +76,9 @@ def test_gradient_checkpointing_changes_nothing(train):
     )
     for a, b in zip(off, on, strict=True):
         assert a.keys() == b.keys()
-        for name in ("rollout_corr/chi2_seq", "rollout_corr/log_ratio_q99"):
-            # engine against trainer, squares of sequences and tails of tokens: what float32 rounds off
-            assert b.pop(name) == pytest.approx(a.pop(name), abs=5e-6)
+        # engine against trainer, squares of sequences and tails of tokens: what float32 rounds off
+        for name, room in {"rollout_corr/chi2_seq": 5e-6, "rollout_corr/log_ratio_q99": 2e-6}.items():
+            assert b.pop(name) == pytest.approx(a.pop(name), abs=room)
         assert b == pytest.approx(a, rel=1e-6, abs=1e-6)
 
 

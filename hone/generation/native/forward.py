@@ -217,8 +217,8 @@ class FusedForward:
         batch, length = ids.shape
         hidden = self._decoder.embed_tokens(ids)
         cos, sin = self._decoder.rotary_emb(hidden, layout.position_ids)
-        half = cos.shape[-1] // 2
-        rotary = torch.complex(cos[..., :half], sin[..., :half])[:, :, None]  # [batch, length, 1, head_dim / 2]
+        half = cos.shape[-1] // 2  # the second repeats the first
+        rotary = torch.complex(cos[..., :half].float(), sin[..., :half].float())[:, :, None]  # [batch, length, 1, half]
         for index, layer in enumerate(self._layers):
             query, key, value = self._heads(layer, layer.input_norm(hidden), rotary)
             mixed = layout.attend(index, query, key, value, layer.scoring)

@@ -64,6 +64,16 @@ def test_bfloat16_is_as_near_to_float32_as_the_modules(make_model, name):
     assert 0 < fused < 1.5 * own
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_parameters_in_bfloat16_give_what_the_modules_give(make_model, name):
+    model = model_of(make_model, name)
+    exact = logits(ModuleForward(model, bfloat16=False))
+    model.to(torch.bfloat16)
+    own = (logits(ModuleForward(model, bfloat16=True)).float() - exact).abs().mean()
+    fused = (logits(FusedForward(model, bfloat16=True)).float() - exact).abs().mean()
+    assert 0 < fused < 1.5 * own
+
+
 def test_weights_are_taken_once_and_again_after_release(make_model):
     model = model_of(make_model, "qwen3")
     forward = FusedForward(model, bfloat16=False)
