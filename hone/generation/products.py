@@ -47,10 +47,13 @@ def onednn_is_exact() -> bool:
 
 
 @cache
-def onednn_packs() -> bool:
-    """Whether this torch has the operators that multiply with weights packed beforehand, for inference."""
-    names = ("_reorder_linear_weight", "_linear_pointwise")
-    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether this torch has the operators that multiply with weights packed beforehand, for inference, and the processor the
+    instructions for this dtype."""
+    names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.mkldnn, name) for name in names):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextlib.contextmanager

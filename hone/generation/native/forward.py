@@ -32,8 +32,8 @@ LLAMA_SHAPED = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3For
 class _Linear:
     """One product for projections that share their input, its weights laid out for the library that multiplies.
 
-    On the CPU float32 weights are packed for oneDNN once, because to do that in every step would cost more than the
-    product itself while few rows are decoded.
+    On the CPU weights are packed for oneDNN once, because to do that in every step would cost more than the product itself
+    while few rows are decoded.
 
     Args:
         modules: the projections.
@@ -49,13 +49,14 @@ class _Linear:
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
         self._dtype, self._bias = dtype, bias
-        self._packed = weight.device.type == "cpu" and dtype == torch.float32 and onednn_packs()
+        self._packed = weight.device.type == "cpu" and onednn_packs(dtype)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
     def __call__(self, states: Tensor) -> Tensor:
+        states = states.to(self._dtype)
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise.default(states, self._weight, self._bias, "none", [], "")
-        return F.linear(states.to(self._dtype), self._weight, self._bias)
+        return F.linear(states, self._weight, self._bias)
 
 
 class _Norm:

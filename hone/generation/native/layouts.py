@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.generation.attention import PackedLayout, Scoring, attention_weights
-from hone.generation.native.cache import KeyValueCache
+from hone.generation.native.cache import KeyValueCache, columns
 from hone.generation.native.prompts import Stacks, query_products
 
 
@@ -103,7 +103,9 @@ class DecodeLayout:
         self._shared, self._stacks, self._before = shared, stacks, stacks.longest if stacks else 0
         shortest, longest = (int(length) for length in lengths.aminmax())
         self._longest, self._in_step = longest + 1, shortest == longest
-        self._bias: dict[tuple[int | None, int], Tensor | None] = {}
+        self._columns = columns(self._longest, cache.capacity)
+        self._full = self._in_step and (self._before == 0 or int(shared.min()) == self._before)
+        self._bias: dict[tuple[int | None, int], Tensor] = {}
         self._new: dict[int, Tensor] = {}
         self.position_ids = (shared + lengths)[:, None]
 
@@ -117,8 +119,8 @@ class DecodeLayout:
         self._append(values, value)
         rows, heads, _, width = query.shape
         kv_heads = keys.shape[1]
-        past_keys = keys[:rows].flatten(0, 1)[:, : self._longest]
-        past_values = values[:rows].flatten(0, 1)[:, : self._longest]
+        past_keys = keys[:rows].flatten(0, 1)[:, : self._columns]
+        past_values = values[:rows].flatten(0, 1)[:, : self._columns]
         lanes = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
         scale = scoring.scale if scoring.plain else 1.0
         scores = query_products(lanes, past_keys, scale)
@@ -131,15 +133,18 @@ class DecodeLayout:
         return mixed.view(rows, 1, heads, past_values.shape[-1])
 
     def _weights(self, scores: Tensor, scoring: Scoring, rows: int) -> Tensor:
-        """Softmax of ``scores [A * kv_heads, heads of one, prompt + longest]``, which are scaled where scoring is plain."""
+        """Softmax of ``scores [A * kv_heads, heads of one, prompt + own]``, which are scaled where scoring is plain."""
         window = scoring.window
         if window is not None and window >= self._before + self._longest:
             window = None
         if not scoring.plain:
             hidden = self._hidden(window)[:, None, None]
             return attention_weights(scores.reshape(rows, -1, 1, scores.shape[-1]), hidden, scoring).view(scores.shape)
-        bias = self._hidden_bias(window, scores.shape[0] // rows)
-        return (scores if bias is None else scores.add_(bias)).softmax(-1)
+        if self._full and window is None:
+            scores[..., self._before + self._longest :] = float("-inf")
+        else:
+            scores += self._hidden_bias(window, scores.shape[0] // rows)
+        return scores.softmax(-1)
 
     def _append(self, slab: Tensor, states: Tensor) -> None:
         """Write ``states [A, kv_heads, 1, head_dim]`` behind each row's tokens."""
@@ -154,25 +159,19 @@ class DecodeLayout:
         slab.view(-1, slab.shape[3]).index_copy_(0, self._new[kv_heads], flat.to(slab.dtype))
 
     def _hidden(self, window: int | None) -> Tensor:
-        """``[A, prompt + longest]``: places behind the end of prompt and row, or before the window of the new token."""
+        """``[A, prompt + own]``: places behind the end of prompt and row, or before the window of the new token."""
         device, shared, lengths = self._lengths.device, self._shared[:, None], self._lengths[:, None]
         before = torch.arange(self._before, device=device).expand(len(lengths), -1)
-        own = torch.arange(self._longest, device=device)
+        own = torch.arange(self._columns, device=device)
         hidden = torch.cat([before >= shared, own > lengths], 1)
         if window is None:
             return hidden
         return hidden | (torch.cat([before, shared + own], 1) <= shared + lengths - window)
 
-    def _hidden_bias(self, window: int | None, kv_heads: int) -> Tensor | None:
-        """``[A * kv_heads, 1, prompt + longest]`` float32: minus infinity at hidden places, else 0; made once a step.
-
-        None when nothing is hidden, where it costs little to know.
-        """
+    def _hidden_bias(self, window: int | None, kv_heads: int) -> Tensor:
+        """``[A * kv_heads, 1, prompt + own]`` float32: minus infinity at hidden places, else 0; made once a step."""
         if (window, kv_heads) not in self._bias:
             hidden = self._hidden(window)
-            bias = None
-            if hidden.device.type != "cpu" or bool(hidden.any()):
-                bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-                bias = bias.repeat_interleave(kv_heads, 0)[:, None]
-            self._bias[window, kv_heads] = bias
+            bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._bias[window, kv_heads] = bias.repeat_interleave(kv_heads, 0)[:, None]
         return self._bias[window, kv_heads]

@@ -194,13 +194,8 @@ class Stacks:
 
 
 def query_products(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """``scale`` times ``queries [n, q, d]`` with ``keys [n, k, d]``: ``[n, q, k]`` in float32.
-
-    Half-precision kernels are about twice as fast with the keys on the left.
-    """
-    if keys.dtype == torch.float32:
-        return torch.baddbmm(queries.new_empty(()), queries, keys.transpose(1, 2), beta=0, alpha=scale)
-    return torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2).float().mul_(scale)
+    """``scale`` times ``queries [n, q, d]`` with ``keys [n, k, d]``: ``[n, q, k]`` in float32."""
+    return torch.baddbmm(queries.new_empty(()), queries, keys.transpose(1, 2), beta=0, alpha=scale).float()
 
 
 def _alike(counts: Tensor) -> list[Tensor]:

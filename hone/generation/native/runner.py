@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.data.types import StopReason
 from hone.generation.native.batch import RowState
-from hone.generation.native.cache import KeyValueCache, closing_moves
+from hone.generation.native.cache import KeyValueCache, closing_moves, columns, with_spare
 from hone.generation.native.forward import FusedForward, ModuleForward
 from hone.generation.native.layouts import DecodeLayout, ExtendLayout, PrefillLayout
 from hone.generation.native.parked import ParkedTurns, Slabs, Turn
@@ -29,7 +29,6 @@ STATS = (
     *("prefill_tokens", "decode_tokens", "steps", "peak_sequences", "peak_cache_tokens"),
     *("prefix_hits", "session_hits", "session_tokens", "cached_tokens"),
 )
-_ROUNDING = 32
 
 
 class Runner:
@@ -109,9 +108,7 @@ class Runner:
         self.running += jobs
         self._fresh += jobs
         self._stacks = None
-        stats = self.stats
-        stats["peak_sequences"] = max(stats["peak_sequences"], len(self.running))
-        stats["peak_cache_tokens"] = max(stats["peak_cache_tokens"], self.cache.tokens + self.prompts.cache.tokens)
+        self.stats["peak_sequences"] = max(self.stats["peak_sequences"], len(self.running))
 
     def _fill(self, jobs: Sequence[Job]) -> None:
         """Put prompts into the cache; equal ones are computed once, and what an episode's last turn left is not again.
@@ -120,7 +117,7 @@ class Runner:
         """
         alone = jobs[0].alone
         if not alone and any(job.alone for job in self.running):
-            self._share_prompts(jobs)
+            self._share_prompts()
         held, entering = self.prompts.count, []
         for row, job in enumerate(jobs, len(self.running)):
             if alone:
@@ -132,7 +129,7 @@ class Runner:
             else:
                 self.stats["prefix_hits"] += 1
                 self.stats["cached_tokens"] += job.shared
-        self._reserve(len(self.running), held, max(job.own for job in (*self.running, *jobs)), len(jobs))
+        self._reserve(self.running, jobs, held)
         cache = self.cache if alone else self.prompts.cache
         fresh: list[tuple[int, list[int]]] = []
         added: list[tuple[int, int, list[int]]] = []
@@ -145,7 +142,7 @@ class Runner:
         self._prefill(cache, fresh)
         self._extend(cache, added)
 
-    def _share_prompts(self, entering: Sequence[Job]) -> None:
+    def _share_prompts(self) -> None:
         """Move the prompts of the rows, which were alone, to slots: some that enter share theirs."""
         assert self._state is not None
         rows = [self.cache.read_row(row, self._held(job)) for row, job in enumerate(self.running)]
@@ -153,22 +150,38 @@ class Runner:
         for job in self.running:
             job.alone = False
             job.slot, _ = self.prompts.take(job.prompt, job.version, job.shared)
-        self._reserve(0, 0, max(job.own for job in (*self.running, *entering)), len(self.running))
+        self._reserve([], self.running, 0)
         for row, (job, slabs) in enumerate(zip(self.running, rows, strict=True)):
             self.prompts.cache.write_row(job.slot, job.shared, slabs)
             drawn = {layer: (k[:, job.shared :], v[:, job.shared :]) for layer, (k, v) in slabs.items()}
             self.cache.write_row(row, self._drawn(job), drawn)
         self._state = self._state.with_prompts_apart(begun)
 
-    def _reserve(self, rows: int, slots: int, own: int, entering: int) -> None:
-        """Make room in both caches, beside ``rows`` and ``slots`` that hold something."""
-        limit, prompts = self._max_cache_tokens, self.prompts.cache
-        wanted = (rows + entering, own), (self.prompts.count, self.prompts.longest)
-        self.cache.reserve(*wanted[0], used=rows, rounding=_ROUNDING, limit=limit - prompts.tokens)
-        prompts.reserve(*wanted[1], used=slots, rounding=_ROUNDING, limit=limit - self.cache.tokens)
+    def _reserve(self, held: Sequence[Job], entering: Sequence[Job], slots: int) -> None:
+        """Make room in both caches for jobs whose rows hold something and jobs that enter, and beside ``slots`` that do.
+
+        On the CPU rows get room as they grow; elsewhere for all that they may come to hold, so that memory stays whole.
+        """
+        jobs, limit, prompts = (*held, *entering), self._max_cache_tokens, self.prompts.cache
+        most = max(job.own for job in jobs)
+        roomy = with_spare(max(self._held(job) for job in jobs) + 1 if self.device.type == "cpu" else most)
+        wanted = (len(jobs), min(roomy, most)), (self.prompts.count, self.prompts.longest)
+        self.cache.reserve(*wanted[0], used=len(held), roomy=roomy, limit=limit - prompts.tokens)
+        prompts.reserve(*wanted[1], used=slots, roomy=self.prompts.longest, limit=limit - self.cache.tokens)
         if self.cache.tokens + prompts.tokens > limit:  # both exactly: the scheduler has seen that this fits
-            self.cache.resize(*wanted[0], used=rows)
+            self.cache.resize(*wanted[0], used=len(held))
             prompts.resize(*wanted[1], used=slots)
+        peak = "peak_cache_tokens"
+        self.stats[peak] = max(self.stats[peak], self.cache.tokens + prompts.tokens)
+
+    def _fit_rows(self, longest: int) -> None:
+        """Give each row room for ``longest`` tokens, and on the CPU little more."""
+        capacity = self.cache.capacity
+        if longest > capacity:
+            self._reserve(self.running, [], self.prompts.count)
+            self._stacks = None  # the slots may have moved
+        elif self.device.type == "cpu" and columns(longest, capacity) < capacity:
+            self.cache.resize(self.cache.rows, with_spare(longest), used=len(self.running))
 
     def _prefill(self, cache: KeyValueCache, prompts: list[tuple[int, list[int]]]) -> None:
         """Put whole prompts into rows of a cache: (row, tokens)."""
@@ -229,6 +242,7 @@ class Runner:
         state, sampling = self._state, self._sampling
         if state is None or sampling is None:
             return []
+        self._fit_rows(int(state.length.max()) + 1)
         if self._stacks is None and not self.running[0].alone:
             self._stacks = Stacks([job.slot for job in self.running], self.prompts)
         layout = DecodeLayout(self.cache, state.length, state.shared, self._stacks)

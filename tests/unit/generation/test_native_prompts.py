@@ -26,7 +26,7 @@ IN_ORDER = [0, 0, 1, 1], [0, 0, 1]  # with one key head the rows stand as they a
 
 def filled(rows: int, capacity: int, dtype: torch.dtype, kv_heads: int) -> KeyValueCache:
     cache = KeyValueCache(DEVICE, dtype)
-    cache.reserve(rows, capacity, used=0, rounding=1, limit=1 << 20)
+    cache.reserve(rows, capacity, used=0, roomy=capacity, limit=1 << 20)
     for slab in cache.layer(0, *[torch.zeros(1, kv_heads, 1, WIDTH)] * 2):
         slab.normal_()
     return cache
@@ -50,8 +50,11 @@ def oracle(query, keys, values, positions, here, scoring):
     softcap=st.sampled_from([None, 2.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     kv_heads=st.sampled_from([1, 2, 4]),
+    capacity=st.sampled_from([5, 8, 40]),
 )
-def test_attention_over_prompt_and_row_equals_one_over_both(slots, seed, in_step, window, softcap, dtype, kv_heads):
+def test_attention_over_prompt_and_row_equals_one_over_both(
+    slots, seed, in_step, window, softcap, dtype, kv_heads, capacity
+):
     names = {slot: number for number, slot in enumerate(dict.fromkeys(slots))}
     slots = [names[slot] for slot in slots]  # those in use are 0 .. count - 1
     torch.manual_seed(seed)
@@ -61,7 +64,7 @@ def test_attention_over_prompt_and_row_equals_one_over_both(slots, seed, in_step
         prompts.take(bytes([slot]), 0, lengths[slot])
     prompts.cache = filled(len(names), max(lengths) + 2, dtype, kv_heads)
     own = torch.full((len(slots),), 4) if in_step else torch.randint(0, 5, (len(slots),))
-    cache = filled(len(slots) + 1, 8, dtype, kv_heads)
+    cache = filled(len(slots) + 1, capacity, dtype, kv_heads)  # full, taken whole, taken in part
     joint = torch.randn(len(slots), 1, HEADS + 2 * kv_heads, WIDTH).to(dtype)  # as one product gives them
     query, key, value = (part.transpose(1, 2) for part in joint.split([HEADS, kv_heads, kv_heads], 2))
     shared = torch.tensor([lengths[slot] for slot in slots])
@@ -120,6 +123,22 @@ def test_a_prompt_takes_its_place_once(make_model, make_engine, serve):
     assert engine.describe().stats["peak_cache_tokens"] == 8 * 32 + 64  # not 8 * 97
 
 
+def test_rows_take_little_more_room_than_they_hold(make_model, make_engine):
+    engine = make_engine(make_model("qwen3"))
+    runner, room = engine._runner, []
+    for most in (90, 3):  # what the short ones take is not what the long ones have had
+        asked = [GenerationRequest(str(i), [7, 8], SamplingParams(max_tokens=most), i) for i in range(4)]
+        engine._scheduler.waiting.extend(Job.of(one, asyncio.Queue()) for one in asked)
+        with runner.computing():
+            runner.enter(engine._scheduler.admit(runner.running, 0))
+            for drawn in range(1, most):
+                runner.step()
+                room.append(runner.cache.capacity - drawn)
+            runner.step()
+        assert not runner.running
+    assert max(room) <= 16
+
+
 def arriving(engine, arrivals: list[tuple[int, GenerationRequest]]) -> dict[str, Completion]:
     """Serve requests of which each comes some decode steps after the one before."""
     scheduler, runner, answers = engine._scheduler, engine._runner, {}
@@ -139,9 +158,13 @@ def arriving(engine, arrivals: list[tuple[int, GenerationRequest]]) -> dict[str,
 
 @examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    arrivals=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=9),
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 3), st.one_of(st.integers(1, 9), st.just(40))),
+        min_size=1,
+        max_size=9,
+    ),
     max_num_seqs=st.integers(1, 6),
-    max_cache_tokens=st.sampled_from([24, 40, None]),
+    max_cache_tokens=st.sampled_from([50, 96, None]),
 )
 def test_requests_are_drawn_as_alone_whenever_they_come(
     make_model, make_engine, serve, arrivals, max_num_seqs, max_cache_tokens
