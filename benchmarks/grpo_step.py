@@ -4,8 +4,11 @@ Both generate, score and learn from 64 sequences (8 prompts of 64 tokens, n=8) w
 parameters, without a KL term, one update a step, no gradient checkpointing, AdamW in float32; "bfloat16" means bfloat16
 autocast over float32 parameters on both sides. Two workloads:
 
-    uniform        every response has 128 tokens; no token ends a sequence
-    long-tailed    11 of the 512 equally likely tokens end a sequence, which gives a median of 32 tokens; 256 at most
+    uniform        every response has 128 tokens
+    long-tailed    responses have a median of 32 tokens, 256 at most, as if 11 of the 512 equally likely tokens ended one
+
+The lengths are given: drawn once for each step, and the same for everyone, response by response. Hone's requests ask for so many
+tokens; TRL's `generate` may draw the end where a response is to end and nowhere else.
 
     TRL            transformers `generate` and its own loss; it takes no separate old log-probs when there is one update
                    a batch. It runs with each micro-batch size asked for; the ratio is against the faster one.
@@ -24,6 +27,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import math
 import os
 import platform
 import random
@@ -32,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -42,6 +47,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from transformers.utils.logging import disable_progress_bar
 
 from hone.config import RLConfig, load_config
+from hone.generation.protocol import Completion, GenerationRequest
 from hone.trainers.rl import RLTrainer
 
 HERE = Path(__file__).resolve().parent
@@ -50,15 +56,22 @@ WORDS, PROMPT_LENGTH, N, SEQUENCES = 512, 64, 8, 64
 
 
 class Workload(NamedTuple):
-    """How long responses are."""
+    """How long responses are: ``longest``, or less where each token ends a response with some chance."""
 
     name: str
     longest: int
-    ends: tuple[int, ...]
-    """Tokens that end a response."""
+    end: float = 0.0
+
+    def lengths(self, step: int) -> list[int]:
+        """Tokens of each response of a step."""
+        if not self.end:
+            return [self.longest] * SEQUENCES
+        draw = random.Random(f"lengths of step {step}")
+        drawn = [1 + int(math.log(1 - draw.random()) / math.log(1 - self.end)) for _ in range(SEQUENCES)]
+        return [min(length, self.longest) for length in drawn]
 
 
-WORKLOADS = (Workload("uniform", 128, ()), Workload("long-tailed", 256, tuple(range(11))))
+WORKLOADS = (Workload("uniform", 128), Workload("long-tailed", 256, 11 / WORDS))
 
 
 class Seconds(NamedTuple):
@@ -73,8 +86,8 @@ class Contestant(Protocol):
 
     name: str
 
-    async def step(self) -> Seconds:
-        """Take one step."""
+    async def step(self, lengths: list[int]) -> Seconds:
+        """Take one step, with responses of so many tokens."""
         ...
 
     def close(self) -> None:
@@ -129,7 +142,7 @@ class Hone:
                 f"data.train_batch_size={SEQUENCES // N}",
                 f"actor_rollout_ref.model.path={files}/model",
                 f"actor_rollout_ref.rollout.n={N}",
-                f"actor_rollout_ref.rollout.ignore_eos={str(not workload.ends).lower()}",
+                "actor_rollout_ref.rollout.ignore_eos=true",
                 f"actor_rollout_ref.actor.ppo_mini_batch_size={SEQUENCES // N}",
                 f"actor_rollout_ref.actor.dtype={dtype}",
                 "algorithm.adv_estimator=grpo",
@@ -144,17 +157,25 @@ class Hone:
             ],
         )
         self.trainer = RLTrainer(config)
-        self.trainer.sampling = dataclasses.replace(self.trainer.sampling, stop_token_ids=workload.ends)
+        self._lengths: Iterator[int] = iter(())
+        engine = self.trainer.runtime.group("rollout").role.engine
+        generate = engine.generate
 
-    async def step(self) -> Seconds:
+        def as_given(requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+            return generate([self._as_given(request) for request in requests])
+
+        engine.generate = as_given
+
+    async def step(self, lengths: list[int]) -> Seconds:
         """One step, its phases noted."""
         self.trainer.step += 1
+        self._lengths = iter(lengths)
         wall, cpu = time.perf_counter(), time.process_time()
         metrics = await self.trainer.train_step()
         seconds = Seconds(time.perf_counter() - wall, time.process_time() - cpu)
-        if not self.workload.ends and metrics["response_length/min"] != self.workload.longest:
+        if round(metrics["response_length/mean"] * len(lengths)) != sum(lengths):
             raise RuntimeError(
-                f"a response has {metrics['response_length/min']:.0f} tokens, not {self.workload.longest}"
+                f"responses have {metrics['response_length/mean']} tokens, not {sum(lengths) / len(lengths)}"
             )
         for name, value in metrics.items():
             if name.startswith("timing_s/"):
@@ -164,6 +185,10 @@ class Hone:
     def close(self) -> None:
         """End the reward workers."""
         self.trainer.close()
+
+    def _as_given(self, request: GenerationRequest) -> GenerationRequest:
+        sampling = dataclasses.replace(request.sampling, max_tokens=next(self._lengths))
+        return dataclasses.replace(request, sampling=sampling)
 
 
 class Trl:
@@ -181,7 +206,7 @@ class Trl:
             "n": N,
             "micro_batch": micro_batch,
             "response_length": workload.longest,
-            "ends": list(workload.ends),
+            "end": 0 if workload.end else None,
         }
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
         self._process = subprocess.Popen(
@@ -199,10 +224,10 @@ class Trl:
         )
         self.versions = self._answer()
 
-    async def step(self) -> Seconds:
+    async def step(self, lengths: list[int]) -> Seconds:
         """One step, timed in the process itself."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(json.dumps(lengths) + "\n")
         self._process.stdin.flush()
         return Seconds(**self._answer())
 
@@ -234,12 +259,14 @@ def ensure_trl() -> None:
     (TRL_ENV / "complete").touch()
 
 
-async def measure(contestants: list[Contestant], warm_up: int, repeats: int) -> dict[str, list[Seconds]]:
+async def measure(
+    contestants: list[Contestant], workload: Workload, warm_up: int, repeats: int
+) -> dict[str, list[Seconds]]:
     """Seconds of each step of each, taken in turns."""
     seconds: dict[str, list[Seconds]] = {contestant.name: [] for contestant in contestants}
     for repeat in range(warm_up + repeats):
         for contestant in contestants if repeat % 2 else reversed(contestants):
-            taken = await contestant.step()
+            taken = await contestant.step(workload.lengths(repeat))
             if repeat >= warm_up:
                 seconds[contestant.name].append(taken)
             print(
@@ -284,7 +311,7 @@ async def compare(files: Path, workload: Workload, dtype: str, arguments: argpar
         f"TRL {theirs[0].versions['trl']} (torch {theirs[0].versions['torch']}, transformers {theirs[0].versions['transformers']})"
     )
     try:
-        seconds = await measure([*ours, *theirs], warm_up, arguments.repeats)
+        seconds = await measure([*ours, *theirs], workload, warm_up, arguments.repeats)
     finally:
         for contestant in (*ours, *theirs):
             contestant.close()

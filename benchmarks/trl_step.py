@@ -1,7 +1,7 @@
 """TRL's side of `grpo_step.py`, run by it in TRL's own environment: GRPOTrainer takes one step whenever it is told to.
 
 trl_step.py '{"model": DIR, "prompts": FILE, ...}'        settings as JSON
-stdin   one line a step
+stdin   one line a step: the tokens of each of its responses, as JSON
 stdout  one JSON object a line: first the versions, then {"wall": ..., "cpu": ...}, seconds of each step
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import transformers
 import trl
 from even_reward import even_share
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 
 
 def say(**values: Any) -> None:
@@ -29,15 +30,55 @@ def say(**values: Any) -> None:
     sys.__stdout__.flush()  # type: ignore[union-attr]
 
 
-class Paced(TrainerCallback):
-    """Begins a step when a line arrives, ends training when none does, and reports the seconds of each step."""
+class Lengths(LogitsProcessor):
+    """Lets each response draw the end as its last token, and nowhere else.
 
-    began = (0.0, 0.0)
+    Args:
+        end: the token that ends a response.
+    """
+
+    def __init__(self, end: int) -> None:
+        self.end, self.lengths, self.prompt = end, torch.empty(0), 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores ``[B, V]`` of the next token."""
+        last = self.lengths == input_ids.shape[1] - self.prompt + 1
+        scores = scores.clone()
+        scores[:, self.end] = float("-inf")
+        scores[last] = float("-inf")
+        scores[last, self.end] = 0.0
+        return scores
+
+    def given_to(self, generate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """A model's ``generate`` with these lengths."""
+
+        def with_lengths(**arguments: Any) -> torch.Tensor:
+            self.prompt = arguments["input_ids"].shape[1]
+            found = generate(**arguments, logits_processor=LogitsProcessorList([self]))
+            drawn = (found[:, self.prompt :] == self.end).int().argmax(1) + 1
+            if not torch.equal(drawn, self.lengths):
+                raise RuntimeError(f"responses have {drawn.tolist()} tokens, not {self.lengths.tolist()}")
+            return found
+
+        return with_lengths
+
+
+class Paced(TrainerCallback):
+    """Begins a step when a line arrives, ends training when none does, and reports the seconds of each step.
+
+    Args:
+        lengths: takes the lengths of each step.
+    """
+
+    def __init__(self, lengths: Lengths) -> None:
+        self.lengths, self.began = lengths, (0.0, 0.0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Before generation: TRL generates inside the step."""
-        if not sys.stdin.readline():
+        line = sys.stdin.readline()
+        if not line:
             sys.exit(0)
+        self.lengths.lengths = torch.tensor(json.loads(line))
         self.began = (time.perf_counter(), time.process_time())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -53,8 +94,10 @@ def main() -> None:
     sequences, micro, length = settings["sequences"], settings["micro_batch"], settings["response_length"]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, attn_implementation="sdpa")
-    if settings["ends"]:
-        model.generation_config.eos_token_id = settings["ends"]
+    lengths = Lengths(settings["end"])
+    if settings["end"] is not None:
+        model.generation_config.eos_token_id = settings["end"]
+        model.generate = lengths.given_to(model.generate)
     prompts = [json.loads(line)["prompt"] for line in Path(settings["prompts"]).read_text().splitlines()]
     arguments = trl.GRPOConfig(
         output_dir=settings["out"],
@@ -84,7 +127,7 @@ def main() -> None:
         args=arguments,
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
-        callbacks=[Paced()],
+        callbacks=[Paced(lengths)],
     )
     say(trl=trl.__version__, transformers=transformers.__version__, torch=torch.__version__)
     trainer.train()
