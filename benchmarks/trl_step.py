@@ -93,7 +93,9 @@ def main() -> None:
     torch.set_num_threads(settings["threads"])
     sequences, micro, length = settings["sequences"], settings["micro_batch"], settings["response_length"]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-    model: Any = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        settings["model"], dtype=torch.float32, attn_implementation="sdpa"
+    )
     lengths = Lengths(settings["end"])
     if settings["end"] is not None:
         model.generation_config.eos_token_id = settings["end"]
