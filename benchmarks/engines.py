@@ -119,7 +119,7 @@ async def compare_steps(size: str, dtype: str, repeats: int) -> None:
         key, threads = "actor_rollout_ref.rollout.name", torch.get_num_threads()
         runs = [Hone(name, files, WORKLOADS[0], dtype, threads, f"{key}={name}") for name in ("native", "vllm")]
         try:
-            seconds = await measure(list(runs), 1, repeats)
+            seconds = await measure(list(runs), WORKLOADS[0], 1, repeats)
         finally:
             for run in runs:
                 run.close()

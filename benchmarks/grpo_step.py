@@ -38,7 +38,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
@@ -47,7 +47,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from transformers.utils.logging import disable_progress_bar
 
 from hone.config import RLConfig, load_config
-from hone.generation.protocol import Completion, GenerationRequest
+from hone.generation.protocol import Completion, Engine, GenerationRequest
 from hone.trainers.rl import RLTrainer
 
 HERE = Path(__file__).resolve().parent
@@ -158,7 +158,8 @@ class Hone:
         )
         self.trainer = RLTrainer(config)
         self._lengths: Iterator[int] = iter(())
-        engine = self.trainer.runtime.group("rollout").role.engine
+        rollout: Any = self.trainer.runtime.group("rollout")
+        engine: Engine = rollout.role.engine
         generate = engine.generate
 
         def as_given(requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
