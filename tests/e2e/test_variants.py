@@ -76,11 +76,12 @@ def test_gradient_checkpointing_changes_nothing(train):
     )
     for a, b in zip(off, on, strict=True):
         assert a.keys() == b.keys()
-        # engine against trainer, squares of sequences and extremes of tokens: what float32 rounds off
-        for name in ("chi2_seq", "log_ratio_q01", "log_ratio_q99", "log_ratio_abs_max"):
-            assert b.pop(f"rollout_corr/{name}") == pytest.approx(a.pop(f"rollout_corr/{name}"), abs=5e-6)
-        largest = "training/rollout_log_probs_diff_max"
-        assert b.pop(largest) == pytest.approx(a.pop(largest), abs=5e-6)
+        # engine against trainer, squares of sequences, tails and extremes of tokens: what float32 rounds off
+        room = dict.fromkeys(("rollout_corr/log_ratio_q01", "rollout_corr/log_ratio_q99"), 2e-6)
+        room |= dict.fromkeys(("rollout_corr/chi2_seq", "rollout_corr/log_ratio_abs_max"), 5e-6)
+        room["training/rollout_log_probs_diff_max"] = 5e-6
+        for name in room:
+            assert b.pop(name) == pytest.approx(a.pop(name), abs=room[name])
         assert b == pytest.approx(a, rel=1e-6, abs=1e-6)
 
 
