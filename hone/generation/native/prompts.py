@@ -194,8 +194,10 @@ class Stacks:
 
 
 def query_products(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """``scale`` times ``queries [n, q, d]`` with ``keys [n, k, d]``: ``[n, q, k]`` in float32; what half precision rounds off is
-    of the products, not yet scaled."""
+    """``scale`` times ``queries [n, q, d]`` with ``keys [n, k, d]``: ``[n, q, k]`` in float32.
+
+    What half precision rounds off is of the products, not yet scaled.
+    """
     if keys.dtype == torch.float32:
         return torch.baddbmm(queries.new_empty(()), queries, keys.transpose(1, 2), beta=0, alpha=scale)
     return torch.bmm(queries, keys.transpose(1, 2)).float().mul_(scale)

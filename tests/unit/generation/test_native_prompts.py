@@ -164,16 +164,17 @@ def arriving(engine, arrivals: list[tuple[int, GenerationRequest]]) -> dict[str,
         max_size=9,
     ),
     max_num_seqs=st.integers(1, 6),
-    max_cache_tokens=st.sampled_from([50, 96, None]),
+    max_cache_tokens=st.sampled_from([24, 40, 50, 96, None]),
 )
 def test_requests_are_drawn_as_alone_whenever_they_come(
     make_model, make_engine, serve, arrivals, max_num_seqs, max_cache_tokens
 ):
     model = make_model("qwen3")
-    asked = [
-        (pause, GenerationRequest(str(i), [3 + prompt, *range(5, 6 + 2 * prompt)], SamplingParams(max_tokens=most), i))
-        for i, (pause, prompt, most) in enumerate(arrivals)
-    ]
+    asked = []
+    for i, (pause, prompt, most) in enumerate(arrivals):
+        ids = [3 + prompt, *range(5, 6 + 2 * prompt)]
+        sampling = SamplingParams(max_tokens=min(most, (max_cache_tokens or 128) - len(ids)))
+        asked.append((pause, GenerationRequest(str(i), ids, sampling, i)))
     engine = make_engine(model, max_num_seqs=max_num_seqs, max_cache_tokens=max_cache_tokens)
     together, alone = arriving(engine, asked), make_engine(model)
     assert engine.describe().stats["peak_cache_tokens"] <= (max_cache_tokens or max_num_seqs * 128)
