@@ -12,9 +12,10 @@ tokens; TRL's `generate` may draw the end where a response is to end and nowhere
 
     TRL            transformers `generate` and its own loss; it takes no separate old log-probs when there is one update
                    a batch. It runs with each micro-batch size asked for; the ratio is against the faster one.
-    Hone           default settings: old log-probs are recomputed, which measures engine against trainer every step.
-    Hone, bypass   algorithm.rollout_correction.bypass_mode=true: the engine's log-probs are the old ones, as in TRL there
-                   is no further pass.
+    Hone           default settings: nothing needs old log-probs before the one update, so its own pass gives them, and
+                   engine is measured against trainer.
+    Hone, apart    actor_rollout_ref.actor.recompute_old_log_probs=true: they have a forward pass of their own, as when a
+                   batch gives several updates.
 
 TRL lives in `.venv-trl`, made on the first call, and steps when told to; the contestants take turns step by step, so that
 whatever else the machine does hits all of them. Ratios are of medians of wall time; the ratio of processor time (of the
@@ -295,12 +296,12 @@ async def compare(files: Path, workload: Workload, dtype: str, arguments: argpar
     ours = [
         Hone("Hone", files, workload, dtype, threads, *arguments.overrides),
         Hone(
-            "Hone, bypass",
+            "Hone, apart",
             files,
             workload,
             dtype,
             threads,
-            "algorithm.rollout_correction.bypass_mode=true",
+            "actor_rollout_ref.actor.recompute_old_log_probs=true",
             *arguments.overrides,
         ),
     ]

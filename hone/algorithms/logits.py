@@ -124,17 +124,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     logits.sub_(log_sum[part, None])
                     entropy[part] = -(logits.exp() * logits.clamp_(min=torch.finfo(wide).min)).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, bias, log_sum, entropy)
-        ctx.settings = (temperature, softcap, with_entropy, chunk_size)
+        ctx.settings = (temperature, softcap, chunk_size)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at has no gradient
         return log_probs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad_log_probs, grad_entropy = grad_outputs
         hidden, weight, targets, bias, log_sum, entropy = ctx.saved_tensors
-        temperature, softcap, with_entropy, chunk_size = ctx.settings
+        temperature, softcap, chunk_size = ctx.settings
+        grad_log_probs, grad_entropy = grad_outputs
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_sum)
         wants_hidden, wants_weight, _, wants_bias = ctx.needs_input_grad[:4]
         wide = log_sum.dtype
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -149,7 +152,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 log_p = logits.div_(temperature).sub_(log_sum[part, None])
                 probs = log_p.exp()
                 # d log p_target / dz_j = [j = target] - p_j,  d entropy / dz_j = -p_j (log p_j + entropy)
-                if with_entropy:
+                if grad_entropy is not None:
                     grad = (
                         log_p.clamp_(min=torch.finfo(wide).min)
                         .add_(entropy[part, None])

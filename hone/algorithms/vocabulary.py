@@ -105,17 +105,20 @@ class _VocabularyLogProbs(torch.autograd.Function):
         log_probs = chosen.sum(0) - log_sum
         entropy = log_sum - ((sums - log_sum).exp() * means).sum(0) if with_entropy else torch.zeros_like(log_sum)
         ctx.save_for_backward(hidden, weight, targets, bias, log_sum, entropy)
-        ctx.settings = (group, start, temperature, softcap, with_entropy, chunk_size)
+        ctx.settings = (group, start, temperature, softcap, chunk_size)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at has no gradient
         return log_probs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad_log_probs, grad_entropy = grad_outputs
         hidden, weight, targets, bias, log_sum, entropy = ctx.saved_tensors
-        group, start, temperature, softcap, with_entropy, chunk_size = ctx.settings
+        group, start, temperature, softcap, chunk_size = ctx.settings
+        grad_log_probs, grad_entropy = grad_outputs
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_sum)
         wants_hidden, wants_weight, _, wants_bias = ctx.needs_input_grad[:4]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype) if wants_weight else None
@@ -130,7 +133,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
                 grad = log_p.exp()
                 # d log p_target / dz_j = [j = target] - p_j,  d entropy / dz_j = -p_j (log p_j + entropy)
                 factor = -grad_log_probs[part, None]
-                if with_entropy:
+                if grad_entropy is not None:
                     factor = factor - grad_entropy[part, None] * (log_p + entropy[part, None])
                 grad.mul_(factor)
                 place, mine = _within(targets[part], start, len(weight))

@@ -10,7 +10,8 @@ from hone import algorithms
 from hone.catalogue.records import Block, Cost
 
 NO_COPY = "with LoRA the reference is the policy with its adapter off, no copy"
-NO_OLD = "no old log-probs pass with algorithm.rollout_correction.bypass_mode=true"
+BYPASS = "no old log-probs pass with algorithm.rollout_correction.bypass_mode=true"
+NO_OLD = "no old log-probs pass where a batch gives one update, or with algorithm.rollout_correction.bypass_mode=true"
 
 NEED_COSTS = {
     "values": Cost(("critic",), (), ("values",)),
@@ -239,7 +240,7 @@ BLOCKS: dict[str, Block] = {
         "What is done about the gap between the engine that samples and the model that trains.",
         select=f"{_CORRECTION}.preset=decoupled_token_is",
         keys=tuple(f"{_CORRECTION}.{key}" for key in ("preset", *algorithms.ROLLOUT_CORRECTION_PRESETS["disabled"])),
-        cost=Cost(forward=("old log-probs",), saving=NO_OLD),
+        cost=Cost(forward=("old log-probs",), saving=BYPASS),
         remarks={"Named presets": ", ".join(algorithms.ROLLOUT_CORRECTION_PRESETS)},
         function=algorithms.rollout_correction,
     ),

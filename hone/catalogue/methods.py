@@ -90,7 +90,8 @@ def _losses() -> Iterator[Method]:
 def _loss(names: list[str], entry: Any) -> Method:
     key, block = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor."
     bypass = names[0] == "bypass_mode"
-    cost = Cost() if bypass else Cost(forward=("old log-probs",), saving=building_blocks.NO_OLD)
+    saving = building_blocks.BYPASS if entry.needs_preparation else building_blocks.NO_OLD
+    cost = Cost() if bypass else Cost(forward=("old log-probs",), saving=saving)
     return _method("loss", names, entry, key, block, [], cost)
 
 

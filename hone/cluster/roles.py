@@ -19,7 +19,7 @@ from hone.generation.options import sends_adapter
 from hone.training.build import build_engine
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.correction import correction_settings
-from hone.training.engine import TrainEngine, UpdateResult
+from hone.training.engine import Outputs, TrainEngine, UpdateResult
 from hone.training.heads import PolicyHead, ValueHead
 from hone.training.model import adapter_off, saved_model
 from hone.training.objectives import PolicyObjective, value_objective
@@ -77,7 +77,7 @@ class PolicyWorker(ModelRole):
         self.engine = build_engine(
             "policy",
             model,
-            PolicyHead(config.actor_rollout_ref.rollout.temperature),
+            PolicyHead(config.actor_rollout_ref.rollout.temperature, learns_entropy=actor.entropy_coeff > 0),
             parallel=actor,
             meshes=context.meshes,
             seed=config.trainer.seed,
@@ -132,6 +132,22 @@ class PolicyWorker(ModelRole):
                 mini = self._prepared(mini, first=not results)
             results.append(self.engine.train_batch(mini, objective, step=step, with_entropy=with_entropy))
         return RoleUpdate(results, self.engine.learning_rate(step))
+
+    @dispatch(Split.ROWS)
+    def update_once(self, batch: Batch, step: int) -> Batch:
+        """The one optimizer update of a step, from all its rows, which need no old log-probs.
+
+        Args:
+            batch: the step's.
+            step: position in the learning-rate schedule (0 is the first).
+
+        Returns:
+            ``log_probs`` and ``entropy`` of the response tokens as the update's own pass gave them, before the weights changed;
+            and ``update`` in the metadata, the :class:`RoleUpdate`.
+        """
+        seen = Outputs(batch.ragged("response_ids"))
+        result = self.engine.train_batch(batch, self._objective, step=step, with_entropy=True, outputs_seen=seen)
+        return Batch(seen.columns(), update=RoleUpdate([result], self.engine.learning_rate(step)))
 
     @dispatch(Split.ALL, Collect.FIRST)
     def export_weights(self) -> None:

@@ -78,6 +78,9 @@ class ActorConfig(ParallelConfig):
     """Weight of that penalty."""
     kl_loss_type: str = named("low_var_kl", "KL estimator", instead="actor_rollout_ref.actor.kl_loss_coef")
     """Its estimator: k1/kl, abs, k2/mse, k3/low_var_kl."""
+    recompute_old_log_probs: bool = False
+    """Always give the old log-probs a forward pass of their own. Otherwise they have one only where something needs them before
+    the update, or a batch gives several updates; else the update's own pass gives them."""
     calculate_sum_pi_squared: bool | None = None
     """Also compute the sum of squared probabilities of each token's distribution, with the old log-probs; null means when the
     estimator needs it (optimal_token_baseline). It costs a second projection onto the vocabulary."""

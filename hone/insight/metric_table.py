@@ -228,7 +228,7 @@ _ACTOR = (
         "actor/first_ratio_max_abs_log",
         "nats",
         _MAX,
-        "Largest |log ratio| on the first update of the step; 0 when trainer and rollout agree exactly.",
+        "Largest |log ratio| of the step's first update against the old log-probs; 0 where its own pass gave them.",
         "> 1e-3 in float32, > 0.05 in bfloat16: tokens, masks or temperatures do not line up",
     ),
 )

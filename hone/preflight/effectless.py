@@ -31,7 +31,7 @@ class Switch(NamedTuple):
 def effectless_keys(config: RLConfig) -> Iterator[Finding]:
     """A key that differs from its default does something."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    name = algorithm.adv_estimator
+    name, settings = algorithm.adv_estimator, correction(config)
     switches = [
         Switch(
             ("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.kl_loss_type"),
@@ -52,6 +52,12 @@ def effectless_keys(config: RLConfig) -> Iterator[Finding]:
             algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive",
             "the KL coefficient is not adaptive",
             "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive",
+        ),
+        Switch(
+            (f"{ACTOR}.recompute_old_log_probs",),
+            not (settings and settings["bypass_mode"]),
+            "the engine's log-probs are the old ones (bypass_mode=true)",
+            "algorithm.rollout_correction.bypass_mode=false",
         ),
         *_estimator_switches(config),
         *_loss_switches(config),

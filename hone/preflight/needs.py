@@ -59,3 +59,11 @@ def needs_reference(config: RLConfig) -> bool:
     pairs = actor.preference_loss.loss_mode
     by_pairs = pairs is not None and pairs in preference_losses and "reference" in preference_losses.get(pairs).needs
     return config.algorithm.use_kl_in_reward or actor.use_kl_loss or by_pairs
+
+
+def needs_old_log_probs(config: RLConfig) -> bool:
+    """Return whether the old log-probs take a forward pass before the update."""
+    from hone.training import old_log_probs
+
+    known = estimator(config) is not None and policy_loss(config) is not None and correction(config) is not None
+    return not known or old_log_probs.needs_old_log_probs(config)

@@ -50,6 +50,7 @@ from hone.trainers.step_work import StepWork
 from hone.trainers.update_view import learnt_tokens
 from hone.trainers.validator import Validator
 from hone.training.correction import correction_settings
+from hone.training.old_log_probs import needs_old_log_probs
 
 SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs")
 SCORED = ("score", "token_level_scores", "token_level_rewards")
@@ -94,6 +95,7 @@ class RLTrainer:
         self.tokenizer = run_tokenizer(config)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         self.bypass: bool = correction_settings(config.algorithm.rollout_correction)["bypass_mode"]
+        self.with_old_log_probs = self.bypass or needs_old_log_probs(config)
         squares = config.actor_rollout_ref.actor.calculate_sum_pi_squared
         self.with_sum_pi_squared = "sum_pi_squared" in self.estimator.needs if squares is None else squares
         self.metrics = MetricStore()
@@ -157,12 +159,20 @@ class RLTrainer:
         kl = ("ref_log_probs",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
         squares = ("sum_pi_squared",) if self.with_sum_pi_squared else ()
         learn_policy = self.critic is None or not 0 < self.step <= self.config.trainer.critic_warmup
+        once = learn_policy and not self.with_old_log_probs  # the one update gives the old log-probs
         return [
             Stage("gen", self.generate, adds=SAMPLED),
             Stage("reward", self.score, needs=("response_ids",), adds=SCORED),
             Stage("gen_max", self.greedy_baseline, adds=("reward_baselines",), when=greedy),
-            Stage("old_log_prob", self.old_log_probs, needs=("response_ids",), adds=("old_log_probs", *squares)),
-            Stage("rollout_corr", self.correct, needs=("old_log_probs",), when=not self.bypass),
+            Stage(
+                "old_log_prob",
+                self.old_log_probs,
+                needs=("response_ids",),
+                adds=("old_log_probs", *squares),
+                when=not once,
+                switch="actor_rollout_ref.actor.recompute_old_log_probs=true",
+            ),
+            Stage("rollout_corr", self.correct, needs=("old_log_probs",), when=not (once or self.bypass)),
             Stage("ref", self.reference_log_probs, adds=("ref_log_probs",), when=self.reference is not None),
             Stage("values", self.values, adds=("values",), when=self.critic is not None),
             Stage("kl_in_reward", self.kl_in_reward, needs=("old_log_probs", "ref_log_probs"), when=in_reward),
@@ -174,7 +184,16 @@ class RLTrainer:
                 supplied_by=suppliers(self.estimator),
             ),
             Stage("update_critic", self.update_critic, needs=("values", "returns"), when=self.critic is not None),
-            Stage("update_actor", self.update_actor, needs=("old_log_probs", "advantages", *kl), when=learn_policy),
+            Stage(
+                "update_actor",
+                self.update_actor,
+                needs=("old_log_probs", "advantages", *kl),
+                when=learn_policy and not once,
+            ),
+            Stage(
+                "update_actor", self.update_actor_once, needs=("advantages", *kl), adds=("old_log_probs",), when=once
+            ),
+            Stage("rollout_corr", self.correct, needs=("old_log_probs",), when=once),
             Stage("update_weights", self.publish),
         ]
 
@@ -251,9 +270,20 @@ class RLTrainer:
         view = await self.update_view(batch, pairs=actor.preference_loss.loss_mode is not None)
         minis = self._minis(view, actor.ppo_mini_batch_size, actor.ppo_epochs, "mini-batches")
         update = self.actor.update(view, minis, self.step - 1)
-        for name, value in update.balance().items():
-            self.metrics.add(name, value)
+        self.metrics.update(update.balance())
         await self._record("actor", await update, batch)
+        return batch
+
+    async def update_actor_once(self, batch: AnyBatch) -> AnyBatch:
+        """Improve the policy by one update, whose own forward pass gives the old log-probs: nothing needs them before."""
+        await self.work.check_ids(batch)
+        asked = self.actor.update_once(batch, self.step - 1)
+        self.metrics.update(asked.balance())
+        found = await asked
+        update = found.meta.pop("update")
+        batch = batch.updated(found.rename({"log_probs": "old_log_probs"}))
+        await self.work.check_engine(batch)
+        await self._record("actor", update, batch)
         return batch
 
     async def update_view(self, batch: AnyBatch, *, pairs: bool) -> AnyBatch:

@@ -26,6 +26,7 @@ class Stage:
         adds: columns that it adds.
         when: whether the algorithm needs it; a stage that it does not need is never run.
         supplied_by: what the user can set so that a missing column is supplied, for the error message.
+        switch: what the user can set so that the stage runs.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Stage:
     adds: tuple[str, ...] = ()
     when: bool = True
     supplied_by: str = ""
+    switch: str = ""
 
 
 def check_stages(stages: Sequence[Stage]) -> None:
@@ -46,11 +48,13 @@ def check_stages(stages: Sequence[Stage]) -> None:
     for stage in (stage for stage in stages if stage.when):
         missing = [name for name in stage.needs if name not in present]
         if missing:
-            makers = [f"{maker.name}" for maker in stages if set(missing) & set(maker.adds)]
+            makers = [maker for maker in stages if set(missing) & set(maker.adds)]
+            switches = ", ".join(maker.switch for maker in makers if maker.switch and not maker.when)
+            names = ", ".join(maker.name for maker in makers)
             raise ConfigError(
                 f"stage '{stage.name}' needs {missing}, which no active stage adds",
                 why="the step would fail after generation",
-                fix=stage.supplied_by or f"switch on the stage that adds it: {', '.join(makers) or 'none exists'}",
+                fix=stage.supplied_by or switches or f"switch on the stage that adds it: {names or 'none exists'}",
             )
         present.update(stage.adds)
 

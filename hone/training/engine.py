@@ -79,6 +79,35 @@ class UpdateResult:
     applied: bool
 
 
+class Outputs:
+    """What a head gave for the response tokens of a batch, collected micro-batch by micro-batch.
+
+    Args:
+        responses: column ``response_ids`` of the batch.
+    """
+
+    def __init__(self, responses: Ragged) -> None:
+        self._places = responses.with_values(torch.arange(len(responses.values)))
+        self._where: list[Tensor] = []
+        self._parts: dict[str, list[Tensor]] = {}
+
+    def add(self, rows: list[int], outputs: dict[str, Tensor]) -> None:
+        """Take the outputs of a micro-batch of these rows; they stay on its device until all are asked for."""
+        where = self._places.select(rows).values
+        self._where.append(where)
+        for name, values in outputs.items():
+            self._parts.setdefault(name, []).append(values.detach()[: len(where)].float())
+
+    def columns(self) -> dict[str, Ragged]:
+        """Ragged columns on the CPU, aligned with ``response_ids``, one per output of the head."""
+        columns = {}
+        for name, parts in self._parts.items():
+            values = torch.zeros(len(self._places.values))
+            values[torch.cat(self._where)] = torch.cat(parts).cpu()
+            columns[name] = self._places.with_values(values)
+        return columns
+
+
 class TrainEngine:
     """A model, its optimizer, and how a batch goes through them.
 
@@ -123,21 +152,24 @@ class TrainEngine:
             Ragged columns on the CPU, aligned with ``response_ids``, one per output of the head.
         """
         self.model.eval()
-        columns: dict[str, Tensor] = {}
-        responses = batch.ragged("response_ids")
+        found = Outputs(batch.ragged("response_ids"))
         with torch.no_grad():
             for rows, micro in self._micro_batches(batch, max_tokens or self.max_tokens):
                 packed = pack(micro, self.device)
                 with self._computing(), autocast(self.device, self.dtype):
-                    outputs = self._forward(head or self.head, packed, with_entropy)
-                where = responses.with_values(torch.arange(len(responses.values))).select(rows).values
-                for name, values in outputs.items():
-                    column = columns.setdefault(name, torch.zeros(len(responses.values)))
-                    column[where] = values[: len(where)].float().cpu()
+                    found.add(rows, self._forward(head or self.head, packed, with_entropy))
                 activity.tick()
-        return {name: responses.with_values(values) for name, values in columns.items()}
+        return found.columns()
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, *, step: int, with_entropy: bool = False) -> UpdateResult:
+    def train_batch(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        step: int,
+        with_entropy: bool = False,
+        outputs_seen: Outputs | None = None,
+    ) -> UpdateResult:
         """Forward, backward and one optimizer update over the whole of ``batch``.
 
         Args:
@@ -145,6 +177,7 @@ class TrainEngine:
             loss_fn: the share of a micro-batch in the mini-batch's loss; shares add up.
             step: position in the learning-rate schedule (0 is the first).
             with_entropy: whether the head also computes entropy.
+            outputs_seen: takes what the head gives on the way, under the weights before the update.
         """
         if self.optimizer is None or self.optim_config is None:
             raise RuntimeError("this engine was built without an optimizer")
@@ -158,6 +191,8 @@ class TrainEngine:
             on_host = activations_on_host(self.device, self._offload_activations)
             with self._computing(), autocast(self.device, self.dtype), on_host:
                 outputs = self._forward(self.head, packed, with_entropy)
+            if outputs_seen is not None:
+                outputs_seen.add(rows, outputs)
             ragged = {name: Ragged.from_lengths(values.float(), lengths) for name, values in outputs.items()}
             if rows:
                 loss, seen = loss_fn(ragged, micro, totals)

@@ -37,11 +37,14 @@ class PolicyHead:
         temperature: logits are divided by it; 0 (greedy) counts as 1.
         with_sum_pi_squared: also give ``sum_pi_squared``, the sum of the squared probabilities of each token's
             distribution, a constant; it costs a second projection.
+        learns_entropy: whether the entropy is part of a loss; otherwise it may be a constant.
     """
 
-    def __init__(self, temperature: float = 1.0, *, with_sum_pi_squared: bool = False) -> None:
+    def __init__(
+        self, temperature: float = 1.0, *, with_sum_pi_squared: bool = False, learns_entropy: bool = True
+    ) -> None:
         self.temperature = temperature if temperature > 0 else 1.0
-        self.with_sum_pi_squared = with_sum_pi_squared
+        self.with_sum_pi_squared, self.learns_entropy = with_sum_pi_squared, learns_entropy
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
         causal = causal_lm(model)
@@ -56,7 +59,8 @@ class PolicyHead:
             ).logits[0]
             result = {"log_probs": token_log_probs(logits, packed.targets, self.temperature)}
             if with_entropy:
-                result["entropy"] = entropy_from_logits(logits.float() / self.temperature)
+                known = logits if self.learns_entropy else logits.detach()
+                result["entropy"] = entropy_from_logits(known.float() / self.temperature)
             if self.with_sum_pi_squared:
                 result["sum_pi_squared"] = sum_pi_squared_from_logits(logits.detach().float() / self.temperature)
             return result

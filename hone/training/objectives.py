@@ -27,8 +27,9 @@ PREPARED = "prepared/"
 class PolicyObjective:
     """Policy loss - entropy_coeff x entropy + kl_loss_coef x KL(policy, reference).
 
-    Reads columns ``old_log_probs``, ``advantages``, ``response_mask``, where there are ``rollout_is_weights``, with
-    use_kl_loss ``ref_log_probs``, and what :meth:`prepare` added.
+    Reads columns ``advantages``, ``response_mask``, where there are ``old_log_probs`` and ``rollout_is_weights``, with
+    use_kl_loss ``ref_log_probs``, and what :meth:`prepare` added. Without old log-probs the policy itself is the old one: the ratio
+    is 1, and its gradient that of the log-probs.
 
     Args:
         actor: the block ``actor_rollout_ref.actor``.
@@ -74,7 +75,8 @@ class PolicyObjective:
     def __call__(self, outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
         """A micro-batch's share of the loss, and its statistics."""
         actor, mask = self.actor, _padded(batch, "response_mask", outputs)
-        log_probs, old = outputs["log_probs"].to_padded(), _padded(batch, "old_log_probs", outputs)
+        log_probs = outputs["log_probs"].to_padded()
+        old = _padded(batch, "old_log_probs", outputs) if "old_log_probs" in batch else log_probs.detach()
         aggregation = _aggregation(actor.loss_agg_mode, self.scale, totals)
         prepared = {
             n.removeprefix(PREPARED): _padded(batch, n, outputs) for n in batch.names() if n.startswith(PREPARED)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support import forked_engines
 from support.launch import Command
-from support.world import World, curve, metrics, rl_command
+from support.world import World, curve, metrics, records, rl_command
 
 from hone.generation.remote import transports
 
@@ -56,8 +56,40 @@ def test_bypass_takes_the_engines_log_probs(train):
     assert max(curve(directory, "training/rollout_log_probs_diff_max")) == 0
 
 
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+def test_the_pass_of_the_one_update_gives_the_old_log_probs(train, preset):
+    """A batch that gives one update: with a pass of their own and without, a run reports the same of the same weights."""
+    rate = (
+        "actor_rollout_ref.actor.entropy_coeff=0.003",
+        "trainer.rollout_dump_freq=1",
+        "algorithm.use_kl_in_reward=false",
+    )
+    apart, once = (
+        train(*rate, f"actor_rollout_ref.actor.recompute_old_log_probs={own}", preset=preset)
+        for own in ("true", "false")
+    )
+    assert max(curve(apart, "actor/first_ratio_max_abs_log")) < 1e-5
+    assert max(curve(once, "actor/first_ratio_max_abs_log")) == 0, "it is the same pass"
+    for row in metrics(once, timing=True):
+        assert "timing_s/old_log_prob" not in row and row["timing_s/rollout_corr"] > 0
+    assert all(row["timing_s/old_log_prob"] > 0 for row in metrics(apart, timing=True))
+    for a, b in zip(metrics(apart), metrics(once), strict=True):
+        assert a.keys() == b.keys() and {"actor/entropy", "rollout_corr/kl"} <= a.keys()
+        assert b == pytest.approx(a, rel=1e-5, abs=1e-5)
+    for a, b in zip(records(apart, 3), records(once, 3), strict=True):
+        assert a["response_ids"] == b["response_ids"] and a["score"] == b["score"]
+
+
+def test_a_policy_that_waits_for_its_critic_is_compared_with_the_engine_all_the_same(train):
+    directory = train("trainer.critic_warmup=2", "algorithm.use_kl_in_reward=false", preset="ppo")
+    rows = metrics(directory, timing=True)
+    assert ["timing_s/old_log_prob" in row for row in rows] == [True, True, False]
+    assert ["timing_s/update_actor" in row for row in rows] == [False, False, True]
+    assert all(0 < row["training/rollout_log_probs_diff_max"] < 1e-4 for row in rows)
+
+
 def test_bfloat16(train):
-    directory = train("actor_rollout_ref.actor.dtype=bfloat16")
+    directory = train("actor_rollout_ref.actor.dtype=bfloat16", "actor_rollout_ref.actor.recompute_old_log_probs=true")
     assert max(curve(directory, "actor/first_ratio_max_abs_log")) <= 0.05
     assert "invariant/D-ratio" not in metrics(directory)[-1]
     assert max(curve(directory, "training/rollout_log_probs_diff_max")) > 1e-5, "bfloat16 it was"

@@ -16,7 +16,7 @@ from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.preflight.evidence import model_block, read_json
-from hone.preflight.needs import needs_critic, needs_reference
+from hone.preflight.needs import needs_critic, needs_old_log_probs, needs_reference
 from hone.preflight.plan.activations import Computation
 from hone.preflight.plan.model import ModelShape, count_parameters
 from hone.training.layout import Layout
@@ -66,7 +66,6 @@ class Trained:
         mini: prompts an update, over all ranks.
         epochs: passes over a batch.
         recompute: gradient checkpointing.
-        entropy: whether the update also computes the entropy.
         value: whether it gives values in place of log-probs.
     """
 
@@ -77,7 +76,6 @@ class Trained:
     mini: int
     epochs: int
     recompute: bool
-    entropy: bool = False
     value: bool = False
 
 
@@ -99,7 +97,7 @@ class Work:
         attached: whether those are somebody else's, perhaps on other machines.
         rollout_narrow: whether generation computes in bfloat16.
         validates: whether validation prompts are answered.
-        old_log_probs: whether the trainer computes the log-probs of what was sampled.
+        old_log_probs: whether the log-probs of what was sampled take a forward pass before the update.
         prompt: longest prompt, in tokens.
         response: longest response.
         samples: rows that share a prompt.
@@ -260,7 +258,6 @@ def _reinforcement(config: RLConfig, shape: ModelShape, on_cpu: bool, others: di
         min(actor.ppo_mini_batch_size, data.train_batch_size),
         actor.ppo_epochs,
         roles.model.enable_gradient_checkpointing,
-        entropy=actor.entropy_coeff > 0,
     )
     values = None
     if needs_critic(config):
@@ -275,7 +272,6 @@ def _reinforcement(config: RLConfig, shape: ModelShape, on_cpu: bool, others: di
             value=True,
         )
     reward = others.get("reward_model", shape) if config.reward.reward_model.enable else None
-    correction = config.algorithm.rollout_correction
     return Work(
         on_cpu=on_cpu,
         model=roles.model,
@@ -294,7 +290,7 @@ def _reinforcement(config: RLConfig, shape: ModelShape, on_cpu: bool, others: di
         attached=rollout.engine_url is not None,
         rollout_narrow="bfloat16" in (rollout.dtype, actor.dtype if rollout.dtype == "auto" else ""),
         validates=bool(data.val_files) and (config.trainer.test_freq != 0 or config.trainer.val_before_train),
-        old_log_probs=not correction.bypass_mode,
+        old_log_probs=needs_old_log_probs(config),
         most_sequences=actor.ppo_micro_batch_size_per_gpu,
         saves=config.trainer.save_freq != 0,
     )

@@ -209,6 +209,7 @@ def test_constants_of_engines_are_those_of_the_code() -> None:
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_an_engine_keeps_its_share_of_a_gpu_through_all_phases(big: RLConfig, name: str) -> None:
+    change(big, {f"{ACTOR}.recompute_old_log_probs": True})
     own = phases(big)
     change(big, {f"{ROLLOUT}.name": name, f"{ROLLOUT}.gpu_memory_utilization": 0.4})
     found = work_of(big, SEVEN_BILLION, on_cpu=False)
@@ -407,6 +408,7 @@ def test_offloading_makes_room_and_takes_time(big: RLConfig) -> None:
 
 def test_a_step_takes_longer_with_more_to_do(big: RLConfig) -> None:
     device = device_named("H100")
+    change(big, {f"{ACTOR}.recompute_old_log_probs": True})
     base = step_time(work_of(big, SEVEN_BILLION, on_cpu=False), device)
     assert base.generation > 0 and base.update > base.log_probs > 0 and base.messages == 0
     change(big, {f"{MODEL}.enable_gradient_checkpointing": True})

@@ -37,6 +37,13 @@ def test_the_message_names_the_stage_that_would_help():
     assert "none exists" in caught.value.fix
 
 
+def test_the_message_names_the_key_that_switches_a_stage_on():
+    early = Stage("old", nothing, adds=("old",), when=False, switch="recompute=true")
+    with pytest.raises(ConfigError) as caught:
+        check_stages([early, Stage("bonus", nothing, needs=("old",)), Stage("update", nothing, adds=("old",))])
+    assert caught.value.fix == "recompute=true"
+
+
 def test_stages_run_in_order_async_or_not_and_are_timed():
     seen = []
 

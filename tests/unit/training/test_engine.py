@@ -15,7 +15,7 @@ from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.insight.invariants import RATIO_MAX
 from hone.training.correction import correction_settings
-from hone.training.engine import TrainEngine
+from hone.training.engine import Outputs, TrainEngine
 from hone.training.heads import PolicyHead, ValueHead
 from hone.training.objectives import PolicyObjective, imitation_objective, value_objective
 
@@ -39,7 +39,7 @@ def with_old(engine: TrainEngine, batch: Batch, noise: float = 0.3) -> Batch:
     return batch.with_columns(old_log_probs=old, ref_log_probs=ref)
 
 
-def gradient(engine: TrainEngine, batch: Batch, objective) -> tuple[float, torch.Tensor, float]:
+def gradient(engine: TrainEngine, batch: Batch, objective, **settings) -> tuple[float, torch.Tensor, float]:
     """Norm, flattened gradient and loss of one mini-batch, without the update."""
     kept = {}
 
@@ -50,7 +50,7 @@ def gradient(engine: TrainEngine, batch: Batch, objective) -> tuple[float, torch
         kept["loss"] = float(sum(v * w for v, w in pairs) / sum(w for _, w in pairs))
 
     engine._apply = keep  # type: ignore[method-assign]
-    engine.train_batch(batch, objective, step=0, with_entropy=True)
+    engine.train_batch(batch, objective, step=0, **{"with_entropy": True, **settings})
     return float(kept["grad"].norm()), kept["grad"], kept["loss"]
 
 
@@ -119,6 +119,37 @@ def test_ratio_is_one_on_the_first_update_whatever_the_split(model):
     engine.max_tokens = 40
     result = engine.train_batch(batch, policy_objective(ActorConfig()), step=0)
     assert max(float(seen[RATIO_MAX][0]) for seen in result.statistics) < 1e-5
+
+
+@pytest.mark.parametrize("learns_entropy", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_update_gives_what_its_pass_saw(fused, learns_entropy):
+    """The outputs of the pass are those of a pass before the update, row by row; and looking at them changes no gradient."""
+    batch, head = random_batch(16, seed=3), PolicyHead(0.7, learns_entropy=learns_entropy)
+    engine, other = engine_of(tiny_model(), head, max_tokens=40), engine_of(tiny_model(), head, max_tokens=40)
+    if not fused:
+        for each in (engine, other):
+            each.model.config.logits_scaling = 1.5  # such models go through their own forward pass, logits and all
+            each.model.register_forward_hook(lambda *_: None)
+    before = other.infer_batch(batch, with_entropy=True)
+    seen = Outputs(batch.ragged("response_ids"))
+    norm, grad, _ = gradient(engine, batch, imitation_objective(), outputs_seen=seen)
+    assert seen.columns().keys() == before.keys() == {"log_probs", "entropy"}
+    for name, values in seen.columns().items():
+        torch.testing.assert_close(values.values, before[name].values, atol=1e-6, rtol=1e-6)
+    _, plain, _ = gradient(other, batch, imitation_objective(), with_entropy=False)
+    assert norm > 0
+    torch.testing.assert_close(grad, plain, atol=1e-7, rtol=1e-6)
+
+
+def test_without_old_log_probs_the_policy_is_the_old_one(model):
+    batch = with_old(engine_of(model), random_batch(16, seed=3), noise=0.0)
+    alone = batch.select(*(name for name in batch.names() if name != "old_log_probs"))
+    objective = policy_objective(ActorConfig(entropy_coeff=0.01))
+    _, known, loss = gradient(engine_of(tiny_model()), batch, objective)
+    _, found, same = gradient(engine_of(tiny_model()), alone, objective)
+    assert same == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(found, known, atol=1e-6, rtol=1e-5)
 
 
 def test_masked_tokens_get_no_gradient(model):
