@@ -173,6 +173,15 @@ class _HeadPlan(NamedTuple):
     lanes: list[_Lanes]
     back: Tensor
 
+    @property
+    def cells(self) -> int:
+        """Of all rectangles."""
+        return sum(lanes.queries.numel() for lanes in self.lanes)
+
+    def parts(self, cells: Tensor) -> Iterator[tuple[_Lanes, Tensor]]:
+        """Each rectangle with its part of ``cells [cells, d]``."""
+        yield from zip(self.lanes, cells.split([lanes.queries.numel() for lanes in self.lanes]), strict=True)
+
 
 class _Piece(NamedTuple):
     """Some lanes, a block of their queries, and the keys that those see; ``whole`` when that is all of the lanes' keys."""
@@ -186,43 +195,36 @@ class _Piece(NamedTuple):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, plan: _HeadPlan) -> Tensor:
-        found = []
+        cells = torch.empty(plan.cells, value.shape[2], dtype=_working(query))
         with _float32_products(query):
-            for lanes in plan.lanes:
+            for lanes, part in plan.parts(cells):
                 q, k, v = _gathered(lanes, query, key, value, scale)
-                out = q.new_empty(*q.shape[:3], v.shape[2])
+                out = part.view(*lanes.shape, -1)
                 for piece in _pieces(lanes):
                     block = torch.bmm(_probabilities(q, k, piece, lanes), v[piece.rows, piece.keys])
                     out[piece.rows, :, piece.queries] = block.view(len(block), q.shape[1], -1, v.shape[2])
-                found.append(out.view(-1, v.shape[2]))
         ctx.save_for_backward(query, key, value)
         ctx.scale, ctx.plan = scale, plan
-        out = _joined(found).index_select(0, plan.back).view(*query.shape[:2], value.shape[2])
-        return out.to(value.dtype)
+        return cells.index_select(0, plan.back).view(*query.shape[:2], value.shape[2]).to(value.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        plan, width = ctx.plan, value.shape[2]
-        cells = sum(lanes.queries.numel() for lanes in plan.lanes)
-        incoming = grads[0].reshape(-1, width)
-        incoming = incoming.new_zeros(cells, width, dtype=_working(incoming)).index_copy_(
-            0, plan.back, incoming.to(_working(incoming))
-        )  # pads have no gradient
-        dtype = _working(query)
-        grad_q, first = [], 0
+        plan, width, dtype = ctx.plan, value.shape[2], _working(query)
+        incoming = grads[0].reshape(-1, width).to(_working(value))
+        made = incoming.new_zeros if plan.cells > len(incoming) else incoming.new_empty  # pads have no gradient
+        incoming = made(plan.cells, width).index_copy_(0, plan.back, incoming)
+        grad_q = torch.empty(plan.cells, query.shape[2], dtype=dtype)
         grad_k = torch.zeros(key.shape[0] * key.shape[1], key.shape[2], dtype=dtype)
         grad_v = torch.zeros(value.shape[0] * value.shape[1], width, dtype=dtype)
         with _float32_products(query):
-            for lanes in plan.lanes:
-                last = first + lanes.queries.numel()
-                found = _lane_gradients(lanes, query, key, value, incoming[first:last], ctx.scale)
-                grad_q.append(found[0].view(-1, query.shape[2]))
-                grad_k.index_add_(0, lanes.keys, found[1].view(-1, key.shape[2]))
-                grad_v.index_add_(0, lanes.keys, found[2].view(-1, width))
-                first = last
+            for (lanes, part), (_, outer) in zip(plan.parts(grad_q), plan.parts(incoming), strict=True):
+                q = part.view(*lanes.shape, -1)
+                k, v = _lane_gradients(lanes, query, key, value, outer.view(*lanes.shape, width), ctx.scale, into=q)
+                grad_k.index_add_(0, lanes.keys, k.view(-1, key.shape[2]))
+                grad_v.index_add_(0, lanes.keys, v.view(-1, width))
         return (
-            (_joined(grad_q).index_select(0, plan.back).mul_(ctx.scale)).view(query.shape).to(query.dtype),
+            grad_q.index_select(0, plan.back).mul_(ctx.scale).view(query.shape).to(query.dtype),
             grad_k.view(key.shape).to(key.dtype),
             grad_v.view(value.shape).to(value.dtype),
             None,
@@ -231,12 +233,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _lane_gradients(
-    lanes: _Lanes, query: Tensor, key: Tensor, value: Tensor, incoming: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the gathered (and scaled) queries, keys and values of one rectangle."""
+    lanes: _Lanes, query: Tensor, key: Tensor, value: Tensor, incoming: Tensor, scale: float, *, into: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the gathered keys and values of one rectangle; those of the (scaled) queries go ``into`` their cells."""
     q, k, v = _gathered(lanes, query, key, value, scale)
-    incoming = incoming.view(*q.shape[:3], v.shape[2])
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
     for piece in _pieces(lanes, last_block_first=True):
         probabilities = _probabilities(q, k, piece, lanes)
         keys, values = k[piece.rows, piece.keys], v[piece.rows, piece.keys]
@@ -245,9 +246,9 @@ def _lane_gradients(
         _put(grad_v, piece, torch.bmm(probabilities.transpose(1, 2), outer))
         grad_p = torch.bmm(outer, values.transpose(1, 2))
         grad_s = torch.ops.aten._softmax_backward_data(grad_p, probabilities, -1, q.dtype)
-        grad_q[piece.rows, :, piece.queries] = torch.bmm(grad_s, keys).view(len(keys), q.shape[1], -1, q.shape[3])
+        into[piece.rows, :, piece.queries] = torch.bmm(grad_s, keys).view(len(keys), q.shape[1], -1, q.shape[3])
         _put(grad_k, piece, torch.bmm(grad_s.transpose(1, 2), queries))
-    return grad_q, grad_k, grad_v
+    return grad_k, grad_v
 
 
 @contextlib.contextmanager
@@ -266,10 +267,6 @@ def _gathered(lanes: _Lanes, query: Tensor, key: Tensor, value: Tensor, scale: f
 
 def _working(states: Tensor) -> torch.dtype:
     return torch.promote_types(states.dtype, torch.float32)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _pieces(lanes: _Lanes, *, last_block_first: bool = False) -> Iterator[_Piece]:
@@ -311,13 +308,16 @@ def _later(length: int, dtype: torch.dtype) -> Tensor:
 
 
 def _similar(sequences: Sequences) -> list[list[int]]:
-    """Sequences in groups of similar lengths, as few as keep every rectangle at least 85 % full of scores that count."""
+    """Sequences in groups of similar lengths, as few as keep every rectangle at least 85 % full of scores that count. Those
+    with a prefix and those without stay apart.
+    """
     own, shared = sequences.own.tolist(), sequences.shared.tolist()
     groups: list[list[int]] = []
     area = before = width = 0
-    for row in sorted(range(len(own)), key=lambda row: (-own[row], -shared[row], row)):
+    for row in sorted(range(len(own)), key=lambda row: (not shared[row], -own[row], -shared[row], row)):
         added, widest = own[row] * (own[row] + shared[row]), max(before, shared[row])
-        if not groups or area + added < _LEAST_FULL * (len(groups[-1]) + 1) * width * (widest + width):
+        first_without = bool(groups) and not shared[row] and before > 0
+        if not groups or first_without or area + added < _LEAST_FULL * (len(groups[-1]) + 1) * width * (widest + width):
             groups.append([])
             area, widest, width = 0, shared[row], own[row]
         groups[-1].append(row)

@@ -19,7 +19,12 @@ from hone.trainers.rl import train
 pytestmark = pytest.mark.long
 
 RATE = "actor_rollout_ref.actor.optim.lr=1e-3"
-KINDS = {"grpo": ("grpo", RATE), "ppo": ("ppo", RATE), "lora": ("grpo", RATE, "actor_rollout_ref.model.lora_rank=4")}
+KINDS = {
+    "grpo": ("grpo", RATE),
+    "once": ("grpo", RATE, "actor_rollout_ref.actor.ppo_mini_batch_size=12"),
+    "ppo": ("ppo", RATE),
+    "lora": ("grpo", RATE, "actor_rollout_ref.model.lora_rank=4"),
+}
 COPIED = "rollout/canary_gap"
 
 
@@ -96,11 +101,12 @@ def test_rollout_apart_gets_merged_adapters(nodes, world, local, tmp_path):
     assert_close(found, local("lora"), 1e-4)
 
 
-def test_two_workers_on_two_nodes_train_as_one(nodes, world, local, tmp_path):
-    found = run(world, tmp_path / "run", "grpo", "trainer.runtime=ray", "trainer.nnodes=2", "trainer.save_freq=5")
+@pytest.mark.parametrize("kind", ["grpo", "once"])
+def test_two_workers_on_two_nodes_train_as_one(nodes, world, local, tmp_path, kind):
+    found = run(world, tmp_path / "run", kind, "trainer.runtime=ray", "trainer.nnodes=2", "trainer.save_freq=5")
     balance = [row.pop(name) for row in found for name in [n for n in row if n.startswith("global_seqlen/")]]
     assert balance, "the balance of the ranks is logged"
-    assert_close(without_canary(found), local("grpo"), 1e-5)
+    assert_close(without_canary(found), local(kind), 1e-5)
     assert (tmp_path / "run/checkpoints/step_5/actor/config.json").is_file()
 
 

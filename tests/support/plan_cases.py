@@ -47,6 +47,7 @@ def plan_config(model: Path, prompts: int, *overrides: str) -> RLConfig:
             f"actor_rollout_ref.rollout.n={SAMPLES}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
             "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.actor.recompute_old_log_probs=true",
             "algorithm.adv_estimator=grpo",
             "trainer.save_freq=0",
             "trainer.device=cpu",
