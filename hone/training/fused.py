@@ -30,15 +30,18 @@ def fits(causal: nn.Module) -> bool:
     return on_cpu and not checkpointing and FusedForward.fits(causal)
 
 
-def hidden_states(causal: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
-    """Last hidden states ``[1, N, H]`` of packed ``ids [1, N]``, after the final norm; autocast decides the products' dtype."""
+def hidden_states(causal: nn.Module, ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
+    """Last hidden states ``[R, H]`` of the places ``wanted [R]`` in the packed ``ids [1, N]``, after the final norm; autocast decides
+    the products' dtype. Behind the last attention only those are computed.
+    """
     decoder: Any = causal.get_decoder()  # type: ignore[operator]
     hidden = decoder.embed_tokens(ids)
     rotary = _rotary(*decoder.rotary_emb(hidden, layout.position_ids))
     hidden = hidden[0]
-    for layer in decoder.layers:
-        hidden = _layer(layer, hidden, rotary, layout)
-    return _norm(decoder.norm, hidden)[None]
+    last = len(decoder.layers) - 1
+    for number, layer in enumerate(decoder.layers):
+        hidden = _layer(layer, hidden, rotary, layout, wanted if number == last else None)
+    return _norm(decoder.norm, hidden)
 
 
 def compute_layers_here(causal: nn.Module) -> None:
@@ -56,14 +59,19 @@ def _layer_forward(
     return hidden[None] + added[None]  # a tensor of its own, because FSDP hooks itself to what a layer returns
 
 
-def _layer(layer: Any, hidden: Tensor, rotary: Tensor, layout: Layout) -> Tensor:
-    hidden, added = _halves(layer, hidden, rotary, layout)
+def _layer(layer: Any, hidden: Tensor, rotary: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
+    hidden, added = _halves(layer, hidden, rotary, layout, wanted)
     return hidden + added
 
 
-def _halves(layer: Any, hidden: Tensor, rotary: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The hidden states after attention, and what the layer's MLP adds to them."""
-    hidden = hidden + _attention(layer.self_attn, _norm(layer.input_layernorm, hidden), rotary, layout)
+def _halves(
+    layer: Any, hidden: Tensor, rotary: Tensor, layout: Layout, wanted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The hidden states after attention, and what the layer's MLP adds to them; of all places, or of those ``wanted``."""
+    mixed = _attention(layer.self_attn, _norm(layer.input_layernorm, hidden), rotary, layout)
+    if wanted is not None:
+        mixed, hidden = mixed.index_select(0, wanted), hidden.index_select(0, wanted)
+    hidden = hidden + layer.self_attn.o_proj(mixed)
     return hidden, layer.mlp(_norm(layer.post_attention_layernorm, hidden))
 
 
@@ -74,7 +82,7 @@ def _rotary(cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attention(module: Any, states: Tensor, rotary: Tensor, layout: Layout) -> Tensor:
-    """In queries and keys what rotary turns together stands side by side, as pairs of one complex number: their products do not
+    """What attention mixes, before the output projection. In queries and keys what rotary turns together stands side by side, as pairs of one complex number: their products do not
     change with the order within a head."""
     projections = (module.q_proj, module.k_proj, module.v_proj)
     queries, keys, _ = (projection.out_features // module.head_dim for projection in projections)
@@ -84,11 +92,10 @@ def _attention(module: Any, states: Tensor, rotary: Tensor, layout: Layout) -> T
         joint_weight = torch.cat([_in_pairs(w, 1).expand(count, -1) for w, count in norms])
         weight, epsilon = joint_weight, module.q_norm.variance_epsilon
     joint = _joint(projections, states, (queries, keys, 0)).unflatten(-1, (-1, module.head_dim))
-    rotated, value = _Heads.apply(joint, weight, epsilon, queries + keys, rotary)  # type: ignore[misc]
-    query, key = rotated.split([queries, keys], 1)
-    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+    heads: Any = _Heads.apply(joint, weight, epsilon, (queries, keys), rotary)
+    query, key, value = (part.transpose(0, 1)[None] for part in heads)
     mixed = layout.attend(module.layer_idx, query, key, value, Scoring(module.scaling, attention_window(module)))
-    return module.o_proj(mixed[0].flatten(1))
+    return mixed[0].flatten(1)
 
 
 def _joint(modules: tuple[nn.Linear, ...], states: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -129,33 +136,36 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Heads(torch.autograd.Function):
-    """From queries, keys and values of all heads ``[N, heads, d]`` to the first ``rotated`` of them, normed (when there is a
-    ``weight [rotated, d]``) and turned by their positions (Su et al. 2021), pair by pair, in float32; and the rest as they are.
+    """Queries, keys and values ``[N, heads, d]`` out of one tensor: the ``queries, keys = heads`` that come first normed (when
+    there is a ``weight [queries + keys, d]``) and turned by their positions (Su et al. 2021), pair by pair, in float32; values as
+    they are.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, joint: Tensor, weight: Tensor | None, epsilon: float, rotated: int, rotary: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        turned, rest = joint.split([rotated, joint.shape[1] - rotated], 1)
-        turned, scale = turned.float(), None
+        ctx: Any, joint: Tensor, weight: Tensor | None, epsilon: float, heads: tuple[int, int], rotary: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        states, value = joint.tensor_split([sum(heads)], 1)
+        states, scale = states.float(), None
         if weight is not None:
-            scale = _inverse_rms(turned, epsilon)
-            turned = (turned * scale).mul_(weight)
+            scale = _inverse_rms(states, epsilon)
+            states = (states * scale).mul_(weight)
         ctx.save_for_backward(joint, weight, scale, rotary)
-        return _turned(turned, rotary), rest.clone()
+        query, key = (torch.view_as_real(part * rotary).flatten(-2) for part in _pairs(states).split(heads, 1))
+        return query, key, value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         joint, weight, scale, rotary = ctx.saved_tensors
-        grad, grad_rest = grads
-        rotated, grad_weight = grad.shape[1], None
-        grad = _turned(grad, rotary.conj())  # back by the same angle
+        *turned, grad_value = grads
+        heads, grad_weight = [part.shape[1] for part in turned], None
+        grad = torch.empty(len(joint), sum(heads), joint.shape[2], device=joint.device)
+        back = rotary.conj_physical()  # by the same angle
+        for part, into in zip(turned, _pairs(grad).split(heads, 1), strict=True):
+            torch.mul(_pairs(part.contiguous()), back, out=into)
         if weight is not None:
-            grad, grad_weight = _rms_norm_gradients(grad, joint[:, :rotated].float(), weight, scale)
-        grad_joint = torch.empty_like(joint)
-        grad_joint[:, :rotated], grad_joint[:, rotated:] = grad, grad_rest
-        return grad_joint, grad_weight, None, None, None
+            grad, grad_weight = _rms_norm_gradients(grad, joint[:, : sum(heads)].float(), weight, scale)
+        return torch.cat([grad.to(joint.dtype), grad_value], 1), grad_weight, None, None, None
 
 
 def _inverse_rms(states: Tensor, epsilon: float) -> Tensor:
@@ -172,7 +182,6 @@ def _rms_norm_gradients(grad: Tensor, states: Tensor, weight: Tensor, scale: Ten
     return (grad * weight).addcmul_(normed, along, value=-1).mul_(scale), grad_weight
 
 
-def _turned(states: Tensor, rotary: Tensor) -> Tensor:
-    """Pairs ``[N, heads, d]`` as complex numbers, times ``rotary [N, 1, d / 2]``."""
-    pairs = torch.view_as_complex(states.contiguous().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotary).flatten(-2)
+def _pairs(states: Tensor) -> Tensor:
+    """``[N, heads, d]`` as complex numbers ``[N, heads, d / 2]``, a view."""
+    return torch.view_as_complex(states.unflatten(-1, (-1, 2)))

@@ -112,3 +112,14 @@ def test_a_later_token_changes_nothing_exactly():
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=60))
 def test_rectangles_are_mostly_full(lengths):
     assert 0.85 <= CausalPlan(PackedLayout.from_lengths(lengths).sequences).fullness <= 1
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.lists(st.integers(0, 7), min_size=1, max_size=60))
+def test_prompts_and_the_responses_to_them_have_rectangles_of_their_own(prompt, response, groups):
+    """Equal prompts and equal responses leave no cell empty, whatever their lengths are to each other."""
+    prompt_of = torch.tensor(sorted(groups)).unique(return_inverse=True)[1]
+    prompts, responses = torch.full((int(prompt_of.max()) + 1,), prompt), torch.full((len(groups),), response)
+    layout = PackedLayout.with_shared_prefixes(prompts, responses, prompt_of)
+    plan = CausalPlan(layout.sequences)
+    assert plan.fullness == 1 and len(plan._rectangles) == 2
+    assert all(rectangle.hidden is None for rectangle in plan._rectangles)
