@@ -8,6 +8,7 @@ an undisturbed one.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import signal
@@ -65,6 +66,7 @@ class Supervisor:
             else:
                 self._runtime = build_runtime(config, roles, total_steps=total_steps, resume=resume)
         assert self._runtime is not None
+        gc.freeze()  # what is there now stays: collections need not walk through it in every step
         return self._runtime
 
     def restart(self, lost: WorkerLost) -> None:
@@ -92,6 +94,7 @@ class Supervisor:
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
+            gc.unfreeze()
 
     def _end(self, name: str, pid: int, host: str) -> bool:
         assert isinstance(self._runtime, Renewable)

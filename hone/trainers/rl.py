@@ -268,8 +268,7 @@ class RLTrainer:
         actor = self.config.actor_rollout_ref.actor
         await self.work.check_ids(batch)
         view = await self.update_view(batch, pairs=actor.preference_loss.loss_mode is not None)
-        minis = self._minis(view, actor.ppo_mini_batch_size, actor.ppo_epochs, "mini-batches")
-        update = self.actor.update(view, minis, self.step - 1)
+        update = self.actor.update(view, self._policy_minis(view), self.step - 1)
         self.metrics.update(update.balance())
         await self._record("actor", await update, batch)
         return batch
@@ -277,6 +276,10 @@ class RLTrainer:
     async def update_actor_once(self, batch: AnyBatch) -> AnyBatch:
         """Improve the policy by one update, whose own forward pass gives the old log-probs: nothing needs them before."""
         await self.work.check_ids(batch)
+        if len(updates := self._policy_minis(batch)) != 1:
+            raise RuntimeError(
+                f"the batch gives {len(updates)} updates, and only the first knows its own old log-probs"
+            )
         asked = self.actor.update_once(batch, self.step - 1)
         self.metrics.update(asked.balance())
         found = await asked
@@ -291,6 +294,10 @@ class RLTrainer:
         if pairs or self.config.algorithm.use_pf_ppo:
             return await self.work.update_view(batch, self.step, pairs=pairs)
         return learnt_tokens(batch)
+
+    def _policy_minis(self, view: AnyBatch) -> RowGroups:
+        actor = self.config.actor_rollout_ref.actor
+        return self._minis(view, actor.ppo_mini_batch_size, actor.ppo_epochs, "mini-batches")
 
     def _minis(self, view: AnyBatch, prompts: int, epochs: int, purpose: str) -> RowGroups:
         """The mini-batches of a role's updates in this step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -97,7 +96,6 @@ class RayRuntime:
             for pool in pools:
                 self.pools[pool.name] = self._start(pool)
             self._make_roles()
-            gc.freeze()  # what is there now stays; collections need not walk through it again and again
         except BaseException:
             self.close()
             raise
