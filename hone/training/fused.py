@@ -30,18 +30,15 @@ def fits(causal: nn.Module) -> bool:
     return on_cpu and not checkpointing and FusedForward.fits(causal)
 
 
-def hidden_states(causal: nn.Module, ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
-    """Last hidden states ``[R, H]`` of the places ``wanted [R]`` in the packed ``ids [1, N]``, after the final norm; autocast decides
-    the products' dtype. Behind the last attention only those are computed.
-    """
+def hidden_states(causal: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
+    """Last hidden states ``[1, N, H]`` of packed ``ids [1, N]``, after the final norm; autocast decides the products' dtype."""
     decoder: Any = causal.get_decoder()  # type: ignore[operator]
     hidden = decoder.embed_tokens(ids)
     rotary = _rotary(*decoder.rotary_emb(hidden, layout.position_ids))
     hidden = hidden[0]
-    last = len(decoder.layers) - 1
-    for number, layer in enumerate(decoder.layers):
-        hidden = _layer(layer, hidden, rotary, layout, wanted if number == last else None)
-    return _norm(decoder.norm, hidden)
+    for layer in decoder.layers:
+        hidden = _layer(layer, hidden, rotary, layout)
+    return _norm(decoder.norm, hidden)[None]
 
 
 def compute_layers_here(causal: nn.Module) -> None:
@@ -59,19 +56,14 @@ def _layer_forward(
     return hidden[None] + added[None]  # a tensor of its own, because FSDP hooks itself to what a layer returns
 
 
-def _layer(layer: Any, hidden: Tensor, rotary: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
-    hidden, added = _halves(layer, hidden, rotary, layout, wanted)
+def _layer(layer: Any, hidden: Tensor, rotary: Tensor, layout: Layout) -> Tensor:
+    hidden, added = _halves(layer, hidden, rotary, layout)
     return hidden + added
 
 
-def _halves(
-    layer: Any, hidden: Tensor, rotary: Tensor, layout: Layout, wanted: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The hidden states after attention, and what the layer's MLP adds to them; of all places, or of those ``wanted``."""
-    mixed = _attention(layer.self_attn, _norm(layer.input_layernorm, hidden), rotary, layout)
-    if wanted is not None:
-        mixed, hidden = mixed.index_select(0, wanted), hidden.index_select(0, wanted)
-    hidden = hidden + layer.self_attn.o_proj(mixed)
+def _halves(layer: Any, hidden: Tensor, rotary: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The hidden states after attention, and what the layer's MLP adds to them."""
+    hidden = hidden + _attention(layer.self_attn, _norm(layer.input_layernorm, hidden), rotary, layout)
     return hidden, layer.mlp(_norm(layer.post_attention_layernorm, hidden))
 
 
@@ -82,7 +74,7 @@ def _rotary(cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attention(module: Any, states: Tensor, rotary: Tensor, layout: Layout) -> Tensor:
-    """What attention mixes, before the output projection. In queries and keys what rotary turns together stands side by side, as pairs of one complex number: their products do not
+    """In queries and keys what rotary turns together stands side by side, as pairs of one complex number: their products do not
     change with the order within a head."""
     projections = (module.q_proj, module.k_proj, module.v_proj)
     queries, keys, _ = (projection.out_features // module.head_dim for projection in projections)
@@ -95,7 +87,7 @@ def _attention(module: Any, states: Tensor, rotary: Tensor, layout: Layout) -> T
     heads: Any = _Heads.apply(joint, weight, epsilon, (queries, keys), rotary)
     query, key, value = (part.transpose(0, 1)[None] for part in heads)
     mixed = layout.attend(module.layer_idx, query, key, value, Scoring(module.scaling, attention_window(module)))
-    return mixed[0].flatten(1)
+    return module.o_proj(mixed[0].flatten(1))
 
 
 def _joint(modules: tuple[nn.Linear, ...], states: Tensor, heads: tuple[int, ...]) -> Tensor:

@@ -90,13 +90,14 @@ class ValueHead:
 def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
     """Last hidden states ``[R, H]`` where response tokens are predicted."""
     if fused.fits(model):
-        return fused.hidden_states(model, packed.input_ids, packed.layout, packed.output_index)
-    hidden = model.get_decoder()(  # type: ignore[operator]
-        input_ids=packed.input_ids,
-        position_ids=packed.layout.position_ids,
-        layout=packed.layout,
-        use_cache=False,
-    ).last_hidden_state
+        hidden = fused.hidden_states(model, packed.input_ids, packed.layout)
+    else:
+        hidden = model.get_decoder()(  # type: ignore[operator]
+            input_ids=packed.input_ids,
+            position_ids=packed.layout.position_ids,
+            layout=packed.layout,
+            use_cache=False,
+        ).last_hidden_state
     return hidden[0].index_select(0, packed.output_index)
 
 
