@@ -30,8 +30,8 @@ class RolloutCorrectionConfig:
     """A named combination of the keys below, for example decoupled_token_is or bypass_pg_is; a key below that is set to
     something else than its default wins over it. `hone algorithms show rollout_correction` lists them."""
     bypass_mode: bool = False
-    """Take the engine's log-probs as old log-probs instead of recomputing them: one forward pass less, and the ratio of the
-    loss is then trainer against engine."""
+    """Take the engine's log-probs as old log-probs, and not the trainer's: no forward pass for them, and the ratio of the loss is
+    then trainer against engine."""
     loss_type: str = choice("ppo_clip", "ppo_clip", "reinforce")
     """With bypass_mode: ppo_clip (the ratio corrects) or reinforce (the importance weights below correct)."""
     rollout_is: str | None = choice(None, "token", "sequence", "geometric")

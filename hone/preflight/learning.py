@@ -80,7 +80,7 @@ def sampled_log_probs_are_the_updates(config: RLConfig) -> Iterator[Finding]:
             "tokens at once",
             why="in bfloat16 two ways to compute the same differ by about 0.01 a token: the ratio of the one on-policy update is "
             "not exactly 1",
-            fix=f"{key}=false (one forward pass more), or {' '.join(f'{name}=float32' for name in rounded)}",
+            fix=f"{key}=false (the update's own pass gives them), or {' '.join(f'{name}=float32' for name in rounded)}",
             where=key,
         )
 

@@ -56,56 +56,44 @@ def _layer_forward(
     return hidden[None] + added[None]  # a tensor of its own, because FSDP hooks itself to what a layer returns
 
 
-def _layer(layer: Any, hidden: Tensor, rotary: Tensor, layout: Layout) -> Tensor:
+def _layer(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
     hidden, added = _halves(layer, hidden, rotary, layout)
     return hidden + added
 
 
-def _halves(layer: Any, hidden: Tensor, rotary: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _halves(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
     """The hidden states after attention, and what the layer's MLP adds to them."""
     hidden = hidden + _attention(layer.self_attn, _norm(layer.input_layernorm, hidden), rotary, layout)
     return hidden, layer.mlp(_norm(layer.post_attention_layernorm, hidden))
 
 
-def _rotary(cos: Tensor, sin: Tensor) -> Tensor:
-    """Cosines and sines ``[1, N, head_dim]``, whose second half repeats the first, as numbers ``[N, 1, head_dim / 2]``."""
-    half = cos.shape[-1] // 2
-    return torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float()).unsqueeze(1)
+def _rotary(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[1, N, head_dim]`` as ``[N, 1, head_dim]``, the sines' first half negative."""
+    cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+    half = sin.shape[-1] // 2
+    return cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
 
 
-def _attention(module: Any, states: Tensor, rotary: Tensor, layout: Layout) -> Tensor:
-    """In queries and keys what rotary turns together stands side by side, as pairs of one complex number: their products do not
-    change with the order within a head."""
+def _attention(module: Any, states: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
     projections = (module.q_proj, module.k_proj, module.v_proj)
     queries, keys, _ = (projection.out_features // module.head_dim for projection in projections)
     weight, epsilon = None, 0.0
     if hasattr(module, "q_norm"):
         norms = ((module.q_norm.weight, queries), (module.k_norm.weight, keys))
-        joint_weight = torch.cat([_in_pairs(w, 1).expand(count, -1) for w, count in norms])
-        weight, epsilon = joint_weight, module.q_norm.variance_epsilon
-    joint = _joint(projections, states, (queries, keys, 0)).unflatten(-1, (-1, module.head_dim))
-    heads: Any = _Heads.apply(joint, weight, epsilon, (queries, keys), rotary)
-    query, key, value = (part.transpose(0, 1)[None] for part in heads)
+        weight, epsilon = torch.cat([w.expand(count, -1) for w, count in norms]), module.q_norm.variance_epsilon
+    joint = _joint(projections, states).unflatten(-1, (-1, module.head_dim))
+    rotated, value = _Heads.apply(joint, weight, epsilon, queries + keys, *rotary)  # type: ignore[misc]
+    query, key = rotated.split([queries, keys], 1)
+    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
     mixed = layout.attend(module.layer_idx, query, key, value, Scoring(module.scaling, attention_window(module)))
     return module.o_proj(mixed[0].flatten(1))
 
 
-def _joint(modules: tuple[nn.Linear, ...], states: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """The outputs of several projections of ``states``, side by side, by one product.
-
-    Args:
-        heads: of each projection, those to be put in pairs; 0 leaves its outputs as they are.
-    """
-    weights = torch.cat([_in_pairs(module.weight, count) for module, count in zip(modules, heads, strict=True)])
-    biases = [_in_pairs(m.bias, count) for m, count in zip(modules, heads, strict=True) if m.bias is not None]
-    return F.linear(states, weights, torch.cat(biases) if biases else None)
-
-
-def _in_pairs(rows: Tensor, heads: int) -> Tensor:
-    """``rows [heads * head_dim, ...]`` with the halves of each head interleaved; 0 heads: as they are."""
-    if heads == 0:
-        return rows
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+def _joint(modules: tuple[nn.Linear, ...], states: Tensor) -> Tensor:
+    """The outputs of several projections of ``states``, side by side, by one product."""
+    biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
+    weights: list[Tensor] = [module.weight for module in modules]
+    return F.linear(states, torch.cat(weights), torch.cat(biases) if biases else None)
 
 
 def _norm(module: Any, states: Tensor) -> Tensor:
@@ -128,36 +116,33 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Heads(torch.autograd.Function):
-    """Queries, keys and values ``[N, heads, d]`` out of one tensor: the ``queries, keys = heads`` that come first normed (when
-    there is a ``weight [queries + keys, d]``) and turned by their positions (Su et al. 2021), pair by pair, in float32; values as
-    they are.
+    """From queries, keys and values of all heads ``[N, heads, d]`` to the first ``rotated`` of them, normed (when there is a
+    ``weight [rotated, d]``) and turned by their positions (Su et al. 2021, in halves), in float32; and the rest as they are.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, joint: Tensor, weight: Tensor | None, epsilon: float, heads: tuple[int, int], rotary: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        states, value = joint.tensor_split([sum(heads)], 1)
-        states, scale = states.float(), None
+        ctx: Any, joint: Tensor, weight: Tensor | None, epsilon: float, rotated: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        turned, rest = joint.split([rotated, joint.shape[1] - rotated], 1)
+        turned, scale = turned.float(), None
         if weight is not None:
-            scale = _inverse_rms(states, epsilon)
-            states = (states * scale).mul_(weight)
-        ctx.save_for_backward(joint, weight, scale, rotary)
-        query, key = (torch.view_as_real(part * rotary).flatten(-2) for part in _pairs(states).split(heads, 1))
-        return query, key, value.clone()
+            scale = _inverse_rms(turned, epsilon)
+            turned = (turned * scale).mul_(weight)
+        ctx.save_for_backward(joint, weight, scale, cos, sin)
+        return _rotate(turned, cos, sin), rest.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        joint, weight, scale, rotary = ctx.saved_tensors
-        *turned, grad_value = grads
-        heads, grad_weight = [part.shape[1] for part in turned], None
-        grad = torch.empty(len(joint), sum(heads), joint.shape[2], device=joint.device)
-        back = rotary.conj_physical()  # by the same angle
-        for part, into in zip(turned, _pairs(grad).split(heads, 1), strict=True):
-            torch.mul(_pairs(part.contiguous()), back, out=into)
+        joint, weight, scale, cos, sin = ctx.saved_tensors
+        grad, grad_rest = grads
+        rotated, grad_weight = grad.shape[1], None
+        grad = _rotate(grad, cos, -sin)  # back by the same angle
         if weight is not None:
-            grad, grad_weight = _rms_norm_gradients(grad, joint[:, : sum(heads)].float(), weight, scale)
-        return torch.cat([grad.to(joint.dtype), grad_value], 1), grad_weight, None, None, None
+            grad, grad_weight = _rms_norm_gradients(grad, joint[:, :rotated].float(), weight, scale)
+        grad_joint = torch.empty_like(joint)
+        grad_joint[:, :rotated], grad_joint[:, rotated:] = grad, grad_rest
+        return grad_joint, grad_weight, None, None, None, None
 
 
 def _inverse_rms(states: Tensor, epsilon: float) -> Tensor:
@@ -174,6 +159,6 @@ def _rms_norm_gradients(grad: Tensor, states: Tensor, weight: Tensor, scale: Ten
     return (grad * weight).addcmul_(normed, along, value=-1).mul_(scale), grad_weight
 
 
-def _pairs(states: Tensor) -> Tensor:
-    """``[N, heads, d]`` as complex numbers ``[N, heads, d / 2]``, a view."""
-    return torch.view_as_complex(states.unflatten(-1, (-1, 2)))
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each half of a head turned with the other; ``sin`` has its first half negative."""
+    return (states * cos).addcmul_(states.roll(states.shape[-1] // 2, -1), sin)

@@ -40,7 +40,7 @@ def command(game: Path, run: Path, *overrides: str) -> list[str]:
             "actor_rollout_ref.rollout.n=8",
             "actor_rollout_ref.actor.ppo_mini_batch_size=12",
         ),
-        *("actor_rollout_ref.actor.optim.lr=2e-3", "actor_rollout_ref.rollout.multi_turn.enable=true"),
+        *("actor_rollout_ref.actor.optim.lr=7e-4", "actor_rollout_ref.rollout.multi_turn.enable=true"),
         *("actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2", "preflight.allow=[R47]"),
         *("trainer.num_threads=1", "trainer.device=cpu", "trainer.val_before_train=false"),
         *(f"trainer.default_local_dir={run}", *overrides),

@@ -108,10 +108,7 @@ def layer_kept(shape: ModelShape, how: Computation) -> Held:
 def outside_kept(shape: ModelShape, how: Computation) -> Held:
     """What the rest of the model keeps a token: positions, their rotations, the final norm."""
     norm = shape.hidden * WIDE * (1 if how.fused(shape) or how.adapter_rank else 2)
-    rotations = (
-        shape.head_dim * WIDE * (1 if how.fused(shape) else 2)
-    )  # a complex number for each pair, or cosines and sines twice
-    return Held(norm + rotations + 3 * WIDE)
+    return Held(norm + 2 * shape.head_dim * WIDE + 3 * WIDE)
 
 
 def head_kept(shape: ModelShape, how: Computation) -> Held:
