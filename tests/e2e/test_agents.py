@@ -69,15 +69,15 @@ def test_a_game_is_learned(game: Path, run, tmp_path: Path):
     (tmp_path / "louder.py").write_text(LOUDER)
     made = run("data", "make", "environment:louder:Louder", "--out", tmp_path / "data", "--size", 24, "--val-size", 8)
     assert made.code == 0, made.output
-    arguments = command(
-        game, tmp_path / "run", "trainer.total_training_steps=14", f"data.val_files={tmp_path}/data/val.parquet"
-    )
+    own = ("trainer.total_training_steps=14", "actor_rollout_ref.actor.recompute_old_log_probs=true")
+    arguments = command(game, tmp_path / "run", *own, f"data.val_files={tmp_path}/data/val.parquet")
     arguments[3] = f"data.train_files={tmp_path}/data/train.parquet"
     ended = run(*arguments)
     assert ended.code == 0, ended.output
     scores = curve(tmp_path / "run")
     assert mean(scores[-3:]) > mean(scores[:3]) + 0.1, scores
     assert max(curve(tmp_path / "run", "actor/first_ratio_max_abs_log")) < 1e-4, "the trainer sees what was sampled"
+    assert 0 < max(curve(tmp_path / "run", "training/rollout_log_probs_diff_max")) < 1e-4, "and so does the update"
     assert max(curve(tmp_path / "run", "num_turns/max")) == 4
     assert "val-core/environment/louder:Louder/reward/mean@1" in metrics(tmp_path / "run")[-1]
     records = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
