@@ -201,8 +201,7 @@ class _Attention(torch.autograd.Function):
                 q, k, v = _gathered(lanes, query, key, value, scale)
                 out = part.view(*lanes.shape, -1)
                 for piece in _pieces(lanes):
-                    block = torch.bmm(_probabilities(q, k, piece, lanes), v[piece.rows, piece.keys])
-                    out[piece.rows, :, piece.queries] = block.view(len(block), q.shape[1], -1, v.shape[2])
+                    _multiply(_probabilities(q, k, piece, lanes), v[piece.rows, piece.keys], into=_of(out, piece))
         ctx.save_for_backward(query, key, value)
         ctx.scale, ctx.plan = scale, plan
         return cells.index_select(0, plan.back).view(*query.shape[:2], value.shape[2]).to(value.dtype)
@@ -241,14 +240,33 @@ def _lane_gradients(
     for piece in _pieces(lanes, last_block_first=True):
         probabilities = _probabilities(q, k, piece, lanes)
         keys, values = k[piece.rows, piece.keys], v[piece.rows, piece.keys]
-        queries = q[piece.rows, :, piece.queries].flatten(1, 2)
-        outer = incoming[piece.rows, :, piece.queries].flatten(1, 2)
-        _put(grad_v, piece, torch.bmm(probabilities.transpose(1, 2), outer))
+        queries, outer = _of(q, piece).flatten(1, 2), _of(incoming, piece).flatten(1, 2)
+        _put(grad_v, piece, _transposed_product(probabilities, outer))
         grad_p = torch.bmm(outer, values.transpose(1, 2))
         grad_s = torch.ops.aten._softmax_backward_data(grad_p, probabilities, -1, q.dtype)
-        into[piece.rows, :, piece.queries] = torch.bmm(grad_s, keys).view(len(keys), q.shape[1], -1, q.shape[3])
-        _put(grad_k, piece, torch.bmm(grad_s.transpose(1, 2), queries))
+        _multiply(grad_s, keys, into=_of(into, piece))
+        _put(grad_k, piece, _transposed_product(grad_s, queries))
     return grad_k, grad_v
+
+
+def _of(cells: Tensor, piece: _Piece) -> Tensor:
+    """``[lanes of the piece, heads a key head, queries of the block, d]`` of those of all lanes."""
+    return cells[piece.rows, :, piece.queries]
+
+
+def _multiply(left: Tensor, right: Tensor, *, into: Tensor) -> None:
+    """``left [b, m, k]`` with ``right [b, k, d]``, into a piece's cells."""
+    if into.is_contiguous():
+        torch.bmm(left, right, out=into.view(len(left), -1, right.shape[2]))
+    else:
+        into.copy_(torch.bmm(left, right).view(into.shape))
+
+
+def _transposed_product(scores: Tensor, states: Tensor) -> Tensor:
+    """``scores [b, q, k]``, transposed, with ``states [b, q, d]``: ``[b, k, d]``, as the transpose of a product that reads the
+    many scores as they lie, in half the time.
+    """
+    return torch.bmm(states.transpose(1, 2), scores).transpose(1, 2)
 
 
 @contextlib.contextmanager
@@ -292,7 +310,7 @@ def _put(gradient: Tensor, piece: _Piece, part: Tensor) -> None:
 def _probabilities(q: Tensor, k: Tensor, piece: _Piece, lanes: _Lanes) -> Tensor:
     """``[lanes of the piece, heads a key head * queries, keys seen]``."""
     start, end = piece.queries.start, piece.queries.stop
-    queries = q[piece.rows, :, piece.queries]
+    queries = _of(q, piece)
     scores = torch.bmm(queries.flatten(1, 2), k[piece.rows, piece.keys].transpose(1, 2))
     scores.view(*queries.shape[:3], -1)[..., lanes.before + start :] += _later(end - start, q.dtype)
     if lanes.hidden is not None:
