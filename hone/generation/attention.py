@@ -221,7 +221,9 @@ class PackedLayout:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention within each sequence: ``[1, heads, N, head_dim]`` to ``[1, N, heads, head_dim]``."""
         del layer
-        rows = [states[0].transpose(0, 1).contiguous() for states in (query, key, value)]  # [N, heads, head_dim]
+        rows = [
+            states.squeeze(0).transpose(0, 1).contiguous() for states in (query, key, value)
+        ]  # [N, heads, head_dim]
         if query.device.type == "cpu" and scoring.plain and not scoring.dropout and self._within(scoring.window):
             return self._pieces.attend(rows[0], rows[1], rows[2], scoring.scale)[None]
         rectangles, back = self.rectangles

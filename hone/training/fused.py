@@ -35,7 +35,7 @@ def hidden_states(causal: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
     decoder: Any = causal.get_decoder()  # type: ignore[operator]
     hidden = decoder.embed_tokens(ids)
     rotary = _rotary(*decoder.rotary_emb(hidden, layout.position_ids))
-    hidden = hidden[0]
+    hidden = hidden.squeeze(0)  # not [0], whose gradient would be a copy
     for layer in decoder.layers:
         hidden = _layer(layer, hidden, rotary, layout)
     return _norm(decoder.norm, hidden)[None]
@@ -52,7 +52,7 @@ def compute_layers_here(causal: nn.Module) -> None:
 def _layer_forward(
     layer: Any, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], layout: Layout, **_: Any
 ) -> Tensor:
-    hidden, added = _halves(layer, hidden_states[0], _rotary(*position_embeddings), layout)
+    hidden, added = _halves(layer, hidden_states.squeeze(0), _rotary(*position_embeddings), layout)
     return hidden[None] + added[None]  # a tensor of its own, because FSDP hooks itself to what a layer returns
 
 
@@ -82,11 +82,10 @@ def _attention(module: Any, states: Tensor, rotary: tuple[Tensor, Tensor], layou
         norms = ((module.q_norm.weight, queries), (module.k_norm.weight, keys))
         weight, epsilon = torch.cat([w.expand(count, -1) for w, count in norms]), module.q_norm.variance_epsilon
     joint = _joint(projections, states).unflatten(-1, (-1, module.head_dim))
-    rotated, value = _Heads.apply(joint, weight, epsilon, queries + keys, *rotary)  # type: ignore[misc]
-    query, key = rotated.split([queries, keys], 1)
-    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+    parts = _Heads.apply(joint, weight, epsilon, (queries, keys), *rotary)
+    query, key, value = (part.transpose(0, 1)[None] for part in parts)  # type: ignore[union-attr]
     mixed = layout.attend(module.layer_idx, query, key, value, Scoring(module.scaling, attention_window(module)))
-    return module.o_proj(mixed[0].flatten(1))
+    return module.o_proj(mixed.squeeze(0).flatten(1))
 
 
 def _joint(modules: tuple[nn.Linear, ...], states: Tensor) -> Tensor:
@@ -116,32 +115,41 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Heads(torch.autograd.Function):
-    """From queries, keys and values of all heads ``[N, heads, d]`` to the first ``rotated`` of them, normed (when there is a
-    ``weight [rotated, d]``) and turned by their positions (Su et al. 2021, in halves), in float32; and the rest as they are.
+    """From queries, keys and values of all heads ``[N, heads, d]`` to queries and keys, so many of each, normed (when there is a
+    ``weight [queries + keys, d]``) and turned by their positions (Su et al. 2021, in halves), in float32; and values as they are.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, joint: Tensor, weight: Tensor | None, epsilon: float, rotated: int, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        turned, rest = joint.split([rotated, joint.shape[1] - rotated], 1)
-        turned, scale = turned.float(), None
+        ctx: Any,
+        joint: Tensor,
+        weight: Tensor | None,
+        epsilon: float,
+        counts: tuple[int, int],
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rotated = sum(counts)
+        turned, scale = joint[:, :rotated].float(), None
         if weight is not None:
             scale = _inverse_rms(turned, epsilon)
             turned = (turned * scale).mul_(weight)
         ctx.save_for_backward(joint, weight, scale, cos, sin)
-        return _rotate(turned, cos, sin), rest.clone()
+        query, key = (_rotate(part, cos, sin, part.new_empty(part.shape)) for part in turned.split(counts, 1))
+        return query, key, joint[:, rotated:].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         joint, weight, scale, cos, sin = ctx.saved_tensors
-        grad, grad_rest = grads
-        rotated, grad_weight = grad.shape[1], None
-        grad = _rotate(grad, cos, -sin)  # back by the same angle
+        query, key, value = grads
+        queries, rotated = query.shape[1], query.shape[1] + key.shape[1]
+        grad, grad_weight = query.new_empty(len(joint), rotated, joint.shape[2]), None
+        for part, into in ((query, grad[:, :queries]), (key, grad[:, queries:])):
+            _rotate(part, cos, -sin, into)  # back by the same angle
         if weight is not None:
             grad, grad_weight = _rms_norm_gradients(grad, joint[:, :rotated].float(), weight, scale)
         grad_joint = torch.empty_like(joint)
-        grad_joint[:, :rotated], grad_joint[:, rotated:] = grad, grad_rest
+        grad_joint[:, :rotated], grad_joint[:, rotated:] = grad, value
         return grad_joint, grad_weight, None, None, None, None
 
 
@@ -159,6 +167,6 @@ def _rms_norm_gradients(grad: Tensor, states: Tensor, weight: Tensor, scale: Ten
     return (grad * weight).addcmul_(normed, along, value=-1).mul_(scale), grad_weight
 
 
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor, into: Tensor) -> Tensor:
     """Each half of a head turned with the other; ``sin`` has its first half negative."""
-    return (states * cos).addcmul_(states.roll(states.shape[-1] // 2, -1), sin)
+    return torch.mul(states, cos, out=into).addcmul_(states.roll(states.shape[-1] // 2, -1), sin)

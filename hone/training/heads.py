@@ -98,7 +98,7 @@ def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
             layout=packed.layout,
             use_cache=False,
         ).last_hidden_state
-    return hidden[0].index_select(0, packed.output_index)
+    return hidden.squeeze(0).index_select(0, packed.output_index)
 
 
 def _output_weights(output: nn.Linear) -> dict[str, Any]:
