@@ -50,7 +50,7 @@ class ActorConfig(ParallelConfig):
     shuffle: bool = False
     """Shuffle the prompts of a batch before cutting it into mini-batches."""
     ppo_max_token_len_per_gpu: int = number(16384, low=1)
-    """Token budget of a micro-batch (prompt + response tokens, packed); on a CPU at most 4096 go together. Changes memory and
+    """Token budget of a micro-batch (prompt + response tokens, packed); on a CPU at most 4608 go together. Changes memory and
     speed, never the result."""
     ppo_micro_batch_size_per_gpu: int | None = number(None, low=1)
     """At most this many sequences a micro-batch, on top of the token budget; null means no such limit."""

@@ -40,7 +40,7 @@ class PreferenceDataConfig:
     train_batch_size: int = number(64, low=1)
     """Rows (pairs, or labelled responses) an optimizer update."""
     max_token_len_per_gpu: int = number(16384, low=1)
-    """Token budget of a packed micro-batch, of which at most 4096 go together on a CPU; a pair stays together and shares its
+    """Token budget of a packed micro-batch, of which at most 4608 go together on a CPU; a pair stays together and shares its
     prompt. Changes memory and speed, never the result."""
     train_max_samples: int = number(-1, low=-1)
     """Use at most this many training rows; -1 means all."""

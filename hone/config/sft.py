@@ -30,7 +30,7 @@ class SFTDataConfig:
     train_batch_size: int = number(64, low=1)
     """Conversations an optimizer update."""
     max_token_len_per_gpu: int = number(16384, low=1)
-    """Token budget of a packed micro-batch; on a CPU at most 4096 go together. Changes memory and speed, never the result."""
+    """Token budget of a packed micro-batch; on a CPU at most 4608 go together. Changes memory and speed, never the result."""
     train_max_samples: int = number(-1, low=-1)
     """Use at most this many training rows; -1 means all."""
     val_max_samples: int = number(-1, low=-1)

@@ -27,7 +27,7 @@ from hone.training.memory import heap_watch
 from hone.training.optimizer import build_optimizer, learning_rate
 from hone.training.packing import PackedSequences, pack, plan_micro_batches
 
-CPU_TOKENS = 4096
+CPU_TOKENS = 4608
 """Most tokens of a micro-batch on the CPU, whatever the budget: more of them is not faster there, and takes more memory."""
 
 

@@ -21,7 +21,7 @@ from hone.preflight.plan.activations import Computation
 from hone.preflight.plan.model import ModelShape, count_parameters
 from hone.training.layout import Layout
 
-CPU_TOKENS = 4096
+CPU_TOKENS = 4608
 """Most tokens of a micro-batch on a CPU (:data:`hone.training.engine.CPU_TOKENS`)."""
 
 

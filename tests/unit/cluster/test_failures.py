@@ -19,6 +19,7 @@ from hone.config.sft import SFTConfig
 from hone.errors import EXIT_FAILED
 from hone.insight import activity
 from hone.insight.activity import Record, Span
+from hone.training.engine import CPU_TOKENS
 
 
 def config(*overrides: str) -> RLConfig:
@@ -82,7 +83,7 @@ def test_the_knob_depends_on_the_stage():
     assert memory_knob(given, "step 1 > update_critic").startswith("critic.ppo_max_token_len_per_gpu=")
     assert memory_knob(given, "").startswith("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=")
     sft = load_config(SFTConfig, ["data.train_files=x", "model.path=m", "trainer.device=cpu", "data.max_length=100"])
-    assert memory_knob(sft, "step 1") == "data.max_token_len_per_gpu=2048"  # on a CPU no more than 4096 go together
+    assert memory_knob(sft, "step 1") == f"data.max_token_len_per_gpu={CPU_TOKENS // 2}"  # on a CPU no more go together
 
 
 def test_refused_allocations_are_recognised():
