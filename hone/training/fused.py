@@ -6,13 +6,14 @@ models whose layers are of a known kind are computed here, as :mod:`hone.generat
     hidden -> rms norm -> [q k v] -> (head norms) -> rotary -> attention -> o -> + hidden
            -> rms norm -> mlp -> + hidden
 
-Every other model (adapters, sharded weights, hooks, gradient checkpointing) goes through its own module, the golden path; a test
-holds the two together, gradients included.
+Every other model (adapters, sharded weights, hooks) goes through its own module, the golden path; a test holds the two together,
+gradients included.
 """
 
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,9 +26,7 @@ from hone.generation.native.forward import FusedForward, attention_window
 
 def fits(causal: nn.Module) -> bool:
     """Whether ``causal`` can be computed here: on the CPU, of a known kind, nothing in place of its parts or between them."""
-    on_cpu = next(causal.parameters()).device.type == "cpu"
-    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in causal.modules())
-    return on_cpu and not checkpointing and FusedForward.fits(causal)
+    return next(causal.parameters()).device.type == "cpu" and FusedForward.fits(causal)
 
 
 def hidden_states(causal: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
@@ -43,7 +42,7 @@ def hidden_states(causal: nn.Module, ids: Tensor, layout: Layout) -> Tensor:
 
 def compute_layers_here(causal: nn.Module) -> None:
     """Let the layers of a model of a known kind compute themselves so, each called as a module by its decoder: whatever is hooked
-    to them (FSDP's gathering of their parameters, gradient checkpointing) stays in force.
+    to them (FSDP's gathering of their parameters) stays in force.
     """
     for layer in causal.get_decoder().layers:  # type: ignore[operator]
         layer.forward = types.MethodType(_layer_forward, layer)
@@ -52,13 +51,31 @@ def compute_layers_here(causal: nn.Module) -> None:
 def _layer_forward(
     layer: Any, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], layout: Layout, **_: Any
 ) -> Tensor:
-    hidden, added = _halves(layer, hidden_states.squeeze(0), _rotary(*position_embeddings), layout)
-    return hidden[None] + added[None]  # a tensor of its own, because FSDP hooks itself to what a layer returns
+    rotary = _rotary(*position_embeddings)
+
+    def compute(states: Tensor) -> Tensor:
+        hidden, added = _halves(layer, states.squeeze(0), rotary, layout)
+        return hidden[None] + added[None]  # a tensor of its own, because FSDP hooks itself to what a layer returns
+
+    return _perhaps_twice(layer, compute, hidden_states)
 
 
 def _layer(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
-    hidden, added = _halves(layer, hidden, rotary, layout)
-    return hidden + added
+    def compute(states: Tensor) -> Tensor:
+        hidden, added = _halves(layer, states, rotary, layout)
+        return hidden + added
+
+    return _perhaps_twice(layer, compute, hidden)
+
+
+def _perhaps_twice(layer: Any, compute: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """``compute(states)``; with gradient checkpointing it keeps nothing but ``states``, and the backward pass computes it again.
+
+    A layer of transformers does so in its own ``forward``, which is not called here.
+    """
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(compute, states)
+    return compute(states)
 
 
 def _halves(layer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
@@ -160,11 +177,11 @@ def _inverse_rms(states: Tensor, epsilon: float) -> Tensor:
 
 def _rms_norm_gradients(grad: Tensor, states: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Of ``states [..., H]`` and ``weight``, whose shape ends the states' own."""
-    normed = states * scale
-    through = grad * normed
+    grad = grad * scale
+    through = grad * states
     grad_weight = through.flatten(0, -1 - weight.dim()).sum(0)
-    along = through.mul_(weight).mean(-1, keepdim=True)
-    return (grad * weight).addcmul_(normed, along, value=-1).mul_(scale), grad_weight
+    along = through.mul_(weight).mean(-1, keepdim=True).mul_(scale.square())
+    return grad.mul_(weight).addcmul_(states, along, value=-1), grad_weight
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor, into: Tensor) -> Tensor:

@@ -284,7 +284,18 @@ def prepare(model: nn.Module, config: ModelConfig, *, trainable: bool = True) ->
     if trainable and config.tiled_mlp.enabled:
         tile_mlps(layers_of(inner), config.tiled_mlp.num_shards)
     if trainable and config.enable_gradient_checkpointing:
-        inner.gradient_checkpointing_enable({"use_reentrant": False})
+        _checkpoint_layers(inner)
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Let each layer keep only its input, and compute itself again in the backward pass."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # transformers 5 renamed it
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False})
+    if (
+        getattr(model, "_require_grads_hook", None) is not None
+    ):  # only reentrant checkpointing needs it, and with a hook between
+        model.disable_input_require_grads()  # its parts a model is not computed in few operations, not in generation either
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

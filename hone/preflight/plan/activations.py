@@ -49,7 +49,7 @@ class Computation:
 
     def fused(self, shape: ModelShape) -> bool:
         """Whether :mod:`hone.training.fused` computes the layers: nothing stands in place of their parts."""
-        plain = not (self.recompute or self.adapter_rank or self.gathered) and self.tensor == 1
+        plain = not (self.adapter_rank or self.gathered) and self.tensor == 1
         return self.on_cpu and plain and shape.llama_shaped
 
     @property

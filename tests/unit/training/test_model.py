@@ -6,9 +6,10 @@ from support.models import random_batch, tiny_model
 
 from hone.config.model import ModelConfig, OptimConfig
 from hone.errors import ModelError
+from hone.generation.native.forward import FusedForward
 from hone.training.engine import TrainEngine
 from hone.training.heads import PolicyHead, ValueHead
-from hone.training.model import adapter_off, load_policy, load_value_model, saved_model
+from hone.training.model import adapter_off, causal_lm, load_policy, load_value_model, saved_model
 from hone.training.objectives import imitation_objective
 
 CPU = torch.device("cpu")
@@ -103,6 +104,21 @@ def test_override_config_acts_and_its_typing_errors_are_found(directory):
     assert len(model.model.layers) == 1
     with pytest.raises(ModelError, match="attention_dropout"):
         load_policy(ModelConfig(str(directory), override_config={"atention_dropout": 0.1}), device=CPU, seed=0)
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("rank", [0, 4])
+def test_gradient_checkpointing_puts_nothing_between_the_parts_of_a_model(directory, rank):
+    def updated(checkpointing: bool) -> tuple[bool, torch.Tensor]:
+        config = ModelConfig(str(directory), lora_rank=rank, enable_gradient_checkpointing=checkpointing)
+        model = load_policy(config, device=CPU, seed=0)
+        engine_of(model).train_batch(batch, imitation_objective(), step=0)
+        return FusedForward.fits(causal_lm(model)), log_probs(model, batch)
+
+    batch = random_batch(6, seed=4)
+    (plain, without), (fits, with_it) = updated(False), updated(True)
+    assert fits == plain == (rank == 0), "generation and training compute it in few operations"
+    assert torch.equal(with_it, without)
 
 
 def test_what_is_no_model_is_refused(directory, tmp_path):
