@@ -288,14 +288,16 @@ def prepare(model: nn.Module, config: ModelConfig, *, trainable: bool = True) ->
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Let each layer keep only its input, and compute itself again in the backward pass."""
+    """Let each layer keep only its input, and compute itself again in the backward pass.
+
+    transformers 5.2x hooks the embeddings too, which only reentrant checkpointing needs. With a hook between its parts a model is
+    not computed in few operations, not in generation either.
+    """
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # transformers 5 renamed it
     enable = next(getattr(model, name) for name in names if hasattr(model, name))
     enable({"use_reentrant": False})
-    if (
-        getattr(model, "_require_grads_hook", None) is not None
-    ):  # only reentrant checkpointing needs it, and with a hook between
-        model.disable_input_require_grads()  # its parts a model is not computed in few operations, not in generation either
+    if getattr(model, "_require_grads_hook", None) is not None:
+        model.disable_input_require_grads()
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
