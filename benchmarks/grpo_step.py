@@ -16,8 +16,8 @@ tokens; TRL's `generate` may draw the end where a response is to end and nowhere
                    engine is measured against trainer.
     Hone, apart    actor_rollout_ref.actor.recompute_old_log_probs=true: they have a forward pass of their own, as when a
                    batch gives several updates.
-    floor          what the products with weight matrices alone would take, if all ran as fast as the fastest of them does here.
-                   No step takes less; attention, norms and sampling come on top.
+    floor          what the products with weight matrices alone would take, if all ran as fast as the fastest of them does here
+                   (products_floor.py); attention, norms and sampling come on top.
 
 TRL lives in `.venv-trl`, made on the first call, and steps when told to; the contestants take turns step by step, so that
 whatever else the machine does hits all of them. Ratios are of medians of wall time; the ratio of processor time (of the
@@ -45,12 +45,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
+from products_floor import floor
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from hone.config import RLConfig, load_config
-from hone.generation.products import fast_float32_products
 from hone.generation.protocol import Completion, Engine, GenerationRequest
 from hone.trainers.rl import RLTrainer
 
@@ -281,57 +281,6 @@ async def measure(
     return seconds
 
 
-class Floor(NamedTuple):
-    """The products of one step with weight matrices.
-
-    Attributes:
-        gigaflops: of all of them.
-        rate: gigaflops a second of the fastest of them.
-    """
-
-    gigaflops: float
-    rate: float
-
-    @property
-    def seconds(self) -> float:
-        """At that rate."""
-        return self.gigaflops / self.rate
-
-
-def floor(files: Path, workload: Workload, dtype: str) -> Floor:
-    """Operations of a step, from its tokens and the model's matrices, and how fast the machine does such products.
-
-    A matrix takes two operations a parameter and token in each of four passes: generation, and the update's forward pass and its
-    gradients of inputs and of weights. Every prompt is counted once, the output layer where a response token is predicted.
-    """
-    model: Any = AutoModelForCausalLM.from_pretrained(files / "model")
-    head = model.get_output_embeddings().weight
-    matrices = [module.weight for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
-    responses = sum(workload.lengths(0))
-    tokens = responses + SEQUENCES // N * PROMPT_LENGTH
-    operations = 8 * (tokens * sum(matrix.numel() for matrix in matrices) + responses * head.numel())
-    compute = torch.float32 if dtype == "float32" else torch.bfloat16
-    with torch.no_grad(), fast_float32_products(torch.device("cpu")):
-        rates = [
-            _rate(matrix.to(compute), rows)
-            for matrix in {m.shape: m for m in matrices}.values()
-            for rows in (SEQUENCES, 4096)
-        ]
-    return Floor(operations / 1e9, max(rates))
-
-
-def _rate(matrix: torch.Tensor, rows: int) -> float:
-    """Gigaflops a second of the fastest of the three products that training takes of a matrix and ``rows`` tokens."""
-    states, grads = (torch.randn(rows, width).to(matrix.dtype) for width in reversed(matrix.shape))
-    products = (lambda: states @ matrix.t(), lambda: grads @ matrix, lambda: grads.t() @ states)
-    taken = []
-    for product in products * 30:
-        began = time.perf_counter()
-        product()
-        taken.append(time.perf_counter() - began)
-    return 2 * rows * matrix.numel() / min(taken) / 1e9
-
-
 def machine(threads: int) -> str:
     """The machine and the versions on Hone's side."""
     info = Path("/proc/cpuinfo")
@@ -378,7 +327,8 @@ async def compare(files: Path, workload: Workload, dtype: str, arguments: argpar
         if name.startswith("Hone"):
             line += f"   {best[0] / wall:.2f}x as fast as TRL, {best[1] / cpu:.2f}x by processor time"
         print(line)
-    least = floor(files, workload, dtype)
+    responses = statistics.median(sum(workload.lengths(warm_up + repeat)) for repeat in range(arguments.repeats))
+    least = floor(files / "model", SEQUENCES // N * PROMPT_LENGTH, round(responses), SEQUENCES, dtype)
     print(
         f"{label} {'floor':22} {least.seconds:7.3f} s/step: {least.gigaflops:.0f} billion operations in products at "
         f"{least.rate:.0f} a second; {best[0] / least.seconds:.2f}x as fast as TRL"
