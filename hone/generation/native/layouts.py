@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hone.generation.attention import PackedLayout, Scoring, attention_weights
 from hone.generation.native.cache import KeyValueCache, columns
-from hone.generation.native.prompts import Stacks, query_products
+from hone.generation.native.prompts import Stacks, query_products, scored
 
 
 class PrefillLayout:
@@ -123,13 +123,15 @@ class DecodeLayout:
         past_values = values[:rows].flatten(0, 1)[:, : self._columns]
         lanes = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
         scale = scoring.scale if scoring.plain else 1.0
-        scores = query_products(lanes, past_keys, scale)
+        products = query_products(lanes, past_keys, scale)
         if self._stacks and self._before:
-            scores = torch.cat([self._stacks.scores(layer, lanes, key, value, scale), scores], -1)
-        weights = self._weights(scores, scoring, rows).to(past_values.dtype)
-        mixed = torch.bmm(weights[..., self._before :], past_values)
+            products = torch.cat([self._stacks.products(layer, lanes, key, value, scale), products], -1)
+        weights = self._weights(scored(products, scale), scoring, rows)
+        # apart before they are cast: products in half precision, and gathers, are slow over what has gaps
+        of_prompt, of_own = weights.split_with_sizes((self._before, self._columns), -1)
+        mixed = torch.bmm(of_own.to(past_values.dtype), past_values)
         if self._stacks and self._before:
-            mixed += self._stacks.mix(layer, weights, key, value)
+            mixed += self._stacks.mix(layer, of_prompt.to(past_values.dtype).contiguous(), key, value)
         return mixed.view(rows, 1, heads, past_values.shape[-1])
 
     def _weights(self, scores: Tensor, scoring: Scoring, rows: int) -> Tensor:

@@ -134,15 +134,15 @@ class Stacks:
         self._lanes: dict[int, tuple[list[Tensor | None], Tensor | None]] = {}
         self._views: dict[tuple[int, int], list[Tensor]] = {}
 
-    def scores(self, layer: int, lanes: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Products of queries with the keys of their prompts, times ``scale``.
+    def products(self, layer: int, lanes: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """What :func:`query_products` gives of queries with the keys of their prompts.
 
         Args:
             layer: of the model.
             lanes: ``[A * kv_heads, heads of one, d]`` queries.
             key: of the new token, for its shape.
             value: likewise.
-            scale: a factor.
+            scale: of the scores.
 
         Returns:
             ``[A * kv_heads, heads of one, longest]``; behind a prompt's end stands anything.
@@ -155,11 +155,11 @@ class Stacks:
         return _taken(_joined(found), back)
 
     def mix(self, layer: int, weights: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """What the prompts' values add: ``weights [A * kv_heads, heads of one, longest + own]`` to ``[..., d_v]``."""
+        """What the prompts' values add: contiguous ``weights [A * kv_heads, heads of one, longest]`` to ``[..., d_v]``."""
         gathers, back = self._for_heads(key.shape[1])
         found = []
         for values, gather in zip(self._of_stacks(1, layer, key, value), gathers, strict=True):
-            chosen = _taken(weights[..., : self.longest], gather)
+            chosen = _taken(weights, gather)
             mixed = torch.bmm(chosen.reshape(values.shape[0], -1, self.longest), values)
             found.append(mixed.reshape(-1, weights.shape[1], values.shape[2]))
         return _taken(_joined(found), back)
@@ -194,13 +194,18 @@ class Stacks:
 
 
 def query_products(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """``scale`` times ``queries [n, q, d]`` with ``keys [n, k, d]``: ``[n, q, k]`` in float32.
+    """``queries [n, q, d]`` with ``keys [n, k, d]``: ``[n, q, k]`` in their dtype, of which :func:`scored` makes scores.
 
-    What half precision rounds off is of the products, not yet scaled.
+    In float32 a product takes ``scale`` along. What half precision rounds off is of products that are not scaled yet.
     """
     if keys.dtype == torch.float32:
         return torch.baddbmm(queries.new_empty(()), queries, keys.transpose(1, 2), beta=0, alpha=scale)
-    return torch.bmm(queries, keys.transpose(1, 2)).float().mul_(scale)
+    return torch.bmm(queries, keys.transpose(1, 2))
+
+
+def scored(products: Tensor, scale: float) -> Tensor:
+    """Scores, in float32, of what :func:`query_products` gave."""
+    return products if products.dtype == torch.float32 else products.float().mul_(scale)
 
 
 def _alike(counts: Tensor) -> list[Tensor]:
