@@ -192,7 +192,9 @@ class Hone:
         self.trainer.close()
 
     def _as_given(self, request: GenerationRequest) -> GenerationRequest:
-        sampling = dataclasses.replace(request.sampling, max_tokens=next(self._lengths))
+        # an engine in a process of its own is asked for a little more, to see that it has the trainer's weights
+        length = next(self._lengths, request.sampling.max_tokens)
+        sampling = dataclasses.replace(request.sampling, max_tokens=length)
         return dataclasses.replace(request, sampling=sampling)
 
 

@@ -47,7 +47,7 @@ class EngineConfig(OwnPoolConfig):
 
     num_replicas: int | None = number(None, low=1)
     """Replicas of the engine, each a process of its own, behind one queue; on Ray so many beside each worker of the rollout. null
-    is one for vllm, and none for native, which then lives in the trainer's process."""
+    is one for vllm, and none for native, which then lives in the trainer's process. On a CPU they share the cores."""
     server_pool: ServerPoolConfig = block(ServerPoolConfig)
     """How requests go to the replicas, and how replicas are looked after."""
     engine_env: str | None = None

@@ -108,7 +108,7 @@ def engine_starts(config: RLConfig, *, number: int = 0, world: int = 1) -> list[
         _check_count(rollout.num_replicas, urls, world)
         return [functools.partial(_attach, url, config, options) for url in urls[number::world]]
     count = rollout.num_replicas or 1
-    plans = [launch_plan(config, number=number * count + index) for index in range(count)]
+    plans = [launch_plan(config, number=number * count + index, count=count) for index in range(count)]
     return [functools.partial(ServedEngine.start, plan, **options) for plan in plans]
 
 
@@ -142,8 +142,8 @@ def _check_count(replicas: int | None, urls: Sequence[str], world: int) -> None:
         )
 
 
-def launch_plan(config: RLConfig, *, number: int = 0) -> LaunchPlan:
-    """What to start for a configuration."""
+def launch_plan(config: RLConfig, *, number: int = 0, count: int = 1) -> LaunchPlan:
+    """What to start for a configuration, as replica ``number`` of ``count`` that share this machine's cores."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     folder = Path(config.trainer.default_local_dir) / LOGS
     return LaunchPlan(
@@ -156,7 +156,7 @@ def launch_plan(config: RLConfig, *, number: int = 0) -> LaunchPlan:
         max_model_len=_max_model_len(config),
         max_cache_tokens=rollout.max_cache_tokens,
         options=engine_options(rollout),
-        cpus=cores_of(number, torch.get_num_threads()),
+        cpus=cores_of(number, threads_of(count, torch.get_num_threads())),
         lora=adapter_shape(config),
         log=folder / f"{rollout.name}-{os.getpid()}-{number}.log",
         start_seconds=rollout.engine_start_seconds,
@@ -174,6 +174,14 @@ def _place(path: str | None) -> str:
             "no model is named", fix="actor_rollout_ref.model.path=DIR", where="actor_rollout_ref.model.path"
         )
     return str(Path(path).absolute()) if Path(path).is_dir() else path
+
+
+def threads_of(count: int, most: int | None = None) -> int:
+    """Threads of each of ``count`` replicas, at most ``most``. With more threads than cores between them each would wait for
+    the others in every operation, and generation takes several times as long.
+    """
+    share = max(1, len(os.sched_getaffinity(0)) // count)
+    return share if most is None else min(share, most)
 
 
 def cores_of(number: int, threads: int) -> tuple[int, ...]:

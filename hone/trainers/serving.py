@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -109,7 +108,7 @@ def open_replicas(
 
     from hone.data.tokenizer import load_tokenizer
     from hone.generation import SERVED
-    from hone.generation.build import cores_of
+    from hone.generation.build import cores_of, threads_of
     from hone.generation.environments import interpreter_of
     from hone.generation.pool import EnginePool
     from hone.generation.remote import LaunchPlan, ServedEngine
@@ -124,7 +123,7 @@ def open_replicas(
             fix=f"hone export --model {path} --out DIR --merge, then --model DIR; or no --replicas",
         )
     logs = Path(tempfile.mkdtemp(prefix="hone-serve-"))
-    threads = max(1, len(os.sched_getaffinity(0)) // count)
+    threads = threads_of(count)
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
 
     def start(index: int) -> ServedEngine:

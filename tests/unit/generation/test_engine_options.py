@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
+from hone.config import RLConfig, load_config
 from hone.config.rollout import RolloutConfig
 from hone.errors import ConfigError
+from hone.generation.build import engine_starts
 from hone.generation.options import engine_options
 from hone.generation.server.arguments import check_names
 from hone.generation.server.backend import Settings
@@ -117,3 +119,30 @@ def test_workers_get_cores_of_their_own_as_long_as_there_are_enough(cores, worke
         flat = [core for part in given_out for core in part]
         assert len(flat) == len(set(flat)) and max(map(len, given_out)) == min(map(len, given_out))
     assert binding((), 1) == ",".join(map(str, sorted(os.sched_getaffinity(0))))
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "replicas", "expected"),
+    [
+        (2, 2, 1, [(0, 1)]),
+        (2, 2, 2, [(0,), (1,)]),
+        (2, 1, 3, [(0,), (1,), (0,)]),
+        (8, 8, 2, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (8, 2, 2, [(0, 1), (2, 3)]),
+        (7, 8, 3, [(0, 1), (2, 3), (4, 5)]),
+    ],
+)
+def test_replicas_share_the_cores(monkeypatch, tmp_path, cores, threads, replicas, expected):
+    """Each with all threads of the trainer, they would wait for one another in every operation."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    config = load_config(
+        RLConfig,
+        [
+            f"actor_rollout_ref.rollout.num_replicas={replicas}",
+            f"actor_rollout_ref.model.path={tmp_path}",
+            f"trainer.default_local_dir={tmp_path}",
+        ],
+    )
+    plans = [start.args[0] for start in engine_starts(config)]  # type: ignore[attr-defined]  partials of ServedEngine.start
+    assert [plan.cpus for plan in plans] == expected
