@@ -1,10 +1,10 @@
-"""Many episodes with slow tools against the same episodes with tools that take no time: `python benchmarks/agents.py`.
+"""Compare many episodes with slow tools and the same with tools that take no time: `python benchmarks/agents.py`.
 
 512 episodes of 4 turns, 32 tokens a turn and 16 tokens of tool result between turns, on the native engine with a Qwen3 of one
-million random parameters. While one episode waits 200 ms for its tool, the others are sampled: so tools should cost little wall
-time. The tokens that the engine computed for prompts are printed beside those that computing every turn's prompt anew would
-take: an episode's earlier turns are kept. Wall times mean something on a machine that does nothing else (a minute or two there); processor
-time and the rows that a decode step works on, printed beside them, say the same on a busy one.
+million random parameters. While one episode waits 200 ms for its tool, the engine samples for the others, so tools should cost
+little wall time. The script also compares the prompt tokens that the engine computed with those of computing every turn's prompt
+again: the engine keeps an episode's earlier turns. Wall times mean something on a machine that does nothing else (a minute or two
+there). Processor time and the rows of a decode step say the same on a busy one.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hone.agents.base import AGENT_LOOPS, AgentLoop
+from hone.agents.context import EpisodeContext
 from hone.agents.episode import Episode
 from hone.agents.player import Player
-from hone.agents.setting import Setting
 from hone.config.agents import AgentConfig, MultiTurnConfig
 from hone.data.types import Sample
 from hone.generation import ENGINES
-from hone.generation.attention import use_hone_attention
 from hone.generation.protocol import SamplingParams
+from hone.models.routing import use_hone_attention
 
 VOCABULARY, PROMPT, TURN, RESULT, TURNS = 512, 64, 32, 16, 4
 
 
 class Words:
-    """A tokenizer for tokens that mean nothing."""
+    """Tokenizer of meaningless tokens."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The numbers."""
@@ -41,7 +41,7 @@ class Words:
 
 
 class Rounds(AgentLoop):
-    """Turns of a fixed length, with a tool between them that takes ``seconds``."""
+    """Agent loop of turns of a fixed length, with a tool between them that takes ``seconds``."""
 
     seconds = 0.0
 
@@ -56,7 +56,7 @@ class Rounds(AgentLoop):
 
 
 def make_engine(episodes: int, concurrent: int) -> object:
-    """The native engine over random weights; its cache holds all episodes, also those that wait for their tools."""
+    """Return the native engine over random weights; its cache holds all episodes, also those that wait for their tools."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -84,7 +84,7 @@ def make_engine(episodes: int, concurrent: int) -> object:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one run took.
+    """Cost of one run.
 
     Attributes:
         wall: in seconds.
@@ -97,7 +97,7 @@ class Seen:
     stats: dict[str, int]
 
     def row(self) -> str:
-        """As printed."""
+        """Return the printed line."""
         rows = self.stats["decode_tokens"] / self.stats["steps"]
         return (
             f"{self.wall:7.2f} s, processor {self.processor:7.2f} s, {self.stats['steps']:,} steps of {rows:.0f} rows"
@@ -108,7 +108,7 @@ def play(episodes: int, concurrent: int, seconds: float) -> Seen:
     """Play all episodes."""
     Rounds.seconds = seconds
     engine = make_engine(episodes, concurrent)
-    setting = Setting(Words(), MultiTurnConfig(enable=True), AgentConfig(default_agent_loop="rounds"))  # type: ignore[arg-type]
+    setting = EpisodeContext(Words(), MultiTurnConfig(enable=True), AgentConfig(default_agent_loop="rounds"))  # type: ignore[arg-type]
     samples = [
         Sample(str(n), [(n + place * 3) % VOCABULARY for place in range(PROMPT)], None, "bench")
         for n in range(episodes)
@@ -134,17 +134,17 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{arguments.episodes} episodes, {TURNS} turns of {TURN} tokens, {RESULT} tokens of result")
-    found: dict[float, list[Seen]] = {0.0: [], arguments.seconds: []}
+    runs: dict[float, list[Seen]] = {0.0: [], arguments.seconds: []}
     for _ in range(arguments.repetitions):
-        for seconds, seen in found.items():
+        for seconds, seen in runs.items():
             seen.append(play(arguments.episodes, arguments.concurrent, seconds))
-    without, with_tools = (min(seen, key=lambda one: one.wall) for seen in found.values())
-    anew = arguments.episodes * sum(PROMPT + turn * (TURN + RESULT) for turn in range(TURNS))
+    without, with_tools = (min(seen, key=lambda one: one.wall) for seen in runs.values())
+    uncached = arguments.episodes * sum(PROMPT + turn * (TURN + RESULT) for turn in range(TURNS))
     print(f"tools take no time    {without.row()}")
     print(f"tools take {arguments.seconds * 1000:4.0f} ms    {with_tools.row()}")
     print(f"wall {with_tools.wall / without.wall:.2f} x, processor {with_tools.processor / without.processor:.2f} x")
     print(
-        f"prompt tokens computed {with_tools.stats['prefill_tokens']:,}; computing every turn's prompt anew would take {anew:,}"
+        f"prompt tokens computed {with_tools.stats['prefill_tokens']:,}; computing every turn's prompt again would take {uncached:,}"
     )
 
 

@@ -1,14 +1,14 @@
-"""Every preset learns the same task from the same start with the same budget: `python benchmarks/algorithm_curves.py`.
+"""Train every preset on the same task from the same start with the same budget: `python benchmarks/algorithm_curves.py`.
 
 The task is `digit_sequence` (copy four digits from 0 to 3; the reward is the share of places with the right digit). The start
-is a Qwen3 of 1 million parameters that has imitated answers of random digits: it knows what an answer looks like, and is right
-by chance. A step is 128 answers for every preset, split into prompts and answers a prompt as the preset has it, and as many
-updates a step as the preset makes. The curve is the mean reward of one sampled answer to each of 64 held-out prompts,
-measured the same way for all: what a method filters, shapes or penalises in training is not in it.
+is a Qwen3 of 1 million parameters that has imitated answers of random digits: it knows the form of an answer, and is right
+by chance. A step is 128 answers for every preset, split into prompts and answers a prompt as the preset does, with the preset's
+number of updates. The curve is the mean reward of one sampled answer to each of 64 held-out prompts, measured the same way for
+all presets. It does not include what a method filters, shapes or penalises in training.
 
-One process a run with one thread, `--jobs` of them at a time. Runs already complete in `--work` are not repeated.
-Writes `curves.png` (one panel a preset: mean and range over the seeds) to `--out`, and the table of first against last steps
-into the `README.md` there, between its two comments "curves:".
+Each run is one process with one thread, and `--jobs` of them run at a time. Runs already complete in `--work` are not repeated.
+The script writes `curves.png` (one panel a preset: mean and range over the seeds) to `--out`. It writes the table of first against
+last steps into the `README.md` there, between its two comments "curves:".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hone.config.layers import preset_names
 ROOT = Path(__file__).resolve().parents[1]
 ANSWERS, HELD_OUT, LENGTH, DIGITS = 128, 64, 4, 4
 IMITATION, CARE = 256, 0.4
-"""Steps of imitation, and the share of digits that its teacher copies instead of drawing one."""
+"""Steps of imitation, and the share of digits that the demonstrations copy instead of drawing."""
 METRIC = "val-aux/digit_sequence/reward/mean@1"
 ACTOR = "actor_rollout_ref.actor"
 OWN: dict[str, tuple[str, ...]] = {
@@ -40,7 +40,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "grpo_lora": (f"{ACTOR}.optim.lr=2e-3",),
     "ppo": ("critic.optim.lr=3e-3",),
 }
-"""What a preset has to be told here: its buffer must fit the answers, adapters and value heads start from nothing."""
+"""Settings of single presets: the buffer must fit the answers, and adapters and value heads start untrained."""
 OPENING, CLOSING = "<!-- curves: from here on by benchmarks/algorithm_curves.py -->", "<!-- curves: to here -->"
 PICTURE = "![Held-out reward of every preset over the steps: mean and range of the seeds; grey: grpo](curves.png)"
 OTHERS = {"online_dpo"}
@@ -69,9 +69,9 @@ def make_start(work: Path) -> Path:
     work.mkdir(parents=True, exist_ok=True)
     with chats.open("w") as file:
         for _ in range(8192):
-            asked = [draw.randrange(DIGITS) for _ in range(LENGTH)]
-            copied = [digit if draw.random() < CARE else draw.randrange(DIGITS) for digit in asked]
-            texts = ["".join(map(str, digits)) for digits in (asked, copied)]
+            digits = [draw.randrange(DIGITS) for _ in range(LENGTH)]
+            copied = [digit if draw.random() < CARE else draw.randrange(DIGITS) for digit in digits]
+            texts = ["".join(map(str, sequence)) for sequence in (digits, copied)]
             turns = [{"role": "user", "content": f"copy {texts[0]}"}, {"role": "assistant", "content": texts[1]}]
             file.write(json.dumps({"messages": turns}) + "\n")
     size = ("--size", DIGITS**LENGTH - HELD_OUT, "--val-size", HELD_OUT)
@@ -93,7 +93,7 @@ def make_start(work: Path) -> Path:
 
 
 def overrides(preset: str, seed: int, steps: int, work: Path) -> list[str]:
-    """The settings of one run: the common budget in the preset's shape."""
+    """Return the settings of one run: the common budget in the preset's shape."""
     config = load_config(RLConfig, preset=preset)
     n, actor = config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.actor
     prompts, updates = ANSWERS // n, config.data.train_batch_size // actor.ppo_mini_batch_size
@@ -124,30 +124,31 @@ def overrides(preset: str, seed: int, steps: int, work: Path) -> list[str]:
 
 
 def run_directory(preset: str, seed: int, work: Path) -> Path:
-    """Where a run lives."""
+    """Return the directory of a run."""
     return work / f"{preset}-{seed}"
 
 
 def curve(preset: str, seed: int, work: Path) -> list[float]:
-    """The metric of a run from before the first step on; empty when there is none."""
+    """Return the metric of a run, from before the first step on; empty when there is none."""
     file = run_directory(preset, seed, work) / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     return [row[METRIC] for row in rows if METRIC in row]
 
 
 def train(preset: str, seed: int, settings: Sequence[str], work: Path) -> None:
-    """One run."""
+    """Train one run and print its first and last measurement."""
     shutil.rmtree(run_directory(preset, seed, work), ignore_errors=True)
     begun = time.perf_counter()
     hone("train", f"--preset={preset}", *settings)
-    found = curve(preset, seed, work)
+    rewards = curve(preset, seed, work)
     print(
-        f"{preset:30} seed {seed}: {found[0]:.3f} -> {found[-1]:.3f}  {time.perf_counter() - begun:.0f} s", flush=True
+        f"{preset:30} seed {seed}: {rewards[0]:.3f} -> {rewards[-1]:.3f}  {time.perf_counter() - begun:.0f} s",
+        flush=True,
     )
 
 
 def table(curves: dict[str, list[list[float]]], k: int) -> str:
-    """Markdown: the mean over the first and the last k measurements, and the range of the gains over the seeds."""
+    """Return Markdown with the means over the first and last k measurements, and the range of the gains over the seeds."""
     steps, seeds = (len(next(iter(curves.values()))[0]) - 1, len(next(iter(curves.values()))))
     lines = [
         f"Held-out reward of each preset on `digit_sequence` (1M parameters, {steps} steps of {ANSWERS} answers, "
@@ -175,7 +176,7 @@ def splice(page: Path, text: str) -> None:
 
 
 def draw(curves: dict[str, list[list[float]]], file: Path) -> None:
-    """One panel a preset: the mean over the seeds and the range between them, with grpo's mean behind."""
+    """Draw one panel a preset: mean and range over the seeds, with grpo's mean in grey."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What the mathematics costs: `python benchmarks/algorithms.py`.
+"""Measure the cost of the mathematics: `python benchmarks/algorithms.py`.
 
     estimators   seconds of every registered advantage estimator on 8,192 sequences of up to 2,048 tokens, in groups of 8:
                  once in one piece, once with tool output (a fifth of the tokens has mask 0). The bound is 0.5 s.
@@ -7,8 +7,8 @@
     memory       peak memory of log-probs and entropies from hidden states, forward and backward, in chunks and from the
                  whole table of logits, at a vocabulary of 32,768. The bound is 4x less.
 
-Wall time is what a run waits for; processor time, of all threads, depends less on what else the machine does. Estimators
-show the fastest of their calls, losses a median.
+A run waits for wall time. Processor time, of all threads, depends less on other load of the machine. Estimators show the
+fastest of their calls, losses a median.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ MIB = 2**20
 
 
 def names(registry: Any) -> list[str]:
-    """Registered entries by their first name."""
+    """Return the registered entries by their first name."""
     return [name for name in registry if registry.get(name).name == name]
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """Wall and processor seconds of one call."""
+    """Return wall and processor seconds of one call."""
     wall, processor = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - processor
 
 
 def medians(times: list[tuple[float, float]]) -> tuple[float, float]:
-    """Of wall and processor seconds."""
+    """Return the medians of wall and processor seconds."""
     walls, processors = zip(*times, strict=True)
     return statistics.median(walls), statistics.median(processors)
 
@@ -63,7 +63,7 @@ def medians(times: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def estimator_inputs(rows: int, tokens: int, *, gaps: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Rewards, mask and everything an estimator may need; a score of 0 or 1 on the last token."""
+    """Return rewards, mask and all inputs of estimators; the last token has a score of 0 or 1."""
     lengths = torch.randint(1, tokens + 1, (rows,))
     mask = torch.arange(tokens) < lengths[:, None]
     if gaps:
@@ -87,7 +87,7 @@ def estimator_inputs(rows: int, tokens: int, *, gaps: bool) -> tuple[Tensor, Ten
 
 
 def fastest(name: str, rewards: Tensor, mask: Tensor, inputs: dict[str, Any], *, repeats: int) -> tuple[float, float]:
-    """Least wall and processor seconds of an estimator, after one call to warm up."""
+    """Return the least wall and processor seconds of an estimator, after one call to warm up."""
     estimator = advantage_estimators.get(name)
     times = [timed(lambda: estimator(rewards, mask, **inputs)) for _ in range(repeats + 1)][1:]
     walls, processors = zip(*times, strict=True)
@@ -103,11 +103,11 @@ def estimators(arguments: argparse.Namespace) -> None:
     for gaps in (False, True):
         torch.manual_seed(0)
         call = estimator_inputs(rows, tokens, gaps=gaps)
-        for name, found in cells.items():
-            found.append(fastest(name, *call, repeats=arguments.repeats))
-    for name, found in cells.items():
-        text = "".join(f"{f'{wall:.3f} ({processor:.3f})':>18}" for wall, processor in found)
-        print(f"{name:32}{text}{verdict(max(wall for wall, _ in found) <= ESTIMATOR_BOUND)}")
+        for name, times in cells.items():
+            times.append(fastest(name, *call, repeats=arguments.repeats))
+    for name, times in cells.items():
+        text = "".join(f"{f'{wall:.3f} ({processor:.3f})':>18}" for wall, processor in times)
+        print(f"{name:32}{text}{verdict(max(wall for wall, _ in times) <= ESTIMATOR_BOUND)}")
 
 
 # ------------------------------------------------------------------------------------------------------------- losses
@@ -127,13 +127,13 @@ def losses(arguments: argparse.Namespace) -> None:
 
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names(policy_losses)}
     for turn in range(arguments.repeats + 1):
-        for name, found in times.items():
-            found += [timed(lambda n=name: step(n))][: 1 if turn else 0]
+        for name, taken in times.items():
+            taken += [timed(lambda n=name: step(n))][: 1 if turn else 0]
     wall_of_vanilla, processor_of_vanilla = medians(times["vanilla"])
     print(f"\npolicy losses, 1024 x 1024 tokens, forward and backward, bound {LOSS_BOUND}x of vanilla")
     print(f"{'':32}{'wall s':>10}{'ratio':>8}{'processor s':>14}{'ratio':>8}")
-    for name, found in times.items():
-        wall, processor = medians(found)
+    for name, taken in times.items():
+        wall, processor = medians(taken)
         ratios = wall / wall_of_vanilla, processor / processor_of_vanilla
         text = f"{name:32}{wall:10.3f}{ratios[0]:7.2f}x{processor:14.3f}{ratios[1]:7.2f}x"
         print(text + verdict(min(ratios) <= LOSS_BOUND))
@@ -143,7 +143,7 @@ def losses(arguments: argparse.Namespace) -> None:
 
 
 def peak_of(how: str, tokens: int, vocabulary: int, device: str) -> int:
-    """Bytes above what was there before, at the peak of one forward and backward pass. Run in a process of its own."""
+    """Return the peak bytes of one forward and backward pass, above those before it. Run it in a separate process."""
     width = 64
     hidden = torch.randn(tokens, width, device=device, requires_grad=True)
     weight = torch.randn(vocabulary, width, device=device, requires_grad=True)
@@ -163,7 +163,7 @@ def peak_of(how: str, tokens: int, vocabulary: int, device: str) -> int:
 
 
 def memory(device: str, *, peak: bool = False) -> int:
-    """Bytes in use by this process, or the most there ever were."""
+    """Return the bytes in use by this process, or their peak."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     if peak:
@@ -172,7 +172,7 @@ def memory(device: str, *, peak: bool = False) -> int:
 
 
 def memories(arguments: argparse.Namespace) -> None:
-    """Print the peaks of both ways, each measured in a process of its own."""
+    """Print the peaks of both ways, each measured in a separate process."""
     command = [sys.executable, __file__, "--device", arguments.device, "--threads", str(arguments.threads)]
     command += ["--memory-tokens", str(arguments.memory_tokens), "--vocabulary", str(arguments.vocabulary)]
     peaks = {}
@@ -191,12 +191,12 @@ def memories(arguments: argparse.Namespace) -> None:
 
 
 def verdict(good: bool) -> str:
-    """Empty, or a note."""
+    """Return an empty string, or a note that the bound is missed."""
     return "" if good else "   OUT OF BOUND"
 
 
 def main() -> None:
-    """Run the parts asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rows", type=int, default=8192, help="sequences, for the estimators")

@@ -1,9 +1,9 @@
-"""How long a step waits for its checkpoint: `python benchmarks/checkpoints.py`.
+"""Measure how long a step waits for its checkpoint: `python benchmarks/checkpoints.py`.
 
 A Qwen3 of random parameters is trained with AdamW, and saved after every third update into a directory: once in the background,
-once while training waits. A save is 12 bytes a parameter: float32 weights and AdamW's two averages. Printed are the
-seconds of an ordinary update; those by which the run stood still at a save (staging, and waiting for the save before);
-those until the checkpoint had appeared; and the share of its seconds that the run did not wait for.
+once while training waits. A save is 12 bytes a parameter: float32 weights and AdamW's two averages. The script prints the seconds
+of an ordinary update, those that the run waited at a save (staging, and the save before), and those until the checkpoint was
+complete. It also prints the share of these seconds that the run did not wait.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.generation.attention import use_hone_attention
+from hone.models.heads import PolicyHead
+from hone.models.routing import use_hone_attention
+from hone.training.backends.local import LocalBackend
 from hone.training.checkpoints.store import CheckpointStore
-from hone.training.engine import TrainEngine
-from hone.training.heads import PolicyHead
+from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective
 
 ROWS, TOKENS, WORDS = 8, 128, 8192
 
 
-def make_engine(layers: int) -> TrainEngine:
-    """An engine over a model of about ``10 + 4.2 * layers`` million parameters."""
+def make_engine(layers: int) -> LocalBackend:
+    """Return an engine over a model of about ``10 + 4.2 * layers`` million parameters."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=WORDS,
@@ -46,11 +47,12 @@ def make_engine(layers: int) -> TrainEngine:
     )
     model = Qwen3ForCausalLM(config)
     use_hone_attention(model)
-    return TrainEngine(model, PolicyHead(1.0), optim=OptimConfig(lr=1e-4), device=torch.device("cpu"))
+    settings = TrainSettings(torch.device("cpu"), optim=OptimConfig(lr=1e-4))
+    return LocalBackend(model, PolicyHead(1.0), settings)
 
 
 def make_batch() -> Batch:
-    """Random prompts and responses."""
+    """Return random prompts and responses."""
     lengths = torch.full((ROWS,), TOKENS)
     ids = torch.randint(0, WORDS, (ROWS * TOKENS,), generator=torch.Generator().manual_seed(1))
     responses = Ragged.from_lengths(ids, lengths)
@@ -59,14 +61,14 @@ def make_batch() -> Batch:
     return Batch({**columns, "uid": [str(row) for row in range(ROWS)]})
 
 
-def measure(engine: TrainEngine, batch: Batch, root: Path, *, background: bool, saves: int) -> dict[str, float]:
-    """Median seconds of an update, of the wait at a save, and until a checkpoint appeared."""
+def measure(engine: LocalBackend, batch: Batch, root: Path, *, background: bool, saves: int) -> dict[str, float]:
+    """Return median seconds of an update, of the wait at a save, and until a checkpoint was complete."""
     store = CheckpointStore(root, keep=1, background=background)
-    updates, beside, waits, whole = [], [], [], []
+    updates, during, waits, whole = [], [], [], []
     for step in range(1, 3 * saves + 1):
         started = time.perf_counter()
         engine.train_batch(batch, imitation_objective(), step=0)
-        (beside if step % 3 == 1 and step > 1 else updates).append(time.perf_counter() - started)
+        (during if step % 3 == 1 and step > 1 else updates).append(time.perf_counter() - started)
         if step % 3 == 0:
             started, ended = time.perf_counter(), [0.0]
             write = engine.stage(str(store.begin(step)), "actor")
@@ -81,7 +83,7 @@ def measure(engine: TrainEngine, batch: Batch, root: Path, *, background: bool, 
     store.wait()
     return {
         "update": statistics.median(updates),
-        "update beside a save": statistics.median(beside),
+        "update during a save": statistics.median(during),
         "wait": statistics.median(waits),
         "save": statistics.median(ended[0] - started for started, ended in whole),
     }
@@ -101,12 +103,12 @@ def main() -> None:
     count = sum(parameter.numel() for parameter in engine.model.parameters())
     print(f"{count / 1e6:.1f}M parameters, {count * 12 / 1e6:.0f} MB a checkpoint")
     engine.train_batch(batch, imitation_objective(), step=0)
-    found = {}
+    results = {}
     for name, background in (("waiting", False), ("background", True)):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as root:
-            found[name] = measure(engine, batch, Path(root), background=background, saves=arguments.saves)
-        print(name + ": " + ", ".join(f"{key} {seconds:.3f} s" for key, seconds in found[name].items()))
-    background, waiting = found["background"], found["waiting"]
+            results[name] = measure(engine, batch, Path(root), background=background, saves=arguments.saves)
+        print(name + ": " + ", ".join(f"{key} {seconds:.3f} s" for key, seconds in results[name].items()))
+    background, waiting = results["background"], results["waiting"]
     print(f"the run waits {background['wait'] / waiting['wait']:.1%} of what it would wait without the background")
 
 

@@ -1,10 +1,10 @@
-"""How long `hone config check` takes on a large dataset and a large model: `python benchmarks/config_check.py`.
+"""Measure `hone config check` on a large dataset and a large model: `python benchmarks/config_check.py`.
 
-100,000 rows of chat messages with a system message, worded problems of 40 to 2,000 characters, in one parquet file; the model
-directory has the shape and the files of a 7-billion-parameter model, with a byte-level BPE tokenizer of 152,000 tokens, and
-weight files of headers only: no weights exist, so none can be read. The bound is 10 s of wall time on two cores and 2 GB.
+The dataset has 100,000 rows of chat messages with a system message: word problems of 40 to 2,000 characters, in one parquet file.
+The model directory has the shape and the files of a 7-billion-parameter model, with a byte-level BPE tokenizer of 152,000 tokens. Its
+weight files have only headers: no weights exist, so none can be read. The bound is 10 s of wall time on two cores and 2 GB.
 
-Seconds of processor time are those of the command with all processes that it started; memory is the peak of the largest one.
+Processor time is that of the command with all processes that it started; memory is the peak of the largest one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TEMPLATE = (
 
 
 def main() -> None:
-    """Make the files, check them several times, print what it took."""
+    """Make the files, check them several times, print time and memory."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=3)
@@ -71,16 +71,16 @@ def main() -> None:
 
 
 def make_data(file: Path, rows: int) -> None:
-    """Worded problems as chat messages, all of them different."""
+    """Write word problems as chat messages, all of them different."""
     draw = random.Random(0)
     names, things = list(NAMES), list(OBJECTS)
 
     def question(number: int) -> str:
         sentences = max(1, min(40, round(draw.lognormvariate(1.8, 0.7))))
-        told = (f"{draw.choice(names)} has {draw.randrange(99)} {draw.choice(things)}." for _ in range(sentences))
-        return f"Problem {number}. {' '.join(told)} How many {draw.choice(things)} are there?"
+        facts = (f"{draw.choice(names)} has {draw.randrange(99)} {draw.choice(things)}." for _ in range(sentences))
+        return f"Problem {number}. {' '.join(facts)} How many {draw.choice(things)} are there?"
 
-    system = {"role": "system", "content": "You solve problems step by step. Write the answer behind ####."}
+    system = {"role": "system", "content": "You solve problems step by step. Write the answer after ####."}
     batches = range(0, rows, 10_000)
     with pq.ParquetWriter(file, SCHEMA) as writer:
         for first in batches:
@@ -114,7 +114,7 @@ SCHEMA = pa.schema(
 
 
 def make_model(folder: Path) -> None:
-    """A model directory without weights: config, tokenizer, and the headers of the weight files."""
+    """Make a model directory without weights: config, tokenizer, and the headers of the weight files."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCABULARY - 1]}))
@@ -136,7 +136,7 @@ def make_model(folder: Path) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose merges make all pairs of letters, then longer pieces, up to the size of the vocabulary."""
+    """Make byte-level BPE whose merges give all pairs of letters, then longer strings, up to the size of the vocabulary."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens, merges = dict.fromkeys(letters), []
     pairs = itertools.product(letters, letters)
@@ -158,7 +158,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def check_command(folder: Path) -> list[str]:
-    """The words behind `hone`."""
+    """Return the arguments of `hone`."""
     actor = "actor_rollout_ref.actor"
     return [
         *("config", "check", "--preset", "grpo"),
@@ -169,7 +169,7 @@ def check_command(folder: Path) -> list[str]:
 
 
 def measured(words: list[str], folder: Path) -> tuple[float, float, int]:
-    """Wall seconds, processor seconds and peak bytes of a Python command that must end well."""
+    """Return wall seconds, processor seconds and peak bytes of a Python command that must succeed."""
     begun = time.perf_counter()
     with (folder / "said").open("w") as said:
         process = subprocess.Popen([sys.executable, *words], stdout=said, stderr=said, cwd=folder)

@@ -1,15 +1,15 @@
-"""What a step costs the driver of a cluster: `python benchmarks/dispatch.py`.
+"""Measure what a step costs the driver of a cluster: `python benchmarks/dispatch.py`.
 
 16,384 sequences of 4,096 tokens (2,048 prompts of 512 tokens, 8 answers each) go through the calls of a GRPO step: play, check,
 score, log-probs, reference log-probs, advantages, update, publish, report. The driver divides the rows by their work, sends
-every worker the bookkeeping of its rows, and puts the answers together.
+every worker the metadata of its rows, and joins the answers.
 
---ranks: so many workers are simulated: every call is pickled as for a worker, and every answer unpickled as from one, but no
-process computes. Printed are the driver's seconds of CPU for a step (it has one thread), the fastest of some, and by how much its
-memory has grown over the steps.
+--ranks: the number of simulated workers. Every call is pickled as for a worker, and every answer unpickled as from one, but no
+process computes. The script prints the driver's CPU seconds of the fastest step (it has one thread), and the growth of its memory
+over the steps.
 
---real N: N worker processes on a real Ray, which make and read columns of the real size (one int64 a token): the driver's
-CPU time for a step of those calls, with Ray's own, and its memory.
+--real N: N worker processes on a real Ray, which make and read columns of the real size (one int64 a token). The script prints the
+driver's CPU time for a step of those calls, with Ray's own, and its memory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hone.cluster.ray.runtime import RayRuntime
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Shard, Stored
 from hone.cluster.roles import RoleUpdate, mini_batches
 from hone.config import RLConfig, load_config
+from hone.config.parallel_layout import Layout
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.types import Sample
 from hone.generation.protocol import SamplingParams
-from hone.trainers.step_work import StepWork
-from hone.training.layout import Layout
+from hone.trainers.batch_ops import BatchOps
 
 PROMPTS, N, PROMPT_LENGTH, TOKENS = 2048, 8, 512, 4096
 SAMPLED = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs"), ("index", "data_source", "trajectory")
@@ -52,34 +52,34 @@ SAMPLED = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs"), 
 
 @dataclass(frozen=True)
 class Answered:
-    """The pickled answer of a simulated worker; it takes the place of Ray's reference to one."""
+    """Pickled answer of a simulated worker, in place of Ray's reference."""
 
     data: bytes
 
 
 class SimulatedFailures(Failures):
-    """Waits for nobody."""
+    """Failure watch that never waits."""
 
     def __init__(self) -> None:
         pass
 
-    def answers(self, posts: Any, timeout: float | None = None) -> list[Any]:
+    def answers(self, calls: Any, timeout: float | None = None) -> list[Any]:
         """Unpickle every answer."""
-        return [pickle.loads(post.ref.data) for post in posts]
+        return [pickle.loads(post.ref.data) for post in calls]
 
 
 class SimulatedHost:
-    """Pickles what it is sent, and answers as a worker would: with references to as many rows."""
+    """Simulated worker that pickles its arguments and answers with references to the same number of rows."""
 
     counter = 0
     elsewhere = 0.0
-    """Seconds that the workers would have spent."""
+    """Seconds that real workers would have spent."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self.call, self._lengths = self, lengths
 
     def remote(self, role: str, method: str, args: Any, kwargs: Any) -> Answered:
-        """One call."""
+        """Answer one call."""
         pickle.dumps((role, method, args, kwargs), protocol=5)
         started = time.process_time()
         answer = Answered(pickle.dumps(self._answer(method, args), protocol=5))
@@ -109,35 +109,35 @@ class SimulatedHost:
 
 
 def groups_of(ranks: int, lengths: np.ndarray) -> dict[str, WorkerGroup]:
-    """The groups of a GRPO run with a reference, of simulated workers."""
+    """Return the groups of a GRPO run with a reference, of simulated workers."""
     config = load_config(RLConfig, ["actor_rollout_ref.actor.use_kl_loss=true"])
     hosts, layout, failures = (
         [SimulatedHost(lengths) for _ in range(ranks)],
         Layout(ranks, dp_shard=ranks),
         SimulatedFailures(),
     )
-    roles = [*model_roles(config), RoleSpec("work", StepWork)]
+    roles = [*model_roles(config), RoleSpec("work", BatchOps)]
     return {role.name: WorkerGroup(role, hosts, "main", layout, failures) for role in roles}
 
 
 def step(groups: dict[str, WorkerGroup], samples: list[Sample]) -> dict[str, float]:
-    """The calls of a step, one after the other; CPU seconds of each."""
+    """Make the calls of a step one after the other; return the CPU seconds of each."""
     actor, work, rollout, seconds = groups["actor"], groups["work"], groups["rollout"], {}
 
     def timed(name: str, ask: Any) -> Any:
         SimulatedHost.elsewhere, started = 0.0, time.process_time()
-        found = ask().result()
+        answer = ask().result()
         seconds[name] = time.process_time() - started - SimulatedHost.elsewhere
-        return found
+        return answer
 
     batch: RemoteBatch = timed("play", lambda: rollout.play(samples, SamplingParams(), n=N, seeding=(1, "rollout", 1)))
     timed("check", lambda: work.check_sampled(batch))
     batch = batch.updated(timed("score", lambda: work.score(batch, training=True)))
     batch = batch.updated(timed("rewards", lambda: work.place_rewards(batch)))
-    found = timed("log-probs", lambda: actor.log_probs(batch, with_entropy=True))
-    batch = batch.updated(found.rename({"log_probs": "old_log_probs"}))
-    found = timed("reference", lambda: groups["reference"].log_probs(batch))
-    batch = batch.updated(found.rename({"log_probs": "ref_log_probs"}))
+    log_probs = timed("log-probs", lambda: actor.log_probs(batch, with_entropy=True))
+    batch = batch.updated(log_probs.rename({"log_probs": "old_log_probs"}))
+    log_probs = timed("reference", lambda: groups["reference"].log_probs(batch))
+    batch = batch.updated(log_probs.rename({"log_probs": "ref_log_probs"}))
     batch = batch.updated(timed("advantages", lambda: work.advantages(batch)))
     minis = mini_batches(batch.uids, PROMPTS, 1, None)
     timed("update", lambda: actor.update(batch, minis, 0))
@@ -159,7 +159,7 @@ def simulate(ranks: int, repeats: int, detail: bool) -> None:
     for _ in range(repeats + 1):
         seen.append(step(groups, samples))
         memory.append(process.memory_info().rss / 2**20)
-    seconds = min(sum(found.values()) for found in seen[1:])
+    seconds = min(sum(calls.values()) for calls in seen[1:])
     print(
         f"{ranks:6} ranks  {seconds:7.3f} s of CPU a step   memory {memory[1]:6.0f} -> {memory[-1]:6.0f} MiB",
         flush=True,
@@ -173,27 +173,27 @@ def simulate(ranks: int, repeats: int, detail: bool) -> None:
 
 
 class Columns:
-    """A role that makes and reads token columns, and does nothing else."""
+    """Role that only makes and reads token columns."""
 
     def __init__(self, context: WorkerContext) -> None:
         pass
 
     @dispatch(Split.ROWS)
     def make(self, uids: list[str]) -> Batch:
-        """The rows of a rollout."""
+        """Return the rows of a rollout."""
         offsets = torch.arange(len(uids) + 1) * TOKENS
         ids = Ragged(torch.zeros(len(uids) * TOKENS, dtype=torch.int64), offsets)
         return Batch({"uid": list(uids), "prompt_ids": Ragged(torch.zeros(0, dtype=torch.int64), offsets * 0), "response_ids": ids})  # fmt: skip
 
     @dispatch(Split.ROWS)
     def log_probs(self, batch: Batch) -> Batch:
-        """A column a token."""
+        """Return one column of tokens."""
         ids = batch.ragged("response_ids")
         return Batch({"log_probs": ids.with_values(torch.zeros(len(ids.values)))})
 
     @dispatch(Split.ZERO)
     def advantages(self, batch: Batch) -> Batch:
-        """A column a token, of one worker that sees all."""
+        """Return one column of tokens, from one worker that has all rows."""
         mask = batch.ragged("log_probs")
         return Batch({"advantages": mask.with_values(torch.zeros(len(mask.values)))})
 
@@ -211,7 +211,7 @@ def real(workers: int, sequences: int, repeats: int) -> None:
             *(f"ray.num_cpus={workers}", f"ray.object_store_memory_gb={5 * sequences * TOKENS * 8 / 2**30:.1f}"),
             f"trainer.default_local_dir={directory}/run",
         ]
-        runtime = RayRuntime(load_config(RLConfig, overrides), [RoleSpec("columns", Columns, whole=True)])
+        runtime = RayRuntime(load_config(RLConfig, overrides), [RoleSpec("columns", Columns, replicated=True)])
         group, process = runtime.group("columns"), psutil.Process()
         try:
             for repeat in range(repeats + 1):

@@ -1,11 +1,11 @@
-"""What the driver itself costs in a step of 1,024 sequences: `python benchmarks/driver_overhead.py`.
+"""Measure the driver's cost in a step of 1,024 sequences: `python benchmarks/driver_overhead.py`.
 
 128 prompts of 32 tokens, n=8, 32 response tokens each, a Qwen3 of 1 million random parameters: many short sequences and
-a small model, the hardest case for whatever is not model. The real `RLTrainer` steps; everything in a step that is not
+a small model, the hardest case for all work outside the model. The real `RLTrainer` steps. Everything in a step that is not
 generation, forward, backward, optimizer or reward counts as overhead (`perf/driver_overhead_ratio`): building and reordering
 batches, planning and packing micro-batches, advantages, invariants, metrics. The bound is 5 %.
 
---profile shows where the time outside generation, reward and the model's passes goes, by function.
+--profile shows by function where the time outside generation, reward and the model's passes goes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from hone.config import RLConfig, load_config
+from hone.models.init import init_model
 from hone.trainers.rl import RLTrainer
-from hone.training.init_model import init_model
 
 HERE = Path(__file__).resolve().parent
 WORDS, PROMPTS, N, PROMPT_LENGTH, RESPONSE_LENGTH = 512, 128, 8, 32, 32
 
 
 def make_files(directory: Path) -> None:
-    """Write a tokenizer of one word a token, `model/` and `prompts.jsonl`."""
+    """Write a tokenizer of one word per token, `model/` and `prompts.jsonl`."""
     words = Tokenizer(
         models.WordLevel({**{str(i): i for i in range(WORDS - 2)}, "<end>": WORDS - 2, "<pad>": WORDS - 1}, "0")
     )
@@ -54,8 +54,8 @@ def make_files(directory: Path) -> None:
 
 
 def make_trainer(files: Path, threads: int, overrides: list[str]) -> RLTrainer:
-    """The trainer of the benchmark."""
-    own = [
+    """Return the trainer of the benchmark."""
+    settings = [
         f"data.train_files={files}/prompts.jsonl",
         f"data.max_prompt_length={PROMPT_LENGTH}",
         f"data.max_response_length={RESPONSE_LENGTH}",
@@ -73,13 +73,13 @@ def make_trainer(files: Path, threads: int, overrides: list[str]) -> RLTrainer:
         "trainer.test_freq=0",
         "trainer.rollout_dump_freq=0",
     ]
-    return RLTrainer(load_config(RLConfig, [*own, *overrides]))
+    return RLTrainer(load_config(RLConfig, [*settings, *overrides]))
 
 
 async def steps(
     trainer: RLTrainer, warm_up: int, repeats: int, profile: cProfile.Profile | None
 ) -> list[dict[str, float]]:
-    """Metrics of the timed steps."""
+    """Return the metrics of the timed steps."""
     seen = []
     for repeat in range(warm_up + repeats):
         trainer.step += 1

@@ -1,11 +1,11 @@
-"""The native engine against vLLM on one machine in one run: `python benchmarks/engines.py` (needs `hone engines install vllm --cpu`).
+"""Compare the native engine with vLLM on one machine in one run: `python benchmarks/engines.py` (needs `hone engines install vllm --cpu`).
 
 A Qwen3 of 5 or 30 million random parameters (vocabulary 512) answers 64 prompts of 64 tokens with 128 tokens each, sampled at
-temperature 1; every token comes with its log-probs. Both have the same number of threads. Runs alternate, so that whatever else
-the machine does hits both; the ratio is that of the medians.
+temperature 1; every token comes with its log-probs. Both have the same number of threads. Runs alternate, so that other load on the
+machine affects both; the ratio is that of the medians.
 
-Then the same through whole GRPO steps, publication of the new weights included (`--only steps`; `--only tokens` leaves them out): 8
-prompts of 64 tokens with 8 answers of 128 tokens each, with the run's own trainer.
+Then it compares whole GRPO steps, weight sync included (`--only steps`; `--only tokens` leaves them out): 8 prompts of 64 tokens with 8
+answers of 128 tokens each, with the run's own trainer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils.logging import disable_progress_bar
 
 from hone.generation import ENGINES
-from hone.generation.attention import use_hone_attention
 from hone.generation.environments import interpreter_of
 from hone.generation.protocol import Engine, GenerationRequest, SamplingParams
 from hone.generation.remote import LaunchPlan, ServedEngine
+from hone.models.routing import use_hone_attention
 
 PROMPTS, PROMPT_LENGTH, TOKENS, VOCABULARY = 64, 64, 128, 512
 LONGEST = PROMPT_LENGTH + TOKENS
@@ -36,7 +36,7 @@ SHAPES = {"5M": (256, 6), "30M": (512, 10)}
 
 
 def make_model(size: str) -> PreTrainedModel:
-    """Random weights."""
+    """Return a model with random weights."""
     torch.manual_seed(0)
     hidden, layers = SHAPES[size]
     config = Qwen3Config(
@@ -54,7 +54,7 @@ def make_model(size: str) -> PreTrainedModel:
 
 
 def open_engines(model: PreTrainedModel, dtype: str, folder: str) -> dict[str, Engine]:
-    """The native engine in this process, and vLLM in its own."""
+    """Return the native engine in this process, and vLLM in a separate one."""
     model.save_pretrained(folder)
     words = {f"t{number}": number for number in range(VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")))
@@ -82,13 +82,13 @@ def open_engines(model: PreTrainedModel, dtype: str, folder: str) -> dict[str, E
 
 
 def serve(engine: Engine, seed: int) -> float:
-    """Tokens per second of one round; prompts are new in every round, so that no prefix is known already."""
+    """Return tokens per second of one round; prompts are new in every round, so that no prefix is cached."""
     prompts = torch.randint(0, VOCABULARY, (PROMPTS, PROMPT_LENGTH), generator=torch.Generator().manual_seed(seed))
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    asked = [GenerationRequest(str(i), ids, sampling, seed=i) for i, ids in enumerate(prompts.tolist())]
+    requests = [GenerationRequest(str(i), ids, sampling, seed=i) for i, ids in enumerate(prompts.tolist())]
 
     async def answer() -> int:
-        return sum([len(done.token_ids) async for done in engine.generate(asked)])
+        return sum([len(done.token_ids) async for done in engine.generate(requests)])
 
     begun = time.perf_counter()
     return asyncio.run(answer()) / (time.perf_counter() - begun)
@@ -106,13 +106,13 @@ def compare_tokens(size: str, dtype: str, repeats: int) -> None:
                     speeds[name].append(speed)
         for engine in engines.values():
             engine.close()
-    median = {name: statistics.median(found) for name, found in speeds.items()}
+    median = {name: statistics.median(taken) for name, taken in speeds.items()}
     shown = "  ".join(f"{name} {value:7.0f} tokens/s" for name, value in median.items())
     print(f"{size:4} {dtype:9} {shown}   native is {median['native'] / median['vllm']:.2f}x", flush=True)
 
 
 async def compare_steps(size: str, dtype: str, repeats: int) -> None:
-    """Print seconds of a whole step with both, and what they go to."""
+    """Print seconds of a whole step with both, and of its phases."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder)
         make_files(files, *SHAPES[size])

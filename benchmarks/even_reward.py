@@ -1,4 +1,4 @@
-"""The reward of `grpo_step.py`, in both trainers' signatures: the share of even numbers among the words of a response."""
+"""Reward of `grpo_step.py`, in both trainers' signatures: the share of even numbers among the words of a response."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """Hone's signature."""
+    """Return the share, with Hone's signature."""
     words = solution_str.split()
     return sum(word[-1] in "02468" for word in words) / max(1, len(words))
 
 
 def even_share(completions: list[str], **columns: Any) -> list[float]:
-    """TRL's signature."""
+    """Return the shares, with TRL's signature."""
     return [compute_score("", text, None, None) for text in completions]

@@ -1,15 +1,15 @@
-"""Native engine against transformers `generate`, on one machine in one run: `python benchmarks/generation.py`.
+"""Compare the native engine with transformers `generate`, on one machine in one run: `python benchmarks/generation.py`.
 
-A Qwen3 of 5 million random parameters (vocabulary 512) answers 64 prompts of 64 tokens; both sample at temperature 1,
-without an end-of-sequence token, so that the work is known. The native engine also returns two log-probs a token.
+A Qwen3 of 5 million random parameters (vocabulary 512) answers 64 prompts of 64 tokens. Both sample at temperature 1, without an
+end-of-sequence token, so that the amount of work is fixed. The native engine also returns two log-probs a token.
 
     uniform      every response has 128 tokens
     groups       8 prompts of 512 tokens, 8 responses of 64 tokens to each, as in GRPO with a long prompt
     long-tailed  lengths are log-normal, median 32, longest 256; each request ends at its own length. transformers runs
-                 one batch to the longest; only wanted tokens count. The row "sorted" gives it what no rollout knows
-                 beforehand: all lengths, for four batches of 16 requests of similar length.
+                 one batch to the longest; only wanted tokens count. The row "sorted" gives it all lengths in advance, which
+                 no rollout knows, for four batches of 16 requests of similar length.
 
-Repetitions of both alternate, so that whatever else the machine does hits both; the ratio is that of the medians.
+Repetitions of both alternate, so that other load on the machine affects both; the ratio is that of the medians.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
 from hone.generation import ENGINES
-from hone.generation.attention import use_hone_attention
 from hone.generation.protocol import Engine, GenerationRequest, SamplingParams
+from hone.models.routing import use_hone_attention
 
 SEQUENCES, PROMPT_LENGTH, UNIFORM, MEDIAN, LONGEST = 64, 64, 128, 32, 256
 GROUP, GROUP_PROMPT, GROUP_RESPONSE = 8, 512, 64
@@ -37,7 +37,7 @@ VOCABULARY = 512
 
 
 def make_model(dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The same random weights for everyone."""
+    """Return a model with the same random weights in each call."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -57,7 +57,7 @@ def make_model(dtype: torch.dtype, attention: str) -> PreTrainedModel:
 
 
 def long_tailed(count: int) -> list[int]:
-    """Log-normal lengths: median MEDIAN, the longest LONGEST."""
+    """Return log-normal lengths: median MEDIAN, the longest LONGEST."""
     generator = torch.Generator().manual_seed(3)
     spread = torch.randn(count, generator=generator)
     spread = spread - spread.median()
@@ -108,7 +108,7 @@ def transformers_run(
 
 
 def interleaved(runs: dict[str, Callable[[], int]], repeats: int) -> dict[str, float]:
-    """Median tokens per second of each, after one warm-up each."""
+    """Return the median tokens per second of each, after one warm-up each."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     tokens: dict[str, int] = {}
     for repeat in range(repeats + 1):
@@ -144,17 +144,17 @@ def measure(dtype: str, repeats: int) -> None:
         max_model_len=GROUP_PROMPT + LONGEST,
     )
     prompts, long_prompts = random_prompts(SEQUENCES, PROMPT_LENGTH), random_prompts(SEQUENCES // GROUP, GROUP_PROMPT)
-    for workload, asked, lengths in (
+    for workload, ids, lengths in (
         ("uniform", prompts, [UNIFORM] * SEQUENCES),
         ("long-tailed", prompts, long_tailed(SEQUENCES)),
         ("groups", long_prompts.repeat_interleave(GROUP, 0), [GROUP_RESPONSE] * SEQUENCES),
     ):
         runs = {
-            "native": native_run(engine, asked, lengths),
-            "transformers": transformers_run(theirs, asked, lengths, SEQUENCES),
+            "native": native_run(engine, ids, lengths),
+            "transformers": transformers_run(theirs, ids, lengths, SEQUENCES),
         }
         if workload == "long-tailed":
-            runs["transformers, sorted"] = transformers_run(theirs, asked, lengths, SEQUENCES // 4)
+            runs["transformers, sorted"] = transformers_run(theirs, ids, lengths, SEQUENCES // 4)
         speed = interleaved(runs, repeats)
         for name, tokens_per_second in speed.items():
             ratio = "" if name == "native" else f"   native is {speed['native'] / tokens_per_second:.2f}x"

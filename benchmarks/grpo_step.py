@@ -1,27 +1,27 @@
-"""A whole GRPO step of Hone against TRL's `GRPOTrainer`, on one machine in one run: `python benchmarks/grpo_step.py`.
+"""Compare a whole GRPO step of Hone with TRL's `GRPOTrainer`, on one machine in one run: `python benchmarks/grpo_step.py`.
 
-Both generate, score and learn from 64 sequences (8 prompts of 64 tokens, n=8) with a Qwen3 of 5 million random
-parameters, without a KL term, one update a step, no gradient checkpointing, AdamW in float32; "bfloat16" means bfloat16
-autocast over float32 parameters on both sides. Two workloads:
+Both generate, score and learn from 64 sequences (8 prompts of 64 tokens, n=8) with a Qwen3 of 5 million random parameters. There is no
+KL term, one update a step, no gradient checkpointing, and AdamW in float32. "bfloat16" means bfloat16 autocast over float32 parameters
+on both sides. Two workloads:
 
     uniform        every response has 128 tokens
     long-tailed    responses have a median of 32 tokens, 256 at most, as if 11 of the 512 equally likely tokens ended one
 
-The lengths are given: drawn once for each step, and the same for everyone, response by response. Hone's requests ask for so many
-tokens; TRL's `generate` may draw the end where a response is to end and nowhere else.
+The lengths are given: drawn once for each step, and the same for every contestant, response by response. Hone's requests have that
+number of tokens. TRL's `generate` may draw the end only where a response is to end.
 
-    TRL            transformers `generate` and its own loss; it takes no separate old log-probs when there is one update
-                   a batch. It runs with each micro-batch size asked for; the ratio is against the faster one.
-    Hone           default settings: nothing needs old log-probs before the one update, so its own pass gives them, and
-                   engine is measured against trainer.
-    Hone, apart    actor_rollout_ref.actor.recompute_old_log_probs=true: they have a forward pass of their own, as when a
-                   batch gives several updates.
-    floor          what the products with weight matrices alone would take, if all ran as fast as the fastest of them does here
-                   (products_floor.py); attention, norms and sampling come on top.
+    TRL               transformers `generate` and TRL's loss; it takes no separate old log-probs when there is one update
+                      a batch. It runs with each requested micro-batch size; the ratio is against the faster one.
+    Hone              default settings: nothing before the one update needs old log-probs, so its forward pass gives them, and
+                      engine is measured against trainer.
+    Hone, recomputed  actor_rollout_ref.actor.recompute_old_log_probs=true: old log-probs have a separate forward pass, as when a
+                      batch gives several updates.
+    floor             time of the matmuls with weight matrices alone, if all ran as fast as the fastest of them does here
+                      (matmul_floor.py); attention, norms and sampling come on top.
 
-TRL lives in `.venv-trl`, made on the first call, and steps when told to; the contestants take turns step by step, so that
-whatever else the machine does hits all of them. Ratios are of medians of wall time; the ratio of processor time (of the
-training process) stands beside it, because it hardly depends on what else runs, above all with --threads 1.
+TRL is installed in `.venv-trl` on the first call, and takes a step on request. The contestants take turns step by step, so that other
+load on the machine affects all of them. Ratios are of medians of wall time. The ratio of processor time (of the training process) is
+printed too, because it hardly depends on other load, above all with --threads 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
-from products_floor import floor
+from matmul_floor import floor
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
@@ -60,14 +60,14 @@ WORDS, PROMPT_LENGTH, N, SEQUENCES = 512, 64, 8, 64
 
 
 class Workload(NamedTuple):
-    """How long responses are: ``longest``, or less where each token ends a response with some chance."""
+    """Lengths of responses: ``longest``, or less where each token ends a response with some chance."""
 
     name: str
     longest: int
     end: float = 0.0
 
     def lengths(self, step: int) -> list[int]:
-        """Tokens of each response of a step."""
+        """Return the number of tokens of each response of a step."""
         if not self.end:
             return [self.longest] * SEQUENCES
         draw = random.Random(f"lengths of step {step}")
@@ -79,28 +79,28 @@ WORKLOADS = (Workload("uniform", 128), Workload("long-tailed", 256, 11 / WORDS))
 
 
 class Seconds(NamedTuple):
-    """What one step took."""
+    """Cost of one step."""
 
     wall: float
     cpu: float
 
 
 class Contestant(Protocol):
-    """Takes one step at a time."""
+    """Trainer that takes one step at a time."""
 
     name: str
 
     async def step(self, lengths: list[int]) -> Seconds:
-        """Take one step, with responses of so many tokens."""
+        """Take one step, with responses of these numbers of tokens."""
         ...
 
     def close(self) -> None:
-        """Let go of processes."""
+        """Release the processes."""
         ...
 
 
 def make_files(directory: Path, hidden: int = 256, layers: int = 6) -> None:
-    """Write `model/` (random weights; one word a token, and an end that the model cannot say) and `prompts.jsonl`."""
+    """Write `model/` (random weights; one word per token, and an end that the model cannot sample) and `prompts.jsonl`."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=WORDS,
@@ -172,7 +172,7 @@ class Hone:
         engine.generate = as_given
 
     async def step(self, lengths: list[int]) -> Seconds:
-        """One step, its phases noted."""
+        """Take one step and note its phases."""
         self.trainer.step += 1
         self._lengths = iter(lengths)
         wall, cpu = time.perf_counter(), time.process_time()
@@ -192,14 +192,14 @@ class Hone:
         self.trainer.close()
 
     def _as_given(self, request: GenerationRequest) -> GenerationRequest:
-        # an engine in a process of its own is asked for a little more, to see that it has the trainer's weights
+        # an engine in a separate process gets a few requests more, which check that it has the trainer's weights
         length = next(self._lengths, request.sampling.max_tokens)
         sampling = dataclasses.replace(request.sampling, max_tokens=length)
         return dataclasses.replace(request, sampling=sampling)
 
 
 class Trl:
-    """A process in TRL's environment that steps when told to."""
+    """Process in TRL's environment that steps on request."""
 
     def __init__(self, files: Path, workload: Workload, dtype: str, threads: int, micro_batch: int) -> None:
         self.name = f"TRL, micro-batch {micro_batch}"
@@ -215,7 +215,7 @@ class Trl:
             "response_length": workload.longest,
             "end": 0 if workload.end else None,
         }
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  open while the process runs
         self._process = subprocess.Popen(
             [TRL_ENV / "bin/python", HERE / "trl_step.py", json.dumps(settings)],
             stdin=subprocess.PIPE,
@@ -232,14 +232,14 @@ class Trl:
         self.versions = self._answer()
 
     async def step(self, lengths: list[int]) -> Seconds:
-        """One step, timed in the process itself."""
+        """Take one step, timed in the process itself."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(lengths) + "\n")
         self._process.stdin.flush()
         return Seconds(**self._answer())
 
     def close(self) -> None:
-        """End of input ends the process."""
+        """End the process by the end of its input."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
@@ -255,7 +255,7 @@ class Trl:
 
 
 def ensure_trl() -> None:
-    """Make `.venv-trl`: the same torch as here first, so that no other build of it is fetched, then the latest TRL."""
+    """Make `.venv-trl`: first this torch, so that pip downloads no other build, then the latest TRL."""
     if (TRL_ENV / "complete").exists():
         return
     print(f"installing TRL into {TRL_ENV} (once; a few minutes) ...", flush=True)
@@ -269,7 +269,7 @@ def ensure_trl() -> None:
 async def measure(
     contestants: list[Contestant], workload: Workload, warm_up: int, repeats: int
 ) -> dict[str, list[Seconds]]:
-    """Seconds of each step of each, taken in turns."""
+    """Return the seconds of each step of each contestant, taken in turns."""
     seconds: dict[str, list[Seconds]] = {contestant.name: [] for contestant in contestants}
     for repeat in range(warm_up + repeats):
         for contestant in contestants if repeat % 2 else reversed(contestants):
@@ -284,7 +284,7 @@ async def measure(
 
 
 def machine(threads: int) -> str:
-    """The machine and the versions on Hone's side."""
+    """Return the machine and the versions on Hone's side."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -301,7 +301,7 @@ async def compare(files: Path, workload: Workload, dtype: str, arguments: argpar
     ours = [
         Hone("Hone", files, workload, dtype, threads, *arguments.overrides),
         Hone(
-            "Hone, apart",
+            "Hone, recomputed",
             files,
             workload,
             dtype,
@@ -332,7 +332,7 @@ async def compare(files: Path, workload: Workload, dtype: str, arguments: argpar
     responses = statistics.median(sum(workload.lengths(warm_up + repeat)) for repeat in range(arguments.repeats))
     least = floor(files / "model", SEQUENCES // N * PROMPT_LENGTH, round(responses), SEQUENCES, dtype)
     print(
-        f"{label} {'floor':22} {least.seconds:7.3f} s/step: {least.gigaflops:.0f} billion operations in products at "
+        f"{label} {'floor':22} {least.seconds:7.3f} s/step: {least.gigaflops:.0f} billion operations in matmuls at "
         f"{least.rate:.0f} a second; {best[0] / least.seconds:.2f}x as fast as TRL"
     )
     for hone in ours:

@@ -1,15 +1,15 @@
-"""Training throughput of several processes against one, one thread each: `python benchmarks/scaling.py`.
+"""Compare the training throughput of several processes with that of one, one thread each: `python benchmarks/scaling.py`.
 
 A Qwen3 of random weights is updated on the same mini-batch of ragged sequences: whole in one process, and divided over several by
-each layout asked for (gloo, on this machine). Data-parallel ranks share the rows, balanced by the work they make; sequence- and
-tensor-parallel ranks share every row. The contestants take turns update by update, so that whatever else the machine does hits
-all of them. Throughput is tokens a second of wall time, from the medians; the ratio of processor time (one process's against
-the busiest rank's) stands beside it, because it hardly depends on what else runs.
+each requested layout (gloo, on this machine). Data-parallel ranks share the rows, balanced by their work; sequence- and
+tensor-parallel ranks share every row. The contestants take turns update by update, so that other load on the machine affects all of
+them. Throughput is tokens a second of wall time, from the medians. The ratio of processor time (one process's against the busiest
+rank's) is printed too, because it hardly depends on other load.
 
     --world 2 --updates 5 --tokens 16384 --hidden 256 --layers 6 --layouts fsdp,fsdp-kept,sequence,tensor
 
-A small model reads and writes much memory for each multiplication, and two cores share their memory: `--hidden 512 --layers 10`
-(30 million parameters) tells how much of what is lost that is.
+A small model reads and writes much memory for each multiplication, and two cores share their memory. `--hidden 512 --layers 10`
+(30 million parameters) shows how much of the loss that is.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "copies": {"fsdp_config": {"fsdp_size": 1}},
     "sequence": {"ulysses_sequence_parallel_size": 2},
     "tensor": {"tensor_model_parallel_size": 2},
-    "apart": {},
+    "separate": {},
 }
-"""Settings of each layout; in ``apart`` every process trains by itself, on its share of the rows: what the machine itself allows."""
+"""Settings of each layout; in ``separate`` every process trains alone on its share of the rows, which is the machine's limit."""
 
 
 class Plan(NamedTuple):
-    """What is trained."""
+    """Model, mini-batch size and dtype of the training."""
 
     model: str
     tokens: int
@@ -52,7 +52,7 @@ class Measured(NamedTuple):
 
 
 class Contestant:
-    """Processes that train when told to."""
+    """Processes that train on request."""
 
     def __init__(self, plan: Plan, world: int, layout: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,11 +69,11 @@ class Contestant:
             pipe.recv()
 
     def update(self) -> Measured:
-        """One optimizer update."""
+        """Make one optimizer update."""
         for pipe in self.pipes:
             pipe.send("update")
-        found: list[Measured] = [pipe.recv() for pipe in self.pipes]
-        return Measured(max(m.wall for m in found), max(m.processor for m in found), found[0].norm)
+        measured: list[Measured] = [pipe.recv() for pipe in self.pipes]
+        return Measured(max(m.wall for m in measured), max(m.processor for m in measured), measured[0].norm)
 
     def stop(self) -> None:
         """End the processes."""
@@ -83,37 +83,37 @@ class Contestant:
 
 
 def serve(pipe: Any, plan: Plan, rank: int, world: int, meeting: str, name: str) -> None:
-    """A rank: builds its part of the model, then updates it as often as it is told."""
+    """Run a rank: build its part of the model, then update it on each request."""
     import torch
     import torch.distributed as dist
 
     from hone.config.model import ModelConfig, OptimConfig
     from hone.config.parallel import FsdpConfig, ParallelConfig
-    from hone.training.build import build_engine
-    from hone.training.heads import PolicyHead
-    from hone.training.layout import Layout
+    from hone.config.parallel_layout import Layout
+    from hone.models.heads import PolicyHead
+    from hone.training.backends.build import build_train_backend
+    from hone.training.engine import TrainSettings
+    from hone.training.layout import build_meshes
     from hone.training.objectives import imitation_objective
 
     torch.set_num_threads(1)
-    parallel, together = LAYOUTS[name], 1 if name == "apart" else world
+    parallel, together = LAYOUTS[name], 1 if name == "separate" else world
     sizes: dict[str, Any] = parallel | {"fsdp_config": FsdpConfig(**parallel.get("fsdp_config", {}))}
     config = ParallelConfig(**sizes)
     layout, meshes = Layout.plan(together, config), None
     if together > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        meshes = layout.meshes("cpu")
-    engine = build_engine(
+        meshes = build_meshes(layout, "cpu")
+    engine = build_train_backend(
         "policy",
         ModelConfig(path=plan.model),
         PolicyHead(),
+        TrainSettings(torch.device("cpu"), optim=OptimConfig(lr=1e-4), dtype=plan.dtype),
         parallel=config,
         meshes=meshes,
         seed=0,
-        device=torch.device("cpu"),
-        optim=OptimConfig(lr=1e-4),
-        dtype=plan.dtype,
     )
-    shares, place = (world, rank) if name == "apart" else (layout.dp_size, layout.dp_rank(rank))
+    shares, place = (world, rank) if name == "separate" else (layout.dp_size, layout.dp_rank(rank))
     batch = share(plan.tokens, shares, place)
     pipe.send("ready")
     step = 0
@@ -126,7 +126,7 @@ def serve(pipe: Any, plan: Plan, rank: int, world: int, meeting: str, name: str)
 
 
 def share(tokens: int, shares: int, place: int) -> Any:
-    """Share ``place`` of a mini-batch of about ``tokens`` tokens: responses of 32 to 480 to prompts of 32, balanced by work."""
+    """Return share ``place`` of a mini-batch of about ``tokens`` tokens: responses of 32 to 480 to prompts of 32, balanced by work."""
     import torch
 
     from hone.data.balance import Lengths, balance
@@ -146,13 +146,13 @@ def share(tokens: int, shares: int, place: int) -> Any:
             "response_mask": responses.with_values(torch.ones_like(responses.values)),
         }
     )
-    rows = balance(Lengths.of(prompts, lengths, [str(row) for row in range(len(lengths))]), shares)
+    rows = balance(Lengths.from_uids(prompts, lengths, [str(row) for row in range(len(lengths))]), shares)
     assert rows is not None
     return batch.reorder(rows[place])
 
 
 def save_model(directory: str, hidden: int, layers: int) -> int:
-    """A Qwen3 of random weights; returns its parameters."""
+    """Save a Qwen3 of random weights and return its number of parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="width of the model")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--layouts", default="fsdp,fsdp-kept,copies,sequence,tensor,apart")
+    parser.add_argument("--layouts", default="fsdp,fsdp-kept,copies,sequence,tensor,separate")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as directory:
@@ -211,12 +211,12 @@ def report(times: dict[str, list[Measured]], parameters: int, arguments: argpars
         f"{arguments.updates} updates; {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
     one = times["one process"]
-    norms = {name: found[-1].norm for name, found in times.items()}
+    norms = {name: updates[-1].norm for name, updates in times.items()}
     print(f"{'':14} {'s an update':>12} {'tokens/s':>10} {'x wall':>8} {'x processor':>12} {'norm of gradient':>18}")
-    for name, found in times.items():
-        wall = statistics.median(m.wall for m in found)
-        speed = statistics.median(a.wall / b.wall for a, b in zip(one, found, strict=True))
-        work = statistics.median(a.processor / b.processor for a, b in zip(one, found, strict=True))
+    for name, updates in times.items():
+        wall = statistics.median(m.wall for m in updates)
+        speed = statistics.median(a.wall / b.wall for a, b in zip(one, updates, strict=True))
+        work = statistics.median(a.processor / b.processor for a, b in zip(one, updates, strict=True))
         print(f"{name:14} {wall:12.2f} {arguments.tokens / wall:10.0f} {speed:8.2f} {work:12.2f} {norms[name]:18.6f}")
 
 

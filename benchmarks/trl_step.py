@@ -1,4 +1,4 @@
-"""TRL's side of `grpo_step.py`, run by it in TRL's own environment: GRPOTrainer takes one step whenever it is told to.
+"""Run TRL's side of `grpo_step.py`, in TRL's environment: GRPOTrainer takes one step on each request.
 
 trl_step.py '{"model": DIR, "prompts": FILE, ...}'        settings as JSON
 stdin   one line a step: the tokens of each of its responses, as JSON
@@ -25,13 +25,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 
 def say(**values: Any) -> None:
-    """One JSON line for the benchmark."""
+    """Write one JSON line for the benchmark."""
     sys.__stdout__.write(json.dumps(values) + "\n")  # type: ignore[union-attr]
     sys.__stdout__.flush()  # type: ignore[union-attr]
 
 
 class Lengths(LogitsProcessor):
-    """Lets each response draw the end as its last token, and nowhere else.
+    """Logits processor with which each response draws the end as its last token, and nowhere else.
 
     Args:
         end: the token that ends a response.
@@ -41,7 +41,7 @@ class Lengths(LogitsProcessor):
         self.end, self.lengths, self.prompt = end, torch.empty(0), 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores ``[B, V]`` of the next token."""
+        """Return the scores ``[B, V]`` of the next token."""
         last = self.lengths == input_ids.shape[1] - self.prompt + 1
         scores = scores.clone()
         scores[:, self.end] = float("-inf")
@@ -50,21 +50,21 @@ class Lengths(LogitsProcessor):
         return scores
 
     def given_to(self, generate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A model's ``generate`` with these lengths."""
+        """Return a model's ``generate`` with these lengths."""
 
         def with_lengths(**arguments: Any) -> torch.Tensor:
             self.prompt = arguments["input_ids"].shape[1]
-            found = generate(**arguments, logits_processor=LogitsProcessorList([self]))
-            drawn = (found[:, self.prompt :] == self.end).int().argmax(1) + 1
+            ids = generate(**arguments, logits_processor=LogitsProcessorList([self]))
+            drawn = (ids[:, self.prompt :] == self.end).int().argmax(1) + 1
             if not torch.equal(drawn, self.lengths):
                 raise RuntimeError(f"responses have {drawn.tolist()} tokens, not {self.lengths.tolist()}")
-            return found
+            return ids
 
         return with_lengths
 
 
 class Paced(TrainerCallback):
-    """Begins a step when a line arrives, ends training when none does, and reports the seconds of each step.
+    """Callback that begins a step for each line, ends training at the end of input, and reports seconds.
 
     Args:
         lengths: takes the lengths of each step.
@@ -74,7 +74,7 @@ class Paced(TrainerCallback):
         self.lengths, self.began = lengths, (0.0, 0.0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Before generation: TRL generates inside the step."""
+        """Start the clock before generation: TRL generates inside the step."""
         line = sys.stdin.readline()
         if not line:
             sys.exit(0)
@@ -82,7 +82,7 @@ class Paced(TrainerCallback):
         self.began = (time.perf_counter(), time.process_time())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the optimizer's step."""
+        """Report the seconds after the optimizer's step."""
         say(wall=time.perf_counter() - self.began[0], cpu=time.process_time() - self.began[1])
 
 

@@ -1,12 +1,12 @@
-"""How long new weights take into an engine's own process, against a plain copy of the same bytes: `python benchmarks/weight_sync.py`.
+"""Compare a weight sync to an engine in another process with a plain copy of the same bytes: `python benchmarks/weight_sync.py`.
 
-A Qwen3 of about 100 million random parameters in float32. Each engine (the native one in a process of its own; vLLM where it is
-installed) takes all weights by every transport, with a pause before and a resume after, as a training run does after each update. Copies and
-publications alternate, so that whatever else the machine does hits both. The ratio is that of the medians; the copy is torch's, from one
+The model is a Qwen3 of about 100 million random parameters in float32. Each engine (the native one in a separate process; vLLM where it is
+installed) takes all weights by every transport, with a pause before and a resume after, as a training run does after each update. Copies
+and weight syncs alternate, so that other load on the machine affects both. The ratio is that of the medians. The copy is torch's, from one
 buffer to another that was written before.
 
-With `--changed SHARE` the model is served in bfloat16, so many of its entries change between two versions, and what is compared is sending
-it whole with sending what changed (`checkpoint_engine.delta`), in processor time of both sides and bytes.
+With `--changed SHARE` the model is served in bfloat16, and this share of its entries changes between two versions. The script then
+compares sending it whole with sending what changed (`checkpoint_engine.delta`), in processor time of both sides and bytes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hone.errors import ConfigError
 from hone.generation.environments import interpreter_of
 from hone.generation.remote import LaunchPlan, ServedEngine
 from hone.generation.remote.delta import Differences
-from hone.generation.remote.transports import settle
+from hone.generation.remote.transports import share_parameters
 
 VOCABULARY = 8192
 
 
 def make_model(layers: int) -> PreTrainedModel:
-    """A model of 7 million parameters a layer, and 8 million of vocabulary."""
+    """Return a model of 7 million parameters a layer, and 8 million of vocabulary."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -59,21 +59,21 @@ def write(model: PreTrainedModel, folder: str) -> None:
 
 
 class PlainCopy:
-    """Copies as many bytes as a model has."""
+    """Copy of the number of bytes of a model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         size = sum(parameter.nbytes for parameter in model.parameters())
         self._source, self._target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
 
     def __call__(self) -> float:
-        """Seconds of a copy."""
+        """Copy, and return the seconds."""
         begun = time.perf_counter()
         self._target.copy_(self._source)
         return time.perf_counter() - begun
 
 
 async def publish(engine: ServedEngine, model: PreTrainedModel, version: int) -> list[float]:
-    """Seconds of the parts of one publication: pause, weights, resume."""
+    """Sync the weights once; return the seconds of pause, weights and resume."""
     marks = [time.perf_counter()]
     await engine.pause()
     marks.append(time.perf_counter())
@@ -85,7 +85,7 @@ async def publish(engine: ServedEngine, model: PreTrainedModel, version: int) ->
 
 
 def processor_seconds(engine: ServedEngine) -> float:
-    """Of this process and those of the engine, since they began."""
+    """Return the processor seconds of this process and the engine's, since they began."""
     processes = [psutil.Process()]
     if engine.process is not None:
         server = psutil.Process(engine.process.pid)
@@ -94,7 +94,7 @@ def processor_seconds(engine: ServedEngine) -> float:
 
 
 def measure(engine: ServedEngine, model: PreTrainedModel, repeats: int) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     copy, copies, parts = PlainCopy(model), [], []
     first = sum(asyncio.run(publish(engine, model, 1)))
     copy()
@@ -112,14 +112,14 @@ def measure(engine: ServedEngine, model: PreTrainedModel, repeats: int) -> str:
 
 
 def change(model: PreTrainedModel, share: float, version: int) -> None:
-    """Other values in so many entries of every parameter, spread evenly, other ones in each version."""
+    """Change a share of the entries of every parameter, spread evenly, other ones in each version."""
     stride = max(1, round(1 / share))
     for parameter in model.parameters():
         parameter.data.view(-1)[version % stride :: stride].neg_()
 
 
 def measure_delta(engine: ServedEngine, model: PreTrainedModel, share: float, repeats: int, *, delta: bool) -> str:
-    """A line of the table with `--changed`."""
+    """Return a line of the table with `--changed`."""
     former: dict[str, torch.Tensor] = {}
     seconds, sent = [], []
     for version in range(1, repeats + 2):
@@ -159,7 +159,7 @@ def main() -> None:
             for backend, delta in itertools.product(arguments.backends, deltas):
                 model = make_model(arguments.layers)
                 if backend == "shared_memory":
-                    settle(model)  # as a training run does
+                    share_parameters(model)  # as a training run does
                 plan = LaunchPlan(
                     name,
                     python,

@@ -1,8 +1,8 @@
 """User-facing errors: one message that says what is wrong, why it matters and how to fix it.
 
-Raise :class:`HoneError` (or one of its kinds) for a mistake that the user can mend. The command line prints the message
-and exits with code 2; ``--debug`` shows the traceback. A bug in Hone itself should raise an ordinary Python exception.
-What happens to a run from outside (a process that is killed, or hangs) ends it with code 3: it can be resumed.
+Raise :class:`HoneError` (or a subclass) for a mistake that the user can fix. The command line prints the message and exits
+with code 2; ``--debug`` shows the traceback. A bug in Hone should raise an ordinary Python exception. A run whose process was
+killed or hangs ends with code 3 and can be resumed.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 EXIT_FAILED = 3
-"""Exit code of a run that lost a process, or in which nothing moved any more."""
+"""Exit code of a run that lost a process or hung."""
 
 
 class HoneError(Exception):
-    """A mistake the user can mend.
+    """A mistake that the user can fix.
 
     Args:
-        what: what is wrong, with numbers and names ("ppo_mini_batch_size=48 does not divide train_batch_size=64").
-        why: why it matters ("the last mini-batch would weigh its samples more").
-        fix: the exact remedy ("actor_rollout_ref.actor.ppo_mini_batch_size=32").
-        code: a stable identifier that documentation can index ("R13", "E-data-column").
-        where: the key, file or row concerned.
+        what: the problem, with numbers and names ("ppo_mini_batch_size=48 does not divide train_batch_size=64").
+        why: why it matters ("the last mini-batch would have more weight per sample").
+        fix: the exact fix ("actor_rollout_ref.actor.ppo_mini_batch_size=32").
+        code: stable identifier for the documentation ("R13", "E-data-column").
+        where: key, file or row concerned.
     """
 
     code = "E-user"
@@ -36,7 +36,7 @@ class HoneError(Exception):
         super().__init__(self.render())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as it is, for an error that a worker process raises and the driver shows."""
+        """Pickle all attributes, for an error that a worker process raises and the driver shows."""
         return _as_raised, (type(self), self.args, vars(self))
 
     def render(self) -> str:
@@ -61,6 +61,10 @@ class ConfigError(HoneError):
     """A key, a value or a combination of values is wrong."""
 
     code = "E-config"
+
+
+class UnknownMethod(ConfigError):
+    """A method named by the configuration does not exist or cannot be imported."""
 
 
 class DataError(HoneError):
@@ -100,13 +104,13 @@ class CheckpointError(HoneError):
 
 
 class InvariantError(HoneError):
-    """An always-on invariant of training is broken; the numbers of the run can no longer be trusted."""
+    """An invariant of training is violated; the results of the run are not reliable."""
 
     code = "D-invariant"
 
 
 class ProcessError(HoneError):
-    """A process of the run died or hung, and the run cannot go on by itself."""
+    """A process of the run died or hung, and the run cannot continue."""
 
     code = "E-process"
     exit_code = EXIT_FAILED
@@ -114,7 +118,7 @@ class ProcessError(HoneError):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found: the message, and whether it stops what was to be done (else it is a warning)."""
+    """Result of a check: the message, and whether it stops the run or is a warning."""
 
     error: HoneError
     stops: bool
@@ -138,7 +142,7 @@ class Finding:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, limit: int = 3) -> str:
-    """Return ``"Did you mean a, b?"`` for the names nearest to ``name``, or the list of all when none is near."""
+    """Return ``"Did you mean a, b?"`` for the names nearest to ``name``, or a list of all names when none is near."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=limit, cutoff=0.5)
     if near:

@@ -1,10 +1,10 @@
-"""Installs packages into the environment of the Python that runs this file, as `pip install` would: `python -P installer.py torch`
+"""Install packages like `pip install` into the environment of the running Python: `python -P installer.py torch`
 
-uv does in half a minute what pip takes three for. It does not read pip's settings, so it is told those that say where
-packages are to be had. Where there is no uv for the machine, or it cannot install, pip does it.
+uv needs half a minute where pip needs three. uv does not read pip's settings, so those about package indexes are passed to it.
+pip installs the packages when uv is not available for the machine or fails.
 
-Scripts run this before Hone is installed, and engines' environments have no Hone at all: it is a file to be run, of the
-standard library alone.
+Scripts run this file before Hone is installed, and engines' environments do not contain Hone, so it only uses the standard
+library.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ VARIABLES = {
     "find-links": "UV_FIND_LINKS",
     "cert": "SSL_CERT_FILE",
 }
-"""Settings of pip, and the environment variables that tell uv the same."""
+"""Settings of pip, and the equivalent environment variables of uv."""
 PIP_ALONE = ("no-index", "proxy", "trusted-host", "client-cert", "require-hashes")
-"""Settings that only pip is trusted to follow."""
+"""Settings that require pip."""
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
-def told_to_uv(listing: str, environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Environment variables for uv, or None where pip is to do it.
+def uv_environment(listing: str, environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the environment variables for uv, or None when pip must install.
 
     Args:
-        listing: what `pip config list` prints, such as `global.index-url='https://...'`, a setting a line.
-        environment: what is set already goes before pip's settings.
+        listing: output of `pip config list`, such as `global.index-url='https://...'`, one setting per line.
+        environment: variables that are already set; they take precedence over pip's settings.
     """
-    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip does: the newest version of all places
-    for line in sorted(listing.splitlines(), key=lambda line: line.startswith(":env:")):  # it goes before files
+    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # like pip: the newest version of all indexes
+    for line in sorted(listing.splitlines(), key=lambda line: line.startswith(":env:")):  # environment before files
         key, _, value = line.partition("=")
         name = key.rpartition(".")[2]
         if name in PIP_ALONE:
             return None
         if name in VARIABLES:
             separator = "," if name == "find-links" else " "
-            found[VARIABLES[name]] = separator.join(str(ast.literal_eval(value)).split())
-    return {**found, **environment}
+            variables[VARIABLES[name]] = separator.join(str(ast.literal_eval(value)).split())
+    return {**variables, **environment}
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Install the packages and return the exit code."""
     listing = subprocess.run([*PIP, "config", "list"], check=True, capture_output=True, text=True).stdout
-    told = told_to_uv(listing, os.environ)
-    if told is not None:
+    environment = uv_environment(listing, os.environ)
+    if environment is not None:
         if _pip(UV, capture_output=True) == 0:
             uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
-            if subprocess.run([*uv, *arguments], env=told).returncode == 0:
+            if subprocess.run([*uv, *arguments], env=environment).returncode == 0:
                 return 0
-        sys.stderr.write("uv could not, or cannot be had; now with pip, which takes longer ...\n")
+        sys.stderr.write("uv failed or is not available; installing with pip, which takes longer ...\n")
     return _pip(*arguments)
 
 

@@ -1,7 +1,7 @@
-"""One registry for everything that is chosen by name: estimators, losses, engines, scorers, trackers.
+"""Registry of objects that are chosen by name: estimators, losses, engines, scorers, trackers.
 
-A name with a colon, ``my_module:my_estimator``, is no entry but an import path: the object is taken from that module, which
-lies in the current directory or on ``PYTHONPATH``.
+A name with a colon, ``my_module:my_estimator``, is an import path: the object is taken from that module, which must be in the
+current directory or on ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hone.errors import ConfigError, did_you_mean
+from hone.errors import UnknownMethod, did_you_mean
 
 T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names to objects, with "did you mean" on a miss.
+    """A mapping from names to objects, which suggests similar names for an unknown one.
 
     >>> colours: Registry[str] = Registry("colour")
     >>> _ = colours.register("red")("#f00")
@@ -27,10 +27,10 @@ class Registry(Generic[T]):
     '#f00'
 
     Args:
-        kind: what is registered, in singular, as it appears in error messages ("advantage estimator").
-        key: the configuration key that selects an entry, shown in the fix of an error.
-        adopt: makes an entry of an object that an import path named (and of its path), or raises TypeError with what it
-            should have been; without it import paths are not taken.
+        kind: kind of the registered objects, in singular, for error messages ("advantage estimator").
+        key: configuration key that selects an entry, for error messages.
+        adopt: converts an imported object (and its path) to an entry, or raises TypeError with the reason; without it,
+            import paths are not accepted.
     """
 
     def __init__(self, kind: str, *, key: str = "", adopt: Callable[[Any, str], T] | None = None) -> None:
@@ -48,24 +48,24 @@ class Registry(Generic[T]):
         def decorate(entry: T) -> T:
             for name in names:
                 if self._entries.get(name, entry) is not entry:
-                    raise ValueError(f"{self.kind} '{name}' is registered already")
+                    raise ValueError(f"{self.kind} '{name}' is already registered")
                 self._entries[name] = entry
             return entry
 
         return decorate
 
     def get(self, name: str) -> T:
-        """Return the entry called ``name``, or the one that the import path ``name`` leads to.
+        """Return the entry called ``name``, or the one at the import path ``name``.
 
         Raises:
-            ConfigError: no such name (the message lists the nearest ones), or nothing usable at the import path.
+            UnknownMethod: the name does not exist (the message lists similar ones), or the import path is not usable.
         """
         if self.adopt is not None and ":" in name:
             return self._import(name, self.adopt)
         try:
             return self._entries[name]
         except KeyError:
-            raise ConfigError(
+            raise UnknownMethod(
                 f"unknown {self.kind} '{name}'",
                 where=self.key,
                 fix=did_you_mean(name, self._entries),
@@ -83,44 +83,44 @@ class Registry(Generic[T]):
 
     def _import(self, path: str, adopt: Callable[[Any, str], T]) -> T:
         if path not in self._imported:
-            found = imported(path, self.key)
+            target = imported(path, self.key)
             try:
-                self._imported[path] = adopt(found, path)
+                self._imported[path] = adopt(target, path)
             except TypeError as error:
-                raise ConfigError(f"'{path}' is no {self.kind}: {error}", where=self.key) from error
+                raise UnknownMethod(f"'{path}' is not a valid {self.kind}: {error}", where=self.key) from error
         return self._imported[path]
 
 
 def imported(path: str, key: str = "") -> Any:
-    """Return what ``module:attribute`` names; the module may lie in the current directory.
+    """Import ``module:attribute``; the module may be in the current directory.
 
     Raises:
-        ConfigError: no such module or attribute, or the module raised while it was imported.
+        UnknownMethod: the module or attribute does not exist, or importing the module failed.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute.isidentifier():
-        raise ConfigError(
-            f"'{path}' is no import path", where=key, fix="write module:attribute, as in my_file:my_function"
+        raise UnknownMethod(
+            f"'{path}' is not an import path", where=key, fix="write module:attribute, such as my_file:my_function"
         )
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # behind everything installed: a file called random.py shadows nothing
+        sys.path.append(here)  # after installed packages, so that a file called random.py shadows nothing
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise _broken(module_name, error, key) from error
         files = sorted(file.stem for file in Path.cwd().glob("*.py"))
-        raise ConfigError(
-            f"there is no module '{module_name}' (for '{path}') in {here} or on PYTHONPATH",
+        raise UnknownMethod(
+            f"module '{module_name}' (of '{path}') does not exist in {here} or on PYTHONPATH",
             where=key,
-            fix=did_you_mean(module_name, files) if files else "run from the directory that holds the file",
+            fix=did_you_mean(module_name, files) if files else "run from the directory of the file",
         ) from None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's file raises is the user's to see
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - report any error of the user's file
         raise _broken(module_name, error, key) from error
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise ConfigError(
+        raise UnknownMethod(
             f"{getattr(module, '__file__', module_name)} has no '{attribute}'",
             where=key,
             fix=did_you_mean(attribute, public),
@@ -128,11 +128,11 @@ def imported(path: str, key: str = "") -> Any:
     return getattr(module, attribute)
 
 
-def _broken(module_name: str, error: BaseException, key: str) -> ConfigError:
+def _broken(module_name: str, error: BaseException, key: str) -> UnknownMethod:
     place = next((f", line {frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__))
                   if Path(frame.filename).stem == module_name.rpartition(".")[2]), "")  # fmt: skip
-    return ConfigError(
+    return UnknownMethod(
         f"module '{module_name}' cannot be imported{place}: {type(error).__name__}: {error}",
         where=key,
-        fix="mend the file; --debug shows the traceback",
+        fix="correct the file; --debug shows the traceback",
     )

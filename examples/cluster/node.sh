@@ -4,9 +4,9 @@
 #
 #   node.sh RANK NODES HEAD COMMAND...       rank from 0, number of nodes, name or address of node 0
 #
-# Environment: RAY_AUTH_TOKEN, a secret that is the same on all nodes, keeps strangers out of the cluster; RAY_PORT (6379) is
-# the head's port; RAY_OPTIONS are further options of `ray start`; NODE_PATIENCE (300) is how many seconds nodes wait for each
-# other.
+# Environment: RAY_AUTH_TOKEN, a secret that is the same on all nodes, keeps others out of the cluster; RAY_PORT (6379) is
+# the head's port; RAY_OPTIONS are further options of `ray start`; NODE_PATIENCE (300) is the number of seconds that nodes wait for
+# each other.
 set -euo pipefail
 rank=$1 nodes=$2 head=$3
 shift 3

@@ -1,11 +1,12 @@
-"""From GSM8K's problems to rows for the tool agent: worked solutions become calls of a calculator.
+"""Convert GSM8K's problems to rows for the tool agent: worked solutions become calls of a calculator.
 
     question   Anna has 7 apples. She buys 12 more. How many apples does Anna have?
     answer     She has 7+12=<<7+12=19>>19 apples.
                #### 19
 
-becomes a conversation in which the assistant calls ``calculator`` with ``7+12``, reads 19, and answers ``#### 19``. It reads files with the
-columns ``question`` and ``answer``, as GSM8K is published, and those of ``hone data make arithmetic``, whose solutions have a sum a line.
+becomes a conversation in which the assistant calls ``calculator`` with ``7+12``, reads 19, and answers ``#### 19``. The script
+reads files with the columns ``question`` and ``answer``, as GSM8K is published. It also reads the files of ``hone data make
+arithmetic``, whose solutions have one sum per line.
 
     python prepare.py FILE.parquet --out OUT.parquet [--plain PERCENT]
 """
@@ -32,12 +33,12 @@ _SUM = re.compile(r"<<([^=<>]+)=[^<>]*>>|^([\d.+*/() -]+)=[\d.-]+$", re.MULTILIN
 
 
 def main() -> int:
-    """Read a file, write the rows, say how many."""
+    """Read a file, write the rows and print their number."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--plain", type=int, default=0, help="percent of the demonstrations that stay without calls")
-    parser.add_argument("--seed", type=int, default=1, help="which ones")
+    parser.add_argument("--plain", type=int, default=0, help="percent of the demonstrations that have no calls")
+    parser.add_argument("--seed", type=int, default=1, help="chooses the demonstrations without calls")
     given = parser.parse_args()
     draw = random.Random(given.seed)
     source = read_rows(given.file, required=(), optional=("question", "answer", "extra_info", "reward_model"))
@@ -50,15 +51,15 @@ def main() -> int:
 
 
 def problem(values: dict[str, Any]) -> tuple[str, str, str]:
-    """Question, worked solution and right answer of a row."""
+    """Return question, worked solution and right answer of a row."""
     if values.get("question"):
         return values["question"], values["answer"], values["answer"].rpartition("####")[2].strip().replace(",", "")
-    facts = values["extra_info"]  # of hone data make, whose solutions may be wrong where they are asked to be
+    facts = values["extra_info"]  # written by hone data make, whose solutions may be wrong on purpose
     return facts["question"], facts["answer"], values["reward_model"]["ground_truth"]
 
 
 def row(question: str, solution: str, truth: str, *, plain: bool) -> dict[str, Any]:
-    """A row for `hone sft` and `hone train`."""
+    """Return a row for `hone sft` and `hone train`."""
     prompt = [{"role": "user", "content": question}]
     played = None if plain else demonstration(solution)
     answer = [*played, says(f"#### {truth}")] if played else [says(re.sub(r"<<[^<>]*>>", "", solution))]
@@ -74,10 +75,10 @@ def row(question: str, solution: str, truth: str, *, plain: bool) -> dict[str, A
 
 
 def demonstration(solution: str) -> list[dict[str, Any]] | None:
-    """A call and its result for every sum of a solution, None where one is no arithmetic."""
+    """Return a call and its result for every sum of a solution, or None when a sum is not arithmetic."""
     messages = []
-    for number, found in enumerate(_SUM.finditer(solution)):
-        expression = (found[1] or found[2]).replace(" ", "")
+    for number, match in enumerate(_SUM.finditer(solution)):
+        expression = (match[1] or match[2]).replace(" ", "")
         try:
             value = calculate(expression)
         except ToolError:

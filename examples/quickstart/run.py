@@ -1,7 +1,7 @@
-"""The quickstart: a small model learns arithmetic from nothing, first by imitation (SFT), then by reinforcement (GRPO).
+"""Run the quickstart: a small random model learns arithmetic, first by imitation (SFT), then by reinforcement (GRPO).
 
-Its teachers are careless: six in ten of the worked solutions count one off. Imitation copies that; reinforcement, which only
-hears right or wrong, gets rid of it.
+Six in ten of the worked solutions are one off. Imitation copies that mistake. Reinforcement, which only sees right or wrong,
+removes it.
 
 Every step is an ordinary `hone` command, shown before it runs. Options: --seed N, --out DIR, --runtime ray (worker
 processes on Ray, with the same numbers), and key=value overrides for the GRPO run (for example `trainer.total_training_steps=40`).
@@ -25,7 +25,7 @@ def main() -> int:
     """Run all commands, then print and write the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--runtime", choices=["local", "ray"], default="local", help="where the GRPO run's roles live")
+    parser.add_argument("--runtime", choices=["local", "ray"], default="local", help="where the GRPO run's roles run")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("overrides", nargs="*", help="key=value for the GRPO run")
     arguments = parser.parse_args()
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def make(out: Path, seed: int) -> None:
-    """Data, tokenizer and a model that knows nothing."""
+    """Make data, tokenizer and a model with random weights."""
     hone(
         "data", "make", "arithmetic", "max_number=10", "slips=60", "--out", out / "data",
         "--size", 20000, "--val-size", HELD_OUT, "--seed", seed,
@@ -58,7 +58,7 @@ def make(out: Path, seed: int) -> None:
 
 
 def imitate(out: Path, seed: int) -> float:
-    """Supervised fine-tuning; returns its seconds."""
+    """Run supervised fine-tuning and return its seconds."""
     return hone(
         "sft", "--config-path", HERE, "--config-name", "sft", f"model.path={out}/model",
         f"data.train_files={out}/data/train.parquet", f"data.val_files={out}/data/val.parquet",
@@ -67,7 +67,7 @@ def imitate(out: Path, seed: int) -> float:
 
 
 def reinforce(out: Path, seed: int, overrides: list[str]) -> float:
-    """Reinforcement learning from the SFT model on; returns its seconds."""
+    """Run reinforcement learning from the SFT model and return its seconds."""
     return hone(
         "train", "--config-path", HERE, "--config-name", "grpo",
         f"actor_rollout_ref.model.path={newest_actor(out / 'sft')}",
@@ -77,7 +77,7 @@ def reinforce(out: Path, seed: int, overrides: list[str]) -> float:
 
 
 def compare(out: Path, seed: int, seconds_sft: float, seconds_rl: float) -> None:
-    """Let both models answer the held-out problems; write and print what came of it."""
+    """Let both models answer the held-out problems; write and print the results."""
     held_out = out / "data/val.parquet"
     before = answers(newest_actor(out / "sft"), held_out, out / "before.jsonl")
     after = answers(newest_actor(out / "grpo"), held_out, out / "after.jsonl")
@@ -113,13 +113,13 @@ def hone(*arguments: object) -> float:
 
 
 def newest_actor(run: Path) -> Path:
-    """The model directory of a run's newest checkpoint."""
+    """Return the model directory of a run's newest checkpoint."""
     steps = sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
     return steps[-1] / "actor"
 
 
 def answers(model: Path, data: Path, output: Path) -> list[dict]:
-    """Every held-out problem answered greedily by ``model``."""
+    """Return the greedy answer of ``model`` to every held-out problem."""
     hone(
         "eval", model, "--data", data, "--max-prompt-length", 96, "--max-response-length", 48, "--show", 0,
         "--output", output,
@@ -128,12 +128,12 @@ def answers(model: Path, data: Path, output: Path) -> list[dict]:
 
 
 def accuracy(records: list[dict]) -> float:
-    """Share of right answers."""
+    """Return the share of right answers."""
     return sum(record["score"] for record in records) / len(records)
 
 
 def draw(rows: list[dict], summary: dict, path: Path) -> None:
-    """The learning curve: reward of the training batches and accuracy on held-out problems."""
+    """Draw the learning curve: reward of the training batches and accuracy on held-out problems."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -167,10 +167,10 @@ def draw(rows: list[dict], summary: dict, path: Path) -> None:
 
 
 def show(before: list[dict], after: list[dict], summary: dict, out: Path) -> None:
-    """Print the table of accuracies and three problems, those first that RL mended."""
-    mended = [i for i in range(len(after)) if after[i]["score"] > before[i]["score"]]
-    others = [i for i in range(len(after)) if i not in mended]
-    for i in (mended + others)[:3]:
+    """Print the table of accuracies and three problems, first those that RL corrected."""
+    corrected = [i for i in range(len(after)) if after[i]["score"] > before[i]["score"]]
+    others = [i for i in range(len(after)) if i not in corrected]
+    for i in (corrected + others)[:3]:
         print(f"\n  {before[i]['prompt']}   (right: {before[i]['ground_truth']})")
         for name, record in (("SFT ", before[i]), ("GRPO", after[i])):
             mark = "right" if record["score"] == 1 else "wrong"

@@ -1,1 +1,1 @@
-"""How an episode is played: from a dataset row to a trajectory."""
+"""Code that plays episodes: from a dataset row to a trajectory."""

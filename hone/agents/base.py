@@ -1,4 +1,4 @@
-"""What an agent loop is: the rule by which an episode is played, from its prompt to its end.
+"""Base class of agent loops, which play episodes from the prompt to the end.
 
 >>> class TwoTries(AgentLoop):
 ...     \"\"\"Asks once more when the first answer is short.\"\"\"
@@ -6,11 +6,11 @@
 ...     async def play(self, episode):
 ...         first = await episode.generate()
 ...         if len(first.token_ids) < 5:
-...             episode.append(self.setting.tokenizer.encode(" Think again:"))
+...             episode.append(self.context.tokenizer.encode(" Think again:"))
 ...             await episode.generate()
 
-``agent_name`` of a dataset row, or ``actor_rollout_ref.rollout.agent.default_agent_loop``, names it: a registered name, or an
-import path such as ``my_loops:TwoTries``.
+The loop is chosen by ``agent_name`` of a dataset row or ``actor_rollout_ref.rollout.agent.default_agent_loop``: a registered name,
+or an import path such as ``my_loops:TwoTries``.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ import inspect
 from abc import ABC, abstractmethod
 from typing import Any
 
+from hone.agents.context import EpisodeContext
 from hone.agents.episode import Episode
-from hone.agents.setting import Setting
 from hone.registry import Registry
 
 
 class AgentLoop(ABC):
-    """Plays episodes. One object plays all episodes of a run, many at a time: what belongs to one episode lives in it.
+    """Base class of agent loops. One object plays all episodes of a run concurrently; per-episode state is in the episode.
 
     Args:
-        setting: what the episodes share.
+        context: context that all episodes share.
     """
 
     several_turns = True
-    """Whether episodes have more than one turn, so that the engine keeps what it has computed for the next."""
+    """True if episodes can have several turns, so that the engine keeps a session KV cache between turns."""
     gives_reward = False
-    """Whether its episodes bring rewards of their own, so that no scorer is needed."""
+    """True if the loop's episodes compute their reward, so that no scorer is needed."""
     needs_messages = False
-    """Whether the prompt must be chat messages: text or token ids cannot be continued as a conversation."""
+    """True if the prompt must be chat messages, because text or token ids cannot be continued as a conversation."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, context: EpisodeContext) -> None:
+        self.context = context
 
     @abstractmethod
     async def play(self, episode: Episode) -> None:
         """Play one episode to its end.
 
-        Limits end it by themselves: :class:`~hone.agents.budget.BudgetSpent` passes through. Any other exception, a
-        HoneError excepted, is an episode that broke: it is retried or dropped, as ``agent.on_error`` says.
+        A limit raises :class:`~hone.agents.budget.BudgetSpent`, which must propagate. Any other exception except HoneError
+        means that the episode failed: it is retried or dropped according to ``agent.on_error``.
         """
 
 
-def _adopt(found: Any, path: str) -> type[AgentLoop]:
-    if not (inspect.isclass(found) and issubclass(found, AgentLoop)):
+def _adopt(loop: Any, path: str) -> type[AgentLoop]:
+    if not (inspect.isclass(loop) and issubclass(loop, AgentLoop)):
         raise TypeError("it should be a class derived from hone.agents.base.AgentLoop")
-    if inspect.isabstract(found):
+    if inspect.isabstract(loop):
         raise TypeError("it has no method `async def play(self, episode)`")
-    return found
+    return loop
 
 
 AGENT_LOOPS: Registry[type[AgentLoop]] = Registry(

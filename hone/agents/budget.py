@@ -1,4 +1,4 @@
-"""How far an episode may go: turns, tokens, calls, time. Each limit ends it with a reason of its own."""
+"""Limits of an episode: turns, tokens, tool calls and time. Each limit ends the episode with a distinct reason."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from hone.data.episode_log import EpisodeEnd
 
 
-class BudgetSpent(Exception):  # noqa: N818 - it ends an episode, and is no error
-    """A limit of the episode is reached.
+class BudgetSpent(Exception):  # noqa: N818 - a signal that ends an episode, not an error
+    """Signal that the episode has reached a limit.
 
     Attributes:
-        end: which one.
+        end: the limit that was reached.
     """
 
     def __init__(self, end: EpisodeEnd) -> None:
@@ -22,13 +22,13 @@ class BudgetSpent(Exception):  # noqa: N818 - it ends an episode, and is no erro
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one episode; None is no limit.
+    """Limits of one episode; None means unlimited.
 
     Attributes:
-        tokens: of everything behind the prompt, sampled or not.
+        tokens: all tokens after the prompt, sampled or not.
         assistant_turns: turns of the policy.
         user_turns: turns of a simulated user or an environment.
-        tool_calls: calls that are carried out.
+        tool_calls: executed tool calls.
         seconds: wall time.
         context: tokens that the engine can hold, prompt included.
     """
@@ -42,11 +42,11 @@ class Limits:
 
 
 class Budget:
-    """What an episode has used of its limits.
+    """Consumption of one episode measured against its limits.
 
     Args:
-        limits: of the episode.
-        started: clock at its beginning (``time.perf_counter``).
+        limits: limits of the episode.
+        started: clock at the episode's beginning (``time.perf_counter``).
     """
 
     def __init__(self, limits: Limits, started: float) -> None:
@@ -59,17 +59,17 @@ class Budget:
 
     @property
     def seconds_left(self) -> float:
-        """Wall time that is left; infinite without a limit."""
+        """Remaining wall time in seconds; infinite without a limit."""
         if self.limits.seconds is None:
             return float("inf")
         return self.limits.seconds - (time.perf_counter() - self._started)
 
     def check_turn(self, assistant_turns: int, tokens_left: int) -> None:
-        """Raise :class:`BudgetSpent` when the policy may not take another turn.
+        """Raise :class:`BudgetSpent` when the policy has no turn or no token left.
 
         Args:
-            assistant_turns: taken so far.
-            tokens_left: of the episode's limit.
+            assistant_turns: turns taken until now.
+            tokens_left: tokens left of the episode's limit.
         """
         self.check_time()
         if self.limits.assistant_turns is not None and assistant_turns >= self.limits.assistant_turns:
@@ -78,6 +78,6 @@ class Budget:
             raise BudgetSpent(EpisodeEnd.TOKENS)
 
     def check_user_turn(self, user_turns: int) -> None:
-        """Raise :class:`BudgetSpent` when the user, or the environment, may not take another turn."""
+        """Raise :class:`BudgetSpent` when the user, or the environment, has no turn left."""
         if self.limits.user_turns is not None and user_turns >= self.limits.user_turns:
             raise BudgetSpent(EpisodeEnd.USER_TURNS)

@@ -1,4 +1,4 @@
-"""Every agent loop there is, and which one plays a row that names none."""
+"""All agent loops, and the default for rows without ``agent_name``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def default_loop(multi_turn: MultiTurnConfig, agent: AgentConfig) -> str:
-    """The loop of rows without ``agent_name``: the one that is set, else the one that the files call for."""
+    """Return the loop for rows without ``agent_name``: the configured default, else the one that the given files imply."""
     if agent.default_agent_loop is not None:
         return agent.default_agent_loop
     if agent.program.command or agent.program.function:

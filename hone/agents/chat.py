@@ -1,4 +1,4 @@
-"""Conversations: turns of the policy read as messages, and messages put behind its tokens."""
+"""Base of conversational loops: parse policy turns into messages, append messages as tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from hone.agents.base import AgentLoop
 from hone.agents.budget import BudgetSpent
+from hone.agents.context import EpisodeContext
 from hone.agents.episode import Episode
 from hone.agents.messages import AssistantTurn, Message, check_text
-from hone.agents.setting import Setting
 from hone.data.episode_log import EpisodeEnd
 from hone.data.types import StopReason
 
@@ -17,19 +17,19 @@ Tools = Sequence[dict[str, Any]]
 
 
 class ChatLoop(AgentLoop):
-    """What loops that hold a conversation share."""
+    """Base class of loops whose episodes are conversations."""
 
     needs_messages = True
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self.renderer = setting.renderer
+    def __init__(self, context: EpisodeContext) -> None:
+        super().__init__(context)
+        self.renderer = context.renderer
 
     async def take_turn(self, episode: Episode, tools: Tools = ()) -> AssistantTurn:
-        """Let the policy take a turn, and read it.
+        """Generate a policy turn and parse it.
 
         Raises:
-            BudgetSpent: a limit is reached. A turn that was cut by the episode's last token is in the conversation.
+            BudgetSpent: a limit is reached. A turn that was truncated by the token limit is still added to the conversation.
         """
         stops = dict.fromkeys((*episode.sampling.stop_token_ids, *self.renderer.stop_token_ids))
         before = episode.ledger.ids
@@ -42,16 +42,16 @@ class ChatLoop(AgentLoop):
         return turn
 
     def answer(self, episode: Episode, messages: Sequence[Message], tools: Tools = ()) -> None:
-        """Put messages behind the policy's turn and ask it again.
+        """Append messages to the policy's turn, so that the policy can answer them.
 
-        Where the chat template would rewrite earlier turns (remove their thinking), a new part of the episode begins with
-        the conversation as the template has it; otherwise tokens are only appended.
+        If the chat template would rewrite earlier turns (remove their thinking), a new segment of the episode begins with
+        the conversation as the template renders it. Otherwise tokens are only appended.
 
         Raises:
-            BudgetSpent: they do not fit.
-            DataError: they hold something else than text.
+            BudgetSpent: the messages do not fit.
+            DataError: the messages contain something other than text.
         """
-        check_text(messages, f"what answered turn {episode.log.assistant_turns} of row {episode.sample.uid}")
+        check_text(messages, f"the answer to turn {episode.log.assistant_turns} of row {episode.sample.uid}")
         schemas, ledger = list(tools) or None, episode.ledger
         before = episode.messages
         episode.log.messages += messages
@@ -62,8 +62,8 @@ class ChatLoop(AgentLoop):
         episode.append(self.renderer.bridge(ledger.response_ids[last.start : last.stop], list(messages), schemas))
 
     def check_tokens(self, episode: Episode, tools: Tools = ()) -> None:
-        """Compare the tokens of the last part with its conversation rendered anew, and note what differs."""
-        mode = self.setting.multi_turn.tokenization_sanity_check_mode
+        """Compare the last segment's tokens with a fresh rendering of its conversation, and log a difference."""
+        mode = self.context.multi_turn.tokenization_sanity_check_mode
         if mode == "disable" or not episode.ledger.turns:
             return
         difference = self.renderer.sanity_check(episode.ledger.ids, episode.messages, list(tools) or None, mode=mode)

@@ -1,4 +1,4 @@
-"""One engine for many episodes: requests that are made at the same moment go to it in one call."""
+"""One engine shared by many episodes; concurrent requests are batched into one call."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hone.generation.protocol import Completion, Engine, GenerationRequest
 
 
 class EngineClient:
-    """Asks an engine for one completion at a time, from any number of coroutines.
+    """Client of an engine for any number of coroutines, each of which requests one completion at a time.
 
-    What is asked for before the event loop turns over is one call of :meth:`Engine.generate`: so the samples of a group share
+    Requests made within one turn of the event loop become one call of :meth:`Engine.generate`. So the samples of a group share
     the prefill of their prompt with every engine, and a batch of episodes begins in the same order in every run.
 
     Args:
-        engine: serves the requests.
+        engine: engine that serves the requests.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -27,10 +27,10 @@ class EngineClient:
         self._number = 0
 
     async def complete(self, request: GenerationRequest) -> Completion:
-        """The completion of one request. A caller that is cancelled ends its request.
+        """Return the completion of one request. Cancelling the caller aborts the request.
 
         Raises:
-            GenerationError: it can never be served, or the engine lost it.
+            GenerationError: the request can never be served, or the engine lost it.
         """
         self._number += 1
         request = dataclasses.replace(request, request_id=f"{request.request_id}/{self._number}")
@@ -45,26 +45,26 @@ class EngineClient:
             raise
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
-        """These episodes are over: what the engine keeps of them can go."""
+        """Let the engine free the session KV caches of finished episodes."""
         await self.engine.end_sessions(sessions)
 
     def _send(self) -> None:
-        asked = [(request, future) for request, future in self._waiting if not future.done()]
+        pending = [(request, future) for request, future in self._waiting if not future.done()]
         self._waiting = []
-        if asked:
-            task = asyncio.get_running_loop().create_task(self._serve(asked))
+        if pending:
+            task = asyncio.get_running_loop().create_task(self._serve(pending))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, asked: Sequence[tuple[GenerationRequest, asyncio.Future[Completion]]]) -> None:
-        futures = {request.request_id: future for request, future in asked}
+    async def _serve(self, pending: Sequence[tuple[GenerationRequest, asyncio.Future[Completion]]]) -> None:
+        futures = {request.request_id: future for request, future in pending}
         failure: BaseException | None = None
         try:
-            async for completion in self.engine.generate([request for request, _ in asked]):
+            async for completion in self.engine.generate([request for request, _ in pending]):
                 future = futures.pop(completion.request_id, None)
                 if future is not None and not future.done():
                     future.set_result(completion)
-        except BaseException as error:  # whoever waits must hear of it
+        except BaseException as error:  # waiting callers must receive the error
             failure = error
             if not isinstance(error, Exception):
                 raise

@@ -1,4 +1,4 @@
-"""Episodes in an environment, which answers every turn of the policy and says what it was worth."""
+"""Agent loop for environments, which answer every policy turn and give it a reward."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hone.errors import DataError
 
 @AGENT_LOOPS.register("environment")
 class EnvironmentLoop(ChatLoop):
-    """Reset, turn, step, turn, ... until the environment is done.
+    """Loop of reset, turn, step, turn, ... until the environment is done.
 
-    ``extra_info.environment`` of a row is ``{"name": ..., "seed": ..., "options": {...}}``; the row's prompt is what the
-    environment shows after ``reset(seed)``, as `hone data make environment:NAME` writes it.
+    ``extra_info.environment`` of a row is ``{"name": ..., "seed": ..., "options": {...}}``. The row's prompt must equal what
+    ``reset(seed)`` returns; `hone data make environment:NAME` writes such rows.
     """
 
     gives_reward = True
 
     async def play(self, episode: Episode) -> None:
-        """Play to the end."""
-        limit = self.setting.multi_turn.tool_timeout
-        environment, seed = _of_row(episode)
+        """Play the episode until the environment is done."""
+        limit = self.context.multi_turn.tool_timeout
+        environment, seed = _environment_of_row(episode)
         episode.on_finish(environment.close)
         episode.log.reward = 0.0  # all rewards are those of turns
         _check_prompt(episode, await episode.outside(environment.reset(seed), limit))
@@ -43,13 +43,13 @@ class EnvironmentLoop(ChatLoop):
         self.check_tokens(episode, environment.tools)
 
 
-def _of_row(episode: Episode) -> tuple[Environment, int]:
+def _environment_of_row(episode: Episode) -> tuple[Environment, int]:
     spec: Any = episode.sample.extra_info.get("environment")
     if not isinstance(spec, dict) or "name" not in spec:
         raise DataError(
-            f"row {episode.sample.uid} names no environment",
-            why="the loop 'environment' plays the one that extra_info.environment names",
-            fix='"environment": {"name": "guess_the_number", "seed": 1, "options": {}} in extra_info',
+            f"row {episode.sample.uid} has no extra_info.environment",
+            why="the loop 'environment' plays the environment that this field names",
+            fix='add "environment": {"name": "guess_the_number", "seed": 1, "options": {}} to extra_info',
             where="extra_info.environment",
             code="R48",
         )
@@ -60,8 +60,8 @@ def _check_prompt(episode: Episode, shown: list[Message]) -> None:
     row = episode.sample.messages or []
     if [(m["role"], m.get("content")) for m in row] != [(m["role"], m.get("content")) for m in shown]:
         raise DataError(
-            f"the prompt of row {episode.sample.uid} is not what its environment shows: {shown!r:.300}",
-            why="the policy would be asked one thing, and judged by another",
-            fix="make the dataset anew with `hone data make environment:NAME`, with the same options",
+            f"the prompt of row {episode.sample.uid} differs from what its environment returns on reset: {shown!r:.300}",
+            why="the policy would see one task and be scored on another",
+            fix="make the dataset again with `hone data make environment:NAME`, with the same options",
             where="extra_info.environment",
         )

@@ -1,4 +1,4 @@
-"""One episode as an agent loop sees it: a conversation to be continued, with its tokens, its limits and its rewards."""
+"""One episode as an agent loop sees it: its conversation, tokens, limits and rewards."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ T = TypeVar("T")
 
 
 class Episode:
-    """One episode, driven by an :class:`~hone.agents.base.AgentLoop`.
+    """Episode driven by an :class:`~hone.agents.base.AgentLoop`.
 
     Args:
         sample: the dataset row.
-        index: number of the episode within its prompt group.
-        client: asks the engine.
-        sampling: how each turn is drawn; its ``max_tokens`` bounds a turn, ``limits.tokens`` the episode.
+        index: index of the episode within its prompt group.
+        client: client of the engine.
+        sampling: sampling parameters of each turn; their ``max_tokens`` bounds a turn, ``limits.tokens`` the episode.
         limits: of the episode.
-        seed: of the episode; every turn has a random stream of its own, derived from it.
-        keeps_session: whether the engine should keep what it computes for the episode's next turn.
-        attempt: 0, or how often the episode was played before and broke.
+        seed: of the episode; the random stream of every turn is derived from it.
+        keeps_session: True if the engine should keep a session KV cache for the episode's next turn.
+        attempt: number of earlier attempts that failed.
 
     Attributes:
-        name: of the episode, the session of its requests.
-        ledger: tokens of the present part.
-        parts: all parts; more than one where the history was rewritten.
-        sampling: how each turn is drawn.
-        session: name under which the engine keeps what it has computed, or None.
-        log: what happens besides tokens; loops fill in messages, calls and rewards.
-        answer: text to be scored; None means everything that the policy wrote.
+        name: name of the episode and of its engine session.
+        ledger: tokens of the current segment.
+        segments: all segments; more than one if the history was rewritten.
+        sampling: sampling parameters of each turn.
+        session: name of the session KV cache in the engine, or None.
+        log: record of everything except tokens; loops fill in messages, calls and rewards.
+        answer: text to be scored; None means all text that the policy wrote.
     """
 
     def __init__(
@@ -62,31 +62,31 @@ class Episode:
         self.log = EpisodeLog(retries=attempt)
         self.sampling, self.client = sampling, client
         self.session = self.name if keeps_session else None
-        self.parts: list[TokenLedger] = [self.ledger]
+        self.segments: list[TokenLedger] = [self.ledger]
         self.answer: str | None = None
         self._finished: list[Callable[[], Awaitable[None]]] = []
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation: the prompt's messages and those since."""
+        """Messages of the conversation, prompt included."""
         return [*(self.sample.messages or []), *self.log.messages]
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that may still come behind the prompt, sampled or not."""
-        return self.budget.limits.tokens - sum(len(part.response_ids) for part in self.parts)
+        """Remaining tokens of the episode's limit, sampled or not."""
+        return self.budget.limits.tokens - sum(len(segment.response_ids) for segment in self.segments)
 
     # turns -----------------------------------------------------------------------------------------------------------
 
     async def generate(self, *, max_tokens: int | None = None, **changes: Any) -> Completion:
-        """Let the policy take a turn behind everything so far; its tokens are in the ledger afterwards.
+        """Generate a policy turn after all tokens of the segment, and add its tokens to the ledger.
 
         Args:
-            max_tokens: most tokens of this turn; None means what the sampling parameters and the budget allow.
-            changes: other sampling parameters for this turn (``stop``, for example).
+            max_tokens: upper bound on tokens of this turn; None means what sampling parameters and the budget allow.
+            changes: sampling parameters changed for this turn, for example ``stop``.
 
         Raises:
-            BudgetSpent: a limit is reached, before or by this turn. The runner ends the episode then.
+            BudgetSpent: a limit is reached, before or by this turn. The player then ends the episode.
         """
         self.budget.check_turn(self.log.assistant_turns, self.tokens_left)
         prompt = self.ledger.ids
@@ -112,39 +112,39 @@ class Episode:
         """Add tokens that the policy did not write.
 
         Raises:
-            BudgetSpent: they do not fit; nothing is added then, for what cannot be answered teaches nothing.
+            BudgetSpent: the tokens do not fit or leave no space for an answer; none are added.
         """
         if len(ids) >= self.tokens_left:
             raise BudgetSpent(EpisodeEnd.TOKENS)
         self.ledger.add_given(ids)
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """The history was rewritten: begin a part with tokens of its own. Each part becomes a trajectory."""
+        """Begin a new segment after the history was rewritten. Each segment becomes a trajectory."""
         self.ledger = TokenLedger(prompt_ids)
-        self.parts.append(self.ledger)
+        self.segments.append(self.ledger)
 
     def adopt(self, conversations: Sequence[TokenLedger]) -> None:
-        """Take conversations that were played elsewhere as the parts of this episode, in place of what it has."""
-        self.parts = list(conversations)
-        self.ledger = self.parts[-1]
-        self.log.assistant_turns = sum(len(part.turns) for part in self.parts)
+        """Replace the segments of this episode by conversations that were played elsewhere."""
+        self.segments = list(conversations)
+        self.ledger = self.segments[-1]
+        self.log.assistant_turns = sum(len(segment.turns) for segment in self.segments)
         self.log.turn_rewards = [0.0] * self.log.assistant_turns
 
     def count_user_turn(self) -> None:
-        """A simulated user, or the environment, takes a turn.
+        """Count a turn of the simulated user or the environment.
 
         Raises:
-            BudgetSpent: it may not.
+            BudgetSpent: it has no turn left.
         """
         self.budget.check_user_turn(self.log.user_turns)
         self.log.user_turns += 1
 
     async def outside(self, waiting: Awaitable[T], timeout: float | None = None) -> T:
-        """Await something that is not the engine, and count the time.
+        """Await something that is not the engine, and count the time as tool time.
 
         Args:
             waiting: a tool, an environment, a user.
-            timeout: in seconds; None is no limit but that of the episode.
+            timeout: seconds; None means only the episode's limit.
 
         Raises:
             BudgetSpent: the episode's time is over.
@@ -169,11 +169,11 @@ class Episode:
             self.log.turn_rewards[-1] += reward
 
     def on_finish(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Have ``call`` awaited when the episode is over, however it ends; the last one added comes first."""
+        """Register a cleanup call, awaited however the episode ends; the last one registered runs first."""
         self._finished.append(call)
 
     async def finish(self) -> None:
-        """Call what was added with :meth:`on_finish`; all of it, then raise the first error."""
+        """Run all calls registered with :meth:`on_finish`, then raise the first error."""
         failures: list[Exception] = []
         while self._finished:
             try:
@@ -184,32 +184,32 @@ class Episode:
             raise failures[0]
 
     def trajectories(self, decode: Callable[[list[int]], str]) -> list[Trajectory]:
-        """What the episode leaves: a trajectory for each part in which the policy wrote something.
+        """Return a trajectory for each segment with sampled tokens.
 
         Args:
-            decode: token ids to text, without special tokens.
+            decode: function from token ids to text, without special tokens.
         """
         text = "\n".join(
-            decode(part.response_ids[turn.start : turn.stop]) for part in self.parts for turn in part.turns
+            decode(segment.response_ids[turn.start : turn.stop]) for segment in self.segments for turn in segment.turns
         )
         text = text if self.answer is None else self.answer
-        parts = [part for part in self.parts if part.trained_length]
-        return [self._trajectory(part, number, text) for number, part in enumerate(parts)]
+        segments = [segment for segment in self.segments if segment.trained_length]
+        return [self._trajectory(segment, number, text) for number, segment in enumerate(segments)]
 
-    def _trajectory(self, part: TokenLedger, number: int, text: str) -> Trajectory:
-        length = part.trained_length
+    def _trajectory(self, segment: TokenLedger, number: int, text: str) -> Trajectory:
+        length = segment.trained_length
         return Trajectory(
             uid=self.sample.uid,
             index=self.index,
-            prompt_ids=part.prompt_ids,
-            response_ids=part.response_ids[:length],
-            response_mask=part.mask[:length],
-            rollout_log_probs=part.log_probs[:length],
-            sampling_log_probs=part.sampling_log_probs[:length],
+            prompt_ids=segment.prompt_ids,
+            response_ids=segment.response_ids[:length],
+            response_mask=segment.mask[:length],
+            rollout_log_probs=segment.log_probs[:length],
+            sampling_log_probs=segment.sampling_log_probs[:length],
             text=text,
-            stop_reason=part.turns[-1].stop_reason,
+            stop_reason=segment.turns[-1].stop_reason,
             sample=self.sample,
-            weight_versions=part.versions or (0, 0),
+            weight_versions=segment.versions or (0, 0),
             seconds=time.perf_counter() - self.started,
             episode=None if self.log.is_plain else self.log,
             part=number,

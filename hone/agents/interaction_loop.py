@@ -1,4 +1,4 @@
-"""Conversations with a simulated user, who answers every turn of the policy; tools may be called in between."""
+"""Agent loop for conversations with a simulated user, with optional tool calls."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from functools import partial
 from hone.agents.base import AGENT_LOOPS
 from hone.agents.budget import BudgetSpent
 from hone.agents.chat import ChatLoop
+from hone.agents.context import EpisodeContext
 from hone.agents.episode import Episode
 from hone.agents.interactions.base import Interaction
-from hone.agents.setting import Setting
 from hone.data.episode_log import EpisodeEnd
 from hone.errors import DataError, did_you_mean
 
 
 @AGENT_LOOPS.register("interaction")
 class InteractionLoop(ChatLoop):
-    """Turn, reply, turn, ... until the user has nothing more to say; a turn that calls tools is answered by them first.
+    """Loop of turn, reply, turn, ... until the user is done; tool calls are answered before the user.
 
-    ``extra_info.interaction_kwargs`` of a row go to the user; its ``name`` chooses among several.
+    ``extra_info.interaction_kwargs`` of a row are passed to the user; its ``name`` chooses one of several users.
     """
 
     gives_reward = True
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self.users = setting.interactions
+    def __init__(self, context: EpisodeContext) -> None:
+        super().__init__(context)
+        self.users = context.interactions
 
     async def play(self, episode: Episode) -> None:
-        """Play to the end."""
-        several, kwargs = self.setting.multi_turn, dict(episode.sample.extra_info.get("interaction_kwargs") or {})
+        """Play the episode until the user is done."""
+        several, kwargs = self.context.multi_turn, dict(episode.sample.extra_info.get("interaction_kwargs") or {})
         user = self._user(kwargs.pop("name", None))
         state = await episode.outside(user.start(episode.sample, **kwargs), several.tool_timeout)
         episode.on_finish(partial(user.finish, state))
-        async with self.setting.toolbox.session(episode, self.setting) as tools:
+        async with self.context.toolbox.session(episode, self.context.tokenizer) as tools:
             while True:
                 turn = await self.take_turn(episode, tools.schemas)
                 if turn.calls and tools.schemas:
@@ -56,8 +56,8 @@ class InteractionLoop(ChatLoop):
             return next(iter(self.users.values()))
         if name not in self.users:
             raise DataError(
-                f"interaction_kwargs names the user {name!r}, which the file does not have",
-                why="nobody would answer the model",
+                f"interaction_kwargs has name={name!r}, which is not a user of the interaction file",
+                why="no user would answer the model",
                 fix=did_you_mean(str(name), self.users),
                 where="extra_info.interaction_kwargs.name",
                 code="R48",

@@ -1,4 +1,4 @@
-"""The tokens of an episode, in the order in which they came, and who wrote each. Nothing is ever tokenized again."""
+"""Token ledger: exactly the tokens of an episode and which of them were sampled. Nothing is tokenized twice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hone.generation.protocol import Completion
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """One turn of the policy.
+    """Position of one policy turn in the response.
 
     Attributes:
-        start: its first token, counted from the end of the prompt.
-        stop: behind its last token.
-        stop_reason: why it ended.
+        start: index of its first token, counted from the end of the prompt.
+        stop: index after its last token.
+        stop_reason: reason for its end.
     """
 
     start: int
@@ -26,9 +26,9 @@ class SampledTurn:
 
 
 class TokenLedger:
-    """Token ids of one conversation: the prompt, and behind it by turns what was sampled and what was put in.
+    """Token ids of one conversation: the prompt, then sampled and given tokens in order.
 
-    It only ever grows at its end, so the tokens after turn k are an exact prefix of those after turn k + 1.
+    The ledger only grows at its end, so the tokens after turn k are an exact prefix of those after turn k + 1.
 
     >>> from hone.data.types import StopReason
     >>> ledger = TokenLedger([1, 2])
@@ -38,15 +38,15 @@ class TokenLedger:
     ([1, 2, 3, 4, 5], [1, 1, 0], [-0.5, -0.25, 0.0])
 
     Args:
-        prompt_ids: what the model is given at first.
+        prompt_ids: tokens of the prompt.
 
     Attributes:
-        response_ids: everything behind the prompt, length T.
+        response_ids: all tokens after the prompt, length T.
         mask: 1 on sampled tokens, length T.
         log_probs: of sampled tokens under the policy, 0 elsewhere, length T.
-        sampling_log_probs: of sampled tokens under the distribution really drawn from, 0 elsewhere, length T.
-        turns: what was sampled.
-        versions: lowest and highest version of the weights that sampled.
+        sampling_log_probs: of sampled tokens under the sampling distribution (temperature, top-k, top-p), 0 elsewhere, length T.
+        turns: the sampled turns.
+        versions: lowest and highest weight version that sampled.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -69,19 +69,19 @@ class TokenLedger:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def add_sampled(self, prompt: Sequence[int], completion: Completion) -> None:
-        """Add what the policy sampled behind ``prompt``, which must be exactly what the ledger holds.
+        """Add the policy's completion of ``prompt``, which must equal the ledger's tokens.
 
         Raises:
-            InvariantError: the prompt is another, or tokens and log-probs differ in number.
+            InvariantError: the prompt differs, or tokens and log-probs differ in number.
         """
         count = len(completion.token_ids)
         if len(prompt) != len(self) or list(prompt) != self.ids:
             raise InvariantError(
-                f"turn {len(self.turns)} was sampled behind {len(prompt)} tokens, the episode holds {len(self)}, and they are "
+                f"turn {len(self.turns)} was sampled after {len(prompt)} tokens; the episode has {len(self)}, and the two are "
                 "not the same",
                 code="D-prefix",
-                why="log-probs would belong to another conversation",
-                fix="ask for the next turn with Episode.generate, which takes the episode's own tokens",
+                why="log-probs would be of a different conversation",
+                fix="generate turns with Episode.generate, which uses the episode's tokens",
             )
         if len(completion.log_probs) != count or len(completion.sampling_log_probs) != count:
             raise InvariantError(
@@ -101,7 +101,7 @@ class TokenLedger:
         self.versions = (min(low, first), max(high, last))
 
     def add_given(self, ids: Sequence[int]) -> None:
-        """Add what the policy did not write: tool results, user turns, the template's marks between them."""
+        """Add tokens that the policy did not sample: tool results, user turns, template tokens."""
         self.response_ids += ids
         self.mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
@@ -114,5 +114,5 @@ class TokenLedger:
 
     @property
     def trained_length(self) -> int:
-        """Length of the response up to its last sampled token: what comes behind teaches nothing."""
+        """Length of the response up to its last sampled token; later tokens have no loss."""
         return max((turn.stop for turn in self.turns if turn.stop > turn.start), default=0)

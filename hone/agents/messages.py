@@ -1,6 +1,6 @@
-"""What an assistant turn says, and the messages of a conversation.
+"""Chat messages and parsed assistant turns.
 
-Messages are dicts in the form of OpenAI's chat API everywhere: ``role``, ``content``, and where they apply ``tool_calls``,
+Messages are always dicts in the form of OpenAI's chat API: ``role``, ``content`` and, where they apply, ``tool_calls``,
 ``tool_call_id``, ``name`` and ``reasoning_content``.
 """
 
@@ -18,14 +18,14 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of a tool, as the model wrote it.
+    """Tool call, as the model wrote it.
 
     Attributes:
         id: unique within the conversation.
-        name: of the tool; empty where the call is so malformed that it has none.
-        arguments: by name; None where the call is malformed.
+        name: name of the tool; empty if a malformed call has none.
+        arguments: arguments by name; None for a malformed call.
         raw: the text of the call.
-        error: what is wrong with the call, in words that a tool message can give back to the model; None for a well-formed one.
+        error: error message for the model if the call is malformed, else None.
     """
 
     id: str
@@ -35,19 +35,19 @@ class ToolCall:
     error: str | None = None
 
     def as_openai(self) -> dict[str, Any]:
-        """Return the entry of ``tool_calls``; arguments are JSON text, those of a malformed call its own text."""
+        """Return the entry of ``tool_calls``; arguments are JSON text, or the raw text of a malformed call."""
         arguments = self.raw if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """What one assistant turn says, taken apart.
+    """Parsed assistant turn: content, reasoning and tool calls.
 
     Attributes:
-        content: its text without thoughts and calls, white space around it removed.
-        reasoning: its thoughts, None where it has none.
-        calls: in the order in which they were written, malformed ones too.
+        content: text without reasoning and calls, stripped.
+        reasoning: text of the reasoning, or None.
+        calls: tool calls in written order, malformed ones included.
     """
 
     content: str
@@ -65,36 +65,36 @@ class AssistantTurn:
 
 
 def is_parts(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether it is a content of several parts, in OpenAI's form: a list of objects that say their type."""
+    """Return whether a content is a list of parts in OpenAI's form, each with a ``type``."""
     return isinstance(value, list) and bool(value) and all(isinstance(p, dict) and "type" in p for p in value)
 
 
 def text_of_parts(parts: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
-    """The text of a content of several parts, with a note in the place of each that is no text, and the number of these.
+    """Return the text of multi-part content, with a note for each non-text part, and the number of notes.
 
     >>> text_of_parts([{"type": "text", "text": "a map:"}, {"type": "image_url", "image_url": {}}])
     ('a map:\\n(image_url left out: the model reads text only)', 1)
     """
-    said = [part.get("text") for part in parts]
+    texts = [part.get("text") for part in parts]
     notes = [f"({part['type']} left out: the model reads text only)" for part in parts]
-    lines = [text if isinstance(text, str) else note for text, note in zip(said, notes, strict=True)]
-    return "\n".join(lines), sum(not isinstance(text, str) for text in said)
+    lines = [text if isinstance(text, str) else note for text, note in zip(texts, notes, strict=True)]
+    return "\n".join(lines), sum(not isinstance(text, str) for text in texts)
 
 
 def check_text(messages: Sequence[Message], who: str) -> None:
-    """Make sure that messages hold text only.
+    """Check that messages contain only text.
 
     Raises:
-        DataError: one has an image, or another part that is no text.
+        DataError: a message contains an image or another non-text part.
     """
     for message in messages:
         content = message.get("content")
         if is_parts(content) and (left_out := text_of_parts(content)[1]):
             kinds = sorted({str(part["type"]) for part in content if not isinstance(part.get("text"), str)})
             raise DataError(
-                f"{who} has {left_out} parts that are no text ({', '.join(kinds)})",
-                why="Hone trains language models without eyes or ears: the policy would be judged by what it was not shown",
-                fix="say it in words, or leave these rows out",
+                f"{who} has {left_out} non-text parts ({', '.join(kinds)})",
+                why="Hone trains text-only models: the policy would be scored on input that it cannot see",
+                fix="replace the parts by text, or remove these rows",
                 where="prompt",
             )
 

@@ -1,4 +1,4 @@
-"""Plays the episodes of a batch: many at a time on one engine, each to its end, and again when it breaks."""
+"""Play the episodes of a batch concurrently on one engine, with retries of failed episodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 from hone.agents import catalogue
-from hone.agents.base import AgentLoop, Setting
+from hone.agents.base import AgentLoop, EpisodeContext
 from hone.agents.budget import BudgetSpent, Limits
 from hone.agents.client import EngineClient
 from hone.agents.episode import Episode
@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 
 class Player:
-    """Plays episodes with the loops that the rows ask for.
+    """Player of episodes with the loops that the rows name.
 
     Args:
-        engine: serves all of them.
-        setting: what they share.
+        engine: engine that serves all episodes.
+        context: context that all episodes share.
     """
 
-    def __init__(self, engine: Engine, setting: Setting) -> None:
-        self.client, self.setting = EngineClient(engine), setting
+    def __init__(self, engine: Engine, context: EpisodeContext) -> None:
+        self.client, self.context = EngineClient(engine), context
         self._loops: dict[str, AgentLoop] = {}
 
     async def play(
@@ -47,69 +47,69 @@ class Player:
 
         Args:
             samples: rows with distinct uids.
-            sampling: how tokens are drawn; ``max_tokens`` bounds an episode.
-            n: episodes a sample.
-            seed_of: seed of episode ``index`` of the row ``uid``.
+            sampling: sampling parameters; ``max_tokens`` bounds an episode.
+            n: episodes per sample.
+            seed_of: function that returns the seed of episode ``index`` of row ``uid``.
 
         Returns:
-            Trajectories in the order of the samples, then of the episodes' numbers, then of their parts.
+            Trajectories in the order of samples, episodes and segments.
 
         Raises:
-            HoneError: a mistake of the user's, or an episode that broke under ``agent.on_error=stop``.
+            HoneError: invalid input, or an episode that failed under ``agent.on_error=stop``.
         """
-        limit = self.setting.agent.max_concurrent_episodes
+        limit = self.context.agent.max_concurrent_episodes
         free = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
         async def one(sample: Sample, index: int) -> list[Trajectory]:
             async with free:
                 return await self._with_retries(sample, index, sampling, seed_of(sample.uid, index))
 
-        played = await gathered([one(sample, index) for sample in samples for index in range(n)])
-        return [trajectory for parts in played for trajectory in parts]
+        played = await gather_or_cancel([one(sample, index) for sample in samples for index in range(n)])
+        return [trajectory for segments in played for trajectory in segments]
 
     def loop_of(self, sample: Sample) -> AgentLoop:
-        """The loop that plays a row.
+        """Return the loop that plays a row.
 
         Raises:
-            ConfigError: there is none of that name, or episodes of several turns are not enabled.
+            ConfigError: the name is unknown, or it needs several turns and these are not enabled.
         """
-        name = sample.agent_name or catalogue.default_loop(self.setting.multi_turn, self.setting.agent)
+        name = sample.agent_name or catalogue.default_loop(self.context.multi_turn, self.context.agent)
         if name not in self._loops:
             loop = catalogue.AGENT_LOOPS.get(name)
-            if loop.several_turns and not self.setting.multi_turn.enable:
+            if loop.several_turns and not self.context.multi_turn.enable:
                 raise ConfigError(
-                    f"row {sample.uid} is played by the loop '{name}', and episodes of several turns are not enabled",
-                    why="they are longer and need bounds, so they are played only where that is asked for",
+                    f"row {sample.uid} needs the loop '{name}', but multi-turn episodes are not enabled",
+                    why="multi-turn episodes are longer and need limits, so they must be enabled explicitly",
                     fix="actor_rollout_ref.rollout.multi_turn.enable=true",
                     where="agent_name",
                     code="R33",
                 )
-            self._loops[name] = loop(self.setting)
+            self._loops[name] = loop(self.context)
         return self._loops[name]
 
     async def _with_retries(self, sample: Sample, index: int, sampling: SamplingParams, seed: int) -> list[Trajectory]:
-        retries, attempt = self.setting.agent.max_retries, 0
+        retries, attempt = self.context.agent.max_retries, 0
         episode = self._episode(sample, index, sampling, seed, attempt)
         await self._play(episode)
         while episode.log.error is not None and attempt < retries:
-            log.warning("episode %s broke: %s", episode.name, episode.log.error.splitlines()[-1])
+            log.warning("episode %s failed: %s", episode.name, episode.log.error.splitlines()[-1])
             attempt += 1
             episode = self._episode(sample, index, sampling, seed, attempt)
             await self._play(episode)
-        if episode.log.error is not None and self.setting.agent.on_error == "stop":
-            raise broken(episode, retries)
+        if episode.log.error is not None and self.context.agent.on_error == "stop":
+            raise failed_episode_error(episode, retries)
         activity.tick()
-        return episode.trajectories(self._decode) or [unplayed(episode)]
+        return episode.trajectories(self._decode) or [failed_trajectory(episode)]
 
     def _episode(self, sample: Sample, index: int, sampling: SamplingParams, seed: int, attempt: int) -> Episode:
-        several = self.setting.multi_turn
+        several = self.context.multi_turn
         limits = Limits(
             sampling.max_tokens,
             several.max_assistant_turns,
             several.max_user_turns,
             several.max_tool_calls,
             several.max_episode_seconds,
-            self.setting.context,
+            self.context.max_model_len,
         )
         turn = min(sampling.max_tokens, several.max_tokens_per_turn or sampling.max_tokens)
         sampling = dataclasses.replace(sampling, max_tokens=turn)
@@ -118,7 +118,7 @@ class Player:
         return Episode(sample, index, self.client, sampling, limits, seed=seed, keeps_session=keeps, attempt=attempt)
 
     async def _play(self, episode: Episode) -> None:
-        """Play one episode to its end; what breaks it stands in its log."""
+        """Play one episode to its end and log the error of a failed one."""
         loop = self.loop_of(episode.sample)
         try:
             try:
@@ -127,11 +127,11 @@ class Player:
                 episode.log.end = spent.end
             finally:
                 await episode.finish()
-            if not any(part.sampled for part in episode.parts):
-                raise RuntimeError(f"it ended ({episode.log.end}) before a token was sampled")
+            if not any(segment.sampled for segment in episode.segments):
+                raise RuntimeError(f"the episode ended ({episode.log.end}) before a token was sampled")
         except HoneError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a tool, an environment or a loop raises breaks its episode
+        except Exception as error:  # noqa: BLE001 - any error of a tool, environment or loop fails only its episode
             episode.log.end = EpisodeEnd.ERROR
             episode.log.error = "".join(traceback.format_exception(error)).rstrip()
         finally:
@@ -139,11 +139,11 @@ class Player:
                 await self.client.end_sessions([episode.session])
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.setting.tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self.context.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-async def gathered(coroutines: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """The results of all, in order; when one fails the others are cancelled, and its error is raised."""
+async def gather_or_cancel(coroutines: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """Return all results in order; if one coroutine fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -157,21 +157,21 @@ def _first(group: BaseExceptionGroup) -> BaseException:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-def broken(episode: Episode, retries: int) -> EpisodeError:
-    """The error that ends a run when an episode broke for good."""
+def failed_episode_error(episode: Episode, retries: int) -> EpisodeError:
+    """Return the error that ends a run after an episode's last failed attempt."""
     trace = episode.log.error or ""
     return EpisodeError(
-        f"episode {episode.index} of row {episode.sample.uid} broke{f' {retries + 1} times' if retries else ''}: "
+        f"episode {episode.index} of row {episode.sample.uid} failed{f' {retries + 1} times' if retries else ''}: "
         f"{trace.splitlines()[-1]}",
-        why="its group would be incomplete, and what it learns from would be a guess",
-        fix="mend the tool, environment or loop (trace below); or tolerate it: "
+        why="its group would be incomplete, so that advantages would be wrong",
+        fix="fix the tool, environment or loop (trace below), or accept failures: "
         f"actor_rollout_ref.rollout.agent.on_error=drop, or agent.max_retries={retries + 2}\n\n{trace}",
         where="actor_rollout_ref.rollout.agent",
     )
 
 
-def unplayed(episode: Episode) -> Trajectory:
-    """What stands for an episode that broke before a token was sampled: an empty response that bears the error."""
+def failed_trajectory(episode: Episode) -> Trajectory:
+    """Return an empty trajectory with the error, for an episode that failed before a token was sampled."""
     return Trajectory(
         uid=episode.sample.uid,
         index=episode.index,

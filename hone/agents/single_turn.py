@@ -1,4 +1,4 @@
-"""The simplest episode: one prompt, one response."""
+"""Agent loop with one prompt and one response."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hone.agents.episode import Episode
 
 @AGENT_LOOPS.register("single_turn", "single_turn_agent")
 class SingleTurn(AgentLoop):
-    """Asks once."""
+    """Loop of a single turn."""
 
     several_turns = False
 
     async def play(self, episode: Episode) -> None:
-        """Ask once."""
+        """Generate one response."""
         await episode.generate()

@@ -1,4 +1,4 @@
-"""The tool agent: the policy calls tools until it answers without a call, or a limit ends the episode."""
+"""Tool agent: the policy calls tools until it answers without a call, or a limit ends the episode."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hone.data.episode_log import EpisodeEnd
 
 @AGENT_LOOPS.register("tool_agent")
 class ToolAgent(ChatLoop):
-    """Turn, calls, results, turn, ... until a turn calls nothing.
+    """Loop of turn, calls, results, turn, ... until a turn has no calls.
 
-    The calls of a turn run at the same time, ``multi_turn.max_parallel_calls`` of them; every call, also one that cannot be
-    read or is over the limit, is answered by a tool message. ``extra_info.tool_selection`` of a row names the tools it may
-    use, ``extra_info.tools_kwargs`` their arguments.
+    The calls of a turn run concurrently, up to ``multi_turn.max_parallel_calls``. Every call, also a malformed one or one over the
+    limit, is answered by a tool message. ``extra_info.tool_selection`` of a row lists the allowed tools, and
+    ``extra_info.tools_kwargs`` their arguments.
     """
 
     async def play(self, episode: Episode) -> None:
-        """Play to the end."""
-        async with self.setting.toolbox.session(episode, self.setting) as tools:
+        """Play the episode until a turn has no calls."""
+        async with self.context.toolbox.session(episode, self.context.tokenizer) as tools:
             while True:
                 turn = await self.take_turn(episode, tools.schemas)
                 if not turn.calls:

@@ -1,4 +1,4 @@
-"""The mathematics: advantages, losses, KL and aggregation, as pure functions of tensors and plain numbers.
+"""Advantages, losses, KL and aggregation, as pure functions of tensors and plain numbers.
 
 >>> import torch
 >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # two answers to one prompt, the first one right
@@ -28,7 +28,6 @@ from hone.algorithms.logits import (
 )
 from hone.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from hone.algorithms.off_policy import (
-    ROLLOUT_CORRECTION_PRESETS,
     Correction,
     check_rollout_correction,
     off_policy_metrics,
@@ -42,6 +41,7 @@ from hone.algorithms.preference_losses.unpaired import kto_kl
 from hone.algorithms.resampling import REWEIGHT_METHODS, resample, resampling_weights
 from hone.algorithms.reward_model import bradley_terry_loss
 from hone.algorithms.value import value_loss
+from hone.methods import ROLLOUT_CORRECTION_PRESETS
 
 __all__ = [
     "AGGREGATION_MODES",

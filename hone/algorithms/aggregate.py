@@ -1,4 +1,4 @@
-"""How per-token losses become one number, exactly the same however the batch is cut into micro-batches and ranks."""
+"""Aggregate per-token losses to one number that does not depend on micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def aggregate_loss(
     seq-mean-token-mean        mean over the tokens of a sequence, mean over sequences (GRPO)
     =========================  ==============================================================================
 
-    Micro-batches: hand in the mini-batch's ``batch_num_tokens`` and ``global_batch_size``; the results of the
+    Micro-batches: pass the mini-batch's ``batch_num_tokens`` and ``global_batch_size``; the results of the
     micro-batches then *add up* to the mini-batch's loss. Without them the counts of ``mask`` are used. Ranks: counts
-    are global and ``dp_size`` undoes the averaging of gradients. Sequences with an empty mask are not counted; values
-    outside the mask, NaN included, reach neither the result nor its gradient. Sums are taken in float32 or better.
+    are global and ``dp_size`` compensates the averaging of gradients. Sequences with an empty mask are not counted; values
+    outside the mask, NaN included, affect neither the result nor its gradient. Sums are taken in float32 or better.
 
     Args:
         loss: per-token loss ``[B, T]``.
-        mask: 1 where a token counts ``[B, T]``.
+        mask: 1 on tokens that count ``[B, T]``.
         mode: one of the five above.
         batch_num_tokens: tokens with mask 1 in the whole mini-batch, over all ranks.
         global_batch_size: sequences with a non-empty mask in the whole mini-batch, over all ranks.
@@ -72,14 +72,14 @@ def aggregate_loss(
             where="actor_rollout_ref.actor.loss_agg_mode",
             fix=did_you_mean(mode, AGGREGATION_MODES),
         )
-    # an empty row contributes exactly 0 to the sum; only the count has to leave it out
+    # an empty row adds exactly 0 to the sum; only the count must exclude it
     non_empty = (mask.sum(dim=-1) > 0).sum()
     return sequences.sum() / _count(global_batch_size, non_empty, "global_batch_size", dp_size) * dp_size
 
 
-def _count(given: int | Tensor | None, local: Tensor, name: str, dp_size: int) -> int | Tensor:
-    if given is None:
+def _count(count: int | Tensor | None, local: Tensor, name: str, dp_size: int) -> int | Tensor:
+    if count is None:
         if dp_size > 1:
             raise ValueError(f"with dp_size={dp_size} the loss needs {name} over all ranks")
         return local.clamp(min=1)
-    return given.clamp(min=1) if isinstance(given, Tensor) else max(given, 1)
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student learns from a teacher's opinion of the student's own samples."""
+"""On-policy distillation: the student learns from a teacher's log-probs of the student's samples."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def distillation_token_loss(
     log_prob_min_clamp: float | None = None,
     loss_max_clamp: float | None = None,
 ) -> Tensor:
-    """Distance of the student from the teacher at each token, ``[B, T]``, with gradient in the student only.
+    """Return the distance of the student from the teacher at each token, ``[B, T]``, with gradient in the student only.
 
     ==============================================  ===========  ==================================================
-    ``loss_mode``                                   log-probs    what it is
+    ``loss_mode``                                   log-probs    meaning
     ==============================================  ===========  ==================================================
     k1, k2, k3, abs, their aliases and ``+`` forms  [B, T]       estimate of the reverse KL from the sampled token
                                                                  (:func:`~hone.algorithms.kl.kl_penalty`)
     ``forward_kl``, ``reverse_kl``, ``jsd``         [B, T, V]    exact (:func:`~hone.algorithms.divergences.divergence`)
     ``forward_kl_topk``, ... ``jsd_topk``           [B, T, K]    exact for the teacher's K likeliest tokens and the
-                                                                 rest, taken together as one more token
+                                                                 remaining tokens, combined to one more token
     ==============================================  ===========  ==================================================
 
     Args:
-        student_log_probs: normalised; of the sampled token, of all tokens, or of the K tokens.
-        teacher_log_probs: of the same tokens; a constant.
+        student_log_probs: normalised log-probs of the sampled token, of all tokens, or of the K tokens.
+        teacher_log_probs: log-probs of the same tokens; a constant.
         loss_mode: one of :data:`DISTILLATION_MODES`.
-        beta: of jsd.
-        tail_bucket: false leaves the rest out and takes at least 0, as some peers do; for ``forward_kl_topk`` only. Its
-            minimum is then not the teacher but a student with all its mass on the K tokens.
-        log_prob_min_clamp: log-probs below it count as this (negative); no gradient reaches them.
-        loss_max_clamp: a token's loss stays within +- this (positive); no gradient beyond.
+        beta: weight of the teacher in jsd.
+        tail_bucket: false excludes the remaining tokens and clamps at 0, as some other libraries do; for
+            ``forward_kl_topk`` only. Its minimum is then not the teacher but a student with all its mass on the K tokens.
+        log_prob_min_clamp: smallest log-prob (negative); smaller ones are raised to it and get no gradient.
+        loss_max_clamp: a token's loss is limited to +- this (positive), without gradient beyond.
 
     Raises:
-        ConfigError: unknown mode, a clamp of the wrong sign, ``tail_bucket=false`` for another mode.
+        ConfigError: unknown mode, a clamp of the wrong sign, or ``tail_bucket=false`` for another mode.
     """
     if loss_mode not in DISTILLATION_MODES:
         raise ConfigError(
@@ -62,7 +62,7 @@ def distillation_token_loss(
     if not tail_bucket and loss_mode != "forward_kl_topk":
         raise ConfigError(
             f"tail_bucket=false works with forward_kl_topk only, not with {loss_mode}",
-            why="the sum of the others over some tokens falls below 0 as the student leaves these tokens",
+            why="the other divergences over K tokens become negative as the student moves mass to other tokens",
             fix="tail_bucket=true",
             where="tail_bucket",
         )
@@ -94,24 +94,24 @@ def distillation_loss(
     loss_max_clamp: float | None = None,
     **counts: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Supervised distillation loss on the student's samples (Agarwal et al. 2024, arXiv:2306.13649, eq. 4).
+    """Return the supervised distillation loss on the student's samples (Agarwal et al. 2024, arXiv:2306.13649, eq. 4).
 
     Args:
         student_log_probs: see :func:`distillation_token_loss`, also for the options.
-        teacher_log_probs: of the same shape.
-        response_mask: ``[B, T]``; values outside it, NaN included, reach neither loss nor gradient.
+        teacher_log_probs: same shape.
+        response_mask: ``[B, T]``; values outside it, NaN included, affect neither loss nor gradient.
         loss_agg_mode: see :func:`~hone.algorithms.aggregate.aggregate_loss`, also for ``counts``.
 
     Returns:
         the loss, and metrics ``distillation/...`` without gradient: mean, mean size, minimum and maximum of the token
-        losses, and for the top-k modes the probability that each model gives to the K tokens together.
+        losses, and for the top-k modes the probability of the K tokens together under each model.
 
     Raises:
-        ConfigError: as :func:`distillation_token_loss`; and ``k1`` or ``kl``, whose expected gradient is 0.
+        ConfigError: as for :func:`distillation_token_loss`; also for ``k1`` or ``kl``, whose expected gradient is 0.
     """
     if loss_mode in ("k1", "kl"):
         raise ConfigError(
-            f"loss_mode={loss_mode} teaches nothing as a loss: its gradient is 0 on average",
+            f"loss_mode={loss_mode} cannot be a loss: its gradient is 0 on average",
             why="d/dtheta E[log q - log p] over q's samples is a policy gradient, not the gradient of the sample",
             fix=f"loss_mode={loss_mode}+, or a policy loss with distillation_advantages(..., loss_mode={loss_mode})",
             where="loss_mode",
@@ -150,14 +150,14 @@ def distillation_advantages(
     loss_mode: str = "k1",
     **options: Any,
 ) -> Tensor:
-    """Distillation as a policy gradient: the advantage of a token is minus its distance from the teacher.
+    """Return distillation advantages for a policy gradient: minus the distance from the teacher at each token.
 
     With ``k1``, ``log p - log q`` of the sampled token, this is the gradient of the reverse KL of that token (Lu 2025,
-    "On-Policy Distillation", https://thinkingmachines.ai/blog/on-policy-distillation). Feed it to a policy loss.
+    "On-Policy Distillation", https://thinkingmachines.ai/blog/on-policy-distillation). Pass them to a policy loss.
 
     Args:
-        student_log_probs: of the policy that sampled; see :func:`distillation_token_loss`, also for ``options``.
-        teacher_log_probs: of the same shape.
+        student_log_probs: log-probs of the sampling policy; see :func:`distillation_token_loss`, also for ``options``.
+        teacher_log_probs: same shape.
         response_mask: ``[B, T]``.
         loss_mode: one of :data:`DISTILLATION_MODES`.
 
@@ -171,7 +171,7 @@ def distillation_advantages(
 def _inside(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if student.shape != teacher.shape or student.shape[:2] != mask.shape:
         shapes = [tuple(x.shape) for x in (student, teacher, mask)]
-        raise ValueError(f"shapes of student log-probs, teacher log-probs and response_mask do not fit: {shapes}")
+        raise ValueError(f"shapes of student log-probs, teacher log-probs and response_mask do not match: {shapes}")
     wider = mask if student.dim() == mask.dim() else mask[..., None]
     return where_mask(student, wider), where_mask(teacher, wider)
 
@@ -185,7 +185,7 @@ def _check_clamps(log_prob_min_clamp: float | None, loss_max_clamp: float | None
         )
     if loss_max_clamp is not None and loss_max_clamp <= 0:
         raise ConfigError(
-            f"loss_max_clamp={loss_max_clamp} must be positive: token losses stay within +- it",
+            f"loss_max_clamp={loss_max_clamp} must be positive: token losses are limited to +- this",
             fix="loss_max_clamp=10",
             where="loss_max_clamp",
         )

@@ -1,4 +1,4 @@
-"""Exact divergences between two next-token distributions: whole ones, or the k likeliest tokens and the rest."""
+"""Exact divergences between two next-token distributions: whole ones, or the k most likely tokens and the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.algorithms.masked import wide
 from hone.errors import ConfigError, did_you_mean
 
 LOG_PROB_FLOOR = -1e4
-"""Stands for log 0 (an excluded token): its probability is exactly 0, and differences of log-probs stay finite."""
+"""Represents log 0 (an excluded token): its probability is exactly 0, and differences of log-probs stay finite."""
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
@@ -25,24 +25,24 @@ def divergence(
     tail_bucket: bool = False,
     log_prob_floor: float = LOG_PROB_FLOOR,
 ) -> Tensor:
-    """Sum a divergence over the last dimension; with teacher p and student q:
+    """Sum a divergence over the last dimension. With teacher p and student q:
 
     ==============  ===================================================================================================
     ``forward_kl``  KL(p || q) = sum p (log p - log q): q covers all of p
     ``reverse_kl``  KL(q || p): q seeks a mode of p
-    ``jsd``         beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q: between the two, bounded
+    ``jsd``         beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q: between the others, bounded
                     (Agarwal et al. 2024, "On-Policy Distillation of Language Models", arXiv:2306.13649, eq. 2)
     ==============  ===================================================================================================
 
     Args:
         student_log_probs: normalised log-probs, ``[..., V]``; or, with ``tail_bucket``, of K tokens, ``[..., K]``.
-        teacher_log_probs: of the same tokens.
+        teacher_log_probs: log-probs of the same tokens.
         kind: one of :data:`DIVERGENCES`.
         beta: weight of the teacher in jsd, between 0 and 1; towards 0 jsd / beta is ``forward_kl``.
-        tail_bucket: the log-probs are of some tokens only; all others count as one more token, with the mass that is
-            left. The result is exact for these coarser distributions, and never above the divergence of the whole
-            ones. A tail below the resolution of the dtype has no gradient.
-        log_prob_floor: log-probs below it count as this.
+        tail_bucket: whether the log-probs are of some tokens only; all others then count as one more token with the
+            remaining mass. The result is exact for these coarser distributions, and never above the divergence of the
+            whole ones. A tail below the resolution of the dtype has no gradient.
+        log_prob_floor: smallest log-prob; smaller ones are raised to it.
 
     Returns:
         nats, ``[...]``, float32 or better, differentiable in both.
@@ -62,27 +62,27 @@ def divergence(
         raise ConfigError(f"unknown divergence '{kind}'", fix=did_you_mean(kind, DIVERGENCES))
     if not 0 < beta < 1:
         raise ConfigError(
-            f"beta={beta} must lie between 0 and 1, both excluded",
-            why="at its ends the Jensen-Shannon divergence is 0 for every student",
-            fix="loss mode forward_kl is its limit at 0, reverse_kl its limit at 1 (each divided by the weight)",
+            f"beta={beta} must be above 0 and below 1",
+            why="at 0 and 1 the Jensen-Shannon divergence is 0 for every student",
+            fix="use loss mode forward_kl, its limit at 0, or reverse_kl, its limit at 1 (each divided by the weight)",
         )
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
 def with_tail(log_probs: Tensor) -> Tensor:
-    """Append the log of the probability that ``log_probs [..., K]`` leave for all other tokens: ``[..., K + 1]``."""
+    """Append the log of the probability of all other tokens to ``log_probs [..., K]``: ``[..., K + 1]``."""
     mass = log_probs.exp().sum(-1, keepdim=True)
-    rest = torch.log1p(-mass.clamp(max=1.0 - torch.finfo(mass.dtype).eps))
-    return torch.cat([log_probs, rest], dim=-1)
+    tail = torch.log1p(-mass.clamp(max=1.0 - torch.finfo(mass.dtype).eps))
+    return torch.cat([log_probs, tail], dim=-1)
 
 
 def log_probs_at(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probs of several tokens at each position, without a second vocabulary-sized tensor.
+    """Return log-probs of several tokens at each position, without a second vocabulary-sized tensor.
 
     Args:
         logits: ``[..., V]``.
-        token_ids: ``[..., K]``, for example a teacher's likeliest.
+        token_ids: ``[..., K]``, for example a teacher's most likely ones.
         temperature: logits are divided by it; above 0.
 
     Returns:

@@ -1,4 +1,4 @@
-"""PRIME's implicit process reward: a language model trained on outcomes only, read as a reward a token."""
+"""PRIME's implicit process reward: a language model trained on outcomes gives a reward for each token."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hone.errors import ConfigError
 
 
 def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, *, beta: float = 0.05) -> Tensor:
-    """Token rewards ``beta (log p - log p_ref)``, 0 outside the mask.
+    """Return token rewards ``beta (log p - log p_ref)``, 0 outside the mask.
 
-    Cui et al. 2025 (PRIME), arXiv:2502.01456, eq. 3, after Yuan et al. 2024, arXiv:2412.01981, proposition 3.1: their sum
+    Cui et al. 2025 (PRIME), arXiv:2502.01456, eq. 3, after Yuan et al. 2024, arXiv:2412.01981, proposition 3.1. Their sum
     over a response is the outcome reward that the model was trained on, and a partial sum is the value of a prefix.
 
     Args:
-        log_probs: of the response tokens under the reward model, ``[B, T]``; gradients flow.
-        ref_log_probs: under its frozen reference, ``[B, T]``; a constant.
-        response_mask: ``[B, T]``; what stands outside it, NaN included, is ignored.
+        log_probs: log-probs of the response tokens under the reward model, ``[B, T]``; gradients flow.
+        ref_log_probs: log-probs under its frozen reference, ``[B, T]``; a constant.
+        response_mask: ``[B, T]``; values outside it, NaN included, are ignored.
         beta: scale of the rewards, above 0.
 
     Raises:
@@ -40,20 +40,20 @@ def implicit_reward_loss(
     global_batch_size: int | Tensor | None = None,
     dp_size: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy between outcome labels and the sigmoid of the summed token rewards, mean over responses.
+    """Return the cross-entropy between outcome labels and the sigmoid of summed token rewards, mean over responses.
 
     Cui et al. 2025 (PRIME), arXiv:2502.01456, eq. 5.
 
     Args:
-        token_rewards: of :func:`implicit_rewards`, ``[B, T]``, with gradient.
-        labels: ``[B]``, 1 where the outcome was right, 0 where not (or a share in between).
-        response_mask: ``[B, T]``; rows without a token count for nothing.
+        token_rewards: result of :func:`implicit_rewards`, ``[B, T]``, with gradient.
+        labels: ``[B]``, 1 for a right outcome, 0 for a wrong one (or a value in between).
+        response_mask: ``[B, T]``; rows without a token are ignored.
         global_batch_size: responses of the whole mini-batch over all ranks, so that micro-batches add up.
         dp_size: data-parallel ranks whose gradients are averaged.
 
     Returns:
         the scalar loss, and metrics without gradient: ``implicit_reward/accuracy`` (sign of the sum against label above
-        one half) and ``implicit_reward/mean`` (of the sums).
+        one half) and ``implicit_reward/mean`` (mean of the sums).
 
     Raises:
         ValueError: ``dp_size > 1`` without ``global_batch_size``.
@@ -61,12 +61,12 @@ def implicit_reward_loss(
     if dp_size > 1 and global_batch_size is None:
         raise ValueError(f"with dp_size={dp_size} the loss needs global_batch_size over all ranks")
     sums = masked_sum(token_rewards, response_mask, dim=-1)
-    right, present = labels.to(sums), response_mask.bool().any(-1)
-    loss = -right * logsigmoid(sums) - (1 - right) * logsigmoid(-sums)
+    target, present = labels.to(sums), response_mask.bool().any(-1)
+    loss = -target * logsigmoid(sums) - (1 - target) * logsigmoid(-sums)
     responses = present.sum() if global_batch_size is None else global_batch_size
     responses = responses.clamp(min=1) if isinstance(responses, Tensor) else max(responses, 1)
     with torch.no_grad():
-        hit = ((sums > 0) == (right > 0.5)).to(sums.dtype)
+        hit = ((sums > 0) == (target > 0.5)).to(sums.dtype)
         metrics = {
             "implicit_reward/accuracy": masked_mean(hit, present),
             "implicit_reward/mean": masked_mean(sums.detach(), present),

@@ -52,10 +52,10 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, mask: Tensor
     arXiv:2510.01555). The log-ratio is clamped to +-20 for k3.
 
     Args:
-        log_probs: of the policy, any shape.
-        ref_log_probs: of the reference, same shape; a constant.
+        log_probs: log-probs of the policy, any shape.
+        ref_log_probs: log-probs of the reference, same shape; a constant.
         kind: one of :data:`KL_KINDS`. The exact KL needs whole distributions: :func:`full_kl`.
-        mask: where it is 0 the result is that of equal log-probs, without gradient; NaN may stand there.
+        mask: where it is 0 the result is that of equal log-probs, without gradient; NaN is allowed there.
 
     Returns:
         nats, of the same shape, float32 or better.
@@ -68,7 +68,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, mask: Tensor
         raise ConfigError(
             "the full KL cannot be computed from the log-probs of sampled tokens",
             why="it sums over the vocabulary, at every token",
-            fix="k3 estimates it; hone.algorithms.full_kl(log_probs, ref_log_probs) computes it from distributions",
+            fix="use k3 as an estimate; hone.algorithms.full_kl(log_probs, ref_log_probs) computes it from distributions",
         )
     if base is None:
         raise ConfigError(f"unknown KL estimator '{kind}'", fix=did_you_mean(kind, KL_KINDS))
@@ -83,18 +83,18 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str, mask: Tensor
 
 
 def full_kl(log_probs: Tensor, ref_log_probs: Tensor, *, top_k: bool = False) -> Tensor:
-    """Exact KL(policy || reference) at each position: ``sum over tokens of p (log p - log p_ref)``.
+    """Return the exact KL(policy || reference) at each position: ``sum over tokens of p (log p - log p_ref)``.
 
     Args:
-        log_probs: of the policy over the whole vocabulary ``[..., V]`` (logits will do: they are normalised here); or,
-            with ``top_k``, normalised log-probs of K tokens ``[..., K]``, for example its likeliest.
-        ref_log_probs: of the reference, for the same tokens; a constant.
-        top_k: all tokens that are not given count as one, with the mass left. The result is then the exact KL between
-            these coarser distributions: at most the whole one, and equal to it when the policies agree about the
-            shares within the rest.
+        log_probs: log-probs of the policy over the whole vocabulary ``[..., V]`` (or logits: they are normalised here); or,
+            with ``top_k``, normalised log-probs of K tokens ``[..., K]``, for example its most likely ones.
+        ref_log_probs: log-probs of the reference for the same tokens; a constant.
+        top_k: whether all tokens that are not given count as one, with the remaining mass. The result is then the exact KL
+            between these coarser distributions. It is at most the whole KL, and equal to it if the policies agree
+            about the shares within the rest.
 
     Returns:
-        nats, ``[...]``, float32 or better, not negative up to rounding.
+        nats, ``[...]``, float32 or better, not negative except for rounding.
     """
     policy, reference = wide(log_probs), wide(ref_log_probs).detach()
     if not top_k:
@@ -110,19 +110,19 @@ def apply_kl_penalty(
     kl_coef: float,
     kind: str = "kl",
 ) -> tuple[Tensor, Tensor]:
-    """Charge every sampled token for its distance to the reference: ``rewards = scores - kl_coef x KL``.
+    """Subtract a penalty for the distance to the reference from each sampled token: ``rewards = scores - kl_coef x KL``.
 
     Args:
         token_level_scores: ``[B, T]``.
-        old_log_probs: of the policy that sampled, ``[B, T]``.
-        ref_log_probs: of the reference, ``[B, T]``.
+        old_log_probs: log-probs of the sampling policy, ``[B, T]``.
+        ref_log_probs: log-probs of the reference, ``[B, T]``.
         response_mask: ``[B, T]``.
         kl_coef: coefficient, from a KL controller.
         kind: see :func:`kl_penalty`.
 
     Returns:
-        token rewards ``[B, T]`` (0 outside the mask), and the mean KL, which the controller is updated with: the mean
-        over sequences (those with a selected token) of the mean over their tokens.
+        token rewards ``[B, T]`` (0 outside the mask), and the mean KL for the controller's update: the mean over
+        sequences (those with a selected token) of the mean over their tokens.
     """
     penalty = where_mask(kl_penalty(old_log_probs, ref_log_probs, kind, response_mask), response_mask)
     rewards = where_mask(token_level_scores - kl_coef * penalty, response_mask)

@@ -1,4 +1,4 @@
-"""The coefficient of the KL penalty in the reward: constant, or steered towards a target."""
+"""Coefficient of the KL penalty in the reward: constant, or controlled towards a target."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from hone.errors import ConfigError, InvariantError, did_you_mean
 
 
 class KLController(Protocol):
-    """Holds the coefficient, ``value``; :meth:`update` is called once a step."""
+    """Holder of the coefficient, ``value``; :meth:`update` is called once per step."""
 
     value: float
 
     def update(self, kl: float, n_steps: int) -> None:
-        """Take note of the step's mean KL over ``n_steps`` sequences."""
+        """Update with the step's mean KL over ``n_steps`` sequences."""
         ...
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         ...
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         ...
 
 
@@ -36,11 +36,11 @@ class FixedKLController:
         """Change nothing."""
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
+        """Return the coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to restore: the coefficient is the configuration's, also after a resume."""
+        """Restore nothing: the coefficient is the configured one, also after a resume."""
 
 
 class AdaptiveKLController(FixedKLController):
@@ -48,11 +48,11 @@ class AdaptiveKLController(FixedKLController):
 
     ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon`` (Ziegler et al. 2019, arXiv:1909.08593, section
     2.2). A step of more than ``horizon`` sequences counts as ``horizon``; otherwise one of five times the horizon would
-    make the coefficient 0, and a larger one negative, which rewards distance.
+    set the coefficient to 0, and a larger one would make it negative, which rewards distance.
 
     Args:
         coef: first coefficient.
-        target: KL aimed at.
+        target: target KL.
         horizon: sequences over which the coefficient moves by at most 20 %.
     """
 
@@ -70,20 +70,20 @@ class AdaptiveKLController(FixedKLController):
         """Move the coefficient by the step's mean ``kl`` over ``n_steps`` sequences.
 
         Raises:
-            InvariantError: ``kl`` is NaN, which the coefficient would never get rid of.
+            InvariantError: ``kl`` is NaN, which the coefficient would keep forever.
         """
         if math.isnan(kl):
             raise InvariantError(
                 "the mean KL of this step is NaN",
-                why="the KL coefficient, and with it every later reward, would be NaN as well",
-                fix="look for NaN among the log-probs of the policy and the reference",
+                why="the KL coefficient, and with it every later reward, would be NaN too",
+                fix="check for NaN in the log-probs of the policy and the reference",
                 where="algorithm.kl_ctrl",
             )
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * min(n_steps / self.horizon, 1.0)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on with the coefficient reached."""
+        """Restore the coefficient of a checkpoint."""
         self.value = state["value"]
 
 

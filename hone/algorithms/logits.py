@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens, computed without ever holding the whole ``[N, V]`` table of logits."""
+"""Log-probabilities and entropies of tokens, without the whole ``[N, V]`` table of logits in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def token_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-prob of each target under ``softmax(logits / temperature)``, in float32 or better.
+    """Return the log-prob of each target under ``softmax(logits / temperature)``, in float32 or better.
 
     Args:
         logits: ``[..., V]``, any float dtype.
@@ -21,16 +21,16 @@ def token_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy in nats of ``softmax(logits)`` along the last dimension, in float32 or better; logits may be -inf."""
+    """Return the entropy in nats of ``softmax(logits)`` along the last dimension, in float32 or better; logits may be -inf."""
     log_probs = _wide(logits).log_softmax(-1)
     probs = log_probs.exp()
     return -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(-1)
 
 
 def sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
-    """Sum of the squared probabilities of ``softmax(logits)`` along the last dimension, in float32 or better.
+    """Return the sum of squared probabilities of ``softmax(logits)`` along the last dimension, in float32 or better.
 
-    The chance that two draws agree: 1 for a certain distribution, 1 / V for a uniform one.
+    This is the probability that two draws agree: 1 for a certain distribution, 1 / V for a uniform one.
     """
     return _wide(logits).softmax(-1).square().sum(-1)
 
@@ -46,11 +46,11 @@ def chunked_log_probs(
     with_entropy: bool = False,
     chunk_size: int = 2048,
 ) -> tuple[Tensor, Tensor | None]:
-    """Project hidden states onto the vocabulary, ``chunk_size`` rows at a time, and keep only what is asked.
+    """Project hidden states onto the vocabulary, ``chunk_size`` rows at a time, and return log-probs and entropies.
 
     Equal in value and gradient to ``token_log_probs(hidden @ weight.T + bias, targets, temperature)``. Neither the
-    forward nor the backward pass holds vocabulary-sized rows of more than one chunk: the backward pass computes a
-    chunk's logits again. The projection runs in the dtype of its inputs (autocast respected), the softmax in float32.
+    forward nor the backward pass holds vocabulary-sized rows of more than one chunk: the backward pass recomputes a
+    chunk's logits. The projection runs in the dtype of its inputs (autocast respected), the softmax in float32.
 
     Args:
         hidden: ``[N, H]``.
@@ -58,12 +58,12 @@ def chunked_log_probs(
         targets: ``[N]`` token ids.
         bias: ``[V]`` or None.
         temperature: logits are divided by it; above 0.
-        softcap: logits become ``softcap * tanh(logits / softcap)`` first (Gemma 2).
+        softcap: logits are first mapped to ``softcap * tanh(logits / softcap)`` (Gemma 2).
         with_entropy: also return the entropy of each row's distribution.
-        chunk_size: rows whose logits exist at once.
+        chunk_size: number of rows whose logits exist at the same time.
 
     Returns:
-        log-probs ``[N]`` and entropies ``[N]`` (None unless asked for), float32, both differentiable.
+        log-probs ``[N]`` and entropies ``[N]`` (None without ``with_entropy``), float32, both differentiable.
     """
     hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
     log_probs, entropy = _ChunkedLogProbs.apply(
@@ -82,7 +82,7 @@ def chunked_sum_pi_squared(
     softcap: float | None = None,
     chunk_size: int = 2048,
 ) -> Tensor:
-    """``sum_pi_squared_from_logits`` of each row's distribution, ``[N]`` float32, ``chunk_size`` rows of logits at a time.
+    """Return ``sum_pi_squared_from_logits`` of each row, ``[N]`` float32, with ``chunk_size`` rows of logits at a time.
 
     A constant (no gradient): the optimal token baseline uses it as a weight. Arguments as for :func:`chunked_log_probs`.
     """
@@ -97,7 +97,7 @@ def chunked_sum_pi_squared(
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Forward keeps two numbers a row (log-sum-exp, entropy); backward recomputes the logits chunk by chunk."""
+    """Forward keeps two numbers per row (log-sum-exp, entropy); backward recomputes the logits chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -127,7 +127,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.settings = (temperature, softcap, chunk_size)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at has no gradient
+        ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient
         return log_probs, entropy
 
     @staticmethod
@@ -171,7 +171,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 if grad_hidden is not None:
                     torch.mm(grad, weight, out=grad_hidden[part])
                 if grad_weight is not None:
-                    _add_product(grad_weight, grad.t(), hidden[part])
+                    _add_matmul(grad_weight, grad.t(), hidden[part])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -182,7 +182,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _in_compute_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands of the projection in autocast's dtype, where it is on."""
+    """Return the operands of the projection in autocast's dtype, if autocast is on."""
     device_type = hidden.device.type
     if not torch.is_autocast_enabled(device_type):
         return hidden, weight, bias
@@ -195,8 +195,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float 
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``; in place where the dtypes allow it."""
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Compute ``total += left @ right``, in place if the dtypes allow it."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

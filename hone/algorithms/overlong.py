@@ -1,4 +1,4 @@
-"""A soft penalty on responses that come close to the length limit."""
+"""Soft penalty on responses that come close to the length limit."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ KEY = "reward.overlong_buffer"
 
 
 def overlong_penalty(lengths: Tensor, max_resp_len: int, buffer_len: int, penalty_factor: float = 1.0) -> Tensor:
-    """Penalty to add to the reward of each response (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13).
+    """Return the penalty to add to the reward of each response (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13).
 
-    0 up to ``max_resp_len - buffer_len`` tokens, then falling linearly to ``-penalty_factor`` at ``max_resp_len``, and
-    no further.
+    The penalty is 0 up to ``max_resp_len - buffer_len`` tokens, then falls linearly to ``-penalty_factor`` at
+    ``max_resp_len``, and not below.
 
     >>> overlong_penalty(torch.tensor([80, 90, 100, 120]), max_resp_len=100, buffer_len=20).tolist()
-    [0.0, -0.5, -1.0, -1.0]
+    [-0.0, -0.5, -1.0, -1.0]
 
     Args:
         lengths: response lengths in tokens ``[B]``.
-        max_resp_len: the longest response allowed, in tokens.
+        max_resp_len: longest allowed response, in tokens.
         buffer_len: length of the slope, in tokens.
-        penalty_factor: the largest penalty.
+        penalty_factor: largest penalty.
 
     Returns:
         ``[B]``, float32, between ``-penalty_factor`` and 0.
 
     Raises:
-        ConfigError: the buffer is empty or longer than a response may be, or the factor is negative (a reward).
+        ConfigError: the buffer is empty or longer than the longest response, or the factor is negative (a reward).
     """
     if not 0 < buffer_len <= max_resp_len:
         raise ConfigError(

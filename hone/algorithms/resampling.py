@@ -1,4 +1,4 @@
-"""PF-PPO: draw the batch again, so that samples whose reward can be trusted come up more often."""
+"""PF-PPO: resample the batch, so that samples with a reliable reward occur more often."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEY = "algorithm.pf_ppo"
 
 
 def resampling_weights(scores: Tensor, method: str = "pow", *, weight_pow: float = 2.0) -> Tensor:
-    """Weight of each sample (Zhang et al. 2024, "Policy Filtration for RLHF", arXiv:2409.06957, section 4).
+    """Return the weight of each sample (Zhang et al. 2024, "Policy Filtration for RLHF", arXiv:2409.06957, section 4).
 
     ==============  ==============================================================
     ``pow``         abs(score) ^ ``weight_pow``
@@ -26,7 +26,7 @@ def resampling_weights(scores: Tensor, method: str = "pow", *, weight_pow: float
         weight_pow: exponent of ``pow``; 0 is uniform.
 
     Returns:
-        ``[B]``, not negative, at most 1; all 1 where every weight would be 0 (all scores 0).
+        ``[B]``, from 0 to 1; all 1 if every weight would be 0 (all scores 0).
 
     Raises:
         ConfigError: unknown method, negative exponent.
@@ -48,7 +48,7 @@ def resampling_weights(scores: Tensor, method: str = "pow", *, weight_pow: float
     bad = (~scores.isfinite()).nonzero()
     if len(bad):
         row = int(bad[0])
-        raise RewardError(f"the score of sample {row} is {float(scores[row])}", why="it cannot be weighed")
+        raise RewardError(f"the score of sample {row} is {float(scores[row])}", why="it has no weight")
     if scores.numel() == 0:
         return scores.double()
     scores = scores.double()
@@ -74,7 +74,7 @@ def resample(
 ) -> Tensor:
     """Draw row numbers with replacement, in proportion to :func:`resampling_weights`.
 
-    Index every column of the batch with the result. Rows are drawn one by one: a group estimator would see groups of
+    Index every column of the batch with the result. Rows are drawn independently: a group estimator would see groups of
     other sizes, so use it with ``gae``.
 
     Args:
@@ -82,7 +82,7 @@ def resample(
         method: see :func:`resampling_weights`.
         generator: source of all randomness; the same state draws the same rows.
         weight_pow: see :func:`resampling_weights`.
-        num_samples: rows to draw; None draws B.
+        num_samples: number of rows to draw; None: B.
 
     Returns:
         row numbers ``[num_samples]`` on the device of ``scores``.

@@ -18,17 +18,17 @@ def bradley_terry_loss(
     global_batch_size: int | Tensor | None = None,
     dp_size: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean over pairs of ``-log sigmoid(s_chosen - s_rejected - margin) + centering_coeff (s_chosen + s_rejected)^2``.
+    """Return the mean over pairs of ``-log sigmoid(s_chosen - s_rejected - margin) + centering_coeff (s_chosen + s_rejected)^2``.
 
     Bradley and Terry 1952, as the loss of a reward model in Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the margin in
     Touvron et al. 2023 (Llama 2), arXiv:2307.09288, eq. 2; the centering term, which fixes the free constant of the
     scores at 0, in Eisenstein et al. 2023, arXiv:2312.09244.
 
     Args:
-        chosen_scores: of the better response of each pair, ``[P]``.
-        rejected_scores: of the worse one, ``[P]``.
-        margin: by how much the better one should win, ``[P]``; None means 0.
-        centering_coeff: weight of the centering term, 0 or more; 0.01 is the usual one.
+        chosen_scores: scores of the better response of each pair, ``[P]``.
+        rejected_scores: scores of the worse one, ``[P]``.
+        margin: required difference of scores, ``[P]``; None means 0.
+        centering_coeff: weight of the centering term, 0 or more; 0.01 is usual.
         global_batch_size: pairs of the whole mini-batch over all ranks, so that micro-batches add up.
         dp_size: data-parallel ranks whose gradients are averaged.
 
@@ -43,8 +43,8 @@ def bradley_terry_loss(
     if centering_coeff < 0:
         raise ConfigError(
             f"centering_coeff={centering_coeff} is negative",
-            why="it would drive the scores away from 0 without end",
-            fix="loss.centering_coeff=0.01, or 0 to leave it out",
+            why="the scores would grow without limit",
+            fix="loss.centering_coeff=0.01, or 0 for no centering",
             where="loss.centering_coeff",
         )
     if chosen_scores.shape != rejected_scores.shape:
@@ -60,8 +60,8 @@ def bradley_terry_loss(
     pairs = len(gap) if global_batch_size is None else global_batch_size
     pairs = pairs.clamp(min=1) if isinstance(pairs, Tensor) else max(pairs, 1)
     with torch.no_grad():
-        here = max(len(gap), 1)
-        right = (gap > 0).to(dtype) + 0.5 * (gap == 0).to(dtype)
-        numbers = {"chosen": chosen, "rejected": rejected, "margins": gap, "accuracies": right}
-        metrics = {f"rewards/{name}": value.detach().sum() / here for name, value in numbers.items()}
+        pair_count = max(len(gap), 1)
+        correct = (gap > 0).to(dtype) + 0.5 * (gap == 0).to(dtype)
+        numbers = {"chosen": chosen, "rejected": rejected, "margins": gap, "accuracies": correct}
+        metrics = {f"rewards/{name}": value.detach().sum() / pair_count for name, value in numbers.items()}
     return loss.sum() / pairs * dp_size, metrics

@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""Loss of the critic."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def value_loss(
     loss_agg_mode: str = "token-mean",
     **counts: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error against the returns, pessimistic about moves beyond ``old_values +- cliprange_value``.
+    """Return half the squared error against the returns, pessimistic beyond ``old_values +- cliprange_value``.
 
     ``0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)``, as in the published PPO code (baselines' ppo2).
 
     Args:
-        values: predictions that are trained, ``[B, T]``.
+        values: trained predictions, ``[B, T]``.
         returns: targets, ``[B, T]``.
         old_values: predictions before this step's updates, ``[B, T]``.
         response_mask: ``[B, T]``.

@@ -1,8 +1,8 @@
-"""Log-probs and entropies when each rank holds the output embedding of a part of the vocabulary.
+"""Log-probs and entropies if each rank holds the output embedding of a part of the vocabulary.
 
-Every rank computes the logits of its own part, chunk by chunk, and keeps three numbers a row: the log-sum-exp, the target's
-logit (if the target is its own) and the mean logit. One exchange of those makes the log-prob and the entropy of the whole
-vocabulary; no rank ever holds, or sends, a row of logits.
+Every rank computes the logits of its part, chunk by chunk, and keeps three numbers per row: the log-sum-exp, the target's
+logit (if the target is in its part) and the mean logit. One exchange of these gives the log-prob and the entropy over the
+whole vocabulary; no rank holds or sends a row of logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hone.algorithms.logits import _add_product, _in_compute_dtype, _logits
+from hone.algorithms.logits import _add_matmul, _in_compute_dtype, _logits
 
 
 def vocabulary_log_probs(
@@ -30,18 +30,18 @@ def vocabulary_log_probs(
     with_entropy: bool = False,
     chunk_size: int = 2048,
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`hone.algorithms.logits.chunked_log_probs`, with a part of the vocabulary on each rank of ``group``.
+    """Return the result of :func:`hone.algorithms.logits.chunked_log_probs` for a vocabulary split over ``group``.
 
     Args:
         hidden: ``[N, H]``, the same on every rank; so is its gradient.
         weight: ``[v, H]``, rows ``start`` to ``start + v`` of the output embedding.
         targets: ``[N]`` token ids of the whole vocabulary.
-        group: the ranks whose parts make the vocabulary.
+        group: ranks that hold the vocabulary.
         start: first token id of this rank's part.
         bias: ``[v]`` or None.
 
     Returns:
-        log-probs ``[N]`` and entropies ``[N]`` (None unless asked for), the same on every rank.
+        log-probs ``[N]`` and entropies ``[N]`` (None without ``with_entropy``), the same on every rank.
     """
     hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
     log_probs, entropy = _VocabularyLogProbs.apply(
@@ -61,16 +61,16 @@ def vocabulary_sum_pi_squared(
     softcap: float | None = None,
     chunk_size: int = 2048,
 ) -> Tensor:
-    """As :func:`hone.algorithms.logits.chunked_sum_pi_squared`, with a part of the vocabulary on each rank of ``group``."""
+    """Return the result of :func:`hone.algorithms.logits.chunked_sum_pi_squared` for a vocabulary split over ``group``."""
     hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
-    found = torch.empty(2, len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+    log_sums = torch.empty(2, len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         for first in range(0, len(hidden), chunk_size):
             part = slice(first, first + chunk_size)
             logits = _logits(hidden[part], weight, bias, softcap).div_(temperature)
-            found[0, part] = logits.logsumexp(-1)
-            found[1, part] = logits.mul_(2.0).logsumexp(-1)
-    sums, doubles = _of_all_ranks(found, group).unbind(1)
+            log_sums[0, part] = logits.logsumexp(-1)
+            log_sums[1, part] = logits.mul_(2.0).logsumexp(-1)
+    sums, doubles = _of_all_ranks(log_sums, group).unbind(1)
     return (doubles.logsumexp(0) - 2.0 * sums.logsumexp(0)).exp()
 
 
@@ -90,17 +90,19 @@ class _VocabularyLogProbs(torch.autograd.Function):
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        own = torch.zeros(3, len(hidden), dtype=wide, device=hidden.device)  # log-sum-exp, target's logit, mean logit
+        local_rows = torch.zeros(
+            3, len(hidden), dtype=wide, device=hidden.device
+        )  # log-sum-exp, target's logit, mean logit
         with torch.autocast(hidden.device.type, enabled=False):
             for first in range(0, len(hidden), chunk_size):
                 part = slice(first, first + chunk_size)
                 logits = _logits(hidden[part], weight, bias, softcap).div_(temperature)
                 place, mine = _within(targets[part], start, len(weight))
-                own[0, part] = logits.logsumexp(-1)
-                own[1, part] = logits.gather(-1, place[:, None])[:, 0] * mine
+                local_rows[0, part] = logits.logsumexp(-1)
+                local_rows[1, part] = logits.gather(-1, place[:, None])[:, 0] * mine
                 if with_entropy:
-                    own[2, part] = ((logits - own[0, part, None]).exp() * logits).sum(-1)
-        sums, chosen, means = _of_all_ranks(own, group).unbind(1)
+                    local_rows[2, part] = ((logits - local_rows[0, part, None]).exp() * logits).sum(-1)
+        sums, chosen, means = _of_all_ranks(local_rows, group).unbind(1)
         log_sum = sums.logsumexp(0)
         log_probs = chosen.sum(0) - log_sum
         entropy = log_sum - ((sums - log_sum).exp() * means).sum(0) if with_entropy else torch.zeros_like(log_sum)
@@ -108,7 +110,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
         ctx.settings = (group, start, temperature, softcap, chunk_size)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at has no gradient
+        ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient
         return log_probs, entropy
 
     @staticmethod
@@ -147,7 +149,7 @@ class _VocabularyLogProbs(torch.autograd.Function):
                 if grad_hidden is not None:
                     torch.mm(grad, weight, out=grad_hidden[part])
                 if grad_weight is not None:
-                    _add_product(grad_weight, grad.t(), hidden[part])
+                    _add_matmul(grad_weight, grad.t(), hidden[part])
         if grad_hidden is not None:
             dist.all_reduce(grad_hidden, group=group)
         return (
@@ -160,14 +162,14 @@ class _VocabularyLogProbs(torch.autograd.Function):
 
 
 def _within(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where each target stands in this rank's part (0 when elsewhere), and whether it stands there."""
+    """Return the index of each target in this rank's part (0 if elsewhere), and whether it is in the part."""
     place = targets - start
     mine = (place >= 0) & (place < size)
     return place.where(mine, 0), mine
 
 
-def _of_all_ranks(own: Tensor, group: ProcessGroup) -> Tensor:
-    """``[ranks, ...]``: ``own`` of every rank."""
-    found = own.new_empty(dist.get_world_size(group), *own.shape)
-    dist.all_gather(list(found.unbind()), own, group=group)
-    return found
+def _of_all_ranks(local_rows: Tensor, group: ProcessGroup) -> Tensor:
+    """Return ``[ranks, ...]``: the local rows of every rank."""
+    rows = local_rows.new_empty(dist.get_world_size(group), *local_rows.shape)
+    dist.all_gather(list(rows.unbind()), local_rows, group=group)
+    return rows

@@ -1,7 +1,7 @@
-"""The map of methods: what there is, what each costs, and which one fits a situation.
+"""Catalogue of methods: description and cost of each, and a recommendation for a situation.
 
-Everything here is derived from the registries of :mod:`hone.algorithms`, the configuration tree and the presets; a
-method that is registered appears by itself in ``hone algorithms`` and in ``docs/algorithms``.
+Everything here is derived from the registries of :mod:`hone.algorithms`, the configuration tree and the presets. A
+registered method appears automatically in ``hone algorithms`` and in ``docs/algorithms``.
 """
 
 from hone.catalogue.candidates import Situation

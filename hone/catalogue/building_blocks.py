@@ -1,4 +1,4 @@
-"""Facts about methods that stand in no registry: KL estimators, aggregations, corrections, and the parts around them."""
+"""Facts about methods without a registry: KL estimators, aggregations, corrections, and related parts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from hone import algorithms
 from hone.catalogue.records import Block, Cost
 
-NO_COPY = "with LoRA the reference is the policy with its adapter off, no copy"
+NO_COPY = "no copy with LoRA: the reference is the policy with its adapter off"
 BYPASS = "no old log-probs pass with algorithm.rollout_correction.bypass_mode=true"
-NO_OLD = "no old log-probs pass where a batch gives one update, or with algorithm.rollout_correction.bypass_mode=true"
+NO_OLD = "no old log-probs pass with one update per batch, or with algorithm.rollout_correction.bypass_mode=true"
 
 NEED_COSTS = {
     "values": Cost(("critic",), (), ("values",)),
-    "greedy_baseline": Cost((), (), (), "one greedy response a prompt on top"),
-    "groups": Cost((), (), (), "2 responses or more a prompt"),
+    "greedy_baseline": Cost((), (), (), "one additional greedy response per prompt"),
+    "groups": Cost((), (), (), "2 or more responses per prompt"),
 }
-"""What a need of an estimator adds to a step; needs that are left out add nothing."""
+"""Cost that a need of an estimator adds to a step; other needs add nothing."""
 
 PREFERENCE_KEY = "loss.name"
 PREFERENCE_BLOCK = "loss."
@@ -56,7 +56,7 @@ KL_ESTIMATORS = {
         "k1",
         "d = log p - log p_ref",
         "The log-ratio of a sampled token. Its mean is the KL divergence; a single value may be negative. As a loss its "
-        "expected gradient is 0, so as a loss it holds nothing back; `k1+` keeps the value and takes the gradient of `k2`.",
+        "expected gradient is 0, so it has no effect; `k1+` keeps the value and takes the gradient of `k2`.",
         ("kl",),
     ),
     "abs": _kl(
@@ -67,7 +67,7 @@ KL_ESTIMATORS = {
     "k2": _kl(
         "k2",
         "d^2 / 2, d = log p - log p_ref",
-        "Half the squared log-ratio: low variance, biased for policies far apart, and as a loss it has the gradient of the "
+        "Half the squared log-ratio: low variance, biased for distant policies, and as a loss it has the gradient of the "
         "true KL for samples of the policy itself.",
         ("mse",),
     ),
@@ -104,19 +104,19 @@ AGGREGATIONS = {
         "token-sum",
         "sum over all tokens",
         "REINFORCE as written, Williams 1992",
-        "No division at all: the size of a step grows with the number of tokens in the mini-batch.",
+        "No division: the size of a step grows with the number of tokens in the mini-batch.",
     ),
     "seq-mean-token-sum": _aggregation(
         "seq-mean-token-sum",
         "sum over the tokens of a response, mean over responses",
         "the policy gradient of a trajectory, Williams 1992",
-        "The log-probability of a whole response is what is weighted: the unbiased policy gradient of one action, the response.",
+        "The log-probability of a whole response is weighted: the unbiased policy gradient of one action, the response.",
     ),
     "seq-mean-token-sum-norm": _aggregation(
         "seq-mean-token-sum-norm",
         "sum over the tokens of a response / loss_scale_factor, mean over responses",
         "Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2",
-        "As seq-mean-token-sum, divided by a constant length so that the numbers keep the size that learning rates are used to.",
+        "As seq-mean-token-sum, divided by a constant length so that usual learning rates apply.",
     ),
     "seq-mean-token-mean": _aggregation(
         "seq-mean-token-mean",
@@ -132,10 +132,10 @@ _CORRECTION = "algorithm.rollout_correction"
 
 
 def correction(name: str, values: Mapping[str, Any]) -> tuple[Block, Cost, tuple[str, ...]]:
-    """The record of a named preset of rollout correction: ``values`` maps its configuration keys to values."""
+    """Return the record of a named preset of rollout correction: ``values`` maps its configuration keys to values."""
     unset = algorithms.ROLLOUT_CORRECTION_PRESETS["disabled"]
     changed = {key: value for key, value in values.items() if value != unset[key]}
-    settings = ", ".join(f"{key}={_plain(value)}" for key, value in changed.items())
+    settings = ", ".join(f"{key}={_value_text(value)}" for key, value in changed.items())
     block = Block(
         formula=_correction_formula(values),
         paper="Espeholt et al. 2018 (truncated importance sampling), arXiv:1802.01561; Yao et al. 2025, "
@@ -162,7 +162,7 @@ def _correction_formula(values: Mapping[str, Any]) -> str:
     return "; ".join(parts) or "measured, not corrected"
 
 
-def _plain(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -184,17 +184,17 @@ BLOCKS: dict[str, Block] = {
     "kl_controller": Block(
         "fixed: kl_coef; adaptive: kl_coef *= 1 + clip(KL / target_kl - 1, -0.2, 0.2) sequences / horizon",
         "Ziegler et al. 2019, arXiv:1909.08593, section 2.2",
-        "The coefficient of the KL penalty in the reward: a constant, or steered so that the KL meets a target.",
+        "The coefficient of the KL penalty in the reward: a constant, or adapted so that the KL reaches a target.",
         select="algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive",
         cost=_REFERENCE,
         keys=tuple(f"algorithm.kl_ctrl.{key}" for key in ("type", "kl_coef", "target_kl", "horizon")),
         function=algorithms.kl_controller,
     ),
     "full_kl": Block(
-        "sum over the vocabulary of p (log p - log p_ref); with top-k, over k tokens and the rest as one",
+        "sum over the vocabulary of p (log p - log p_ref); with top-k, over k tokens, with the rest as one",
         "Kullback and Leibler 1951",
         "The KL divergence of whole next-token distributions instead of an estimate from the sampled token. A function for "
-        "analysis and for losses of one's own; RL steps estimate.",
+        "analysis and for custom losses; RL steps use an estimate.",
         select="hone.algorithms.full_kl(log_probs, ref_log_probs)",
         aliases=("full",),
         cost=_REFERENCE,
@@ -203,7 +203,7 @@ BLOCKS: dict[str, Block] = {
     "entropy_bonus": Block(
         "loss = policy loss - entropy_coeff H(pi), H aggregated like the policy loss",
         "Williams and Peng 1991; Mnih et al. 2016, arXiv:1602.01783, section 4",
-        "A reward for being undecided: the mean entropy of the next-token distributions is added to the objective.",
+        "A reward for high entropy: the mean entropy of the next-token distributions is added to the objective.",
         select="actor_rollout_ref.actor.entropy_coeff=0.001",
         keys=("actor_rollout_ref.actor.entropy_coeff",),
         function=algorithms.entropy_from_logits,
@@ -211,24 +211,24 @@ BLOCKS: dict[str, Block] = {
     "filter_groups": Block(
         "replace every group whose scores are all equal by a new prompt, until the batch is full",
         "Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.2",
-        "Dynamic sampling: groups whose answers are all equally good have advantage 0 and teach nothing, so new prompts are "
-        "answered in their place, up to a bound.",
+        "Dynamic sampling: groups whose answers are all equally good have advantage 0 and no gradient, so new prompts are "
+        "sampled in their place, up to a limit.",
         select="algorithm.filter_groups.enable=true",
-        cost=Cost(generation="more prompts a step than are trained on"),
+        cost=Cost(generation="more prompts per step than the update uses"),
         keys=tuple(f"algorithm.filter_groups.{key}" for key in ("enable", "metric", "max_num_gen_batches")),
     ),
     "overlong_buffer": Block(
         "score -= penalty_factor clip((length - (max_response_length - len)) / len, 0, 1)",
         "Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13",
-        "A soft punishment of responses that come near the length limit, in place of the cliff of a cut answer.",
+        "A soft penalty for responses near the length limit, instead of the abrupt loss of a truncated answer.",
         select="reward.overlong_buffer.enable=true",
         keys=tuple(f"reward.overlong_buffer.{key}" for key in ("enable", "len", "penalty_factor", "log")),
         function=algorithms.overlong_penalty,
     ),
     "pf_ppo": Block(
-        "draw the batch anew, with replacement, with weights |score|^weight_pow (pow), best and worst (max_min), ...",
+        "resample the batch with replacement, with weights |score|^weight_pow (pow), best and worst (max_min), ...",
         "Zhang et al. 2024, Policy Filtration for RLHF, arXiv:2409.06957, section 4",
-        "Resampling by score: the update sees more of the samples whose reward can be trusted.",
+        "Resampling by score: the update uses more of the samples with a reliable reward.",
         select="algorithm.use_pf_ppo=true",
         keys=("algorithm.use_pf_ppo", "algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow"),
         function=algorithms.resample,
@@ -237,7 +237,7 @@ BLOCKS: dict[str, Block] = {
         "r = policy / engine; weight = min(r, threshold), or 0 outside bounds; reject tokens or sequences by k1, k2, k3 of r",
         "Espeholt et al. 2018, arXiv:1802.01561; Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; "
         "Liu et al. 2025, https://richardli.xyz/rl-collapse",
-        "What is done about the gap between the engine that samples and the model that trains.",
+        "Correction of the gap between the engine that samples and the model that trains.",
         select=f"{_CORRECTION}.preset=decoupled_token_is",
         keys=tuple(f"{_CORRECTION}.{key}" for key in ("preset", *algorithms.ROLLOUT_CORRECTION_PRESETS["disabled"])),
         cost=Cost(forward=("old log-probs",), saving=BYPASS),
@@ -248,7 +248,7 @@ BLOCKS: dict[str, Block] = {
         "D(teacher, student) at each token of the student's samples; D = forward KL, reverse KL, JSD, or k1, k2, k3",
         "Agarwal et al. 2024, arXiv:2306.13649, eq. 4; as a policy gradient: Lu 2025, "
         "https://thinkingmachines.ai/blog/on-policy-distillation",
-        "On-policy distillation: the student samples, and a teacher says at every token how it would have gone on.",
+        "On-policy distillation: the student samples, and a teacher gives its distribution of the next token at every position.",
         select="hone.algorithms.distillation_loss(student_log_probs, teacher_log_probs, response_mask, loss_mode=...)",
         cost=Cost(frozen=("teacher",), forward=("teacher log-probs",)),
         function=algorithms.distillation_loss,
@@ -257,7 +257,7 @@ BLOCKS: dict[str, Block] = {
         "-log sigmoid(s_chosen - s_rejected - margin) + centering_coeff (s_chosen + s_rejected)^2",
         "Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1",
         "The loss of a reward model: the score of the chosen response should be above that of the rejected one.",
-        select="hone.algorithms.bradley_terry_loss(chosen_scores, rejected_scores), or `hone reward-model`; what it trains "
+        select="hone.algorithms.bradley_terry_loss(chosen_scores, rejected_scores), or `hone reward-model`; its model "
         "scores a run with reward.reward_model.enable=true",
         cost=Cost(trained=("reward model",)),
         keys=tuple(f"reward.reward_model.{key}" for key in ("enable", "path", "combine", "coef")),
@@ -266,7 +266,7 @@ BLOCKS: dict[str, Block] = {
     "implicit_reward": Block(
         "r_t = beta (log p - log p_ref); trained by cross-entropy of sigmoid(sum_t r_t) with the outcome",
         "Cui et al. 2025 (PRIME), arXiv:2502.01456, eq. 3 and 5",
-        "PRIME: a language model trained on right or wrong outcomes, read as a reward for every token.",
+        "PRIME: a language model trained on right or wrong outcomes gives a reward for every token.",
         select="hone.algorithms.implicit_rewards(log_probs, ref_log_probs, response_mask)",
         cost=Cost(
             trained=("policy", "implicit reward model"), frozen=("its reference",), forward=("implicit rewards",)
@@ -274,11 +274,11 @@ BLOCKS: dict[str, Block] = {
         function=algorithms.implicit_rewards,
     ),
     "online_pairs": Block(
-        "of each group the best and the worst response, when they differ by more than the margin",
+        "the best and the worst response of each group, if they differ by more than the margin",
         "Guo et al. 2024 (online AI feedback), arXiv:2402.04792",
-        "Preference pairs from the policy's own samples: what `hone data pairs` mines, and what online DPO learns from.",
+        "Preference pairs from the policy's own samples: used by `hone data pairs` and online DPO.",
         select=f"{_ONLINE}.loss_mode=dpo",
-        cost=Cost(frozen=("reference",), generation="2 responses or more a prompt", saving=NO_COPY),
+        cost=Cost(frozen=("reference",), generation="2 or more responses per prompt", saving=NO_COPY),
         keys=tuple(f"{_ONLINE}.{key}" for key in ("loss_mode", "beta", "margin")),
         function=algorithms.best_worst_pairs,
     ),

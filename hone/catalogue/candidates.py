@@ -1,4 +1,4 @@
-"""What is known before a method is chosen, and which ways of training suit it."""
+"""Situation of a user, and the ways of training that suit it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REWARDS = {
     "preference": "no reward, but pairs: this answer is better than that one",
     "labels": "no reward and no pairs, but answers marked good or bad",
 }
-"""Kinds of reward, and how to recognise them."""
+"""Kinds of reward, with a description."""
 
 LONG_RESPONSE = 4096
 _LORA = (
@@ -27,15 +27,15 @@ PRECOMPUTE = "ref.mode=precompute"
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known before a method is chosen.
+    """Facts that are known before a method is chosen.
 
     Attributes:
-        parameters: of the policy.
+        parameters: number of parameters of the policy.
         reward: a key of :data:`REWARDS`.
-        memory_gb: of the device, in GB.
+        memory_gb: memory of the device, in GB.
         turns: assistant turns of an episode; 1 is a single answer.
         response_length: longest response in tokens.
-        grouped: whether one prompt can be answered several times (a simulator that cannot be reset says no).
+        grouped: whether one prompt can be answered several times (not with a simulator that cannot be reset).
         moe: whether the policy is a mixture of experts.
     """
 
@@ -55,20 +55,20 @@ class Situation:
         numbers = (("--model-size", self.parameters), ("--memory", self.memory_gb), ("--turns", self.turns))
         for where, value in (*numbers, ("--response-length", self.response_length)):
             if value <= 0:
-                raise ConfigError(f"{value:g} is not above 0", where=where, fix=f"{where} with a positive number")
+                raise ConfigError(f"{value:g} is not positive", where=where, fix=f"{where} 1 or more")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to train, and what speaks for it.
+    """A way to train, with its reason.
 
     Attributes:
-        name: the method.
-        preset: the preset of its command.
-        why: why it suits the situation.
+        name: name of the method.
+        preset: preset of its command.
+        why: reason why it suits the situation.
         lora: whether adapters are trained instead of all weights.
         command: ``train`` or ``prefer``.
-        overrides: keys to set on top of the preset.
+        overrides: keys to set in addition to the preset.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Candidate:
 
 
 def candidates(situation: Situation) -> list[Candidate]:
-    """Suitable ways, the best first, the smallest last."""
+    """Return suitable ways to train, the best first, the smallest last."""
     if situation.reward in ("preference", "labels"):
         return _from_preferences(situation)
     if situation.reward == "dense":
@@ -88,13 +88,13 @@ def candidates(situation: Situation) -> list[Candidate]:
             Candidate(
                 "ppo",
                 "ppo",
-                "Rewards stand on many tokens, and GAE with a critic credits each token with what follows it.",
+                "Many tokens have rewards, and GAE with a critic credits each token with the rewards after it.",
             ),
             *_with_lora(
                 Candidate(
                     "reinforce_plus_plus",
                     "reinforce_plus_plus",
-                    "Rewards stand on many tokens; REINFORCE++ credits each token with the discounted rewards after it, without a critic.",
+                    "Many tokens have rewards; REINFORCE++ credits each token with the discounted rewards after it, without a critic.",
                 )
             ),
         ]
@@ -113,13 +113,13 @@ def _from_rule(situation: Situation) -> list[Candidate]:
     if situation.moe:
         why = (
             "A rule checks the answer, and the policy is a mixture of experts: GSPO clips the ratio of whole responses, which "
-            "the changing choice of experts disturbs much less than ratios of single tokens."
+            "changes of the chosen experts affect much less than ratios of single tokens."
         )
         return _with_lora(Candidate("gspo", "gspo", why))
     if situation.response_length >= LONG_RESPONSE:
         why = (
-            f"A rule checks the answer, and responses run to {situation.response_length} tokens: DAPO weighs all tokens the "
-            "same, shapes the reward of overlong ones, and replaces groups that are all right or all wrong."
+            f"A rule checks the answer, and responses have up to {situation.response_length} tokens: DAPO weights all tokens the "
+            "same, penalises overlong ones, and replaces groups that are all right or all wrong."
         )
         lengths = (f"data.max_response_length={situation.response_length}",)
         lengths += (f"reward.overlong_buffer.len={situation.response_length // 5}",)
@@ -130,7 +130,7 @@ def _from_rule(situation: Situation) -> list[Candidate]:
     )
     return [
         Candidate("grpo", "grpo", grpo),
-        Candidate("dr_grpo", "dr_grpo", f"{grpo} Dr. GRPO does without the reference copy."),
+        Candidate("dr_grpo", "dr_grpo", f"{grpo} Dr. GRPO needs no reference copy."),
         Candidate(
             "grpo_lora", "grpo_lora", f"{grpo} With LoRA the reference is the same model with its adapter off.", True
         ),
@@ -139,17 +139,15 @@ def _from_rule(situation: Situation) -> list[Candidate]:
 
 def _from_reward_model(situation: Situation) -> list[Candidate]:
     single = "reinforce_plus_plus"
-    why = "A learned reward can be exploited, so the policy is held to the reference by a KL penalty"
-    critic = Candidate(
-        "ppo", "ppo", f"{why}, token by token in the reward; PPO's critic turns that into credit for each token."
-    )
+    why = "A learned reward can be exploited, so a KL penalty keeps the policy near the reference"
+    critic = Candidate("ppo", "ppo", f"{why}, token by token in the reward; PPO's critic assigns credit to each token.")
     if situation.grouped:
-        rest = Candidate(
+        critic_free = Candidate(
             "rloo", "rloo", f"{why}; RLOO compares an answer with the mean of the other answers, without a critic."
         )
     else:
-        rest = Candidate(single, single, f"{why}; REINFORCE++ compares with the whole batch, without a critic.")
-    return [critic, *_with_lora(rest)]
+        critic_free = Candidate(single, single, f"{why}; REINFORCE++ compares with the whole batch, without a critic.")
+    return [critic, *_with_lora(critic_free)]
 
 
 def _from_preferences(situation: Situation) -> list[Candidate]:
@@ -157,17 +155,17 @@ def _from_preferences(situation: Situation) -> list[Candidate]:
     if situation.reward == "labels":
         name, why = (
             "kto",
-            "Answers are marked good or bad one by one: KTO learns from such labels, pairs are not needed.",
+            "Single answers are labelled good or bad: KTO learns from such labels without pairs.",
         )
         lora = Candidate("kto with LoRA", "kto", f"{why} {adapter}", True, "prefer", _PREFER_LORA)
     else:
         name = "dpo"
         why = (
-            "Pairs of a better and a worse answer are at hand: DPO learns from them directly, without sampling and without a "
+            "Pairs of a better and a worse answer are available: DPO learns from them directly, without sampling and without a "
             "reward model."
         )
         lora = Candidate("dpo with LoRA", "dpo_lora", f"{why} {adapter}", True, "prefer")
-    precomputed = f"{why} The reference runs over the data once, before training, and only its log-probs are kept."
+    precomputed = f"{why} The reference runs over the data once, before training, and only its log-probs are stored."
     return [
         Candidate(name, name, why, command="prefer"),
         Candidate(f"{name} with precomputed reference", name, precomputed, command="prefer", overrides=(PRECOMPUTE,)),
@@ -176,7 +174,7 @@ def _from_preferences(situation: Situation) -> list[Candidate]:
 
 
 def _with_lora(candidate: Candidate) -> list[Candidate]:
-    """All weights, or adapters where they do not fit."""
+    """Return training of all weights, and of adapters as the smaller alternative."""
     adapters = Candidate(
         f"{candidate.name} with LoRA", candidate.preset, candidate.why, True, overrides=candidate.overrides + _LORA
     )

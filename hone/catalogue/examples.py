@@ -1,7 +1,7 @@
-"""The numbers on the pages: every method applied to the same small cases.
+"""Numbers on the pages: every method applied to the same small cases.
 
-Estimators see the batch of four: one prompt, four answers, the first one right. Policy losses see twelve tokens: six
-ratios, each with an advantage of +1 and of -1. KL estimators see a few log-ratios, aggregations two responses.
+Estimators get the batch of four: one prompt, four answers, the first one right. Policy losses get twelve tokens: six
+ratios, each with an advantage of +1 and of -1. KL estimators get a few log-ratios, aggregations two responses.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MARGINS = (-10.0, -2.0, 0.0, 2.0, 10.0)
 
 
 def batch_of_four() -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Rewards and mask ``[4, 4]`` of four answers to one prompt, and every input that an estimator may ask for.
+    """Return rewards and mask ``[4, 4]`` of four answers to one prompt, and every input that an estimator may need.
 
-    The first answer is right. Its reward of 1 stands on its last token; the answers have 2, 4, 3 and 3 tokens. The critic
-    expects 0.25 at first, and 0.5 once the right answer is under way.
+    The first answer is right. Its reward of 1 is on its last token; the answers have 2, 4, 3 and 3 tokens. The critic
+    expects 0.25 at first, and 0.5 at the second token of the right answer.
     """
     lengths = torch.tensor(LENGTHS)
     mask = (torch.arange(4) < lengths[:, None]).float()
@@ -52,7 +52,7 @@ def batch_of_four() -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 
 def example(method: Method) -> tuple[str, Table] | None:
-    """A caption and a table of numbers for ``method``; None where numbers would say nothing."""
+    """Return a caption and a table of numbers for ``method``; None if it has no example."""
     tables = {
         "estimator": _estimator,
         "loss": _policy_loss,
@@ -78,20 +78,20 @@ def _policy_loss(method: Method) -> tuple[str, Table]:
     for i, ratio in enumerate(RATIOS):
         rows.append([f"{ratio:g}", number_text(push[i]), number_text(push[i + len(RATIOS)])])
     caption = (
-        f"Twelve responses of one token, each sampled with probability {OLD_PROBABILITY:g}. The push is what a gradient "
-        "step does to the log-probability of the token: minus the derivative of the loss of its response. A push of 1 at "
-        "ratio 1 is the plain policy gradient; 0 means that the token teaches nothing any more:"
+        f"Twelve responses of one token, each sampled with probability {OLD_PROBABILITY:g}. The push is the effect of a gradient "
+        "step on the log-probability of the token: minus the derivative of the loss of its response. A push of 1 at "
+        "ratio 1 is the plain policy gradient; 0 means that the token has no gradient:"
     )
     return caption, rows
 
 
 def token_push(loss: Any, ratios: Sequence[float], advantages: Sequence[float]) -> Tensor:
-    """Minus the derivative of the loss in the log-prob of each of B responses of one token, ``[B]``.
+    """Return minus the derivative of the loss in the log-prob of each of B responses of one token, ``[B]``.
 
     Args:
         loss: a registered policy loss, called with its defaults.
         ratios: policy / old policy of each token; the old policy has probability 0.2 everywhere.
-        advantages: of each token.
+        advantages: advantage of each token.
     """
     old = torch.full((len(ratios), 1), math.log(OLD_PROBABILITY), dtype=torch.float64)
     new = (old + torch.tensor(ratios, dtype=torch.float64).log()[:, None]).requires_grad_()
@@ -112,7 +112,7 @@ def _kl(method: Method) -> tuple[str, Table]:
     (gradient,) = torch.autograd.grad(value.sum(), gap)
     straight = method.entry.func(gap, torch.zeros_like(gap), f"{method.name}+")
     (plus,) = torch.autograd.grad(straight.sum(), gap)
-    rows = [["log p - log p_ref", "value", "its derivative", "derivative with +"]]
+    rows = [["log p - log p_ref", "value", "derivative", "derivative with +"]]
     columns = zip(LOG_RATIOS, value, gradient, plus, strict=True)
     rows += [[f"{d:g}", number_text(v), number_text(g), number_text(p)] for d, v, g, p in columns]
     return "At five log-ratios of a sampled token:", rows
@@ -143,13 +143,13 @@ def _preference(method: Method) -> tuple[str, Table]:
         push = -gradient[:, 0] * method.entry.counts(mask, labels)["units"]
         rows.append([f"{margin:g}", *(number_text(value) for value in (loss, push[0], push[1]))])
     caption = (
-        "Two responses of ten tokens, each with log-prob -2 a token under the reference; the policy gives the chosen one h/2 "
+        "Two responses of ten tokens, each with log-prob -2 per token under the reference; the policy gives the chosen one h/2 "
         "nats more and the rejected one h/2 nats less. The push is minus the derivative in the log-prob of a response:"
     )
     return caption, rows
 
 
 def number_text(value: Any) -> str:
-    """Three decimals at most, no minus zero."""
+    """Format with at most three decimals and without a minus zero."""
     text = f"{float(value.detach() if isinstance(value, Tensor) else value):.3f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text

@@ -1,17 +1,15 @@
-"""How much memory the models of a run take, before activations and the key-value cache."""
+"""Memory of the models of a run, without activations and the KV cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-TRAINED_BYTES = 16
-"""A parameter that is trained: 4 bytes of weight, 4 of gradient, 8 of AdamW state, all float32."""
-FROZEN_BYTES = 4
-"""A parameter that is only evaluated: its float32 weight."""
+from hone.config.limits import FROZEN_BYTES, TRAINED_BYTES
+
 ADAPTER_SHARE = 0.015
 """Parameters of rank-32 adapters on all linear layers, as a share of the model; 1 to 2 percent for 0.5B to 70B."""
 HEADROOM = 0.8
-"""Share of the memory that models may take; the rest is for activations, the key-value cache and fragmentation."""
+"""Share of the memory that models may use; the rest is for activations, the KV cache and fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Model:
 
 
 def model_memory(role: str, parameters: int, how: str) -> Model:
-    """Memory of a model of ``parameters`` that is ``trained``, ``frozen`` or trained by ``LoRA``."""
+    """Return the memory of a model of ``parameters`` that is ``trained``, ``frozen`` or trained by ``LoRA``."""
     weight = {
         "trained": TRAINED_BYTES,
         "frozen": FROZEN_BYTES,

@@ -1,4 +1,4 @@
-"""One record a method, read from the registries: formula, paper, needs, knobs, cost, presets."""
+"""Read one record per method from the registries: formula, paper, needs, knobs, cost, presets."""
 
 from __future__ import annotations
 
@@ -26,36 +26,38 @@ from hone.registry import Registry
 @functools.cache
 def methods() -> tuple[Method, ...]:
     """Return every method, by kind and then by name."""
-    found = [*_estimators(), *_losses(), *_kl(), *_aggregation(), *_corrections(), *_preferences(), *_blocks()]
-    return tuple(found)
+    records = [*_estimators(), *_losses(), *_kl(), *_aggregation(), *_corrections(), *_preferences(), *_blocks()]
+    return tuple(records)
 
 
 def find(name: str, kind: str | None = None) -> list[Method]:
-    """Return the methods called ``name`` (or so by another name), one a kind.
+    """Return the methods with the name or alias ``name``, at most one per kind.
 
-    An import path, ``my_file:my_function``, is a method of the user's own, an estimator unless ``kind`` says otherwise.
+    An import path, ``my_file:my_function``, is a custom method: an estimator unless ``kind`` says otherwise.
 
     Raises:
-        ConfigError: there is none; the message names the nearest.
+        ConfigError: there is none; the message names the nearest one.
     """
     if ":" in name:
-        return [_own(name, kind or "estimator")]
-    known = [method for method in methods() if kind in (None, method.kind)]
-    found = [method for method in known if name == method.name or name in method.aliases]
-    if not found:
-        names = {alias for method in known for alias in (method.name, *method.aliases)}
+        return [_custom(name, kind or "estimator")]
+    candidates = [method for method in methods() if kind in (None, method.kind)]
+    matches = [method for method in candidates if name == method.name or name in method.aliases]
+    if not matches:
+        names = {alias for method in candidates for alias in (method.name, *method.aliases)}
         what = KINDS[kind] if kind else "method"
-        raise ConfigError(f"there is no {what} '{name}'", fix=f"{did_you_mean(name, names)} `hone algorithms list`")
-    return found
+        raise ConfigError(
+            f"unknown {what} '{name}'", fix=f"{did_you_mean(name, names)} `hone algorithms list` shows all."
+        )
+    return matches
 
 
-def _own(path: str, kind: str) -> Method:
+def _custom(path: str, kind: str) -> Method:
     if kind == "estimator":
         return _estimator([path], algorithms.advantage_estimators.get(path))
     if kind == "loss":
         return _loss([path], algorithms.policy_losses.get(path))
     raise ConfigError(
-        f"{KINDS[kind]}s of one's own are not taken by import path", fix="--kind estimator or --kind loss"
+        f"a custom {KINDS[kind]} cannot be given as an import path", fix="--kind estimator or --kind loss"
     )
 
 
@@ -76,7 +78,7 @@ def _estimator(names: list[str], entry: Any) -> Method:
             "old log-probs",
             *(name for part in extra for name in part.forward),
         ),
-        generation="; ".join(part.generation for part in extra if part.generation) or "1 response or more a prompt",
+        generation="; ".join(part.generation for part in extra if part.generation) or "1 or more responses per prompt",
         saving="" if recomputes else building_blocks.NO_OLD,
     )
     remarks = {"A group of one": entry.group_of_one} if entry.group_of_one else {}
@@ -109,30 +111,30 @@ def _preferences() -> Iterator[Method]:
 def _kl() -> Iterator[Method]:
     for name, block in building_blocks.KL_ESTIMATORS.items():
         cost = Cost(frozen=("reference",), forward=("reference log-probs",), saving=building_blocks.NO_COPY)
-        yield _plain("kl", name, block, cost, block.keys)
+        yield _from_block("kl", name, block, cost, block.keys)
 
 
 def _aggregation() -> Iterator[Method]:
     for name, block in building_blocks.AGGREGATIONS.items():
         knobs = ["actor_rollout_ref.actor.loss_scale_factor"] if name == "seq-mean-token-sum-norm" else []
-        yield _plain("aggregation", name, block, Cost(), knobs)
+        yield _from_block("aggregation", name, block, Cost(), knobs)
 
 
 def _corrections() -> Iterator[Method]:
     for name, values in algorithms.ROLLOUT_CORRECTION_PRESETS.items():
-        yield _plain("correction", name, *building_blocks.correction(name, values))
+        yield _from_block("correction", name, *building_blocks.correction(name, values))
 
 
 def _blocks() -> Iterator[Method]:
     for name, block in building_blocks.BLOCKS.items():
-        yield _plain("block", name, block, block.cost, block.keys)
+        yield _from_block("block", name, block, block.cost, block.keys)
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
 def _entries(registry: Registry[Any]) -> Iterator[tuple[list[str], Any]]:
-    """Each registered object once, with its names, its own first."""
+    """Yield each registered object once, with its names, the primary one first."""
     names: dict[int, list[str]] = {}
     for name in registry:
         names.setdefault(id(registry.get(name)), []).append(name)
@@ -174,7 +176,7 @@ def _need(name: str) -> Need:
     return Need(name, name, preference_needs.get(name, name))
 
 
-def _plain(kind: str, name: str, block: Block, cost: Cost, keys: list[str] | tuple[str, ...]) -> Method:
+def _from_block(kind: str, name: str, block: Block, cost: Cost, keys: list[str] | tuple[str, ...]) -> Method:
     return Method(
         kind=kind,
         name=name,
@@ -199,7 +201,7 @@ def _presets(kind: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def function_of(entry: Any) -> Callable[..., Any]:
-    """The function behind a registered object."""
+    """Return the function of a registered object."""
     for attribute in ("compute", "per_token", "per_pair", "function"):
         if hasattr(entry, attribute):
             return getattr(entry, attribute)
@@ -207,7 +209,7 @@ def function_of(entry: Any) -> Callable[..., Any]:
 
 
 def description(function: Callable[..., Any]) -> str:
-    """The docstring up to its sections, with Sphinx' marks made Markdown's."""
+    """Return the docstring up to its sections, with Sphinx marks converted to Markdown."""
     text = re.split(r"\n\s*(?:Args|Returns|Raises|Attributes|Yields):\n", inspect.getdoc(function) or "")[0].strip()
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
     return text.replace("``", "`").replace("::\n", ":\n")
@@ -215,20 +217,24 @@ def description(function: Callable[..., Any]) -> str:
 
 @functools.cache
 def _tree(kind: str) -> dict[str, KeyDoc]:
-    """The keys of the command that the methods of a kind belong to."""
+    """Return the keys of the command that the methods of a kind belong to."""
     return {key.path: key for key in documentation(PreferenceConfig if kind == "preference" else RLConfig)}
 
 
 def _knob(kind: str, option: str, entry: Any, block: str) -> Knob:
     signature = inspect.signature(function_of(entry)).parameters
-    own = getattr(entry, "defaults", {name: parameter.default for name, parameter in signature.items()})[option]
+    option_default = getattr(entry, "defaults", {name: parameter.default for name, parameter in signature.items()})[
+        option
+    ]
     for key in _tree(kind).values():
         if key.last == option and key.path.startswith(block):
             knob = _key_knob(key)
-            asked = key.default is None and own is not inspect.Parameter.empty and own is not None
-            return dataclasses.replace(knob, default=f"null ({yaml_value(own)})") if asked else knob
+            falls_back = (
+                key.default is None and option_default is not inspect.Parameter.empty and option_default is not None
+            )
+            return dataclasses.replace(knob, default=f"null ({yaml_value(option_default)})") if falls_back else knob
     mapping = {"estimator": "algorithm.adv_kwargs", "loss": f"{block}policy_loss.loss_kwargs"}[kind]
-    return Knob(option, yaml_value(own), f"{mapping}.{option}", "without a key of its own")
+    return Knob(option, yaml_value(option_default), f"{mapping}.{option}", "an entry of this mapping")
 
 
 def _key_knob(key: KeyDoc) -> Knob:

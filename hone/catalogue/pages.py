@@ -1,7 +1,7 @@
-"""The pages ``docs/algorithms/*.md``: facts from the registries, and beside them what people wrote.
+"""Pages ``docs/algorithms/*.md``: facts from the registries, and hand-written text.
 
-A page has a generated part between two markers, which :func:`algorithm_pages` writes anew, and whatever stands around
-it, which it keeps.
+A page has a generated part between two markers, which :func:`algorithm_pages` replaces, and hand-written text around it,
+which it keeps.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _INDEX = "README.md"
 
 
 def algorithm_pages(folder: Path) -> dict[str, str]:
-    """Return file name to text of every page; what is written by hand is taken from the pages in ``folder``."""
+    """Return the text of every page by file name; hand-written text is read from the pages in ``folder``."""
     by_page: dict[str, list[Method]] = {}
     for method in methods():
         by_page.setdefault(method.page, []).append(method)
-    pages = {name: _page(folder / name, found) for name, found in sorted(by_page.items())}
+    pages = {name: _page(folder / name, page_methods) for name, page_methods in sorted(by_page.items())}
     return {_INDEX: splice(_read(folder / _INDEX), "# Algorithms\n", _index()), **pages}
 
 
 def hand_written(text: str) -> str:
-    """What stands after the generated part of a page."""
+    """Return the text after the generated part of a page."""
     return text.partition(END)[2].strip()
 
 
 def splice(existing: str, head: str, generated: str) -> str:
     """Put ``generated`` between the markers of ``existing``; a page without them becomes head, generated part, notes."""
     if BEGIN in existing and END in existing:
-        before, _, rest = existing.partition(BEGIN)
-        after = rest.partition(END)[2]
+        before, _, remainder = existing.partition(BEGIN)
+        after = remainder.partition(END)[2]
     else:
         before, after = f"{head}\n", f"\n\n{_NOTES}"
     return f"{before}{BEGIN}\n\n{generated.strip()}\n\n{END}{after}"
@@ -50,13 +50,15 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _page(path: Path, found: Sequence[Method]) -> str:
+def _page(path: Path, methods_on_page: Sequence[Method]) -> str:
     up = f"[All methods]({_INDEX}) | `hone algorithms show {path.stem}`\n\n"
     if path.name == "rollout_correction.md":
-        return splice(_read(path), "# Rollout correction\n", up + _corrections(found))
-    titles = len(found) > 1
-    sections = [(f"## As {_article(KINDS[method.kind])}\n\n" if titles else "") + _facts(method) for method in found]
-    return splice(_read(path), f"# {found[0].name}\n", up + "\n\n".join(sections))
+        return splice(_read(path), "# Rollout correction\n", up + _corrections(methods_on_page))
+    titles = len(methods_on_page) > 1
+    sections = [
+        (f"## As {_article(KINDS[method.kind])}\n\n" if titles else "") + _facts(method) for method in methods_on_page
+    ]
+    return splice(_read(path), f"# {methods_on_page[0].name}\n", up + "\n\n".join(sections))
 
 
 # --------------------------------------------------------------------------------------------------------- one method
@@ -83,9 +85,9 @@ def _facts(method: Method) -> str:
         heading = [["Knob", "Default", "Meaning"]]
         knobs = [[f"`{knob.key}`", f"`{knob.default}`", knob.meaning] for knob in method.knobs]
         parts.append(table(heading + knobs))
-    shown = example(method)
-    if shown:
-        parts += [shown[0], table(shown[1])]
+    numbers = example(method)
+    if numbers:
+        parts += [numbers[0], table(numbers[1])]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -94,7 +96,7 @@ def _choose(method: Method) -> str:
 
 
 def table(rows: Table) -> str:
-    """A Markdown table; the first row is the heading."""
+    """Return a Markdown table; the first row is the heading."""
     lines = [
         "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row).rstrip() + " |" for row in rows
     ]
@@ -113,31 +115,31 @@ def _article(words: str) -> str:
 # ------------------------------------------------------------------------------------------------- pages over several
 
 
-def _corrections(found: Sequence[Method]) -> str:
-    """The function's facts, then every named preset."""
-    (function,) = (method for method in found if method.kind == "block")
-    rows = [["Preset", "Does", "Sets"]]
-    rows += [[f"`{m.name}`", m.formula, f"`{m.remarks['Sets']}`"] for m in found if m is not function]
+def _corrections(corrections: Sequence[Method]) -> str:
+    """Return the function's facts, then every named preset."""
+    (function,) = (method for method in corrections if method.kind == "block")
+    rows = [["Preset", "Effect", "Sets"]]
+    rows += [[f"`{m.name}`", m.formula, f"`{m.remarks['Sets']}`"] for m in corrections if m is not function]
     return f"{_facts(dataclasses.replace(function, remarks={}))}\n\n{table(rows)}"
 
 
 def _index() -> str:
     parts = []
     for kind, words in KINDS.items():
-        found = [method for method in methods() if method.kind == kind]
+        of_kind = [method for method in methods() if method.kind == kind]
         title = f"### {_capital(_plural(words))}"
         if kind == "correction":
             parts += [
                 title,
-                f"[{len(found)} named presets]({found[0].page}): {', '.join(f'`{m.name}`' for m in found)}.",
+                f"[{len(of_kind)} named presets]({of_kind[0].page}): {', '.join(f'`{m.name}`' for m in of_kind)}.",
             ]
-        elif found:
+        elif of_kind:
             rows = [["Method", "Formula", "Costs"]]
-            rows += [[_link(method), f"`{method.formula}`", _short_cost(method)] for method in found]
+            rows += [[_link(method), f"`{method.formula}`", _short_cost(method)] for method in of_kind]
             parts += [title, table(rows)]
     parts.append("### Presets")
     for command, folder in (("train", "rl"), ("prefer", "prefer")):
-        rows = [[f"`hone {command} --preset`", "Is"]]
+        rows = [[f"`hone {command} --preset`", "Description"]]
         parts.append(table(rows + [[f"`{name}`", preset_title(name, folder)] for name in presets(folder)]))
     return "\n\n".join(parts)
 
@@ -153,5 +155,5 @@ def _link(method: Method) -> str:
 
 def _short_cost(method: Method) -> str:
     models = [*method.cost.trained[1:], *method.cost.frozen]
-    extra = f"{', '.join(models)} beside the policy" if models else "the policy alone"
+    extra = f"{', '.join(models)} besides the policy" if models else "the policy alone"
     return f"{extra}; {method.cost.generation}" if "greedy" in method.cost.generation else extra

@@ -1,4 +1,4 @@
-"""What each preset chooses, read from its files without composing a configuration."""
+"""Read the methods of each preset from its files, without composing a configuration."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _CHOICES = {
     "loss": ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"),
     "aggregation": ("actor_rollout_ref.actor.loss_agg_mode", "token-mean"),
 }
-"""Kind -> (the key that chooses a method of it, its default)."""
+"""Kind -> (key that selects a method of it, its default)."""
 
 _SWITCHED = (
     ("kl", "algorithm.use_kl_in_reward", "algorithm.kl_penalty", "kl"),
     ("kl", "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_type", "low_var_kl"),
 )
-"""(kind, the switch, the key that chooses, its default)."""
+"""(kind, switch, key that selects the method, its default)."""
 
 
 def presets(command: str = "rl") -> list[str]:
-    """Names of the presets of a command: ``rl`` for ``hone train``, ``prefer``."""
+    """Return the names of the presets of a command: ``rl`` for ``hone train``, ``prefer``."""
     return preset_names(command)
 
 
 @functools.cache
 def preset_values(name: str, command: str = "rl") -> dict[str, Any]:
-    """What a preset sets, bases included: dotted key to value."""
+    """Return the values of a preset, including its bases: dotted key to value."""
     tree = yaml.safe_load(_file(name, command).read_text(encoding="utf-8")) or {}
     bases = [base for base in tree.pop("defaults", []) if base != "_self_"]
     values: dict[str, Any] = {}
@@ -42,12 +42,12 @@ def preset_values(name: str, command: str = "rl") -> dict[str, Any]:
 
 @functools.cache
 def preset_title(name: str, command: str = "rl") -> str:
-    """The comment in the first line of a preset."""
+    """Return the comment in the first line of a preset."""
     return _file(name, command).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def loss_of_preset(name: str) -> str:
-    """The loss that a preset of ``hone prefer`` chooses."""
+    """Return the loss of a preset of ``hone prefer``."""
     return str(preset_values(name, "prefer").get("loss.name", "dpo"))
 
 
@@ -56,7 +56,7 @@ def _file(name: str, command: str) -> Path:
 
 
 def methods_of_preset(name: str) -> dict[str, set[str]]:
-    """Kind to the names that a preset chooses, defaults included."""
+    """Return the selected names of a preset by kind, including defaults."""
     values = preset_values(name)
     chosen = {kind: {str(values.get(key, default))} for kind, (key, default) in _CHOICES.items()}
     for kind, switch, key, default in _SWITCHED:

@@ -1,4 +1,4 @@
-"""Which method fits: from the size of the model, the kind of reward and the memory to a preset, with the reasons."""
+"""Recommend a preset, with reasons, for a model size, a kind of reward and the memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hone.catalogue.presets import preset_values
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The choice and how it came about.
+    """A method with the reasons for it.
 
     Attributes:
-        method: what to use.
-        command: to start from; paths of model and data are left to the user.
+        method: recommended method.
+        command: command to start from; the user adds the paths of model and data.
         fits: whether its models fit into the memory.
-        models: what is held in memory.
+        models: models in memory.
         needed_gb: their sum.
-        usable_gb: what models may take of the memory.
-        reasons: the explanation, a sentence each.
+        usable_gb: memory that models may use.
+        reasons: explanation, one sentence each.
     """
 
     method: str
@@ -35,9 +35,9 @@ class Recommendation:
 
 
 def recommend(situation: Situation) -> Recommendation:
-    """Choose the first of the suitable ways whose models fit, and explain the choice.
+    """Recommend the first suitable way whose models fit, with an explanation.
 
-    When none fits, the smallest is returned with ``fits=False`` and the size of a policy that would fit.
+    If none fits, the smallest is returned with ``fits=False`` and the size of a policy that would fit.
     """
     ways = candidates(situation)
     usable = situation.memory_gb * HEADROOM
@@ -46,8 +46,8 @@ def recommend(situation: Situation) -> Recommendation:
     chosen = fitting[0] if fitting else needed.index(min(needed))
     candidate, models = ways[chosen], _models(ways[chosen], situation)
     reasons = [candidate.why, _memory_sentence(models, needed[chosen], usable, situation)]
-    passed = ways[:chosen] if fitting else []
-    reasons += [_passed_sentence(other, needed[i], usable) for i, other in enumerate(passed)]
+    skipped = ways[:chosen] if fitting else []
+    reasons += [_skipped_sentence(candidate_before, needed[i], usable) for i, candidate_before in enumerate(skipped)]
     if not fitting:
         largest = situation.parameters * usable / needed[chosen]
         reasons.append(
@@ -61,7 +61,7 @@ def recommend(situation: Situation) -> Recommendation:
 
 
 def size_text(parameters: float) -> str:
-    """A number of parameters as people write it: 1.5B, 7M."""
+    """Format a number of parameters: 1.5B, 7M."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if parameters >= scale:
             return f"{parameters / scale:.3g}{unit}"
@@ -72,12 +72,12 @@ def size_text(parameters: float) -> str:
 
 
 def _models(candidate: Candidate, situation: Situation) -> list[Model]:
-    """The models of a run, as the preset has them."""
+    """Return the models of a run with the candidate's preset."""
     size = situation.parameters
     models = [model_memory("policy", size, "LoRA" if candidate.lora else "trained")]
     if candidate.command == "prefer":
-        held = not candidate.lora and PRECOMPUTE not in candidate.overrides
-        return models + ([model_memory("reference", size, "frozen")] if held else [])
+        has_reference = not candidate.lora and PRECOMPUTE not in candidate.overrides
+        return models + ([model_memory("reference", size, "frozen")] if has_reference else [])
     values = preset_values(candidate.preset)
     if "values" in advantage_estimators.get(values.get("algorithm.adv_estimator", "grpo")).needs:
         models.append(model_memory("critic", size, "trained"))
@@ -92,14 +92,14 @@ def _models(candidate: Candidate, situation: Situation) -> list[Model]:
 def _memory_sentence(models: Sequence[Model], needed: float, usable: float, situation: Situation) -> str:
     listed = ", ".join(f"{model.role} ({model.how}) {model.gigabytes:.3g} GB" for model in models)
     return (
-        f"For {size_text(situation.parameters)} parameters it holds {listed}: {needed:.3g} GB of the {usable:.3g} GB that "
-        f"models may take of {situation.memory_gb:g} GB (the rest is for activations and the key-value cache). A trained "
-        "parameter takes 16 bytes (weight, gradient, AdamW), a frozen one 4."
+        f"For {size_text(situation.parameters)} parameters the run holds {listed}: {needed:.3g} GB of the {usable:.3g} GB that "
+        f"models may use of {situation.memory_gb:g} GB (the rest is for activations and the KV cache). A trained "
+        "parameter needs 16 bytes (weight, gradient, AdamW), a frozen one 4."
     )
 
 
-def _passed_sentence(candidate: Candidate, needed: float, usable: float) -> str:
-    return f"{candidate.name} would come before it but needs {needed:.3g} GB, more than {usable:.3g} GB."
+def _skipped_sentence(candidate: Candidate, needed: float, usable: float) -> str:
+    return f"{candidate.name} is preferred but needs {needed:.3g} GB, more than {usable:.3g} GB."
 
 
 # ---------------------------------------------------------------------------------------------------------- the advice
@@ -108,23 +108,23 @@ def _passed_sentence(candidate: Candidate, needed: float, usable: float) -> str:
 def _advice(situation: Situation, candidate: Candidate) -> list[str]:
     if candidate.command == "prefer":
         return [
-            "The pairs should come from the policy itself; `hone data pairs` mines them from the rollouts of a run."
+            "The pairs should come from the policy itself; `hone data pairs` builds them from the rollouts of a run."
         ]
     advice = []
     if situation.turns > 1:
         advice.append(
-            f"With {situation.turns} turns, tokens that tools wrote carry no loss, and one reward at the end credits all turns "
-            "alike; when the environment scores turns, put each score on the last token of its turn and use "
-            "algorithm.adv_estimator=gigpo or gae. `hone train` itself plays single turns so far."
+            f"With {situation.turns} turns, tokens of tools carry no loss, and one reward at the end credits all turns "
+            "equally; if the environment scores turns, put each score on the last token of its turn and use "
+            "algorithm.adv_estimator=gigpo or gae. actor_rollout_ref.rollout.agent.default_agent_loop selects the loop that plays them."
         )
     if situation.reward == "verifiable" and situation.grouped:
         advice.append(
-            "Watch reward/zero_std_group_ratio: groups whose answers are all right or all wrong teach nothing; above 0.5 "
+            "Watch reward/zero_std_group_ratio: groups whose answers are all right or all wrong have no gradient; above 0.5 "
             "change the difficulty of the prompts or raise rollout.n."
         )
     if situation.reward == "model":
         advice.append(
-            "Watch the KL together with the reward: KL up while a held-out score falls is a reward being exploited."
+            "Watch the KL together with the reward: a rising KL with a falling held-out score means that the reward is exploited."
         )
     return advice
 

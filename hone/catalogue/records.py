@@ -1,4 +1,4 @@
-"""What the map says about a method."""
+"""Records of the catalogue."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KINDS = {
     "preference": "preference loss",
     "block": "building block",
 }
-"""Short name, as ``--kind`` takes it, to the words for it. A name may exist in two kinds (``gpg`` does)."""
+"""Short name, as given to ``--kind``, to its words. A name may exist in two kinds (``gpg`` does)."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something a method cannot do without, and what supplies it."""
+    """A required input of a method, and its source."""
 
     name: str
     argument: str
@@ -40,14 +40,14 @@ class Knob:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step pays beside the policy itself and its update.
+    """Cost of a step in addition to the policy and its update.
 
     Attributes:
         trained: models with gradients and optimizer state, the policy first.
         frozen: models that are only evaluated.
         forward: forward passes over the batch before the update.
-        generation: what is sampled for a prompt.
-        saving: when some of it is not paid.
+        generation: samples that a prompt needs.
+        saving: condition under which a part is saved.
     """
 
     trained: tuple[str, ...] = ("policy",)
@@ -57,7 +57,7 @@ class Cost:
     saving: str = ""
 
     def sentence(self) -> str:
-        """The cost in words."""
+        """Return the cost in words."""
         copies = (
             f"{len(self.trained) + len(self.frozen)} model{'s' if len(self.trained) + len(self.frozen) > 1 else ''}"
         )
@@ -77,14 +77,14 @@ class Method:
         kind: a key of :data:`KINDS`.
         name: the first registered name.
         aliases: its other names.
-        formula: in a line.
-        paper: the source.
+        formula: formula in one line.
+        paper: source.
         description: first part of the docstring.
-        needs: what it cannot do without.
-        knobs: its options.
-        cost: of a step.
-        select: how to choose it: ``key=value`` or a call.
-        presets: presets of `hone train` (of `hone prefer` for preference losses) that choose it.
+        needs: required inputs.
+        knobs: options.
+        cost: cost of a step.
+        select: ``key=value`` or a call that selects it.
+        presets: presets of `hone train` (of `hone prefer` for preference losses) that use it.
         remarks: further facts, label to text (``group of one``).
         entry: the registered object.
     """
@@ -105,13 +105,13 @@ class Method:
 
     @property
     def page(self) -> str:
-        """File of its page in ``docs/algorithms``; rollout corrections share one, a user's own method has none."""
+        """Return the file of its page in ``docs/algorithms``; rollout corrections share one, a custom method has none."""
         if ":" in self.name:
             return ""
         return "rollout_correction.md" if self.kind == "correction" else f"{self.name}.md"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "entry"}
         plain = {
             "needs": [dataclasses.asdict(need) for need in self.needs],
@@ -123,7 +123,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Block:
-    """A method that stands in no registry: its facts, and the function that computes it."""
+    """Facts of a method without a registry, and the function that computes it."""
 
     formula: str
     paper: str

@@ -1,1 +1,1 @@
-"""How you call it: one file a command group."""
+"""The command line: one file per command group."""

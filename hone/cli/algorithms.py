@@ -31,12 +31,12 @@ def list_methods(kind: Kind = None, as_json: Json = False) -> None:
     from hone.catalogue import KINDS, methods
 
     _check_kind(kind)
-    found = [method for method in methods() if kind in (None, method.kind)]
+    selected = [method for method in methods() if kind in (None, method.kind)]
     if as_json:
-        _print_json([method.as_json() for method in found])
+        _print_json([method.as_json() for method in selected])
         return
     for name, words in KINDS.items():
-        rows = [method for method in found if method.kind == name]
+        rows = [method for method in selected if method.kind == name]
         if rows:
             typer.echo(f"{words} (--kind {name})")
             width = max(len(method.name) for method in rows)
@@ -44,7 +44,7 @@ def list_methods(kind: Kind = None, as_json: Json = False) -> None:
                 also = f" (also {', '.join(method.aliases)})" if method.aliases else ""
                 typer.echo(f"  {method.name:<{width}}  {method.formula}{also}")
             typer.echo("")
-    typer.echo("`hone algorithms show NAME` tells all about one.")
+    typer.echo("`hone algorithms show NAME` shows the details of a method.")
 
 
 @app.command("show")
@@ -57,11 +57,11 @@ def show(
     from hone.catalogue import find
 
     _check_kind(kind)
-    found = find(name, kind)
+    matches = find(name, kind)
     if as_json:
-        _print_json([method.as_json() for method in found])
+        _print_json([method.as_json() for method in matches])
         return
-    typer.echo("\n\n".join(_described(method) for method in found))
+    typer.echo("\n\n".join(_described(method) for method in matches))
 
 
 @app.command("recommend")
@@ -75,10 +75,10 @@ def recommend_method(
     moe: Annotated[bool, typer.Option("--moe", help="the policy is a mixture of experts")] = False,
     as_json: Json = False,
 ) -> None:
-    """Recommend a method and explain the choice; asks for what is not given as an option."""
+    """Recommend a method and explain the choice; prompts for options that are missing."""
     from hone.catalogue import Situation, recommend
     from hone.catalogue.candidates import REWARDS
-    from hone.training.init_model import parse_size
+    from hone.models.init import parse_size
 
     size: str = model_size or _ask("Parameters of the model (500m, 7b)", "--model-size", str)
     parameters = parse_size(size)
@@ -109,7 +109,7 @@ def recommend_method(
 
 
 def _described(method: Method) -> str:
-    """All about a method, as lines of text."""
+    """Return the details of a method as text."""
     from hone.catalogue import KINDS
     from hone.catalogue.examples import example
 
@@ -163,13 +163,13 @@ def _check_kind(kind: str | None) -> None:
         raise ConfigError(f"unknown kind '{kind}'", where="--kind", fix=did_you_mean(kind, KINDS))
 
 
-def _ask(question: str, option: str, of: Callable[[str], Any]) -> Any:
-    """Ask on the terminal; without an answer to be had, say which option is missing."""
+def _ask(question: str, option: str, kind: Callable[[str], Any]) -> Any:
+    """Prompt on the terminal; without an answer, raise an error about the missing option."""
     from hone.errors import ConfigError
 
     try:
-        return typer.prompt(question, type=of, err=True)
+        return typer.prompt(question, type=kind, err=True)
     except typer.Abort:
         raise ConfigError(
-            f"{option} is not given, and nobody answers", where=option, fix="give it on the command line: --help"
+            f"{option} is missing, and the prompt got no answer", where=option, fix=f"{option} VALUE (see --help)"
         ) from None

@@ -25,11 +25,17 @@ def show(
     preset: Preset = None,
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
-    of: Of = Kind.train,
+    kind: Of = Kind.train,
     why: Annotated[
         bool, typer.Option("--why", help="the source of each value: default, preset, file, command line, derived")
     ] = False,
     changed: Annotated[bool, typer.Option("--changed", help="only the keys that were set, and where")] = False,
+    derived: Annotated[
+        bool,
+        typer.Option(
+            "--derived", help="facts derived from the keys: roles, pools, source of old log-probs, each with a reason"
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the configuration that a run with these arguments would have."""
@@ -40,12 +46,19 @@ def show(
     from hone.config.sources import explained
 
     config, provenance = load_with_provenance(
-        _tree(of), overrides or [], preset=preset, config_path=config_path, config_name=config_name
+        _tree(kind), overrides or [], preset=preset, config_path=config_path, config_name=config_name
     )
+    if derived:
+        _show_derived(config, as_json=as_json)
+        return
     if not why and not changed:
         typer.echo(json.dumps(dataclasses.asdict(config), indent=2) if as_json else to_yaml(config), nl=as_json)
         return
-    rows = {path: (value, source) for path, value, source in explained(config, provenance) if why or path in provenance}
+    rows = {
+        path: (value, source)
+        for path, value, source in explained(config, provenance)
+        if path in provenance or not changed
+    }
     if as_json:
         typer.echo(json.dumps({path: {"value": v, "from": source} for path, (v, source) in rows.items()}, indent=2))
         return
@@ -54,36 +67,52 @@ def show(
         typer.echo(f"{f'{path}={_text(value)}':<{min(width, 70)}}  # {source}")
 
 
+def _show_derived(config: Any, *, as_json: bool) -> None:
+    import json
+
+    from hone.config.derived import derived_lines
+
+    lines = derived_lines(config)
+    if as_json:
+        typer.echo(json.dumps({line.name: {"value": line.value, "because": line.reason} for line in lines}, indent=2))
+        return
+    names, values = max(len(line.name) for line in lines), min(50, max(len(line.value) for line in lines))
+    for line in lines:
+        typer.echo(f"{line.name:<{names}}  {line.value:<{values}}  # {line.reason}")
+
+
 @app.command("explain")
 def explain(
     key: Annotated[list[str], typer.Argument(help="a key, its last parts, a block, or words: batch size")],
-    of: Annotated[Kind | None, typer.Option("--of", help="the command whose keys are meant; all when left out")] = None,
+    kind: Annotated[Kind | None, typer.Option("--of", help="command whose keys to search; all by default")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a key means, what it takes, what it is by default, and what it belongs together with."""
+    """Describe a key: its meaning, type, default and related keys."""
     import json
 
     from hone.config.explaining import answer
 
     words = " ".join(key)
-    kinds = [of.value] if of else [kind.value for kind in Kind]
-    found = answer(words, kinds)
-    typer.echo(json.dumps([entry.as_json() for entry in found], indent=2) if as_json else "\n".join(map(str, found)))
+    kinds = [kind.value] if kind else [name.value for name in Kind]
+    answers = answer(words, kinds)
+    typer.echo(
+        json.dumps([entry.as_json() for entry in answers], indent=2) if as_json else "\n".join(map(str, answers))
+    )
 
 
 @app.command("diff")
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="a YAML file, a run directory or a preset")],
     second: Annotated[str, typer.Argument(metavar="B", help="the same")],
-    of: Of = Kind.train,
+    kind: Of = Kind.train,
     as_json: Json = False,
 ) -> None:
-    """Show in which keys two configurations differ. Exit code 0 also when they do."""
+    """Show the keys in which two configurations differ. The exit code is 0 also when they differ."""
     import json
 
     from hone.config.comparing import differences, read_config
 
-    tree = _tree(of)
+    tree = _tree(kind)
     changes = differences(read_config(first, tree), read_config(second, tree))
     if as_json:
         typer.echo(json.dumps({path: {"a": a, "b": b} for path, (a, b) in changes.items()}, indent=2))
@@ -94,13 +123,13 @@ def diff(
 
 
 @app.command("schema")
-def schema(of: Of = Kind.train) -> None:
+def schema(kind: Of = Kind.train) -> None:
     """Print a JSON schema of the keys, for editors: completion and checks while a file is written."""
     import json
 
     from hone.config.schema import json_schema
 
-    typer.echo(json.dumps(json_schema(_tree(of)), indent=2))
+    typer.echo(json.dumps(json_schema(_tree(kind)), indent=2))
 
 
 class Shell(StrEnum):

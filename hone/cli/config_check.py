@@ -1,4 +1,4 @@
-"""`hone config check`: everything that is checked before a run, without the run."""
+"""`hone config check`: all checks before a run, without the run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def check(
     preset: Preset = None,
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
-    of: Of = Kind.train,
+    kind: Of = Kind.train,
     keys_only: Annotated[
         bool,
-        typer.Option("--keys-only", help="look at keys and their arithmetic, not at files, rewards or this machine"),
+        typer.Option("--keys-only", help="check only keys and their arithmetic, not files, rewards or this machine"),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a configuration as a run would before it starts: keys, arithmetic, files, template, reward, machine.
+    """Run all checks of a run before its start: keys, arithmetic, files, template, reward, machine.
 
     Prints every finding, errors first. Exit code 0 when a run could start, 2 when not.
     """
@@ -31,7 +31,7 @@ def check(
     from hone.preflight import Stage, examine
 
     config = load_config(
-        TREES[of.value], overrides or [], preset=preset, config_path=config_path, config_name=config_name
+        TREES[kind.value], overrides or [], preset=preset, config_path=config_path, config_name=config_name
     )
     report = examine(config, (Stage.ARITHMETIC,) if keys_only else tuple(Stage))
     if as_json:

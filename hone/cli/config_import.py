@@ -1,4 +1,4 @@
-"""`hone config import`: a run of verl as a configuration of Hone."""
+"""`hone config import`: translation of a run of verl to a configuration of Hone."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def import_(
     sources: Sources,
     out: Annotated[Path | None, typer.Option("--out", help="write the configuration to this YAML file")] = None,
     launch: Annotated[
-        int | None, typer.Option("--launch", help="which training command of the script is meant, from 1")
+        int | None, typer.Option("--launch", help="number of the training command in the script, from 1")
     ] = None,
     argument: Annotated[
-        list[str] | None, typer.Option("--argument", help="a word that the script is called with ($1, $2, ...)")
+        list[str] | None, typer.Option("--argument", help="argument of the script ($1, $2, ...); may be repeated")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON: configuration, lines, differences")] = False,
 ) -> None:
     """Translate a launch script, YAML file or override lines of verl into a Hone configuration; nothing is executed.
 
-    Prints the configuration as YAML, with what differs as comments. Exit code 0 when every line was translated or named,
+    Prints the configuration as YAML, with the differences as comments. Exit code 0 when every line was translated or reported,
     2 when some were not understood.
     """
     import json
@@ -71,7 +71,7 @@ def _translate(sources: list[str], arguments: list[str], launch: int | None) -> 
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"'{path}' cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}",
-            fix="name a launch script, a YAML file, - for standard input, or key=value lines",
+            fix="give a launch script, a YAML file, - for standard input, or key=value lines",
         ) from error
     if path.suffix in (".yaml", ".yml"):
         return import_yaml(text)
@@ -83,7 +83,7 @@ def _translate(sources: list[str], arguments: list[str], launch: int | None) -> 
 
 
 def _leave_out_effectless(translation: Translation) -> None:
-    """Drop settings that do nothing beside the others: verl lets them stand, Hone stops at them."""
+    """Remove settings without effect in combination with the others: verl ignores them, Hone refuses them."""
     from hone.config import TREES, load_config
     from hone.errors import HoneError
     from hone.preflight.rules import RULES
@@ -92,15 +92,15 @@ def _leave_out_effectless(translation: Translation) -> None:
     try:
         config = load_config(TREES[translation.command], overrides)
     except HoneError:
-        return  # what is wrong with single values is told by `hone config check`
+        return  # `hone config check` reports invalid values
     for rule in RULES:
         if rule.code == "R23" and type(config) in rule.trees:
-            for found in rule.check(config):
-                translation.leave_out(found.error.where, found.error.what.partition(": ")[2] or found.error.what)
+            for finding in rule.check(config):
+                translation.leave_out(finding.error.where, finding.error.what.partition(": ")[2] or finding.error.what)
 
 
 def _report(translation: Translation) -> list[str]:
-    """The differences, as lines for people."""
+    """Return the differences as lines of text."""
     from hone.config.check import yaml_value
     from hone.config.migration import Outcome
 
@@ -123,12 +123,12 @@ def _report(translation: Translation) -> list[str]:
                 lines += [f"  {text}" for text in texts]
                 lines.append(f"    {reason}")
     if translation.additions:
-        lines += ["", "Written out:"]
+        lines += ["", "Added:"]
         lines += [f"  {item.key}={yaml_value(item.value)}: {item.why}" for item in translation.additions]
     remarks = [f"  {trouble.what}{_place(trouble.line)}" for trouble in translation.remarks]
     if translation.environment:
         remarks.append(f"  environment variables of the launch: {', '.join(translation.environment)}")
-    return [*lines, "", "To be known:", *remarks] if remarks else lines
+    return [*lines, "", "Remarks:", *remarks] if remarks else lines
 
 
 def _reason(reading: Any) -> str:

@@ -26,7 +26,7 @@ def make(
             "environment:<name>"
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="folder for train.parquet and val.parquet")],
+    out: Annotated[Path, typer.Option("--out", help="directory for train.parquet and val.parquet")],
     options: Annotated[list[str] | None, typer.Argument(help="options of the task, key=value")] = None,
     size: Annotated[int, typer.Option(help="training problems")] = 10000,
     val_size: Annotated[int, typer.Option(help="held-out problems")] = 256,
@@ -38,14 +38,14 @@ def make(
 
     assert tasks.__all__  # importing them registers them
     train, val = write_task(make_task(task, options or []), out, size=size, val_size=val_size, seed=seed)
-    typer.echo(f"{train}: {size} problems\n{val}: {val_size} problems, none of them in the former")
+    typer.echo(f"{train}: {size} problems\n{val}: {val_size} problems, none of them in the training data")
 
 
 @app.command("tokenizer")
 def tokenizer(
     files: Annotated[list[Path], typer.Option("--files", help="dataset file to learn from; may be repeated")],
     out: Annotated[Path, typer.Option("--out", help="tokenizer directory to write")],
-    vocab_size: Annotated[int, typer.Option(help="tokens in all, at least 260")] = 512,
+    vocab_size: Annotated[int, typer.Option(help="total number of tokens, at least 260")] = 512,
     template: Annotated[
         str,
         typer.Option(
@@ -64,7 +64,7 @@ def tokenizer(
 @app.command("pairs")
 def pairs(
     run: Annotated[Path, typer.Argument(help="run directory of `hone train` with rollouts")],
-    out: Annotated[Path, typer.Option("--out", help="folder for train.parquet and val.parquet")],
+    out: Annotated[Path, typer.Option("--out", help="directory for train.parquet and val.parquet")],
     margin: Annotated[float, typer.Option(help="least difference of scores in a pair")] = 0.0,
     val_share: Annotated[float, typer.Option(help="share of the prompts held out for validation")] = 0.1,
     per_prompt: Annotated[int, typer.Option(help="most pairs of one prompt")] = 4,
@@ -72,9 +72,9 @@ def pairs(
         str | None,
         typer.Option("--as", help="messages, or tokens (exactly those sampled); by default messages where prompts are"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="seed of the division")] = 1,
+    seed: Annotated[int, typer.Option(help="seed of the split")] = 1,
 ) -> None:
-    """Make preference pairs of a run's rollouts: good and bad answers to one prompt. For `hone prefer`."""
+    """Make preference pairs for `hone prefer` from a run's rollouts: good and bad answers to one prompt."""
     from hone.data.mine_pairs import mine_pairs, write_pairs
 
     mined = mine_pairs(run, margin=margin, val_share=val_share, per_prompt=per_prompt, form=form, seed=seed)

@@ -1,4 +1,4 @@
-"""`hone data check`, `stats`, `inspect` and `convert`: datasets before they are trained on."""
+"""`hone data check`, `stats`, `inspect` and `convert`: datasets before training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Files = Annotated[list[str], typer.Argument(help="dataset files (parquet, json, jsonl)")]
 PromptKey = Annotated[str, typer.Option(help="column of the prompt")]
 MessagesKey = Annotated[str, typer.Option(help="column of whole conversations")]
-RewardKey = Annotated[str, typer.Option("--reward-fn-key", help="column of the kind of problem")]
+RewardKey = Annotated[str, typer.Option("--reward-fn-key", help="column of the data source")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -24,19 +24,17 @@ def check(
         str | None, typer.Option(help="tokenizer or model directory, to measure lengths in tokens")
     ] = None,
     max_prompt_length: Annotated[int, typer.Option(help="longest prompt in tokens")] = 512,
-    truncation: Annotated[
-        str, typer.Option(help="error, drop or truncate: what a run will do with longer ones")
-    ] = "error",
-    batch_size: Annotated[int, typer.Option(help="prompts a step", min=1)] = 64,
+    truncation: Annotated[str, typer.Option(help="error, drop or truncate: action for longer prompts")] = "error",
+    batch_size: Annotated[int, typer.Option(help="prompts per step", min=1)] = 64,
     max_tool_characters: Annotated[int, typer.Option(help="longest tool result in characters")] = 2000,
-    custom_reward: Annotated[bool, typer.Option(help="a reward function of your own will score the rows")] = False,
+    custom_reward: Annotated[bool, typer.Option(help="a custom reward function scores the rows")] = False,
     prompt_key: PromptKey = "prompt",
     messages_key: MessagesKey = "messages",
     reward_fn_key: RewardKey = "data_source",
     html: Annotated[Path | None, typer.Option(help="write a report with histograms into this file")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check every row: columns, types, roles, ground truths, data sources, lengths, repetitions, overlap, tools.
+    """Check every row: columns, types, roles, ground truths, data sources, lengths, duplicates, overlap, tools.
 
     Exit code 2 when a run would not start with these files.
     """
@@ -83,7 +81,7 @@ def stats(
     reward_fn_key: RewardKey = "data_source",
     as_json: Json = False,
 ) -> None:
-    """Print numbers of a dataset: rows, columns, data sources, forms, lengths, turns, roles, ground truths."""
+    """Print statistics of a dataset: rows, columns, data sources, forms, lengths, turns, roles, ground truths."""
     import json
 
     from hone.data.files import read_all
@@ -103,13 +101,13 @@ def inspect(
     ] = False,
     ids: Annotated[bool, typer.Option("--ids", help="also list every token with its id")] = False,
     template: Annotated[
-        str | None, typer.Option(help="chat template in place of the tokenizer's: a Jinja file")
+        str | None, typer.Option(help="Jinja file of a chat template to use instead of the tokenizer's")
     ] = None,
     prompt_key: PromptKey = "prompt",
     messages_key: MessagesKey = "messages",
     as_json: Json = False,
 ) -> None:
-    """Show rows as the model sees them: tokens in alternating shades, special ones apart, what is learned from in green."""
+    """Show the tokens of rows in alternating shades, special tokens in magenta, tokens that the loss counts in green."""
     import dataclasses
     import json
 
@@ -120,7 +118,7 @@ def inspect(
 
     rows = read_all(file)
     if row >= len(rows):
-        raise DataError(f"row {row} of {len(rows)} rows", where=file, fix=f"--row {len(rows) - 1} is the last")
+        raise DataError(f"row {row} of {len(rows)} rows", where=file, fix=f"--row {len(rows) - 1} or less")
     loaded = load_tokenizer(tokenizer, custom_chat_template=template)
     for shown in rows[row : row + count]:
         pieces = inspect_row(shown, loaded, prompt_key=prompt_key, messages_key=messages_key, conversation=conversation)
@@ -136,13 +134,13 @@ def convert(
     source: Annotated[str, typer.Option("--from", help="auto, sharegpt, openai, alpaca or csv")] = "auto",
     target: Annotated[str, typer.Option("--to", help="chat, string, multi-turn, multimodal or messages")] = "chat",
     data_source: Annotated[
-        str, typer.Option(help="kind of problem, written to every row; chooses the scorer")
+        str, typer.Option(help="data source to write to every row; it selects the scorer")
     ] = "exact_match",
     question: Annotated[str, typer.Option(help="column of the question, for csv")] = "question",
     answer: Annotated[str, typer.Option(help="column of the answer, for csv")] = "answer",
     system: Annotated[str | None, typer.Option(help="system message to put first")] = None,
     ground_truth: Annotated[
-        str, typer.Option(help="what of the answer is the ground truth: whole, '####', boxed or last-number")
+        str, typer.Option(help="part of the answer to use as ground truth: whole, '####', boxed or last-number")
     ] = "whole",
 ) -> None:
     """Convert published datasets (ShareGPT, OpenAI messages, Alpaca, CSV) to Hone's columns."""
@@ -161,10 +159,10 @@ def convert(
 def _print_report(report: DatasetReport, files: list[str]) -> None:
     typer.echo(f"{', '.join(files)}: for {' and '.join(report.kinds)}")
     typer.echo("\n".join(_lines(report.numbers)))
-    for found in report.findings:
-        typer.echo(f"\n{found.severity} {found.error.render()}")
+    for finding in report.findings:
+        typer.echo(f"\n{finding.severity} {finding.error.render()}")
     if not report.findings:
-        typer.echo("\nnothing is wrong with these rows")
+        typer.echo("\nno problems in these rows")
 
 
 def _lines(numbers: dict[str, Any]) -> list[str]:

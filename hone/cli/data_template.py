@@ -1,4 +1,4 @@
-"""`hone data template`: what a chat template does with tools and with conversations of several turns."""
+"""`hone data template`: test of a chat template with tools and multi-turn conversations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 
 def template(
     model: Annotated[Path, typer.Argument(help="model or tokenizer directory")],
-    tools: Annotated[bool, typer.Option("--tools/--no-tools", help="look at tools, calls and results, too")] = True,
+    tools: Annotated[bool, typer.Option("--tools/--no-tools", help="also test tools, calls and results")] = True,
     custom_chat_template: Annotated[
-        str | None, typer.Option("--template", help="Jinja file in place of the tokenizer's own template")
+        str | None, typer.Option("--template", help="Jinja file to use instead of the tokenizer's template")
     ] = None,
     renderer: Annotated[str, typer.Option(help="as multi_turn.renderer: auto, text_tools, or a family")] = "auto",
     parser: Annotated[str, typer.Option("--format", help="as multi_turn.format: auto, or a tool-call format")] = "auto",
@@ -21,9 +21,9 @@ def template(
     ] = "{}",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Test a chat template: is it append-only, what ends a turn, are tools, calls and results shown and read back?
+    """Test whether a chat template is append-only, ends turns, shows tools and results, and has parseable calls.
 
-    Exit code 2 when conversations cannot be trained on with it.
+    Exit code 2 when the template cannot be used to train on conversations.
     """
     import json
 
@@ -52,7 +52,7 @@ def template(
     else:
         typer.echo(f"renderer {report.renderer}, tool-call format {report.parser}")
         for check in report.checks:
-            typer.echo(f"{check.outcome.value:<6} {check.name}: {check.said}")
+            typer.echo(f"{check.outcome.value:<6} {check.name}: {check.detail}")
         typer.echo(f"verdict: {report.verdict}")
     if not report.usable:
         raise typer.Exit(2)

@@ -1,4 +1,4 @@
-"""`hone doctor`: is this machine ready, and does a configuration fit it."""
+"""`hone doctor`: checks of this machine, and of a configuration on it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ def command(
     preset: Preset = None,
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
-    rules: Annotated[bool, typer.Option("--rules", help="list all codes, and what each one asks")] = False,
+    rules: Annotated[bool, typer.Option("--rules", help="list all codes, with what each one checks")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Check versions, devices, limits, disk, ports, leftover processes, packages and credentials, each with its fix.
 
-    With key=value, a preset or a file, every rule is also run for that `hone train` configuration. Exit code 2 when something
-    must be mended. Example: hone doctor --preset grpo actor_rollout_ref.model.path=MODEL data.train_files=train.parquet
+    With key=value, a preset or a file, every rule is also run for that `hone train` configuration. Exit code 2 when there is an
+    error. Example: hone doctor --preset grpo actor_rollout_ref.model.path=MODEL data.train_files=train.parquet
     """
-    import dataclasses
     import json
 
     if rules:
@@ -45,7 +44,7 @@ def command(
         report = examine(config)
     checks = diagnose()
     if as_json:
-        result: dict[str, Any] = {"status": worst(checks), "checks": [dataclasses.asdict(check) for check in checks]}
+        result: dict[str, Any] = {"status": worst(checks), "checks": [check.as_json() for check in checks]}
         typer.echo(json.dumps(result | (report.as_json() if report else {}), indent=2, ensure_ascii=False))
     else:
         _print(checks, report)
@@ -62,14 +61,14 @@ def _print(checks: list[Check], report: Report | None) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         console.print(
-            Text.assemble((f"{check.status:<8}", colours[check.status]), f"{check.name:<{width}}  {check.found}")
+            Text.assemble((f"{check.status:<8}", colours[check.status]), f"{check.name:<{width}}  {check.result}")
         )
         if check.fix:
             console.print(Text(f"{'':<8}{'':<{width}}  Fix: {check.fix}"))
     counts = {status: sum(check.status == status for check in checks) for status in ("error", "warning")}
     console.print(f"\n{counts['error']} errors, {counts['warning']} warnings")
     if report is not None:
-        console.print(Text(report.render() or "nothing is wrong with this configuration"))
+        console.print(Text(report.render() or "this configuration has no problems"))
 
 
 def _print_rules(as_json: bool) -> None:

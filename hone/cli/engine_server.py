@@ -1,4 +1,4 @@
-"""The body of `hone engines serve`."""
+"""Implementation of `hone engines serve`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hone.generation.remote.engine import TOKEN_VARIABLE
 
 
 def run_server(plan: LaunchPlan, options: Sequence[str]) -> None:
-    """Start an engine, say where it listens, and wait for a signal.
+    """Start an engine, print its address, and wait for a signal.
 
     Raises:
-        ConfigError: it would listen beyond this machine without a token, or an option is no NAME=VALUE.
+        ConfigError: it would listen on a public address without a token, or an option is not NAME=VALUE.
         ProcessError: the engine died.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and not _loopback(plan.host):
         raise ConfigError(
             f"the engine would listen on {plan.host} without a token",
-            why="anyone who reaches the port could use it, and replace its weights",
-            fix=f"export {TOKEN_VARIABLE}=SECRET here and where the run is started, or --host 127.0.0.1",
+            why="anyone who can reach the port could use it and replace its weights",
+            fix=f"export {TOKEN_VARIABLE}=SECRET here and for the run, or --host 127.0.0.1",
         )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -40,7 +40,7 @@ def run_server(plan: LaunchPlan, options: Sequence[str]) -> None:
         typer.echo(f"{plan.engine} serves {plan.model}: rollout.engine_url=tcp://{plan.host}:{process.port}")
         while not stop.wait(1.0):
             if not process.alive():
-                raise ProcessError(process.obituary(), fix="the same command again; the log says why it ended")
+                raise ProcessError(process.exit_reason(), fix="run the same command again; the log has the reason")
     finally:
         process.kill()
 
@@ -55,7 +55,7 @@ def _loopback(host: str) -> bool:
 def _parsed(options: Sequence[str]) -> dict[str, Any]:
     for option in options:
         if "=" not in option:
-            raise ConfigError(f"--option {option} is no NAME=VALUE", fix="--option enforce_eager=true")
+            raise ConfigError(f"--option {option} is not NAME=VALUE", fix="--option enforce_eager=true")
     parsed = OmegaConf.to_container(OmegaConf.from_dotlist(list(options)))
     assert isinstance(parsed, dict)
     return {str(name): value for name, value in parsed.items()}

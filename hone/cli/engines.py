@@ -1,4 +1,4 @@
-"""`hone engines`: external inference engines, each in an environment of its own."""
+"""`hone engines`: external inference engines, each in a separate environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENV = typer.Option(
 
 @app.command("list")
 def list_engines(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
-    """Show all engines: where they are installed, and what was verified where."""
+    """Show all engines with their installation and the machines on which they were verified."""
     import json
 
     from rich.console import Console
@@ -41,9 +41,9 @@ def install(
     name: Annotated[str, typer.Argument(help="vllm, sglang or trtllm")],
     cpu: Annotated[bool, typer.Option("--cpu", help="the build for CPUs")] = False,
     env: Annotated[Path | None, _ENV] = None,
-    force: Annotated[bool, typer.Option("--force", help="make the environment anew")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace an existing environment")] = False,
 ) -> None:
-    """Make an engine's environment, with the versions that Hone was tested with."""
+    """Create an engine's environment with the versions that Hone was tested with."""
     from hone.generation.environments import environment_of, install
 
     install(name, cpu=cpu, environment=environment_of(name, str(env) if env else None), force=force, say=typer.echo)
@@ -51,9 +51,7 @@ def install(
 
 @app.command()
 def check(
-    name: Annotated[
-        str, typer.Argument(help="engine to check: vllm, sglang, trtllm, or native in a process of its own")
-    ],
+    name: Annotated[str, typer.Argument(help="engine to check: vllm, sglang, trtllm, or native in a separate process")],
     env: Annotated[Path | None, _ENV] = None,
     log: Annotated[Path, typer.Option("--log", help="file for what the engine prints")] = Path("engine-check.log"),
 ) -> None:
@@ -62,16 +60,16 @@ def check(
     from hone.generation.check import TOLERANCE, check_engine
     from hone.generation.environments import interpreter_of
 
-    found = check_engine(name, interpreter_of(name, str(env) if env else None), log)
-    version = f"{name} {found.version}".strip()
-    typer.echo(f"{version} on {found.device}: ready after {found.start_seconds:.1f} s")
-    typer.echo(f"  largest log-prob difference from transformers: {found.gap:.1e} nats")
-    typer.echo(f"  after new weights ({found.update_seconds * 1000:.0f} ms): {found.gap_after_update:.1e} nats")
-    typer.echo(f"  {found.tokens_per_second:.0f} tokens/s with 16 requests of a model of 0.3M parameters")
-    if not found.passed:
+    result = check_engine(name, interpreter_of(name, str(env) if env else None), log)
+    version = f"{name} {result.version}".strip()
+    typer.echo(f"{version} on {result.device}: ready after {result.start_seconds:.1f} s")
+    typer.echo(f"  largest log-prob difference from transformers: {result.gap:.1e} nats")
+    typer.echo(f"  after new weights ({result.update_seconds * 1000:.0f} ms): {result.gap_after_update:.1e} nats")
+    typer.echo(f"  {result.tokens_per_second:.0f} tokens/s with 16 requests of a model of 0.3M parameters")
+    if not result.passed:
         raise GenerationError(
-            f"engine {name} does not answer as transformers does (more than {TOLERANCE} nats apart, or other tokens)",
-            why="a policy would be trained on samples of another one",
+            f"engine {name} differs from transformers by more than {TOLERANCE} nats, or in its tokens",
+            why="training would use samples of a different policy",
             fix=f"hone engines install {name} --force; or actor_rollout_ref.rollout.name=native",
         )
     typer.echo("passed")
@@ -85,13 +83,13 @@ def serve(
     host: Annotated[str, typer.Option("--host", help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="port to listen on; 0 takes a free one")] = 0,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16")] = "bfloat16",
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="most sequences at once")] = 256,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="most concurrent sequences")] = 256,
     max_cache_tokens: Annotated[int | None, typer.Option("--max-cache-tokens", help="capacity of the cache")] = None,
     env: Annotated[Path | None, _ENV] = None,
     log: Annotated[Path, typer.Option("--log", help="file for what the engine prints")] = Path("engine.log"),
     option: Annotated[list[str] | None, typer.Option("--option", help="NAME=VALUE, an argument of the engine")] = None,
 ) -> None:
-    """Run an engine that training runs attach to with rollout.engine_url. It ends with this command."""
+    """Run an engine until this command ends; training runs attach to it with rollout.engine_url."""
     from hone.cli.engine_server import run_server
     from hone.generation.environments import interpreter_of
     from hone.generation.remote import LaunchPlan

@@ -1,4 +1,4 @@
-"""`hone eval`: how well a model answers a dataset."""
+"""`hone eval`: accuracy of a model on a dataset."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def command(
     data: Annotated[list[str], typer.Option("--data", help="dataset file (parquet, json, jsonl); may be repeated")],
     episodes: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="key=value", help="how episodes of several turns are played: keys of multi_turn and agent"
-        ),
+        typer.Argument(metavar="key=value", help="settings of multi-turn episodes: keys of multi_turn and agent"),
     ] = None,
-    n: Annotated[int, typer.Option(help="answers a prompt")] = 1,
+    n: Annotated[int, typer.Option(help="answers per prompt")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy; n > 1 needs a positive one")] = 0.0,
     top_p: Annotated[float, typer.Option(help="nucleus sampling")] = 1.0,
     max_prompt_length: Annotated[int, typer.Option(help="longest prompt in tokens")] = 512,
     max_response_length: Annotated[int, typer.Option(help="most tokens of an answer")] = 512,
     max_samples: Annotated[int, typer.Option(help="use at most this many rows; -1 means all")] = -1,
-    reward: Annotated[str | None, typer.Option(help="reward function as FILE:NAME, in place of the built-in")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="reward function as FILE:NAME, instead of the built-in scorer")
+    ] = None,
     seed: Annotated[int, typer.Option(help="seed of the draws")] = 1,
     output: Annotated[Path | None, typer.Option(help="write every answer to this .jsonl file")] = None,
     show: Annotated[int, typer.Option(help="print this many answers")] = 3,
@@ -34,7 +34,7 @@ def command(
 ) -> None:
     """Answer every prompt of a dataset, score the answers, and print accuracy by data source.
 
-    A model in the directory of a run is played with that run's blocks multi_turn and agent. Example:
+    A model in the directory of a run uses that run's blocks multi_turn and agent. Example:
     hone eval runs/calc --data val.parquet multi_turn.max_assistant_turns=4
     """
     from hone.config.reward import CustomRewardConfig, RewardConfig

@@ -1,4 +1,4 @@
-"""`hone export`: a trained model as a plain Hugging Face directory."""
+"""`hone export`: write a trained model as a plain Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def command(
     dtype: Annotated[str, typer.Option(help="dtype of the weights written: float32, bfloat16 or float16")] = "float32",
     max_shard_size: Annotated[str, typer.Option(help="largest safetensors file, for example 5GB or 500MB")] = "5GB",
 ) -> None:
-    """Write weights, configuration and tokenizer where transformers, vLLM and PEFT load them."""
+    """Write weights, configuration and tokenizer in a form that transformers, vLLM and PEFT load."""
     from rich.console import Console
 
     from hone.training.export import export, parse_size

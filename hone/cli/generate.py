@@ -1,4 +1,4 @@
-"""`hone generate`: ask a model something."""
+"""`hone generate`: answers of a model to prompts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ app = typer.Typer(add_completion=False)
 @app.callback(invoke_without_command=True)
 def command(
     model: Annotated[str, typer.Argument(help="Hugging Face model directory, PEFT adapter directory, or checkpoint")],
-    prompts: Annotated[list[str], typer.Argument(help="what to ask; several prompts are answered together")],
-    n: Annotated[int, typer.Option(help="answers a prompt")] = 1,
+    prompts: Annotated[list[str], typer.Argument(help="prompts; several are answered together")],
+    n: Annotated[int, typer.Option(help="answers per prompt")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_p: Annotated[float, typer.Option(help="nucleus sampling")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="sample among the k likeliest; -1 means all")] = -1,
+    top_k: Annotated[int, typer.Option(help="sample from the k most likely tokens; -1 means all")] = -1,
     max_tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 256,
-    raw: Annotated[bool, typer.Option(help="give the prompt as it is, without the chat template")] = False,
+    raw: Annotated[bool, typer.Option(help="use the prompt unchanged, without the chat template")] = False,
     seed: Annotated[int, typer.Option(help="seed of the draws")] = 1,
     json_output: Annotated[bool, typer.Option("--json", help="print tokens, text and log-probs as JSON lines")] = False,
 ) -> None:

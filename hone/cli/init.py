@@ -15,14 +15,14 @@ def command(
     arch: Annotated[str, typer.Option(help="architecture: qwen3, llama, gemma, gpt_oss, ...")],
     tokenizer: Annotated[Path, typer.Option(help="tokenizer directory; the model gets its vocabulary")],
     out: Annotated[Path, typer.Option(help="model directory to write")],
-    size: Annotated[str, typer.Option(help="about how many parameters: 900k, 1m, 5m, 1b")] = "1m",
+    size: Annotated[str, typer.Option(help="approximate number of parameters: 900k, 1m, 5m, 1b")] = "1m",
     context: Annotated[int, typer.Option(help="longest sequence in tokens")] = 1024,
     seed: Annotated[int, typer.Option(help="seed of the weights")] = 0,
 ) -> None:
-    """Write a Hugging Face model directory with random weights, to be trained from nothing."""
+    """Write a Hugging Face model directory with random weights."""
     from transformers.utils.logging import disable_progress_bar
 
-    from hone.training.init_model import init_model
+    from hone.models.init import init_model
 
     disable_progress_bar()
     count, config = init_model(arch, size, tokenizer, out, seed=seed, context=context)

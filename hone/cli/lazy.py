@@ -1,4 +1,4 @@
-"""A command group whose commands are imported when they are invoked, so that ``hone --help`` stays fast."""
+"""A command group that imports a command when it is invoked, so that ``hone --help`` stays fast."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typer.main import get_command
 
 
 class Entry(NamedTuple):
-    """Where a command lives and what its line in ``--help`` says."""
+    """Module of a command, and its line in ``--help``."""
 
     module: str
     help: str
 
 
 class LazyGroup(TyperGroup):
-    """A group over a table of :class:`Entry`; subclasses set ``table``.
+    """A group for a table of :class:`Entry`; subclasses set ``table``.
 
-    Listing and suggesting names uses stand-ins that hold the help line only; the module is imported when its command is
-    resolved to run.
+    Listing and suggesting names uses placeholders with the help line; the module is imported when its command runs.
     """
 
     table: dict[str, Entry] = {}
@@ -31,22 +30,22 @@ class LazyGroup(TyperGroup):
         return list(self.table)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the stand-in of a command, None when there is none of that name."""
+        """Return the placeholder of a command; None for an unknown name."""
         entry = self.table.get(cmd_name)
         return TyperCommand(cmd_name, help=entry.help) if entry else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that ``args`` names, imported."""
-        self.commands = {name: self.get_command(ctx, name) for name in self.table}  # what "did you mean" looks at
+        """Import and return the command that ``args`` names."""
+        self.commands = {name: self.get_command(ctx, name) for name in self.table}  # for suggestions of names
         name, stand_in, rest = super().resolve_command(ctx, args)
         return (name, load(self.table[name].module), rest) if stand_in and name else (name, stand_in, rest)
 
 
 def load(module: str) -> Any:
-    """Import ``module`` and return the command that its ``app`` stands for.
+    """Import ``module`` and return the command of its ``app``.
 
-    An app with a callback and no commands is a single command; typer alone would make it a group, which takes no options
-    after its first argument.
+    An app with a callback and no commands is a single command; typer would make it a group, which accepts no options after
+    its first argument.
     """
     app: typer.Typer = importlib.import_module(module).app
     callback = app.registered_callback

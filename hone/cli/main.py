@@ -4,14 +4,14 @@ A command is one file of this folder with a module-level ``app = typer.Typer(add
 :data:`COMMANDS`. The app holds either
 
 - sub-commands (``@app.command("make")``), with ``@app.callback()`` when there is only one, or
-- nothing but a callback (``@app.callback(invoke_without_command=True)``): then the callback is the command.
+- only a callback (``@app.callback(invoke_without_command=True)``), which is then the command.
 
-Modules import what is heavy (torch, transformers, hydra) inside the command's function. A command that ends with another
-exit code than 0 raises ``typer.Exit(code)``. A user's mistake is raised as a :class:`hone.errors.HoneError`; it is shown
-here, once, without a traceback.
+Modules import heavy packages (torch, transformers, hydra) inside the command's function. A command with another exit code than 0
+raises ``typer.Exit(code)``. A user's mistake is raised as a :class:`hone.errors.HoneError`; this module shows it once, without a
+traceback.
 
-Exit codes: 0 the command did what it said; 1 a bug in Hone (with traceback); 2 a user's mistake; 3 a process of the
-run died or hung, and the run can be resumed; 130 interrupted.
+Exit codes: 0 success; 1 a bug in Hone (with traceback); 2 a user's mistake; 3 a process of the run died or hung, and the run
+can be resumed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ COMMANDS = {
     "sft": Entry("hone.cli.sft", "Fine-tune a model on conversations."),
     "prefer": Entry("hone.cli.prefer", "Train a model on preferences (dpo, kto, orpo, ...)."),
     "reward-model": Entry("hone.cli.reward_model", "Train a reward model on preference pairs."),
-    "eval": Entry("hone.cli.evaluate", "Measure how well a model answers a dataset."),
+    "eval": Entry("hone.cli.evaluate", "Measure the accuracy of a model on a dataset."),
     "generate": Entry("hone.cli.generate", "Let a model answer prompts."),
-    "serve": Entry("hone.cli.serve", "Serve a model to programs that speak OpenAI's API."),
+    "serve": Entry("hone.cli.serve", "Serve a model with an OpenAI-compatible API."),
     "engines": Entry("hone.cli.engines", "Install, check, list and serve external inference engines."),
     "export": Entry("hone.cli.export", "Write a checkpoint's model as a Hugging Face directory."),
     "init": Entry("hone.cli.init", "Make a small model with random weights."),
     "data": Entry("hone.cli.data", "Make, check, convert and inspect datasets."),
-    "reward": Entry("hone.cli.reward", "Try a reward on answers whose worth is known."),
+    "reward": Entry("hone.cli.reward", "Try a reward on answers of known quality."),
     "doctor": Entry("hone.cli.doctor", "Check this machine: versions, devices, limits, packages, credentials."),
     "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
     "runs": Entry("hone.cli.runs", "List, show and compare runs."),
@@ -70,14 +70,14 @@ def hone(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of a user error too; may stand after the command.")
+        bool, typer.Option("--debug", help="Also show the traceback of a user error; may follow the command.")
     ] = False,
 ) -> None:
     """Reinforcement learning for language models, from a laptop CPU to a cluster of GPUs."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 2 with one message, and no traceback, for a user's mistake."""
+    """Run the command line and exit; a user's mistake gives one message, no traceback, and exit code 2."""
     collect_rarely()
     arguments, debug = _without_debug(sys.argv[1:] if arguments is None else arguments)
     _log_to_stderr()
@@ -95,14 +95,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Take ``--debug`` out of the arguments, wherever it stands before a ``--``."""
+    """Remove ``--debug`` from the arguments before a ``--``; return them and whether it was there."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     kept = [word for word in arguments[:end] if word != "--debug"]
     return kept + arguments[end:], len(kept) < end
 
 
 def _show(error: HoneError) -> None:
-    """Write an error to stderr; its text is shown as it is, brackets included."""
+    """Write an error to stderr, with brackets as literal text."""
     from rich.console import Console
     from rich.text import Text
 
@@ -113,7 +113,7 @@ def _show(error: HoneError) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever ``sys.stderr`` is at the time, so that a live progress line is not torn."""
+    """A handler that writes to the current ``sys.stderr``, so that a live progress line is not broken."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""

@@ -1,4 +1,4 @@
-"""Options that commands over a configuration share."""
+"""Options shared by commands that load a configuration."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Annotated
 import typer
 
 Preset = Annotated[str | None, typer.Option(help="preset of the package, such as grpo; see `hone config presets`")]
-ConfigPath = Annotated[str | None, typer.Option(help="folder of your YAML file; it states only what differs")]
-ConfigName = Annotated[str | None, typer.Option(help="name of your YAML file, `.yaml` may be left out")]
+ConfigPath = Annotated[
+    str | None, typer.Option(help="directory of your YAML file, which sets only the keys that differ")
+]
+ConfigName = Annotated[str | None, typer.Option(help="name of your YAML file, with or without `.yaml`")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="check everything, print the plan, start nothing")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="key=value", help="overrides in Hydra's grammar; they win over all")
+    list[str] | None, typer.Argument(metavar="key=value", help="overrides in Hydra's grammar; they take precedence")
 ]
 
 
 class Kind(StrEnum):
-    """The trees there are, by the command that takes them."""
+    """The configuration trees, by command."""
 
     train = "train"
     sft = "sft"
@@ -25,5 +27,5 @@ class Kind(StrEnum):
     reward_model = "reward-model"
 
 
-Of = Annotated[Kind, typer.Option("--of", help="the command whose keys are meant")]
+Of = Annotated[Kind, typer.Option("--of", help="command whose keys to use")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

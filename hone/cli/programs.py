@@ -1,4 +1,4 @@
-"""What the commands that train have in common: from the command line to a configuration that may run."""
+"""Shared code of the training commands: from the command line to a checked configuration."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ def checked_config(
     """Load the configuration, check it, and print the plan of its batches.
 
     Raises:
-        HoneError: what the user has to mend first.
+        HoneError: the configuration has errors.
     """
     from hone.config import load_config
     from hone.preflight import batch_plan, check, training_rows
+    from hone.preflight.device import on_cpu
 
     config = load_config(tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
     check(config)
-    typer.echo(batch_plan(config, training_rows(config)))
+    typer.echo(batch_plan(config, training_rows(config), on_cpu=on_cpu(config)))
     return config
 
 
 def note_plan(config: AnyConfig) -> None:
-    """Write what the run is predicted to hold into its directory, for `hone runs show` to compare."""
+    """Write the predicted memory of the run into its directory, for comparison in `hone runs show`."""
     from hone.insight.run_directory import RunDirectory
     from hone.preflight.plan.local import planned
 

@@ -17,15 +17,15 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 @app.callback()
 def group() -> None:
-    """List the built-in scorers; try rewards on answers whose worth is known."""
+    """List the built-in scorers; try rewards on answers of known quality."""
 
 
 @app.command("list")
 def list_scorers(
-    name: Annotated[str | None, typer.Argument(help="show this scorer alone, with all it says of itself")] = None,
+    name: Annotated[str | None, typer.Argument(help="show the details of this scorer")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """List the built-in scorers: the data sources they are chosen for, their options, where they run.
+    """List the built-in scorers: their data sources, options, and where they run.
 
     Example: hone reward list code
     """
@@ -42,7 +42,7 @@ def list_scorers(
     else:
         for scorer in scorers:
             typer.echo(f"{scorer.name}\n  {scorer.summary}\n{_facts(scorer.as_json())}")
-        typer.echo("`hone reward list NAME` tells all about one.")
+        typer.echo("`hone reward list NAME` shows the details of a scorer.")
 
 
 @app.command("test")
@@ -56,18 +56,18 @@ def test(
         list[str] | None, typer.Option("--set", help="argument of the reward, name=value; may be repeated")
     ] = None,
     rows: Annotated[int, typer.Option(help="rows to try", min=1)] = 20,
-    reward_fn_key: Annotated[str, typer.Option(help="column of the kind of problem")] = "data_source",
-    timeout: Annotated[float, typer.Option(help="seconds one call may take")] = 10.0,
+    reward_fn_key: Annotated[str, typer.Option(help="column of the data source")] = "data_source",
+    timeout: Annotated[float, typer.Option(help="time limit of one call in seconds")] = 10.0,
     workers: Annotated[int, typer.Option(help="worker processes", min=1)] = 1,
     show: Annotated[int, typer.Option(help="print this many answers of each kind with their scores")] = 0,
     png: Annotated[Path | None, typer.Option(help="write histograms into this picture")] = None,
     output: Annotated[Path | None, typer.Option(help="write every answer with its score to this .jsonl file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Score right answers, wrong ones, garbage, nothing, cut ones, traps and wrong types, in the reward's own workers.
+    """Score correct, wrong, garbage, empty, truncated and adversarial answers and wrong types, in the reward's workers.
 
-    Exit code 2 when the reward would harm a run: right answers that score no better than garbage, calls that fail or hang,
-    values that are no numbers. Example: hone reward test --data train.parquet --reward my_reward.py:compute_score
+    Exit code 2 when the reward would harm a run: correct answers score no better than garbage, calls fail or hang, or values
+    are not numbers. Example: hone reward test --data train.parquet --reward my_reward.py:compute_score
     """
     import json
 
@@ -78,8 +78,8 @@ def test(
     from hone.rewards.bench_report import draw, forms, summary, trial_record
 
     config = _config(reward, scorer, kwargs or [], timeout, workers)
-    bench = run_bench(config, scored_rows(data, reward_fn_key=reward_fn_key, most=rows), adversarial=True)
-    found = sorted(bench_findings(bench, config), key=lambda finding: not finding.stops)
+    bench = run_bench(config, scored_rows(data, reward_fn_key=reward_fn_key, limit=rows), adversarial=True)
+    findings = sorted(bench_findings(bench, config), key=lambda finding: not finding.stops)
     if png is not None:
         with disk_errors(png):
             draw(bench, png)
@@ -93,12 +93,12 @@ def test(
             "seconds_per_call": bench.seconds_per_call,
             "rows": bench.rows,
             "stopped": bench.stopped,
-            "findings": [finding.as_json() for finding in found],
+            "findings": [finding.as_json() for finding in findings],
         }
         typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
     else:
-        _print(bench, found, show, [path for path in (png, output) if path is not None])
-    if any(finding.stops for finding in found):
+        _print(bench, findings, show, [path for path in (png, output) if path is not None])
+    if any(finding.stops for finding in findings):
         raise typer.Exit(2)
 
 
@@ -133,7 +133,7 @@ def _config(reward: str | None, scorer: str | None, settings: list[str], timeout
     )
 
 
-def _print(bench: Bench, found: list[Finding], show: int, written: list[Path]) -> None:
+def _print(bench: Bench, findings: list[Finding], show: int, written: list[Path]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -149,12 +149,12 @@ def _print(bench: Bench, found: list[Finding], show: int, written: list[Path]) -
         numbers = ["" if row[name] is None else f"{row[name]:.3g}" for name in ("min", "mean", "max")]
         table.add_row(row["kind"], str(row["calls"]), str(row["failed"]) if row["failed"] else "", *numbers)
     console.print(table)
-    typer.echo("right answers by form: " + ", ".join(f"{form} {mean:.2g}" for form, mean in forms(bench).items()))
-    typer.echo("\nrewards of right, wrong, garbage, empty and truncated answers")
+    typer.echo("correct answers by form: " + ", ".join(f"{form} {mean:.2g}" for form, mean in forms(bench).items()))
+    typer.echo("\nrewards of correct, wrong, garbage, empty and truncated answers")
     typer.echo("\n".join(text_histogram(bench.totals("golden", "wrong", "garbage", "empty", "truncated"))))
-    typer.echo(f"\n{len(bench.trials)} calls over {bench.rows} rows, {1000 * bench.seconds_per_call:.3g} ms a call")
+    typer.echo(f"\n{len(bench.trials)} calls over {bench.rows} rows, {1000 * bench.seconds_per_call:.3g} ms per call")
     for kind in KINDS if show else ():
-        for trial in bench.of(kind)[:show]:
+        for trial in bench.of_kinds(kind)[:show]:
             got = f"{trial.score.total:g}" if trial.score.error is None else trial.score.error
             typer.echo(
                 f"\n{kind} ({trial.probe.form}), ground truth {str(trial.probe.sample.ground_truth)[:60]!r}: {got}"
@@ -162,7 +162,7 @@ def _print(bench: Bench, found: list[Finding], show: int, written: list[Path]) -
             typer.echo(f"    {trial.probe.text[:300]!r}")
     for path in written:
         typer.echo(f"wrote {path}")
-    for finding in found:
+    for finding in findings:
         typer.echo(f"\n{finding.severity} {finding.error.render()}")
-    if not found:
-        typer.echo("nothing wrong with this reward")
+    if not findings:
+        typer.echo("no problems with this reward")

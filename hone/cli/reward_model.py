@@ -20,7 +20,7 @@ def command(
 ) -> None:
     """Train a scalar reward model on preference pairs (Bradley-Terry).
 
-    Its directory, checkpoints/step_N/actor, is a Hugging Face sequence classifier with one label; `hone train` takes it as
+    Its directory, checkpoints/step_N/actor, is a Hugging Face sequence classifier with one label; `hone train` uses it as
     reward.reward_model.path. Example:
     hone reward-model data.train_files=pairs/train.parquet model.path=MODEL
     """

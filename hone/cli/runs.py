@@ -1,4 +1,4 @@
-"""`hone runs`: list, show and compare runs from what they wrote."""
+"""`hone runs`: list, show and compare runs from their directories."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def list_runs(root: RootOption = Path("runs"), as_json: JsonOption = False) -> N
     from hone.insight.compare import read_whole_run, run_names
 
     if not root.is_dir():
-        raise HoneError(f"no folder '{root}'", fix="name the folder that holds the runs with --root", code="E-runs")
+        raise HoneError(f"no folder '{root}'", fix="--root DIR with the run directories", code="E-runs")
     rows = [_overview(read_whole_run(path, name)) for name, path in run_names(root).items()]
     if as_json:
         _print_json(rows)
@@ -69,20 +69,20 @@ def show(
     root: RootOption = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """Show one run: how it went, its main settings, metrics and curves."""
+    """Show one run: status, main settings, metrics and curves."""
     from hone.insight.compare import find_run, headline_metrics, require_metrics, summarise
 
-    found = find_run(run, root)
-    names = require_metrics(metric, [found]) if metric else found.names()
+    shown_run = find_run(run, root)
+    names = require_metrics(metric, [shown_run]) if metric else shown_run.names()
     if png is not None:
-        _draw(png, [found], metric or headline_metrics([found]))
-    summaries = {name: summary for name in names if (summary := summarise(found, name))}
+        _draw(png, [shown_run], metric or headline_metrics([shown_run]))
+    summaries = {name: summary for name in names if (summary := summarise(shown_run, name))}
     if as_json:
         metrics = {name: vars(summary) for name, summary in summaries.items()}
-        _print_json(_overview(found) | {"config": found.config, "record": found.record, "metrics": metrics})
+        _print_json(_overview(shown_run) | {"config": shown_run.config, "record": shown_run.record, "metrics": metrics})
         return
     console = _console()
-    _print_head(console, found)
+    _print_head(console, shown_run)
     table = _table("metric", "first>", "last>", "best>", "at step>", "curve")
     from hone.insight.curves import points, sparkline
 
@@ -90,10 +90,10 @@ def show(
     for name, summary in summaries.items():
         step = "" if summary.best_step is None else str(summary.best_step)
         numbers = (_number(summary.first), _number(summary.last), _number(summary.best), step)
-        table.add_row(name, *numbers, sparkline(points(found.metrics, name), room))
+        table.add_row(name, *numbers, sparkline(points(shown_run.metrics, name), room))
     console.print(table if summaries else "no metrics yet")
-    for name in metric or headline_metrics([found])[:_CHARTS]:
-        _print_chart(console, name, [found])
+    for name in metric or headline_metrics([shown_run])[:_CHARTS]:
+        _print_chart(console, name, [shown_run])
     if png is not None:
         console.print(f"wrote {png}", markup=False, highlight=False)
 
@@ -106,38 +106,38 @@ def compare(
     root: RootOption = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """Compare runs: what their configs differ in, and how their metrics went."""
+    """Compare runs: differences of their configurations, and metrics."""
     from hone.errors import HoneError
     from hone.insight.compare import config_differences, find_run, headline_metrics, require_metrics, summarise
 
     if len(runs) < 2:
-        raise HoneError(f"{len(runs)} run to compare", fix="name two or more: hone runs compare A B", code="E-runs")
-    found = [find_run(name, root) for name in runs]
+        raise HoneError(f"{len(runs)} run to compare", fix="give two or more: hone runs compare A B", code="E-runs")
+    compared = [find_run(name, root) for name in runs]
     chosen = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else []
-    names = require_metrics(chosen, found) or headline_metrics(found)
-    differences = config_differences(found)
+    names = require_metrics(chosen, compared) or headline_metrics(compared)
+    differences = config_differences(compared)
     if png is not None:
-        _draw(png, found, names)
+        _draw(png, compared, names)
     if as_json:
         summaries = {
-            name: {run.name: vars(summary) for run in found if (summary := summarise(run, name))} for name in names
+            name: {run.name: vars(summary) for run in compared if (summary := summarise(run, name))} for name in names
         }
-        overview = [_overview(run) for run in found]
+        overview = [_overview(run) for run in compared]
         _print_json({"runs": overview, "config": differences, "metrics": summaries, "png": str(png) if png else None})
         return
     console = _console()
-    labels = [run.name for run in found]
+    labels = [run.name for run in compared]
     table = _table("config key", *labels)
     for key, values in differences.items():
         table.add_row(key, *map(str, values))
     console.print(table if differences else "the configs are equal")
     table = _table("metric: last (best)", *(f"{label}>" for label in labels))
     for name in names:
-        cells = [summarise(run, name) for run in found]
+        cells = [summarise(run, name) for run in compared]
         table.add_row(name, *(_last_and_best(cell) if cell else "" for cell in cells))
     console.print(table if names else "no metrics in common to compare; name them with --metrics")
     for name in chosen or names[:_CHARTS]:
-        _print_chart(console, name, found)
+        _print_chart(console, name, compared)
     if png is not None:
         console.print(f"wrote {png}", markup=False, highlight=False)
 
@@ -180,7 +180,7 @@ def _print_head(console: Console, run: Run) -> None:
 
 
 def _memory(record: Mapping[str, Any]) -> dict[str, str]:
-    """Predicted and measured memory of each process, above what it holds without models."""
+    """Return the predicted and measured memory of each process, without that of the bare process."""
     facts = {}
     for name, held in record.get("memory", {}).items():
         on_device = "device_peak" in held
@@ -207,7 +207,7 @@ def _print_chart(console: Console, metric: str, runs: Sequence[Run]) -> None:
             title = metric if len(runs) == 1 else f"{metric}  {run.name}"
             console.print(f"\n{title}", style="bold", markup=False, highlight=False)
             console.print(
-                text_chart(curve, width=width, beside=list(curves.values())),
+                text_chart(curve, width=width, compared_with=list(curves.values())),
                 markup=False,
                 highlight=False,
                 no_wrap=True,
@@ -234,7 +234,7 @@ def _console() -> Console:
 
 
 def _table(*columns: str) -> Any:
-    """A plain table; a heading that ends in ``>`` is of a column aligned to the right."""
+    """Return a plain table; a heading that ends in ``>`` marks a right-aligned column."""
     from rich import box
     from rich.table import Table
 

@@ -13,26 +13,26 @@ app = typer.Typer(add_completion=False)
 def command(
     model: Annotated[str, typer.Option(help="Hugging Face model directory, PEFT adapter directory, or checkpoint")],
     name: Annotated[
-        str | None, typer.Option(help="what clients call the model; the directory's name unless given")
+        str | None, typer.Option(help="model name for clients; by default the name of the directory")
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="address to serve; other machines reach it only with a token")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    host: Annotated[str, typer.Option(help="address to listen on; other machines need a token")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one")] = 8000,
     token: Annotated[
         str | None,
-        typer.Option(help="API key that clients must send; better in the environment", envvar="HONE_SERVE_TOKEN"),
+        typer.Option(
+            help="API key that clients must send; preferably set in the environment", envvar="HONE_SERVE_TOKEN"
+        ),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="most tokens of a prompt with its answer")] = None,
-    renderer: Annotated[str, typer.Option(help="how messages become tokens; see docs/agents.md")] = "auto",
-    parser: Annotated[str, typer.Option(help="how tool calls are read")] = "auto",
-    engine: Annotated[str, typer.Option(help="native, or one that `hone engines install` has installed")] = "native",
+    renderer: Annotated[str, typer.Option(help="rendering of messages as tokens; see docs/agents.md")] = "auto",
+    parser: Annotated[str, typer.Option(help="format of tool calls")] = "auto",
+    engine: Annotated[str, typer.Option(help="native, or an engine installed by `hone engines install`")] = "native",
     replicas: Annotated[
         int | None,
-        typer.Option(min=1, help="engines in processes of their own behind one queue; none: native, in this one"),
+        typer.Option(min=1, help="engines in separate processes with one queue; by default native in this process"),
     ] = None,
 ) -> None:
-    """Serve a model to every program that speaks OpenAI's API, and record conversations as exact tokens."""
+    """Serve a model with an OpenAI-compatible API, and record conversations as exact tokens."""
     from hone.trainers.serving import ServeRequest, serve
 
     serve(

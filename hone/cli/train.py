@@ -37,8 +37,8 @@ def command(
 
         shown = run_pilot(config)
         typer.echo(describe(shown, config))
-        for found in pilot_findings(shown, config):
-            typer.echo(f"{found.severity} {found.error.render()}")
+        for finding in pilot_findings(shown, config):
+            typer.echo(f"{finding.severity} {finding.error.render()}")
     if dry_run or pilot:
         return
     from hone.trainers.rl import train

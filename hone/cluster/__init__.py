@@ -1,1 +1,1 @@
-"""Where it runs: the roles of a run and the local runtime that holds them."""
+"""Roles of a run, the runtimes that hold them, and supervision of their processes."""

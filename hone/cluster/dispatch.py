@@ -1,14 +1,14 @@
-"""How a call on a group of workers becomes a call on each: ``@dispatch`` on a role's method says it.
+"""Calls on groups of workers: ``@dispatch`` on a role's method says how one call becomes a call on each worker.
 
-A role is a plain class. A method that is called through a group names how its first argument goes to the workers, and how
-what they return becomes one value again:
+A role is a plain class. A method that is called through a group declares how its first argument is split over the workers, and
+how their results are combined:
 
-    @dispatch(Split.ROWS)                    each data-parallel rank gets its rows; columns come back in the batch's order
-    @dispatch(Split.ALL, Collect.FIRST)      every worker gets the same; the first one's answer counts
-    @dispatch(Split.ZERO)                    only the first worker is called
-    @dispatch(Split.RANKS, Collect.EACH)     every argument is a list with one entry a worker
+        @dispatch(Split.ROWS)                    each data-parallel rank gets its rows; columns return in the batch's order
+        @dispatch(Split.ALL, Collect.FIRST)      every worker gets the same; the first one's result is returned
+        @dispatch(Split.ZERO)                    only the first worker is called
+        @dispatch(Split.RANKS, Collect.EACH)     every argument is a list with one entry per worker
 
-Ranks that hold pieces of one model copy (tensor or sequence parallel) get the same rows, and one of them answers.
+    Ranks that share one model copy (tensor or sequence parallel) get the same rows, and one of them answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPEC = "__hone_dispatch__"
 
 
 class Split(Enum):
-    """How arguments go to the workers."""
+    """Distribution of the arguments to the workers."""
 
     ALL = "all"
     """The same arguments to every worker."""
@@ -35,33 +35,33 @@ class Split(Enum):
     ZERO = "zero"
     """Only the first worker is called."""
     RANKS = "ranks"
-    """Every argument is a list with one entry a worker."""
+    """Every argument is a list with one entry per worker."""
 
 
 class Collect(Enum):
-    """How the workers' answers become one."""
+    """Combination of the workers' results."""
 
     CONCAT = "concat"
-    """Batches and lists of the data-parallel ranks are put together in the order of the rows."""
+    """Concatenate batches and lists of the data-parallel ranks in the order of the rows."""
     FIRST = "first"
-    """The answer of the first worker."""
+    """Return the result of the first worker."""
     EACH = "each"
-    """A list with the answer of every worker."""
-    KEPT = "kept"
-    """The first worker's answer, a list of named tensors, stays out there; the caller gets a reference, to be handed to
-    another call. None comes back as it is."""
+    """Return a list with the result of every worker."""
+    REMOTE = "remote"
+    """Keep the first worker's result, a list of named tensors, in the object store, and return a reference for another
+    call. None is returned unchanged."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What ``@dispatch`` wrote on a method.
+    """Declaration of ``@dispatch`` on a method.
 
     Attributes:
-        split: how arguments go out.
-        collect: how answers come back; a function of the list of the data-parallel ranks' answers reduces them.
-        objects: whether columns of Python objects (episodes, scores) go along; tensors and ``uid`` always do.
-        equal: whether every rank must get as many rows as the others; rows are then repeated to fill up, and what comes of
-            the repeated ones is dropped.
+        split: distribution of the arguments.
+        collect: combination of the results; a function reduces the list of the data-parallel ranks' results.
+        objects: whether columns of Python objects (episodes, scores) are sent too; tensors and ``uid`` always are.
+        equal: whether every rank must get the same number of rows; rows are then repeated to fill up, and results of the
+            repeated ones are dropped.
         background: whether a worker process runs the method in a thread and answers other calls meanwhile.
     """
 
@@ -83,7 +83,7 @@ def dispatch(
     """Mark a method of a role as callable through its group. See :class:`Dispatch`.
 
     Args:
-        collect: None means CONCAT for rows, EACH for an entry a worker, else FIRST.
+        collect: None means CONCAT for rows, EACH for one entry per worker, else FIRST.
     """
     usual = {Split.ROWS: Collect.CONCAT, Split.RANKS: Collect.EACH}
     spec = Dispatch(split, collect or usual.get(split, Collect.FIRST), objects, equal, background)
@@ -96,24 +96,26 @@ def dispatch(
 
 
 def dispatch_of(role: type, method: str) -> Dispatch:
-    """What a method of a role says about itself.
+    """Return the declaration of a role's method.
 
     Raises:
-        AttributeError: there is no such method, or it is not marked.
+        AttributeError: the method does not exist, or is not marked.
     """
-    found = getattr(role, method, None)
-    spec = getattr(found, _SPEC, None)
+    attribute = getattr(role, method, None)
+    spec = getattr(attribute, _SPEC, None)
     if spec is None:
         marked = sorted(name for name in dir(role) if hasattr(getattr(role, name), _SPEC))
-        reason = "is not marked with @dispatch" if found is not None else "does not exist"
-        raise AttributeError(f"{role.__name__}.{method} {reason}; a group of it can be asked for: {', '.join(marked)}")
+        reason = "is not marked with @dispatch" if attribute is not None else "does not exist"
+        raise AttributeError(f"{role.__name__}.{method} {reason}; a group has the methods {', '.join(marked)}")
     return spec
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Rows of a batch in groups, such as the mini-batches of a step. When the batch is split, every rank gets of each group
-    the rows that it has, by their numbers in its own part; so all ranks see the same number of groups.
+    """Rows of a batch in groups, such as the mini-batches of a step.
+
+    When the batch is split, every rank gets its rows of each group, numbered within its part. All ranks therefore have
+    the same number of groups.
 
     Attributes:
         groups: row numbers of each group.
@@ -129,26 +131,26 @@ class RowGroups:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Named tensors that stay out there.
+class RemoteTensors:
+    """Named tensors in the object store.
 
     Attributes:
-        ref: a reference as the transport has it.
+        ref: reference of the transport.
     """
 
     ref: Any
 
 
 class Answer(ABC):
-    """What a call on a group gives: await it, or wait for its ``result()``."""
+    """Pending result of a call on a group: await it, or call its blocking ``result()``."""
 
     @abstractmethod
     def __await__(self) -> Any: ...
 
     @abstractmethod
     def result(self) -> Any:
-        """Block until it is there."""
+        """Block until the result is available."""
 
     def balance(self) -> dict[str, float]:
-        """Metrics of how a batch was divided over data-parallel ranks; none where there is one."""
+        """Return metrics of the division over data-parallel ranks; empty with one rank."""
         return {}

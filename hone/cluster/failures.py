@@ -1,4 +1,4 @@
-"""What is said when a process of a run is lost: who it was, what it was doing, what it said last, and what to change."""
+"""Errors for lost processes of a run: name, last activity, end of the log, and the key to change."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from hone.config.limits import micro_batch_tokens
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 from hone.errors import ProcessError
 from hone.insight.activity import Record
-from hone.training.engine import CPU_TOKENS
 
 LOG_LINES = 15
-"""Lines of a dead process's log that are shown."""
+"""Number of lines of a dead process's log in the message."""
 _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -26,10 +26,10 @@ _OUT_OF_MEMORY = (
 
 
 class WorkerLost(ProcessError):
-    """A worker process died, or was ended because it hung; the models it held are lost with it.
+    """A worker process died, or was killed because it hung; its models are lost.
 
     Attributes:
-        names: of the processes, such as ``main[1]``.
+        names: names of the processes, such as ``main[1]``.
     """
 
     code = "E-worker-lost"
@@ -40,7 +40,7 @@ class WorkerLost(ProcessError):
 
 
 class OutOfMemory(ProcessError):
-    """A process asked for more memory than there is."""
+    """A process requested more memory than available."""
 
     code = "E-memory"
 
@@ -55,65 +55,63 @@ def worker_lost(
     out_of_memory: bool = False,
     log: str = "",
 ) -> WorkerLost:
-    """The error for one lost worker.
+    """Return the error for one lost worker.
 
     Args:
-        name: of the process.
-        record: what it published last; None when it never did.
-        cause: how it ended, as far as is known.
-        config: of the run.
-        run_stage: what the run was in the middle of.
+        name: name of the process.
+        record: its last published record; None without one.
+        cause: how it ended, if known.
+        config: configuration of the run.
+        run_stage: current stage of the run.
         out_of_memory: whether memory was the reason.
-        log: the end of its log.
+        log: end of its log.
     """
     where = f"{name} (pid {record.pid} on {record.host})" if record else name
-    own = (
+    activity_text = (
         f", in '{record.stage}'"
         if record and record.spans
         else ", between two calls"
         if record
-        else ", before it had begun"
+        else ", before its first activity"
     )
-    what = f"{where} {cause}{own}" + (f"; the run was in '{run_stage}'" if run_stage else "")
+    what = f"{where} {cause}{activity_text}" + (f"; the run was in '{run_stage}'" if run_stage else "")
     if out_of_memory:
         what += f"\n  {memory_numbers(config)}"
     if log:
         what += "\n  The end of its log:\n" + "\n".join(f"    {line}" for line in log.splitlines())
-    again = "the same command again goes on from the last checkpoint"
+    rerun = "run the same command again to resume from the last checkpoint"
     used_up = config.trainer.max_restarts
-    restarts = f"trainer.max_restarts={max(1, 2 * used_up)} lets the run do so by itself"
-    fix = f"{again}; {restarts}"
+    restarts = f"trainer.max_restarts={max(1, 2 * used_up)} makes the run resume automatically"
+    fix = f"{rerun}; {restarts}"
     if out_of_memory:
         stage = f"{run_stage} > {record.stage if record else name}"
-        fix = f"{memory_knob(config, stage)}; then {again}"
-    return WorkerLost(
-        what, names=[name], why="its share of the weights and of the optimizer's state is gone with it", fix=fix
-    )
+        fix = f"{memory_knob(config, stage)}; then {rerun}"
+    return WorkerLost(what, names=[name], why="its part of the weights and of the optimizer's state is lost", fix=fix)
 
 
 def out_of_memory(error: BaseException, config: AnyConfig, stage: str) -> OutOfMemory:
-    """The error for an allocation that was refused."""
+    """Return the error for a refused allocation."""
     return OutOfMemory(
         f"out of memory in '{stage}': {str(error).splitlines()[0] if str(error) else type(error).__name__}\n"
         f"  {memory_numbers(config)}",
         why="the step cannot be computed at this size; every saved checkpoint is intact",
-        fix=f"{memory_knob(config, stage)}; then the same command again goes on from the last checkpoint",
+        fix=f"{memory_knob(config, stage)}; then run the same command again to resume from the last checkpoint",
     )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or what it was raised from, says that memory ran out."""
-    seen: BaseException | None = error
-    while seen is not None:
-        text = f"{type(seen).__name__}: {seen}"
-        if isinstance(seen, MemoryError) or any(words.lower() in text.lower() for words in _OUT_OF_MEMORY):
+    """Return whether an exception, or one of its causes, says that memory ran out."""
+    link: BaseException | None = error
+    while link is not None:
+        text = f"{type(link).__name__}: {link}"
+        if isinstance(link, MemoryError) or any(words.lower() in text.lower() for words in _OUT_OF_MEMORY):
             return True
-        seen = seen.__cause__
+        link = link.__cause__
     return False
 
 
 def log_tail(path: Path | None, lines: int = LOG_LINES, *, without: tuple[str, ...] = ()) -> str:
-    """The last lines of a log, blank ones and those that begin ``without`` left out; empty when there is none."""
+    """Return the last lines of a log, without blank ones and those that begin with ``without``; "" if there is no log."""
     if path is None or not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -126,25 +124,27 @@ def log_tail(path: Path | None, lines: int = LOG_LINES, *, without: tuple[str, .
 
 
 def memory_numbers(config: AnyConfig) -> str:
-    """The sizes of the batch plan that memory depends on."""
+    """Return the sizes of the batch plan that memory depends on."""
     if not isinstance(config, RLConfig):
-        return f"The plan: micro-batches of up to {_together(config.data.max_token_len_per_gpu, config)} tokens"
+        return (
+            f"The plan: micro-batches of up to {_micro_batch_tokens(config.data.max_token_len_per_gpu, config)} tokens"
+        )
     shared, data = config.actor_rollout_ref, config.data
     longest = data.max_prompt_length + data.max_response_length
     rollout, actor = shared.rollout, shared.actor
     return (
         f"The plan: {data.train_batch_size} prompts x {rollout.n} samples of up to {longest} tokens; updates in micro-batches of up "
-        f"to {_together(actor.ppo_max_token_len_per_gpu, config)} tokens; generation of {rollout.max_num_seqs} sequences at once over a cache of "
+        f"to {_micro_batch_tokens(actor.ppo_max_token_len_per_gpu, config)} tokens; generation of {rollout.max_num_seqs} concurrent sequences with a KV cache of "
         f"{cache_tokens(config)} tokens"
     )
 
 
 def memory_knob(config: AnyConfig, stage: str) -> str:
-    """The first thing to change when memory ran out in a stage, as ``key=value``."""
+    """Return the first key to change after running out of memory in a stage, as ``key=value``."""
     if not isinstance(config, RLConfig):
         key, longest = "data.max_token_len_per_gpu", _longest(config)
         return (
-            _halved(key, _together(config.data.max_token_len_per_gpu, config), longest)
+            _halved(key, _micro_batch_tokens(config.data.max_token_len_per_gpu, config), longest)
             or "model.enable_gradient_checkpointing=true"
         )
     shared, data = config.actor_rollout_ref, config.data
@@ -156,7 +156,7 @@ def memory_knob(config: AnyConfig, stage: str) -> str:
     prefix, budget = "actor_rollout_ref.actor", shared.actor.ppo_max_token_len_per_gpu
     if "critic" in stage and config.critic.ppo_max_token_len_per_gpu:
         prefix, budget = "critic", config.critic.ppo_max_token_len_per_gpu
-    knob = _halved(f"{prefix}.ppo_max_token_len_per_gpu", _together(budget, config), longest)
+    knob = _halved(f"{prefix}.ppo_max_token_len_per_gpu", _micro_batch_tokens(budget, config), longest)
     if knob:
         return knob
     if not shared.model.enable_gradient_checkpointing:
@@ -165,16 +165,15 @@ def memory_knob(config: AnyConfig, stage: str) -> str:
 
 
 def cache_tokens(config: RLConfig) -> int:
-    """Tokens that the key-value cache holds."""
+    """Return the number of tokens in the KV cache."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     rollout = config.actor_rollout_ref.rollout
     return rollout.max_cache_tokens or rollout.max_num_seqs * longest
 
 
-def _together(budget: int, config: AnyConfig) -> int:
-    """Tokens that really go together in a micro-batch."""
-    on_cpu = config.trainer.device == "cpu" or not torch.cuda.is_available()
-    return min(budget, CPU_TOKENS) if on_cpu else budget
+def _micro_batch_tokens(budget: int, config: AnyConfig) -> int:
+    """Return the largest number of tokens of a micro-batch."""
+    return micro_batch_tokens(budget, on_cpu=config.trainer.device == "cpu" or not torch.cuda.is_available())
 
 
 def _longest(config: Any) -> int:
@@ -182,6 +181,6 @@ def _longest(config: Any) -> int:
 
 
 def _halved(key: str, value: int, least: int) -> str | None:
-    """``key=<half of value>``, not below what the longest sequence needs; None when it is there already."""
+    """Return ``key=<half of value>``, at least what the longest sequence needs; None if it cannot be halved."""
     half = max(value // 2, least)
     return f"{key}={half}" if half < value else None

@@ -1,4 +1,4 @@
-"""A language model as the reward model of a run: it judges every answer in words, and its score is read from them."""
+"""Language model as the reward model of a run: it judges every answer in text, from which the score is parsed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hone.data.tokenizer import load_tokenizer, stop_tokens
 from hone.data.types import Trajectory
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.models.loading import causal_lm, load_policy
 from hone.rewards.rubric import Rubric, question_of
-from hone.training.model import causal_lm, load_policy
 
 
 class GenerativeRewardModelWorker:
-    """Judges trajectories with the causal language model in ``reward.reward_model.path``, under the rubric of ``reward.judge``.
+    """Judge trajectories with the causal language model in ``reward.reward_model.path`` and the rubric of ``reward.judge``.
 
-    It writes with a native engine of its own; prompts and judgements under way together have at most
-    ``reward.reward_model.max_token_len_per_gpu`` tokens. One that is too long for that, or for the model's positions, is not
-    asked, and such an answer has no score.
+    It generates with a separate native engine. Concurrent prompts and judgements together have at most
+    ``reward.reward_model.max_token_len_per_gpu`` tokens. An answer that is too long for that, or for the model's positions, is
+    not judged and has no score.
 
     Args:
-        context: of the process.
+        context: context of the process.
 
     Raises:
         ConfigError: no path is given.
@@ -42,7 +42,11 @@ class GenerativeRewardModelWorker:
         config, settings = context.config, context.config.reward.reward_model
         path, trusted = reward_model_path(config), config.actor_rollout_ref.model.trust_remote_code
         rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-        self.seed, self.judge, self.rubric = config.trainer.seed, config.reward.judge, Rubric.of(config.reward.judge)
+        self.seed, self.judge, self.rubric = (
+            config.trainer.seed,
+            config.reward.judge,
+            Rubric.from_config(config.reward.judge),
+        )
         self.policy_tokenizer, self.tokenizer = context.tokenizer, load_tokenizer(path, trust_remote_code=trusted)
         model = load_policy(
             ModelConfig(path=path, trust_remote_code=trusted), device=context.device, seed=self.seed, trainable=False
@@ -71,24 +75,22 @@ class GenerativeRewardModelWorker:
 
     @dispatch(Split.ROWS, objects=True)
     async def score(self, batch: Batch) -> Batch:
-        """``rm_score``: the score read from the judgement of each episode, 0 to 1, NaN where there is none; and ``rm_judgement``, its
-        words.
-        """
+        """Return ``rm_score``, the parsed score of each episode (0 to 1, NaN without one), and ``rm_judgement``, its text."""
         trajectories: Sequence[Trajectory] = batch.objects("trajectory")
         requests = self._requests(trajectories)
-        words = ["" if r else f"(not asked: more than {self.longest} tokens)" for r in requests]
-        asked = [request for request in requests if request is not None]
-        async for completion in self.engine.generate(asked):
-            words[int(completion.request_id)] = self._text(completion)
+        words = ["" if r else f"(not judged: more than {self.longest} tokens)" for r in requests]
+        to_judge = [request for request in requests if request is not None]
+        async for completion in self.engine.generate(to_judge):
+            words[int(completion.request_id)] = self._completion_text(completion)
         scores = [self.rubric.score(text) for text in words]
         values = torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
         return Batch({JUDGED: values, JUDGEMENT: words})
 
     def _requests(self, trajectories: Sequence[Trajectory]) -> list[GenerationRequest | None]:
-        """What the model is asked of each; None where it would be too long."""
+        """Return the request for each trajectory; None if it would be too long."""
         rendered = render_prompts(
             self.tokenizer,
-            [[{"role": "user", "content": self._asked(trajectory)}] for trajectory in trajectories],
+            [[{"role": "user", "content": self._judge_prompt(trajectory)}] for trajectory in trajectories],
         )
         return [
             GenerationRequest(
@@ -99,13 +101,13 @@ class GenerativeRewardModelWorker:
             for row, (ids, trajectory) in enumerate(zip(rendered, trajectories, strict=True))
         ]
 
-    def _asked(self, trajectory: Trajectory) -> str:
+    def _judge_prompt(self, trajectory: Trajectory) -> str:
         sample = trajectory.sample
-        question = question_of(sample.messages, sample.extra_info) or self._shown(trajectory)
-        return self.rubric.filled(question, trajectory.text, sample.ground_truth)
+        question = question_of(sample.messages, sample.extra_info) or self._prompt_text(trajectory)
+        return self.rubric.fill(question, trajectory.text, sample.ground_truth)
 
-    def _shown(self, trajectory: Trajectory) -> str:
+    def _prompt_text(self, trajectory: Trajectory) -> str:
         return str(self.policy_tokenizer.decode(trajectory.prompt_ids, skip_special_tokens=True))
 
-    def _text(self, completion: Completion) -> str:
+    def _completion_text(self, completion: Completion) -> str:
         return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))

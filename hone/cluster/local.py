@@ -1,4 +1,4 @@
-"""The local runtime: all roles of a run in the calling process, on one device. A call on a group is a plain call."""
+"""Local runtime: all roles of a run in the calling process, on one device. A call on a group is a plain call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Answer, Split, dispatch_of
-from hone.cluster.pool_keys import check_local
+from hone.config.derived import check_local
 from hone.config.tree import RLConfig
-from hone.training.memory import MemoryUse
+from hone.models.kernels.cpu.memory import MemoryUse
 
 
 class LocalAnswer(Answer):
-    """The answer of a role in this process: there already, or to be awaited."""
+    """Result of a role in this process: available, or to be awaited."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -25,9 +25,9 @@ class LocalAnswer(Answer):
         return self._wait().__await__()
 
     def result(self) -> Any:
-        """The answer of a method that is not async."""
+        """Return the result of a method that is not async."""
         if inspect.isawaitable(self._value):
-            raise TypeError("an async method of a local role is awaited, not waited for")
+            raise TypeError("an async method of a local role must be awaited")
         return self._value
 
     async def _wait(self) -> Any:
@@ -35,10 +35,10 @@ class LocalAnswer(Answer):
 
 
 class LocalGroup:
-    """The one worker of a role, in this process.
+    """The only worker of a role, in this process.
 
     Attributes:
-        role: the worker.
+        role: worker.
         dp_size: 1.
     """
 
@@ -49,27 +49,27 @@ class LocalGroup:
 
     def __getattr__(self, method: str) -> Callable[..., LocalAnswer]:
         split = dispatch_of(type(self.role), method).split
-        call = getattr(self.role, method)
+        bound_method = getattr(self.role, method)
 
-        def ask(*args: Any, **kwargs: Any) -> LocalAnswer:
+        def call(*args: Any, **kwargs: Any) -> LocalAnswer:
             if split is Split.RANKS:
                 (args,), kwargs = zip(*args, strict=True), {name: value[0] for name, value in kwargs.items()}
-            return LocalAnswer(call(*args, **kwargs))
+            return LocalAnswer(bound_method(*args, **kwargs))
 
-        return ask
+        return call
 
 
 class LocalRuntime:
-    """Makes the roles of a run, one after the other, in the calling process.
+    """Build the roles of a run one after the other in the calling process.
 
     Args:
-        config: of the run.
-        roles: what to make.
+        config: configuration of the run.
+        roles: roles to build.
         total_steps: horizon of the schedules.
-        resume: location of the checkpoint to go on from, or None.
+        resume: location of the checkpoint to resume from, or None.
 
     Raises:
-        ConfigError: more than one process is asked for.
+        ConfigError: the configuration needs more than one process.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class LocalRuntime:
             self.add(role)
 
     def add(self, role: RoleSpec) -> LocalGroup:
-        """Make one more role."""
+        """Build another role."""
         self.context.roles[role.name] = role.cls(self.context, **role.arguments)
         return self.group(role.name)
 
     def group(self, name: str) -> LocalGroup:
-        """The worker of a role."""
+        """Return the worker of a role."""
         return LocalGroup(self.context.roles[name])
 
     def __contains__(self, name: object) -> bool:
@@ -98,16 +98,12 @@ class LocalRuntime:
         """Seed torch."""
         torch.manual_seed(seed)
 
-    def reads(self) -> set[str]:
-        """None: there is no other process."""
-        return set()
-
     def memory(self) -> dict[str, dict[str, float]]:
-        """Of this process."""
+        """Return the memory of this process."""
         return {"main[0]": self._memory()}
 
     def close(self) -> None:
-        """Let the roles end what they have started."""
+        """Close the roles."""
         for role in reversed(list(self.context.roles.values())):
             if hasattr(role, "close"):
                 role.close()

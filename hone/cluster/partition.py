@@ -1,4 +1,4 @@
-"""Which rows of a batch go to which data-parallel rank."""
+"""Assignment of the rows of a batch to data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Partition:
 
     Attributes:
         rows: row numbers of each rank.
-        padded: how many at the end of each rank's are repetitions, made so that the ranks have equally many or at least one.
+        padded: number of repeated rows at the end of each rank, added so that ranks have equal counts or at least one row.
     """
 
     rows: Sequence[Rows]
@@ -29,23 +29,23 @@ class Partition:
 
     @classmethod
     def chunks(cls, count: int, ranks: int) -> Partition:
-        """Consecutive rows; sizes differ by at most one, the larger ones first, and some ranks may have none."""
+        """Return consecutive rows; sizes differ by at most one, larger ones first, and some ranks may have none."""
         return cls(np.array_split(np.arange(count), ranks), [0] * ranks)
 
     @classmethod
-    def of(cls, rows: Sequence[Rows], *, equal: bool) -> Partition:
-        """Fill up: every rank has a row at least, or with ``equal`` as many as the fullest.
+    def filled(cls, rows: Sequence[Rows], *, equal: bool) -> Partition:
+        """Repeat rows so that every rank has one, or with ``equal`` as many as the rank with most rows.
 
         Raises:
-            ValueError: there is no row at all.
+            ValueError: there is no row.
         """
         most = max((len(part) for part in rows), default=0)
         if most == 0:
             raise ValueError("a batch without rows cannot be split")
-        wanted = [most if equal else max(len(part), 1) for part in rows]
+        sizes = [most if equal else max(len(part), 1) for part in rows]
         spare = np.concatenate(rows)
         filled, padded, used = [], [], 0
-        for part, size in zip(rows, wanted, strict=True):
+        for part, size in zip(rows, sizes, strict=True):
             missing = size - len(part)
             filler = spare[(used + np.arange(missing)) % len(spare)]
             filled.append(np.concatenate([part, filler]).astype(np.int64) if missing else part)
@@ -55,39 +55,39 @@ class Partition:
 
     @functools.cached_property
     def sources(self) -> tuple[Rows, Rows]:
-        """Of every row of the batch the rank that has it, and where among the rank's rows.
+        """Return the rank of every row of the batch, and its position among the rank's rows.
 
         Raises:
-            ValueError: not every row stands in exactly one rank, repetitions apart.
+            ValueError: a row is not on exactly one rank (repetitions not counted).
         """
-        own = self.own
-        count = sum(map(len, own))
+        unpadded = self.unpadded
+        count = sum(map(len, unpadded))
         rank, place = np.full(count, -1), np.zeros(count, np.int64)
-        for number, rows in enumerate(own):
+        for number, rows in enumerate(unpadded):
             if len(rows) and rows.max() >= count:
                 break
             rank[rows], place[rows] = number, np.arange(len(rows))
         if (rank < 0).any():
-            raise ValueError(f"the ranks do not have each of {count} rows once")
+            raise ValueError(f"the ranks do not have each of {count} rows exactly once")
         return rank, place
 
     @property
-    def own(self) -> list[Rows]:
-        """Rows of every rank without repetitions."""
+    def unpadded(self) -> list[Rows]:
+        """Return the rows of every rank without repetitions."""
         return [rows[: len(rows) - extra] for rows, extra in zip(self.rows, self.padded, strict=True)]
 
     def local(self, groups: RowGroups) -> list[RowGroups]:
-        """Groups of rows of the batch as each rank sees them: of each group the rows that it has, by their place there."""
+        """Return each rank's rows of every group, as positions among the rank's rows."""
         rank, place = self.sources
-        seen: list[list[list[int]]] = [[] for _ in self.rows]
+        groups_of_rank: list[list[list[int]]] = [[] for _ in self.rows]
         for group in groups:
             rows = np.asarray(group, np.int64)
             order = np.argsort(rank[rows], kind="stable")
             cuts = np.searchsorted(rank[rows][order], np.arange(1, len(self.rows)))
             places, ends = place[rows][order].tolist(), [0, *cuts.tolist(), len(rows)]
-            for number, part in enumerate(seen):
+            for number, part in enumerate(groups_of_rank):
                 part.append(places[ends[number] : ends[number + 1]])
-        return [RowGroups(part) for part in seen]
+        return [RowGroups(part) for part in groups_of_rank]
 
 
 def balanced(
@@ -99,25 +99,25 @@ def balanced(
     by_work: bool = True,
     cost: CostModel | None = None,
 ) -> Partition:
-    """Give every rank the same work, in each of ``groups`` (the mini-batches of a step) if there are any.
+    """Give every rank the same work, in each of ``groups`` (the mini-batches of a step) if given.
 
-    A row that stands in several groups, in several passes over the data, goes where the first of them puts it.
+    A row that is in several groups, in several passes over the data, goes to the rank of the first.
 
     Args:
-        lengths: of the rows of the batch.
-        ranks: data-parallel ranks.
-        equal: whether every rank must have equally many rows.
-        by_work: whether to give the ranks equal work; otherwise rows go in order.
-        cost: how work is counted.
+        lengths: lengths of the rows of the batch.
+        ranks: number of data-parallel ranks.
+        equal: whether every rank must have the same number of rows.
+        by_work: whether to balance work; otherwise rows go in order.
+        cost: cost model of the work.
     """
     parts: list[list[int]] = [[] for _ in range(ranks)]
-    taken = np.zeros(len(lengths), bool)
+    assigned = np.zeros(len(lengths), bool)
     for group in groups or [range(len(lengths))]:
-        rows = np.asarray([row for row in group if not taken[row]], np.int64)
-        taken[rows] = True
+        rows = np.asarray([row for row in group if not assigned[row]], np.int64)
+        assigned[rows] = True
         for part, chosen in zip(parts, _divided(lengths, rows, ranks, equal, by_work, cost), strict=True):
             part += chosen
-    return Partition.of([np.asarray(sorted(part), np.int64) for part in parts], equal=equal)
+    return Partition.filled([np.asarray(sorted(part), np.int64) for part in parts], equal=equal)
 
 
 def _divided(
@@ -127,5 +127,5 @@ def _divided(
         return [[int(rows[rank])] if rank < len(rows) else [] for rank in range(ranks)]
     units = None if lengths.unit_of is None else lengths.unit_of[rows]
     part = Lengths(lengths.prompts[rows], lengths.responses[rows], lengths.group_of[rows], units)
-    found = (by_work and balance(part, ranks, cost, equal_count=equal)) or in_order(len(rows), ranks)
-    return [rows[chosen].tolist() for chosen in found]
+    division = (by_work and balance(part, ranks, cost, equal_count=equal)) or in_order(len(rows), ranks)
+    return [rows[chosen].tolist() for chosen in division]

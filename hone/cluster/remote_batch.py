@@ -1,11 +1,11 @@
-"""A batch whose columns stay with the workers: the driver holds names, lengths and references.
+"""Batch whose columns stay with the workers: the driver holds names, lengths and references.
 
     driver    RemoteBatch   rows: uid, lengths     layer (prompt_ids, response_ids, ...)  -> blocks A, B
                                                    layer (log_probs, entropy)             -> blocks C, D
-    worker    block = the columns that one call on one worker made, in the object store, some rows of the batch
+        worker    block = the columns that one call on one worker made, in the object store, for some rows of the batch
 
-Operations on rows and columns are bookkeeping: which row lies where in which block. A call sends each worker a
-:class:`Shard`, the same bookkeeping for its rows; the worker fetches the blocks and puts its batch together.
+Operations on rows and columns are bookkeeping: the block and the position of each row. A call sends each worker a
+:class:`Shard`, the same bookkeeping for its rows; the worker fetches the blocks and assembles its batch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Block:
-    """Columns of some rows, out there.
+    """Columns of some rows in the object store.
 
     Attributes:
-        ref: a reference as the transport has it.
-        size: rows.
+        ref: reference of the transport.
+        size: number of rows.
     """
 
     ref: Any
@@ -41,14 +41,14 @@ class Block:
 
 @dataclass(frozen=True)
 class RowInfo:
-    """What the driver knows of the rows: numbers and names, no tokens.
+    """The driver's data about the rows: numbers and names, no tokens.
 
     Attributes:
         uids: prompt group of each row.
         prompts: ``[B]`` tokens of each prompt.
         responses: ``[B]`` tokens of each response.
-        units: ``[B]``, rows with equal numbers are never parted; None parts any two.
-        partitions: how these rows have been divided over ranks, by what was asked.
+        units: ``[B]``, equal numbers for rows that must stay together; None: any may be split.
+        partitions: cached divisions of these rows over ranks, by request.
     """
 
     uids: list[str]
@@ -58,8 +58,8 @@ class RowInfo:
     partitions: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, batch: Batch) -> RowInfo:
-        """Of a batch with ``uid``, ``prompt_ids`` and ``response_ids``."""
+    def from_batch(cls, batch: Batch) -> RowInfo:
+        """Build from a batch with ``uid``, ``prompt_ids`` and ``response_ids``."""
         units = batch.tensor("unit").numpy() if "unit" in batch else None
         prompts, responses = batch.ragged("prompt_ids").lengths, batch.ragged("response_ids").lengths
         return cls(list(batch.objects("uid")), prompts.numpy(), responses.numpy(), units)
@@ -69,18 +69,18 @@ class RowInfo:
 
     @functools.cached_property
     def lengths(self) -> Lengths:
-        """For balance."""
+        """Return the lengths for balancing."""
         units = None if self.units is None else torch.tensor(self.units)
-        return Lengths.of(torch.tensor(self.prompts), torch.tensor(self.responses), self.uids, units)
+        return Lengths.from_uids(torch.tensor(self.prompts), torch.tensor(self.responses), self.uids, units)
 
     def take(self, rows: Index) -> RowInfo:
-        """The given rows."""
+        """Return the given rows."""
         units = None if self.units is None else self.units[rows]
         return RowInfo([self.uids[row] for row in rows.tolist()], self.prompts[rows], self.responses[rows], units)
 
     @staticmethod
     def concat(parts: Sequence[RowInfo]) -> RowInfo:
-        """The rows of all parts."""
+        """Concatenate the rows of all parts."""
         if len(parts) == 1:
             return parts[0]
         units = None
@@ -96,11 +96,11 @@ class RowInfo:
 
 @dataclass(frozen=True)
 class Layer:
-    """Columns that were made together, and where each row of the batch lies in them.
+    """Columns that were made together, and the place of each row of the batch in them.
 
     Attributes:
-        names: of the columns, with the name that each has in the blocks.
-        blocks: references.
+        names: names of the columns, with their names in the blocks.
+        blocks: references to the blocks.
         block: ``[B]`` block of each row.
         row: ``[B]`` row within the block.
     """
@@ -111,19 +111,19 @@ class Layer:
     row: Index
 
     def take(self, rows: Index) -> Layer:
-        """The given rows."""
+        """Return the given rows."""
         return replace(self, block=self.block[rows], row=self.row[rows])
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One layer as a worker needs it.
+class LayerPart:
+    """Part of a layer that a worker needs.
 
     Attributes:
-        names: as of the layer.
-        blocks: those that hold the worker's rows.
-        index: block (None where there is but one) and row of each of the worker's rows; None when they are all the rows of
-            the one block, in order.
+        names: names as in the layer.
+        blocks: blocks with rows of the worker.
+        index: block (None if there is only one) and row of each of the worker's rows; None if they are all rows of the
+            only block, in order.
     """
 
     names: Mapping[str, str]
@@ -133,23 +133,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a worker needs to put together its rows of a batch."""
+    """Data from which a worker assembles its rows of a batch."""
 
-    pieces: Sequence[Piece]
+    layers: Sequence[LayerPart]
     uids: list[str]
     meta: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a worker tells the driver of a batch that it has put into the object store.
+    """Report of a worker to the driver about a batch that it put into the object store.
 
     Attributes:
-        names: tensor columns, and columns of Python objects; the two lie in blocks of their own.
-        refs: references to the two; None where there is no such column.
-        size: rows.
-        info: of the rows, when the batch says itself what its rows are.
-        meta: the batch's.
+        names: tensor columns, and columns of Python objects; the two are in separate blocks.
+        refs: references to the two; None without such columns.
+        size: number of rows.
+        info: description of the rows, if the batch defines its rows.
+        meta: metadata of the batch.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -160,13 +160,13 @@ class Stored:
 
 
 class RemoteBatch:
-    """The driver's side of a batch. Operations are those of :class:`~hone.data.batch.Batch` that need no column's values.
+    """Driver's side of a batch. Operations are those of :class:`~hone.data.batch.Batch` that need no column values.
 
     Args:
-        info: of the rows.
+        info: description of the rows.
         layers: columns; a later layer hides columns of the same name in earlier ones.
-        objects: names of the columns that hold Python objects.
-        meta: of the batch as a whole.
+        objects: names of the columns of Python objects.
+        meta: metadata of the whole batch.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class RemoteBatch:
         self._layers = list(layers)
 
     @classmethod
-    def of(cls, parts: Sequence[Stored], info: RowInfo, block: Index, row: Index) -> RemoteBatch:
-        """The answers of several workers as one batch.
+    def from_stored(cls, parts: Sequence[Stored], info: RowInfo, block: Index, row: Index) -> RemoteBatch:
+        """Combine the results of several workers to one batch.
 
         Args:
-            parts: what each worker has stored, with the same columns.
-            info: of the rows of the whole.
-            block: ``[B]`` part that each row lies in.
+            parts: stored batch of each worker, with the same columns.
+            info: description of all rows.
+            block: ``[B]`` part of each row.
             row: ``[B]`` row within the part.
         """
         layers = [
@@ -201,25 +201,25 @@ class RemoteBatch:
         return any(name in layer.names for layer in self._layers)
 
     def names(self) -> list[str]:
-        """Names of all columns."""
+        """Return the names of all columns."""
         return [name for layer in self._layers for name in layer.names]
 
     @property
     def uids(self) -> list[str]:
-        """Prompt group of each row."""
+        """Return the prompt group of each row."""
         return self.info.uids
 
     # columns ---------------------------------------------------------------------------------------------------------
 
     def select(self, *names: str) -> RemoteBatch:
-        """Only these columns."""
+        """Return a batch with only these columns."""
         missing = [name for name in names if name not in self]
         if missing:
             raise KeyError(f"the batch has no column '{missing[0]}'; it has {sorted(self.names())}")
-        return self._with(_narrowed(self._layers, lambda name: name in names))
+        return self._with(_with_columns(self._layers, lambda name: name in names))
 
     def rename(self, names: Mapping[str, str]) -> RemoteBatch:
-        """Columns under new names, ``{old: new}``; the others keep theirs."""
+        """Rename columns, ``{old: new}``; other columns keep their names."""
         layers = [
             replace(layer, names={names.get(name, name): inside for name, inside in layer.names.items()})
             for layer in self._layers
@@ -227,55 +227,59 @@ class RemoteBatch:
         return RemoteBatch(self.info, layers, frozenset(names.get(n, n) for n in self.objects_in), **self.meta)
 
     def updated(self, other: RemoteBatch) -> RemoteBatch:
-        """The columns of both; where both have one, that of ``other``."""
+        """Combine the columns of both batches; ``other`` wins where both have one."""
         if len(other) != len(self):
-            raise ValueError(f"a batch of {len(self)} rows updated by one of {len(other)}")
+            raise ValueError(f"a batch of {len(self)} rows cannot be updated by one of {len(other)} rows")
         new = set(other.names())
-        layers = [*_narrowed(self._layers, lambda name: name not in new), *other._layers]
+        layers = [*_with_columns(self._layers, lambda name: name not in new), *other._layers]
         return RemoteBatch(self.info, layers, self.objects_in - new | other.objects_in, **{**self.meta, **other.meta})
 
     # rows ------------------------------------------------------------------------------------------------------------
 
     def reorder(self, rows: Sequence[int] | Index | Tensor) -> RemoteBatch:
-        """The given rows in the given order; also takes a subset, and repeats."""
+        """Return the given rows in the given order; subsets and repeats are allowed."""
         index = np.asarray(rows, np.int64)
         return RemoteBatch(
             self.info.take(index), [layer.take(index) for layer in self._layers], self.objects_in, **self.meta
         )
 
     def slice(self, start: int, stop: int) -> RemoteBatch:
-        """Rows ``start`` to ``stop`` (exclusive)."""
+        """Return rows ``start`` to ``stop`` (exclusive)."""
         return self.reorder(np.arange(start, stop))
 
     @staticmethod
     def concat(parts: Sequence[RemoteBatch]) -> RemoteBatch:
-        """The rows of all parts, in order; blocks that several parts share stand once."""
+        """Concatenate the rows of all parts, in order; shared blocks are stored once."""
         first = parts[0]
-        layers = [_joined([part._layers[number] for part in parts]) for number in range(len(first._layers))]
+        layers = [_concat_layers([part._layers[number] for part in parts]) for number in range(len(first._layers))]
         return RemoteBatch(RowInfo.concat([part.info for part in parts]), layers, first.objects_in, **first.meta)
 
     # sending ---------------------------------------------------------------------------------------------------------
 
     def shards(self, parts: Sequence[Index], *, objects: bool) -> list[Shard]:
-        """What to send to each of several workers.
+        """Return the shard to send to each of several workers.
 
         Args:
-            parts: rows of each.
-            objects: whether columns of Python objects go along.
+            parts: rows of each worker.
+            objects: whether columns of Python objects are sent too.
         """
         layers = self._layers
         if not objects:
-            layers = _narrowed(layers, lambda name: name not in self.objects_in)
+            layers = _with_columns(layers, lambda name: name not in self.objects_in)
         places: dict[tuple[int, int], _Places] = {}
-        pieces = []
+        parts_by_layer = []
         for layer in layers:
-            alike = (id(layer.block), id(layer.row))
-            if alike not in places:
-                places[alike] = _Places.of(layer, parts)
-            pieces.append(places[alike].pieces(layer))
+            layout = (id(layer.block), id(layer.row))
+            if layout not in places:
+                places[layout] = _Places.from_layer(layer, parts)
+            parts_by_layer.append(places[layout].parts_of(layer))
         uids = self.info.uids
         return [
-            Shard([of[number] for of in pieces], [uids[row] for row in rows.tolist()], self.meta)
+            Shard(
+                [parts_of_layer[number] for parts_of_layer in parts_by_layer],
+                [uids[row] for row in rows.tolist()],
+                self.meta,
+            )
             for number, rows in enumerate(parts)
         ]
 
@@ -284,13 +288,13 @@ class RemoteBatch:
         return RemoteBatch(self.info, layers, self.objects_in & names, **self.meta)
 
 
-def _narrowed(layers: Sequence[Layer], keep: Any) -> list[Layer]:
-    """The layers without those columns for which ``keep(name)`` is false."""
-    narrowed = (replace(la, names={new: old for new, old in la.names.items() if keep(new)}) for la in layers)
-    return [layer for layer in narrowed if layer.names]
+def _with_columns(layers: Sequence[Layer], keep: Any) -> list[Layer]:
+    """Return the layers without columns for which ``keep(name)`` is false."""
+    filtered = (replace(la, names={new: old for new, old in la.names.items() if keep(new)}) for la in layers)
+    return [layer for layer in filtered if layer.names]
 
 
-def _joined(parts: Sequence[Layer]) -> Layer:
+def _concat_layers(parts: Sequence[Layer]) -> Layer:
     if any(dict(part.names) != dict(parts[0].names) for part in parts):
         raise ValueError("batches differ in their columns")
     numbers: dict[Block, int] = {}
@@ -301,12 +305,12 @@ def _joined(parts: Sequence[Layer]) -> Layer:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the rows of several workers lie, for all layers whose rows lie alike.
+    """Places of the rows of several workers, for all layers with the same places.
 
     Attributes:
-        used: of each worker the numbers of the blocks that hold its rows.
-        index: of each worker what :attr:`Piece.index` says, but for whole blocks.
-        whole: whether the rows of each worker could be all those of its one block, in order.
+        used: numbers of the blocks with rows of each worker.
+        index: :attr:`LayerPart.index` of each worker, without the case of whole blocks.
+        whole: whether the rows of each worker could be all rows of its only block, in order.
     """
 
     used: list[list[int]]
@@ -314,7 +318,7 @@ class _Places:
     whole: list[bool]
 
     @classmethod
-    def of(cls, layer: Layer, parts: Sequence[Index]) -> _Places:
+    def from_layer(cls, layer: Layer, parts: Sequence[Index]) -> _Places:
         sizes = [len(rows) for rows in parts]
         order, starts = np.concatenate(parts), np.concatenate([[0], np.cumsum(sizes)])
         block, row = layer.block[order], layer.row[order]
@@ -324,22 +328,24 @@ class _Places:
         whole = (np.logical_and.reduceat(in_order, bounds) & (first == last)).tolist()
         used: list[list[int]] = []
         index: list[tuple[Index | None, Index]] = []
-        ends, one = starts.tolist(), (first == last).tolist()
-        for number, alone in enumerate(one):
-            piece = slice(ends[number], ends[number + 1])
-            if alone:
+        ends, single_block = starts.tolist(), (first == last).tolist()
+        for number, in_one_block in enumerate(single_block):
+            rows_of_worker = slice(ends[number], ends[number + 1])
+            if in_one_block:
                 used.append([int(first[number])])
-                index.append((None, row[piece]))
+                index.append((None, row[rows_of_worker]))
             else:
-                blocks, renumbered = np.unique(block[piece], return_inverse=True)
+                blocks, renumbered = np.unique(block[rows_of_worker], return_inverse=True)
                 used.append(blocks.tolist())
-                index.append((renumbered, row[piece]))
+                index.append((renumbered, row[rows_of_worker]))
         return cls(used, index, whole)
 
-    def pieces(self, layer: Layer) -> list[Piece]:
-        """The layer as each worker needs it."""
-        made = []
+    def parts_of(self, layer: Layer) -> list[LayerPart]:
+        """Return the part of the layer that each worker needs."""
+        layer_parts = []
         for used, index, whole in zip(self.used, self.index, self.whole, strict=True):
             blocks = [layer.blocks[number] for number in used]
-            made.append(Piece(layer.names, blocks, None if whole and len(index[1]) == blocks[0].size else index))
-        return made
+            layer_parts.append(
+                LayerPart(layer.names, blocks, None if whole and len(index[1]) == blocks[0].size else index)
+            )
+        return layer_parts

@@ -1,4 +1,4 @@
-"""The reward model of a run: a frozen scalar model that scores trajectories."""
+"""Reward model of a run: a frozen scalar model that scores trajectories."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from hone.data.responses import Side, render_sides
 from hone.data.tokenizer import load_tokenizer
 from hone.data.types import Trajectory
 from hone.errors import ConfigError
-from hone.training.engine import TrainEngine
-from hone.training.model import load_reward_model
+from hone.models.loading import load_reward_model
+from hone.training.backends.local import LocalBackend
+from hone.training.engine import TrainSettings
 from hone.training.reward_model import ScoreHead, response_scores
 
 log = logging.getLogger(__name__)
@@ -27,19 +28,19 @@ log = logging.getLogger(__name__)
 JUDGED = "rm_score"
 """Column of the reward model's scores."""
 JUDGEMENT = "rm_judgement"
-"""Column of the words that a generative one found for them."""
+"""Column of a generative reward model's texts."""
 
 
 def reward_model_path(config: RLConfig) -> str:
-    """The directory of the reward model.
+    """Return the directory of the reward model.
 
     Raises:
-        ConfigError: none is named.
+        ConfigError: the path is not set.
     """
     path = config.reward.reward_model.path
     if path is None:
         raise ConfigError(
-            "reward.reward_model.enable=true, and no model is named",
+            "reward.reward_model.enable=true, but reward.reward_model.path is not set",
             fix="reward.reward_model.path=<run of hone reward-model>/checkpoints/step_<N>/actor",
             where="reward.reward_model.path",
         )
@@ -47,17 +48,17 @@ def reward_model_path(config: RLConfig) -> str:
 
 
 class RewardModelWorker(ModelRole):
-    """Scores trajectories with ``reward.reward_model.path``.
+    """Score trajectories with ``reward.reward_model.path``.
 
-    A reward model with the policy's vocabulary reads the very tokens sampled; any other gets prompt and answer as messages,
-    in its own chat template.
+    A reward model with the policy's vocabulary reads the sampled tokens; any other gets prompt and answer as messages, in its
+    chat template.
 
     Args:
-        context: of the process.
+        context: context of the process.
 
     Raises:
-        ConfigError: no path is given.
-        ModelError: the directory holds no scalar model.
+        ConfigError: the path is not set.
+        ModelError: the directory has no scalar model.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -68,18 +69,19 @@ class RewardModelWorker(ModelRole):
         self.policy_tokenizer, self.tokenizer = tokenizer, load_tokenizer(path, trust_remote_code=trusted)
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
         if not self.same_tokens:
-            log.info("the reward model has a vocabulary of its own: answers are rendered with its chat template")
-        self.engine = TrainEngine(
+            log.info(
+                "the reward model has another vocabulary than the policy: answers are rendered with its chat template"
+            )
+        budget = settings.max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        self.engine = LocalBackend(
             load_reward_model(ModelConfig(path=path, trust_remote_code=trusted), device=device, trainable=False),
             ScoreHead(),
-            device=device,
-            dtype=actor.dtype,
-            max_tokens=settings.max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+            TrainSettings(device, dtype=actor.dtype, max_tokens=budget),
         )
 
     @dispatch(Split.ROWS, objects=True)
     def score(self, batch: Batch) -> Batch:
-        """``rm_score``: the model's score of each episode."""
+        """Return ``rm_score``: the model's score of each episode."""
         trajectories = batch.objects("trajectory")
         if self.same_tokens:
             prompts = [trajectory.prompt_ids for trajectory in trajectories]

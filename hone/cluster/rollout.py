@@ -1,4 +1,4 @@
-"""The rollout role: plays episodes with the engine that lives in its process."""
+"""Rollout role: plays episodes with the engine of its process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
-from hone.agents.setting import Setting
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
 from hone.data.batch import Batch
@@ -22,35 +22,35 @@ from hone.generation.build import build_engine
 from hone.generation.options import has_adapter, sends_adapter
 from hone.generation.pool import EnginePool
 from hone.generation.protocol import Engine, SamplingParams
-from hone.generation.remote.transports import settle
-from hone.training.model import load_policy
+from hone.generation.remote.transports import share_parameters
+from hone.models.loading import load_policy
 
 
 class Weights(Enum):
-    """Where an engine's weights come from."""
+    """Source of an engine's weights."""
 
-    OWN = "own"
-    """It reads the very parameters that are trained."""
+    SHARED = "shared"
+    """The engine reads the trained parameters."""
     GATHERED = "gathered"
-    """It has a whole copy, put together from the parts of the model that the processes of its pool hold."""
-    APART = "apart"
-    """It has a whole copy, and the actor lives in another process."""
+    """The engine has a whole copy, filled from the colocated actor's export: no process holds all of its shards."""
+    REMOTE = "remote"
+    """The engine has a whole copy, and the actor is in another process."""
 
 
-def joined(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The entries of all workers."""
+def merged_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Merge the metrics of all workers."""
     return {name: value for part in parts for name, value in part.items()}
 
 
 class RolloutWorker:
-    """Episodes, played next to the engine.
+    """Plays episodes with a colocated engine.
 
-    In the actor's process the engine reads the actor's own parameters while one process holds all of them. Otherwise it has
-    a whole copy, which takes every new version of the weights, as do engines in processes of their own. See :class:`Weights`.
+    In the actor's process the engine reads the actor's parameters if one process holds all of them. Otherwise it has a whole
+    copy, which receives every new version of the weights; so do engines in separate processes. See :class:`Weights`.
 
     Args:
-        context: of the process.
-        engine: None builds the one that the configuration names.
+        context: context of the process.
+        engine: None builds the configured engine.
     """
 
     def __init__(self, context: WorkerContext, engine: Engine | None = None) -> None:
@@ -59,23 +59,24 @@ class RolloutWorker:
         self.engine = engine or self._build()
 
     def _source(self) -> Weights:
-        if "actor" not in self.context.roles:
-            return Weights.APART
-        if self.context.meshes is not None:
+        actor = self.context.roles.get("actor")
+        if actor is None:
+            return Weights.REMOTE
+        if actor.engine.shared_module() is None:
             return Weights.GATHERED
-        return Weights.APART if is_served(self.context.config.actor_rollout_ref.rollout) else Weights.OWN
+        return Weights.REMOTE if is_served(self.context.config.actor_rollout_ref.rollout) else Weights.SHARED
 
     def _build(self) -> Engine:
-        config, context, shares = self.context.config, self.context, self.weights is Weights.OWN
+        config, context, shares = self.context.config, self.context, self.weights is Weights.SHARED
 
         mapped = config.actor_rollout_ref.rollout.checkpoint_engine.backend in ("auto", "shared_memory")
-        if mapped and self.weights is Weights.APART and "actor" in context.roles and not has_adapter(config):
-            settle(context.roles["actor"].engine.model)  # what is published are its weights as they are
+        if mapped and self.weights is Weights.REMOTE and "actor" in context.roles and not has_adapter(config):
+            share_parameters(context.roles["actor"].engine.shared_module())  # the sync sends its current weights
 
         def model() -> Any:
             if shares:
-                return context.roles["actor"].engine.model
-            # a copy without adapters: the actor publishes merged weights
+                return context.roles["actor"].engine.shared_module()
+            # a copy without adapters: the actor sends merged weights
             shared = config.actor_rollout_ref.model
             return load_policy(shared, device=context.device, seed=config.trainer.seed, trainable=False)
 
@@ -91,45 +92,47 @@ class RolloutWorker:
 
     @functools.cached_property
     def player(self) -> Player:
-        """Plays the episodes."""
-        return Player(self.engine, Setting.of(self.context.config, self.tokenizer))
+        """Return the player of the episodes."""
+        return Player(self.engine, EpisodeContext.from_config(self.context.config, self.tokenizer))
 
     def close(self) -> None:
-        """End what engine and tools have started."""
+        """Close engine and tools."""
         if "player" in vars(self):
-            self.player.setting.close()
+            self.player.context.close()
         self.engine.close()
 
     @dispatch(Split.ZERO)
     def source(self) -> Weights:
-        """Where the engine's weights come from."""
+        """Return the source of the engine's weights."""
         return self.weights
 
     @dispatch(Split.ZERO)
     def replicas(self) -> int:
-        """Engines of each worker."""
+        """Return the number of engines of each worker."""
         return len(self.engine.replicas) if isinstance(self.engine, EnginePool) else 1
 
-    @dispatch(Split.ALL, joined)
+    @dispatch(Split.ALL, merged_metrics)
     async def take_engine_metrics(self) -> dict[str, float]:
-        """Metrics of every replica since the last call; none of an engine without replicas."""
+        """Return metrics of every replica since the last call; empty for an engine without replicas."""
         if not isinstance(self.engine, EnginePool):
             return {}
-        found = await self.engine.take_metrics()
-        first = self.context.rank * len(found)
-        return {f"replica/{first + i}/{name}": value for i, one in enumerate(found) for name, value in one.items()}
+        metrics = await self.engine.take_metrics()
+        first = self.context.rank * len(metrics)
+        return {
+            f"replica/{first + i}/{name}": value for i, values in enumerate(metrics) for name, value in values.items()
+        }
 
     @dispatch(Split.ROWS)
     async def play(
         self, samples: Sequence[Sample], sampling: SamplingParams, *, n: int, seeding: tuple[Any, ...]
     ) -> Batch:
-        """Play every sample ``n`` times; rows are in the order of the samples and of the episodes' numbers.
+        """Play every sample ``n`` times; rows are in the order of the samples and of the episode numbers.
 
         Args:
             samples: rows with distinct uids.
-            sampling: how answers are drawn.
-            n: episodes of each.
-            seeding: what the draws depend on, besides the uid of the sample and the number of the episode.
+            sampling: sampling parameters.
+            n: episodes per sample.
+            seeding: parts of the seed, in addition to the uid of the sample and the number of the episode.
         """
 
         def seed_of(uid: str, index: int) -> int:
@@ -139,21 +142,21 @@ class RolloutWorker:
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def gather_weights(self, version: int) -> None:
-        """Take the weights of this version from the actor in this process, of which every process holds a part."""
+        """Copy this version of the weights from the colocated actor, whose processes hold a shard each."""
         which = "adapter" if sends_adapter(self.context.config) else "merged"
         await self.engine.load_weights(self.context.roles["actor"].engine.export_weights(which), version)
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def load_weights(self, weights: Sequence[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
-        """Take some of the weights of this version, of which more follow unless they are the last."""
+        """Load some of the weights of this version; more follow unless they are the last."""
         await self.engine.load_weights(weights, version, last=last)
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def pause(self) -> None:
-        """Stop decoding; requests stay where they are."""
+        """Stop decoding; requests stay in place."""
         await self.engine.pause()
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def resume(self) -> None:
-        """Go on."""
+        """Resume decoding."""
         await self.engine.resume()

@@ -1,4 +1,4 @@
-"""The two runtimes behind one face: where the roles of a run live, and how they are called."""
+"""Common interface of the two runtimes, which hold the roles of a run and call them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hone.config.tree import RLConfig
 
 
 class AnyBatch(Protocol):
-    """A batch as the program sees it: a :class:`~hone.data.batch.Batch`, or with its columns elsewhere a
-    :class:`~hone.cluster.remote_batch.RemoteBatch`. Both have these operations.
+    """Batch with columns here (:class:`~hone.data.batch.Batch`) or elsewhere.
+
+    Columns elsewhere are a :class:`~hone.cluster.remote_batch.RemoteBatch`. Both have these operations.
     """
 
     @property
@@ -28,8 +29,10 @@ class AnyBatch(Protocol):
 
 
 class Group(Protocol):
-    """All workers that play a role, called as one: ``group.log_probs(batch)`` asks each for its part and puts the answers
-    together, as ``@dispatch`` on the method says. A call gives an :class:`~hone.cluster.dispatch.Answer`.
+    """All workers of a role, called as one.
+
+    ``group.log_probs(batch)`` calls each worker and combines the results, as ``@dispatch`` on the method says. A call
+    returns an :class:`~hone.cluster.dispatch.Answer`.
     """
 
     dp_size: int
@@ -38,10 +41,10 @@ class Group(Protocol):
 
 
 class Runtime(Protocol):
-    """The roles of a run."""
+    """Roles of a run."""
 
     def group(self, name: str) -> Group:
-        """The workers of a role.
+        """Return the workers of a role.
 
         Raises:
             KeyError: the run has no such role.
@@ -51,33 +54,29 @@ class Runtime(Protocol):
     def __contains__(self, name: object) -> bool: ...
 
     def begin_step(self, seed: int) -> None:
-        """Seed torch in every process, and let what was kept of the last step go."""
-        ...
-
-    def reads(self) -> set[str]:
-        """The keys of the configuration that processes apart from this one have read."""
+        """Seed torch in every process, and release cached data of the last step."""
         ...
 
     def memory(self) -> dict[str, dict[str, float]]:
-        """What every process with models has held so far, by ``pool[rank]``; see :class:`hone.training.memory.MemoryUse`."""
+        """Return the memory of every process with models, by ``pool[rank]``; see :class:`hone.models.kernels.cpu.memory.MemoryUse`."""
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """End all processes that were started."""
         ...
 
 
 def build_runtime(config: RLConfig, roles: Sequence[RoleSpec], *, total_steps: int, resume: str | None) -> Runtime:
-    """Start the runtime that ``trainer.runtime`` names, with all roles in place.
+    """Start the runtime of ``trainer.runtime``, with all roles built.
 
     Args:
-        config: of the run.
-        roles: in the order in which they are made.
+        config: configuration of the run.
+        roles: roles in the order of their construction.
         total_steps: horizon of the schedules.
-        resume: location of the checkpoint to go on from, or None.
+        resume: location of the checkpoint to resume from, or None.
 
     Raises:
-        HoneError: what the user can mend: no Ray, no cluster at that address, too few devices, a model that does not load.
+        HoneError: mistakes that the user can fix: no Ray, no cluster at that address, too few devices, a model that does not load.
     """
     if config.trainer.runtime == "ray":
         from hone.cluster.ray.runtime import RayRuntime

@@ -1,8 +1,8 @@
-"""Lets a run outlive the loss of workers: lost processes are replaced, and the run goes on from its last checkpoint.
+"""Supervision: a run survives the loss of workers by replacing them and resuming from its last checkpoint.
 
-The driver lives on, and so do the workers that were not lost: they let go of their roles and take them up again, without paying for
-imports. What was computed since the last checkpoint is computed again, with the same draws; so the numbers of the run are those of
-an undisturbed one.
+The driver continues, and so do the workers that were not lost: they close their roles and build them again, without new
+imports. Steps since the last checkpoint are computed again, with the same draws; the numbers of the run are those of an
+undisturbed one.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from hone.training.checkpoints.store import CheckpointStore
 log = logging.getLogger("hone")
 
 START_LIMIT = 1800.0
-"""Seconds that starting processes and loading models may take without a sign of life."""
+"""Seconds that starting processes and loading models may take without progress."""
 
 
 @runtime_checkable
 class Renewable(Protocol):
-    """A runtime whose workers can be replaced."""
+    """Runtime whose workers can be replaced."""
 
     def renew(self, resume: str | None) -> None:
-        """Replace what is lost, and make all roles anew from a checkpoint (None: from the start)."""
+        """Replace lost workers, and build all roles again from a checkpoint (None: from the start)."""
         ...
 
     def kill(self, name: str) -> bool:
-        """End a worker at once; false when there is none of that name."""
+        """Kill a worker at once; return false if there is none of that name."""
         ...
 
 
 class Supervisor:
-    """Holds the runtime of a run, and counts how often its workers were restarted.
+    """Holder of a run's runtime, with the number of its restarts.
 
     Args:
         run: the run directory.
@@ -59,21 +59,21 @@ class Supervisor:
         self._runtime: Runtime | None = None
 
     def runtime(self, config: RLConfig, roles: Sequence[RoleSpec], *, total_steps: int, resume: str | None) -> Runtime:
-        """The runtime with all roles made from a checkpoint: a new one, or the one that lost workers, mended."""
+        """Return the runtime with all roles built from a checkpoint: a new one, or the repaired one."""
         with activity.doing("starting", limit=START_LIMIT):
             if isinstance(self._runtime, Renewable):
                 self._runtime.renew(resume)
             else:
                 self._runtime = build_runtime(config, roles, total_steps=total_steps, resume=resume)
         assert self._runtime is not None
-        gc.freeze()  # what is there now stays: collections need not walk through it in every step
+        gc.freeze()  # existing objects are permanent: collections skip them in every step
         return self._runtime
 
     def restart(self, lost: WorkerLost) -> None:
-        """Count one restart, and say so.
+        """Count and log one restart.
 
         Raises:
-            WorkerLost: there have been as many as allowed.
+            WorkerLost: the number of restarts is used up.
         """
         if self.restarts == self.max_restarts:
             raise lost
@@ -83,7 +83,7 @@ class Supervisor:
             RunDirectory(self._run).add_restart(lost.what)
 
     def on_hang(self, hang: Hang) -> bool:
-        """End the workers that hold up the run, if it may restart them; their loss then does the rest."""
+        """Kill the culprits of a hang, if the run may restart; their loss then triggers a restart."""
         if self.restarts == self.max_restarts or not isinstance(self._runtime, Renewable):
             return False
         ended = [self._end(culprit.name, culprit.pid, culprit.host) for culprit in hang.culprits]
@@ -102,12 +102,12 @@ class Supervisor:
             return True
         if pid == os.getpid() or not is_here(host):
             return False
-        os.kill(pid, signal.SIGKILL)  # a process that a worker had started
+        os.kill(pid, signal.SIGKILL)  # a child process of a worker
         return True
 
 
-def going_on(config: RLConfig) -> RLConfig:
-    """The configuration with which a run is attempted again: from its own newest checkpoint, once it has saved one."""
+def resuming_config(config: RLConfig) -> RLConfig:
+    """Return the configuration of another attempt: it resumes from the run's newest checkpoint, if there is one."""
     location = config.trainer.checkpoint_dir or Path(config.trainer.default_local_dir) / "checkpoints"
     if config.trainer.resume_mode == "auto" or CheckpointStore(location, None).latest() is None:
         return config

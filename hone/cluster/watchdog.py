@@ -1,4 +1,4 @@
-"""The watchdog as a driver holds it: starts the watching process and acts on what that reports."""
+"""Driver's side of the watchdog: start the watching process and act on its reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hone.errors import EXIT_FAILED, HoneError
 log = logging.getLogger("hone")
 
 _ROOT = str(Path(__file__).resolve().parents[2])
-# the watcher must find this very package
+# the watcher must import this package
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); import hone; sys.path.remove({_ROOT!r}); "
     "from hone.cluster.watcher import main; main()"
@@ -29,7 +29,7 @@ _PROGRAM = (
 
 @dataclass(frozen=True)
 class Culprit:
-    """A process that holds up all others."""
+    """A process that all others wait for."""
 
     name: str
     pid: int
@@ -38,13 +38,13 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Hang:
-    """What the watcher reports.
+    """Report of the watcher.
 
     Attributes:
-        report: file with the wait graph and all stacks, or, in words, where else they stand.
-        summary: the report without the stacks.
-        reason: why nothing moves, in a sentence.
-        culprits: whom all others wait for.
+        report: file with the wait graph and all stacks, or a description of another place.
+        summary: report without the stacks.
+        reason: reason for the hang, in one sentence.
+        culprits: processes that all others wait for.
     """
 
     report: str
@@ -54,19 +54,19 @@ class Hang:
 
 
 def end_run(hang: Hang) -> bool:
-    """What is done about a hang where nothing can be restarted: the run ends."""
+    """End the run: the response to a hang if no worker can be restarted."""
     del hang
     return False
 
 
 class Watchdog:
-    """Ends, or lets recover, a run in which nothing moves.
+    """End, or restart workers of, a run without progress.
 
     Args:
-        run: the run directory; its processes publish what they do under ``activity/``.
-        seconds: without any movement that make a hang.
-        on_hang: called in a thread of its own with each hang; returns whether the run goes on (the culprits were restarted).
-            When it does not, the process ends with exit code 3.
+        run: run directory; its processes publish their activity under ``activity/``.
+        seconds: number of seconds without any progress that count as a hang.
+        on_hang: called in a separate thread with each hang; returns whether the run continues (the culprits were restarted).
+            If it does not, the process ends with exit code 3.
     """
 
     def __init__(self, run: Path, seconds: float, on_hang: Callable[[Hang], bool] = end_run) -> None:
@@ -77,17 +77,17 @@ class Watchdog:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # an interrupt at the terminal is the trainer's to handle
+            start_new_session=True,  # the trainer handles an interrupt at the terminal
         )
         self._thread = threading.Thread(target=self._listen, name="watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         atexit.unregister(self.close)
         if self._process.poll() is None:
-            self._say("bye")
+            self._send("bye")
             try:
                 self._process.wait(5)
             except subprocess.TimeoutExpired:
@@ -102,17 +102,17 @@ class Watchdog:
         for line in self._process.stdout:
             fields = json.loads(line)
             hang = Hang(**{**fields, "culprits": tuple(Culprit(**culprit) for culprit in fields["culprits"])})
-            self._say("taken")
+            self._send("taken")
             if not self._on_hang(hang):
                 try:
                     record_end(self.run, os.getpid(), f"hang: {hang.reason}; see {hang.report}")
-                except (HoneError, OSError) as error:  # a full disk does not keep a run that hangs
-                    log.error("%s could not be told that the run has failed: %s", self.run, error)
+                except (HoneError, OSError) as error:  # a full disk must not keep a hanging run alive
+                    log.error("the failure could not be recorded in %s: %s", self.run, error)
                 os._exit(EXIT_FAILED)  # the main thread hangs: nothing else would end the process
-            self._say("on")
+            self._send("on")
 
-    def _say(self, word: str) -> None:
+    def _send(self, word: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone, and with it the need to tell it
+        with contextlib.suppress(BrokenPipeError):  # the watcher has ended and needs no message
             self._process.stdin.write(f"{word}\n")
             self._process.stdin.flush()

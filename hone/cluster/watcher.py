@@ -1,10 +1,10 @@
-"""The watchdog's own process: sees when nothing of a run moves, says why, and ends a driver that cannot end itself.
+"""Watchdog process: detect a run without progress, report the reason, and end a driver that cannot end itself.
 
-    driver -> watcher   "taken" (a report has been read), "on" (the run goes on), "bye" (the run has ended)
+        driver -> watcher   "taken" (a report was read), "on" (the run continues), "bye" (the run has ended)
     watcher -> driver   one JSON object for each hang: report, summary, reason, culprits
 
-It is a program of its own, so that a driver that holds the interpreter lock, or waits for a lock for ever, is still seen. It imports
-neither torch nor Ray and wakes once a second.
+It is a separate program, so that a driver that holds the interpreter lock, or waits for a lock forever, is still detected. It
+imports neither torch nor Ray and wakes once per second.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from hone.insight.run_files import disk_errors
 REPORTS = "hangs"
 _STDIN = 0
 ANSWER_TIME = 5.0
-"""Seconds in which a driver whose interpreter runs reads a report."""
+"""Seconds in which a driver with a running interpreter reads a report."""
 RECOVERY_TIME = 120.0
 """Seconds in which a driver that has read a report restarts workers, or ends."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What is watched.
+    """Parameters of a watcher.
 
     Attributes:
-        run: the run directory.
-        seconds: without movement that make a hang.
+        run: run directory.
+        seconds: number of seconds without progress that count as a hang.
         driver: pid of the process that reads the reports.
     """
 
@@ -49,7 +49,7 @@ class Watched:
 
 
 class Watcher:
-    """Watches one run until its driver says goodbye or is gone."""
+    """Watch one run until its driver says goodbye or is gone."""
 
     def __init__(self, watched: Watched) -> None:
         self.run, self.seconds, self.driver = Path(watched.run), watched.seconds, watched.driver
@@ -62,9 +62,9 @@ class Watcher:
         self._heard = b""
 
     def watch(self) -> None:
-        """Look once a second."""
+        """Check once per second."""
         while True:
-            word = self._hear(self._poll)
+            word = self._next_word(self._poll)
             if word == "bye":
                 return
             if word == "" or birth(self.driver) != self._born:
@@ -72,11 +72,11 @@ class Watcher:
                 return
             records = read_records(self.run / FOLDER)
             quiet = self._quiet_for(records)
-            if quiet > self._limit(records) and not self._end_of_patience(records, quiet):
+            if quiet > self._limit(records) and not self._report_hang(records, quiet):
                 return
 
-    def _hear(self, seconds: float) -> str | None:
-        """The driver's next word; None when it says nothing, empty when it has closed the line."""
+    def _next_word(self, seconds: float) -> str | None:
+        """Return the driver's next word; None if there is none, "" if it closed the pipe."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._heard:
             ready, _, _ = select.select([_STDIN], [], [], max(0.0, deadline - time.monotonic()))
@@ -90,45 +90,48 @@ class Watcher:
         return word.decode()
 
     def _quiet_for(self, records: Sequence[Record]) -> float:
-        """Seconds since anything moved. A driver that says nothing yet, that the user has stopped, or that a debugger holds,
-        does not count.
+        """Return the seconds since the last progress.
+
+        A driver that publishes nothing yet, that the user has stopped, or that a debugger holds, does not count.
         """
-        seen: dict[int, tuple[object, ...]] = {record.pid: (record.ticks, record.spans) for record in records}
+        progress: dict[int, tuple[object, ...]] = {record.pid: (record.ticks, record.spans) for record in records}
         stage = next((record.stage for record in records if record.pid == self.driver and record.spans), "")
-        if seen != self._seen or not stage or _is_held(self.driver):
-            self._seen, self._moved = seen, time.monotonic()
+        if progress != self._seen or not stage or _is_held(self.driver):
+            self._seen, self._moved = progress, time.monotonic()
         self._last_stage = stage or self._last_stage
         return time.monotonic() - self._moved
 
     def _limit(self, records: Sequence[Record]) -> float:
-        """Seconds that nothing need move: the watchdog's, or longer where a process is in something with a limit of its own."""
-        own = [span.limit for record in records if record.is_alive() for span in record.spans if span.limit is not None]
-        return max([self.seconds, *(limit + self._poll for limit in own)])
+        """Return the limit in seconds: the watchdog's, or that of a process whose activity has a longer one."""
+        span_limits = [
+            span.limit for record in records if record.is_alive() for span in record.spans if span.limit is not None
+        ]
+        return max([self.seconds, *(limit + self._poll for limit in span_limits)])
 
     # a hang ----------------------------------------------------------------------------------------------------------
 
-    def _end_of_patience(self, records: Sequence[Record], quiet: float) -> bool:
-        """Report; returns whether the run goes on."""
+    def _report_hang(self, records: Sequence[Record], quiet: float) -> bool:
+        """Report a hang; return whether the run continues."""
         diagnosis, summary, report = examine(records, seconds=quiet, limit=self.seconds)
         resume = self._resume_hint()
-        report = self._keep_report(f"{report}\n{resume}\n")
-        _say(f"{summary}\n\nAll stacks: {report}\n{resume}")
+        report = self._write_report(f"{report}\n{resume}\n")
+        _print(f"{summary}\n\nAll stacks: {report}\n{resume}")
         culprits = [{"name": r.name, "pid": r.pid, "host": r.host} for r in diagnosis.culprits]
         message = {"report": report, "summary": summary, "reason": diagnosis.reason, "culprits": culprits}
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
-        if self._hear(ANSWER_TIME) == "taken" and self._hear(RECOVERY_TIME) == "on":
+        if self._next_word(ANSWER_TIME) == "taken" and self._next_word(RECOVERY_TIME) == "on":
             self._seen = {}
             return True
         if birth(self.driver) == self._born:
-            try:  # first, so that whoever waits for the process finds it
+            try:  # first, so that it is recorded before the process ends
                 record_end(self.run, self.driver, f"hang: {diagnosis.reason}; see {report}")
-            finally:  # a full disk does not keep a run that hangs
+            finally:  # a full disk must not keep a hanging run alive
                 self._kill(diagnosis.culprits)
         return False
 
-    def _keep_report(self, text: str) -> str:
-        """Write it and return where; a disk that refuses it keeps no hang from being ended, and the report is shown instead."""
+    def _write_report(self, text: str) -> str:
+        """Write the report and return its place; without disk space it is shown instead, and the hang still ends."""
         folder = self.run / REPORTS
         try:
             with disk_errors(folder):
@@ -136,7 +139,7 @@ class Watcher:
                 path = folder / f"hang_{len(list(folder.glob('hang_*.txt'))) + 1}.txt"
                 path.write_text(text, encoding="utf-8")
         except (HoneError, OSError) as error:
-            _say(f"{text}\n{error}")
+            _print(f"{text}\n{error}")
             return "the output of the run (it could not be written)"
         return str(path)
 
@@ -145,13 +148,13 @@ class Watcher:
             int(path.name[5:]) for path in (self.run / "checkpoints").glob("step_*") if path.name[5:].isdigit()
         )
         if steps:
-            return f"The same command again goes on from step {steps[-1]} ({self.run}/checkpoints/step_{steps[-1]})."
-        return (
-            "There is no checkpoint yet: the same command again begins anew. trainer.save_freq=<k> saves every k steps."
-        )
+            return (
+                f"Run the same command again to resume from step {steps[-1]} ({self.run}/checkpoints/step_{steps[-1]})."
+            )
+        return "There is no checkpoint yet: the same command starts from step 0. trainer.save_freq=<k> saves every k steps."
 
     def _kill(self, culprits: Sequence[Record]) -> None:
-        """End a driver that does not answer, and those it was waiting for."""
+        """Kill a driver that does not answer, and the processes it was waiting for."""
         for record in culprits:
             if record.is_here() and record.is_alive():
                 os.kill(record.pid, signal.SIGKILL)
@@ -161,36 +164,36 @@ class Watcher:
     # a dead driver ---------------------------------------------------------------------------------------------------
 
     def _driver_gone(self) -> None:
-        """Say how the driver ended, where nobody else can."""
+        """Report how the driver ended, if no other process can."""
         deadline = time.monotonic() + 2.0
         while birth(self.driver) == self._born and time.monotonic() < deadline:
             time.sleep(0.01)
         if birth(self.driver) == self._born:
-            return  # it has closed the line and lives: it was told to be watched no longer
+            return  # it closed the pipe and lives: it asked to stop watching
         cause = "killed by the kernel, which was out of memory" if oom_kills() > self._oom_kills else "killed"
         reason = f"the process {self.driver} was {cause}"
         if self._last_stage:
             reason += f", in '{self._last_stage}'"
         if record_end(self.run, self.driver, reason):
-            _say(f"{reason}\n{self._resume_hint()}")
+            _print(f"{reason}\n{self._resume_hint()}")
 
 
 def record_end(run: Path, driver: int, reason: str) -> bool:
-    """Note in run.json that the run has failed, unless it has ended or another process has taken the directory over."""
+    """Record in run.json that the run failed, unless it has ended or another process uses the directory."""
     from hone.insight.run_directory import RunDirectory, RunStatus
     from hone.insight.run_files import RUN, read_run
 
     if not (run / RUN).exists():
         return False
     record = read_run(run)
-    if record.get("pid") != driver or record.get("status") != RunStatus.RUNNING:  # without a status it has not begun
+    if record.get("pid") != driver or record.get("status") != RunStatus.RUNNING:  # without a status it has not started
         return False
     RunDirectory(run).update_status(RunStatus.FAILED, exit_reason=reason)
     return True
 
 
 def _is_held(pid: int) -> bool:
-    """Whether the user has stopped a process, or a debugger holds it."""
+    """Return whether the user has stopped a process, or a debugger holds it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -199,13 +202,13 @@ def _is_held(pid: int) -> bool:
     return fields["State"][0] in "Tt" or fields.get("TracerPid", "0").strip() != "0"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write("\n" + "".join(f"watchdog: {line}\n" if line else "watchdog:\n" for line in text.splitlines()))
     sys.stderr.flush()
 
 
 def main() -> None:
-    """Watch what the one argument, a JSON object, says."""
+    """Watch the run of the one argument, a JSON object."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Watcher(Watched(**json.loads(sys.argv[1]))).watch()
 

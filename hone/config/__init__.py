@@ -1,4 +1,4 @@
-"""What a run is: the typed tree, presets, loading and explaining.
+"""Configuration of a run: the typed tree, presets, loading and explaining.
 
 ``load_config(RLConfig, ["data.train_files=train.parquet", ...], preset="grpo")`` returns plain dataclasses;
 ``to_yaml`` writes them; ``documentation`` lists every key with its meaning.

@@ -1,4 +1,4 @@
-"""Checks of single values against what the tree allows; combinations of keys are the business of preflight."""
+"""Checks of single values against the types and bounds of the tree; preflight checks combinations of keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hone.config.keys import KeyDoc, article, documentation, leaf_values
 from hone.errors import ConfigError, did_you_mean
 
 Provenance = dict[str, str]
-"""Where the value of a key was written: dotted path to "preset grpo", "file DIR/NAME.yaml" or "command line"."""
+"""Origin of each value: dotted path to "preset grpo", "file DIR/NAME.yaml" or "command line"."""
 
 
 def check_values(config: Any, provenance: Provenance) -> list[ConfigError]:
@@ -24,7 +24,7 @@ def check_values(config: Any, provenance: Provenance) -> list[ConfigError]:
 
 
 def complaints(key: KeyDoc, value: Any, origin: str) -> Iterator[ConfigError]:
-    """Yield what the metadata of ``key`` forbids about ``value``."""
+    """Yield the errors of a value according to the metadata of its key."""
     metadata, where = key.metadata, place(key.path, value, origin)
     if value is None:
         return
@@ -32,10 +32,19 @@ def complaints(key: KeyDoc, value: Any, origin: str) -> Iterator[ConfigError]:
         yield wrong_type(key, value, origin)
     elif "names" in metadata and _is_number(value):
         yield _number_for_name(key, value, where)
-    elif "choices" in metadata and value not in metadata["choices"]:
+    elif "choices" in metadata:
+        for item in value if isinstance(value, list) else [value]:
+            if item not in metadata["choices"]:
+                yield ConfigError(
+                    f"'{item}' is not one of {key.allowed}",
+                    fix=did_you_mean(str(item), metadata["choices"]),
+                    where=where,
+                    code="R11",
+                )
+    elif isinstance(value, str) and "words" in metadata and value not in metadata["words"]:
         yield ConfigError(
-            f"'{value}' is not one of {key.allowed}",
-            fix=did_you_mean(str(value), metadata["choices"]),
+            f"'{value}' is neither a number nor {' or '.join(metadata['words'])}",
+            fix=did_you_mean(value, metadata["words"]),
             where=where,
             code="R11",
         )
@@ -56,7 +65,7 @@ def place(path: str, value: Any, origin: str) -> str:
 
 
 def wrong_type(key: KeyDoc, value: Any, origin: str) -> ConfigError:
-    """Return the error for a value that cannot become what ``key`` holds; ``origin`` says where it was written."""
+    """Return the error for a value of the wrong type; ``origin`` is where it was written."""
     expected = key.type + (f" ({key.allowed})" if key.allowed else "")
     example = "null" if key.default is None else key.default
     return ConfigError(
@@ -82,7 +91,7 @@ def describe(value: Any) -> str:
 
 
 def yaml_value(value: Any) -> str:
-    """Return a value as one writes it on the command line."""
+    """Return a value as it is written on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Comparing two configurations key by key."""
+"""Comparison of two configurations key by key."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hone.config.load import load_config
 from hone.config.trees import PRESET_KINDS
 from hone.errors import ConfigError, did_you_mean
 
-_MISSING = "(not there)"
+_MISSING = "(missing)"
 
 
 def read_config(name: str, tree: type) -> dict[str, Any]:
-    """Return the keys and values that a YAML file, a run directory, a checkpoint or a preset gives.
+    """Return the keys and values of a YAML file, a run directory, a checkpoint or a preset.
 
     Raises:
-        ConfigError: nothing of that name is there, or it is wrong.
+        ConfigError: nothing has that name, or its configuration is invalid.
     """
     path = Path(name).expanduser()
     file = path / "config.yaml" if path.is_dir() else path
@@ -28,7 +28,7 @@ def read_config(name: str, tree: type) -> dict[str, Any]:
         config = load_config(tree, preset=name)
     else:
         raise ConfigError(
-            f"'{name}' is no YAML file, run directory or preset",
+            f"'{name}' is not a YAML file, run directory or preset",
             fix=did_you_mean(name, preset_names(PRESET_KINDS[tree])),
         )
     return dict(leaf_values(config))

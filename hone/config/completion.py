@@ -1,4 +1,4 @@
-"""Shell completion of commands, keys and their values: a script that knows them all, so that completing starts nothing."""
+"""Shell completion of commands, keys and values: a static script, so that completion does not start Python."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _keys(tree: type) -> str:
 
 
 def _values(key: KeyDoc) -> list[str]:
-    """The values that can be listed."""
+    """Return the values of a key that can be listed."""
     if "choices" in key.metadata:
         return list(key.metadata["choices"])
     return ["true", "false"] if key.type.startswith("true or false") else []

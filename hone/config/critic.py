@@ -31,7 +31,7 @@ class CriticConfig(OwnPoolConfig):
     optim: OptimConfig = block(OptimConfig, lr=1e-5)
     """Optimizer of the critic."""
     ppo_mini_batch_size: int | None = number(None, low=1)
-    """Prompts an optimizer update; null means the actor's."""
+    """Prompts per optimizer update; null means the actor's."""
     ppo_epochs: int | None = number(None, low=1)
     """Passes over each batch; null means the actor's."""
     ppo_max_token_len_per_gpu: int | None = number(None, low=1)
@@ -39,6 +39,6 @@ class CriticConfig(OwnPoolConfig):
     cliprange_value: float = number(0.5, above=0)
     """Value predictions move at most this far from the old ones before the loss is clipped."""
     loss_agg_mode: str | None = choice(None, *LOSS_AGG_MODES)
-    """How per-token value losses become one number; null means the actor's."""
+    """Aggregation of per-token value losses; null means the actor's."""
     dtype: str | None = choice(None, "float32", "bfloat16")
     """Compute dtype; null means the actor's."""

@@ -1,4 +1,4 @@
-"""The block ``data``: what goes in."""
+"""The block ``data``: datasets and batches."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from hone.config.sampler import SamplerConfig
 
 @dataclass
 class DataConfig:
-    """Where prompts come from and how many are taken a step."""
+    """Prompt datasets and the size of a batch."""
 
     train_files: Any = texts(None, "path")
     """Training files (parquet, json or jsonl): a path or a list of paths. Required for training."""
     val_files: Any = texts(None, "path")
     """Held-out files, a path or a list of paths; null means no validation."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: a list of chat messages, a plain string, or a list of token ids (left alone)."""
+    """Column that holds the prompt: a list of chat messages, a plain string, or a list of token ids (used unchanged)."""
     reward_fn_key: str = "data_source"
-    """Column that names the kind of problem; it selects the built-in scorer and groups validation metrics."""
+    """Column of the data source; it selects the built-in scorer and groups validation metrics."""
     max_prompt_length: int = number(512, low=1)
     """Longest prompt in tokens, chat template included."""
     max_response_length: int = number(512, low=1)
     """Most tokens sampled for one response."""
     truncation: str = choice("error", "error", "drop", "truncate")
-    """What to do with a prompt longer than max_prompt_length: stop, drop the row, or cut its beginning. Counted in
-    the log either way."""
+    """Action for a prompt longer than max_prompt_length: error ends the run, drop removes the row, truncate removes the beginning
+    of the prompt. The log counts such prompts."""
     filter_overlong_prompts: bool = False
-    """Leave out rows whose prompt is longer than max_prompt_length, as truncation=drop does, whatever truncation says."""
+    """Drop rows whose prompt is longer than max_prompt_length, whatever truncation says."""
     train_batch_size: int = number(64, low=1)
-    """Prompts a step; sequences a step = train_batch_size x rollout.n."""
+    """Prompts per step (the batch size); sequences per step = train_batch_size x rollout.n."""
     val_batch_size: int | None = number(None, low=1)
-    """Validation prompts answered at a time; null takes all. Bounds the memory of long validations, and changes
-    no number."""
+    """Validation prompts answered at a time; null means all. Limits the memory of long validations, and does not change
+    results."""
     train_max_samples: int = number(-1, low=-1)
     """Use at most this many training rows (the first ones); -1 means all."""
     val_max_samples: int = number(-1, low=-1)
@@ -42,13 +42,13 @@ class DataConfig:
     shuffle: bool = True
     """Visit the training rows in a new random order every epoch; the order depends on data.seed and the epoch only."""
     seed: int | None = number(None, low=0)
-    """Seed of that order; null means trainer.seed. Set it to visit the rows alike in runs of several seeds."""
+    """Seed of the order of rows; null means trainer.seed. Set it to use the same order in runs with several seeds."""
     sampler: SamplerConfig = block(SamplerConfig)
-    """Which prompts come when."""
+    """Order of the prompts."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, for example {enable_thinking: false}."""
 
     @property
     def overlong_policy(self) -> str:
-        """What is done with a prompt that is too long: error, drop or truncate."""
+        """Action for a prompt that is too long: error, drop or truncate."""
         return "drop" if self.filter_overlong_prompts else self.truncation

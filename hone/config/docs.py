@@ -1,4 +1,4 @@
-"""The page ``docs/config.md``, generated from the trees. Write it anew with ``scripts/make_docs``."""
+"""The page ``docs/config.md``, generated from the trees by ``scripts/make_docs``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _HEAD = """# Configuration
 
 <!-- Generated from hone/config/ by scripts/make_docs. Do not edit. -->
 
-Every key of `hone train`, `hone sft`, `hone prefer` and `hone reward-model`. A key is set on the command line (`key=value`), in a YAML file that states
-only what differs (`--config-path DIR --config-name NAME`), or by a preset (`--preset NAME`). Precedence, weakest first:
+Every key of `hone train`, `hone sft`, `hone prefer` and `hone reward-model`. A key is set on the command line (`key=value`), in a YAML file with
+the keys that differ (`--config-path DIR --config-name NAME`), or by a preset (`--preset NAME`). Precedence, weakest first:
 
     defaults on this page  <  preset  <  file  <  command line
 
@@ -21,24 +21,24 @@ The command line and the files follow [Hydra](https://hydra.cc): quote lists for
 (`'data.train_files=[a.parquet,b.parquet]'`), refer to other keys with `${data.max_prompt_length}`, and name presets or
 other files in a `defaults:` list (`- /presets/rl/grpo@_global_`). An unknown key is an error.
 
-`hone config show` prints the configuration that a run would have (`--why`: where each value comes from), `hone config
-explain KEY` tells about a key, also by an older name or by words (`explain "batch size"`), `hone config check` runs every
+`hone config show` prints the configuration that a run would have (`--why`: where each value comes from; `--derived`: the roles, pools,
+source of old log-probs and other facts that follow from it, with the reasons), `hone config explain KEY` describes a key, also by an older name or by words (`explain "batch size"`), `hone config check` runs every
 check that a run makes before it starts, `hone config diff A B` compares two files, runs or presets, `hone config schema`
 prints a JSON schema for editors, and `hone config presets` lists the presets.
 
-A key that you set, and that nothing read by the end of the first step, ends the run with R10.
+A key that you set and that does nothing in this run is named before the start (R23).
 
-Units: a *prompt* is a dataset row; a *sequence* is a sampled response with its prompt (`rollout.n` of them a prompt); a
-*step* is one pass of the RL loop over one batch of prompts, and may hold several optimizer *updates*. Codes such as
+Units: a *prompt* is a dataset row; a *sequence* is a sampled response with its prompt (`rollout.n` per prompt); a
+*step* is one pass of the RL loop over one batch of prompts, with one or several optimizer *updates*. Codes such as
 R14 in error messages are stable names of checks.
 """
 
 
 _VERL = """## Keys of verl
 
-`hone train` and `hone sft` take the override lines of verl: keys with other names are understood, keys without meaning here are left out
-and named, and what is not supported yet is refused with what to do instead. `hone config import SCRIPT` translates a whole
-launch script. A `*` stands for one part of a key, `**` for all that is in a block.
+`hone train` and `hone sft` accept the override lines of verl. Keys with other names are translated, keys without a meaning in Hone
+are skipped with a log line, and unsupported features are refused with an alternative. `hone config import SCRIPT` translates a
+whole launch script. `*` stands for one part of a key, `**` for everything in a block.
 """
 
 
@@ -61,7 +61,7 @@ def config_page() -> str:
 
 
 def _verl_section(command: str, tree: type) -> list[str]:
-    """The keys of verl that the tree does not have, and the values that it takes otherwise."""
+    """Return the section about verl's keys that the tree does not have, and values that it spells differently."""
     parts = []
     rows: dict[str, dict[str, list[str]]] = {}
     for path, entry in TABLES[tree].paths().items():
@@ -82,6 +82,7 @@ def _row(key: KeyDoc) -> str:
     takes = key.type.removeprefix("a ").removeprefix("an ")
     if "choices" in key.metadata:
         takes = ", ".join(f"`{option}`" for option in key.metadata["choices"])
+        takes = f"a list of {takes}" if isinstance(key.default, list) else takes
         takes += " or null" if key.type.endswith("or null") else ""
     elif key.allowed:
         takes += f", {key.allowed}"

@@ -1,4 +1,4 @@
-"""Answers to "what is this key?": by its path, its last parts, its block, an older name, or words that describe it."""
+"""Descriptions of keys, looked up by path, last parts, block, older name, or words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.config.trees import TREES
 
 _SHOWN = 8
 _STEM = 4
-"""Letters from which on a part of a key stands for the words that begin with it."""
+"""Length from which a part of a key matches words that begin with it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class KeyAnswer:
     key: KeyDoc
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the answer as plain data."""
         key = self.key
         return {
             "command": self.command,
@@ -40,7 +40,7 @@ class KeyAnswer:
 
     @property
     def mentions(self) -> list[str]:
-        """Keys that its documentation names, or whose documentation names it: they act together."""
+        """Related keys: those that its documentation mentions, or whose documentation mentions it."""
         return mentioned(self.key, TREES[self.command])
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class ForeignAnswer:
     words: str
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the answer as plain data."""
         return {"command": self.command, "key": self.key, "verl": self.words}
 
     def __str__(self) -> str:
@@ -75,15 +75,15 @@ Answer = KeyAnswer | ForeignAnswer
 
 
 def answer(words: str, commands: list[str]) -> list[Answer]:
-    """Return what is known about a key, a block, or words.
+    """Return the descriptions of a key, a block, or words.
 
     Raises:
-        ConfigError: nothing is; it names the nearest keys.
+        ConfigError: nothing matches; the message suggests the nearest keys.
     """
     if " " in words.strip():
-        found = search(words, commands)
-        if found:
-            return [*found]
+        matches = search(words, commands)
+        if matches:
+            return [*matches]
         raise unknown_key(words.replace(" ", "_"), TREES[commands[0]])
     name = words.strip().lstrip("+~").partition("=")[0]
     keys = [KeyAnswer(command, key) for command in commands for key in documentation(TREES[command])]
@@ -95,15 +95,15 @@ def answer(words: str, commands: list[str]) -> list[Answer]:
     foreign = [ForeignAnswer(command, name, described(t.find(name))) for command, t in tables.items() if t.find(name)]
     if foreign:
         return [*foreign]
-    found = search(name.replace("_", " "), commands) if "." not in name else []
-    near = [entry for entry in found if name in entry.key.path]
+    matches = search(name.replace("_", " "), commands) if "." not in name else []
+    near = [entry for entry in matches if name in entry.key.path]
     if near:
         return [*near]
     raise unknown_key(name, TREES[commands[0]])
 
 
 def search(words: str, commands: list[str]) -> list[KeyAnswer]:
-    """Return the keys whose path or documentation has all the words, those with the words in their path first."""
+    """Return the keys whose path or documentation contains all words, matches in the path first."""
     wanted = re.findall(r"[a-z0-9]+", words.lower())
     scored = []
     for command in commands:
@@ -116,23 +116,23 @@ def search(words: str, commands: list[str]) -> list[KeyAnswer]:
 
 
 def _among(word: str, parts: list[str]) -> bool:
-    """Tell whether a word is one of the parts, which may be cut short (coef for coefficient)."""
+    """Return whether a word is one of the parts, which may be abbreviated (coef for coefficient)."""
     return any(word == part or (len(part) >= _STEM and word.startswith(part)) for part in parts)
 
 
 def mentioned(key: KeyDoc, tree: type) -> list[str]:
-    """Return the keys that ``key`` names in its documentation or that name it, by whole path or by last name nearby."""
-    found = []
+    """Return the keys that the documentation of ``key`` mentions or that mention it."""
+    paths = []
     block = key.path.rpartition(".")[0]
     for other in documentation(tree):
         near = other.path.rpartition(".")[0] == block
         if other.path != key.path and (_names(key.doc, other, near) or _names(other.doc, key, near)):
-            found.append(other.path)
-    return found[:_SHOWN]
+            paths.append(other.path)
+    return paths[:_SHOWN]
 
 
 def _names(text: str, key: KeyDoc, near: bool) -> bool:
-    """Tell whether a text names a key: by the end of its path, or (within its block) by its last part if that is a term."""
+    """Return whether a text mentions a key by the end of its path, or within its block by a last part with underscores."""
     parts = key.path.split(".")
     endings = [".".join(parts[at:]) for at in range(len(parts) - 1)]
     if near and "_" in key.last:

@@ -1,14 +1,14 @@
-"""Field helpers for the config tree: a default together with what is allowed.
+"""Field helpers for the config tree: a default with its allowed values.
 
-What they store in a field's metadata is read by :mod:`hone.config.check` (values) and :mod:`hone.config.keys`
-(documentation):
+:mod:`hone.config.check` (values) and :mod:`hone.config.keys` (documentation) read the metadata that they store:
 
-- ``choices``: the strings allowed;
+- ``choices``: the strings allowed, or allowed in a list;
 - ``low``, ``high``, ``above``: bounds of a number, or of every number in a list;
-- ``length``: how many numbers a list holds;
-- ``names``: the value names something that is registered ("policy loss"), so a number cannot be meant;
-- ``instead``: the key that takes a number which users often give to this one;
-- ``texts``: the value is a string or a list of strings, and what they stand for.
+- ``words``: strings that are allowed besides numbers;
+- ``length``: length of a list of numbers;
+- ``names``: kind of a registered name ("policy loss"), so that a number is an error;
+- ``instead``: the key to suggest when a user sets this one to a number;
+- ``texts``: kind of the strings when the value is a string or a list of strings.
 """
 
 from __future__ import annotations
@@ -19,33 +19,46 @@ from typing import Any
 
 
 def choice(default: str | None, *options: str) -> Any:
-    """A string key whose value is one of ``options`` (or null, when the default is null)."""
+    """Return a string field whose value is one of ``options`` (or null, when the default is null)."""
     return dataclasses.field(default=default, metadata={"choices": options})
+
+
+def choices(*options: str) -> Any:
+    """Return a field for a list of strings, each one of ``options``; empty by default."""
+    return dataclasses.field(default_factory=list, metadata={"choices": options})
 
 
 def number(
     default: float | int | None, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> Any:
-    """A number with ``low <= value <= high`` and ``value > above``, where each bound is given; null passes."""
+    """Return a number field with ``low <= value <= high`` and ``value > above`` for each given bound; null is allowed."""
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
 def numbers(default: Sequence[float], *, low: float | None = None, high: float | None = None) -> Any:
-    """A list of as many numbers as ``default`` has, each with ``low <= value <= high``."""
+    """Return a field for a list with the length of ``default``, each number with ``low <= value <= high``."""
     metadata = {"length": len(default), "low": low, "high": high}
     return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
 
 
-def named(default: str | None, of: str, *, instead: str = "") -> Any:
-    """The name of a registered ``of``; ``instead`` is the key that takes a number meant for this method."""
-    return dataclasses.field(default=default, metadata={"names": of, "instead": instead})
+AFTER_EACH_EPOCH = "after_each_epoch"
 
 
-def texts(default: str | None, of: str) -> Any:
-    """A string or a list of strings, each ``of`` a kind ("path"); null passes."""
-    return dataclasses.field(default=default, metadata={"texts": of})
+def frequency(default: int) -> Any:
+    """Return a field for a period in steps; -1 means only at the end, 0 never, ``after_each_epoch`` after each epoch."""
+    return dataclasses.field(default=default, metadata={"low": -1, "words": (AFTER_EACH_EPOCH,)})
+
+
+def named(default: str | None, kind: str, *, instead: str = "") -> Any:
+    """Return a field for a registered name of a ``kind``; ``instead`` is the key to suggest for a number."""
+    return dataclasses.field(default=default, metadata={"names": kind, "instead": instead})
+
+
+def texts(default: str | None, kind: str) -> Any:
+    """Return a field for a string or a list of strings of a ``kind`` ("path"); null is allowed."""
+    return dataclasses.field(default=default, metadata={"texts": kind})
 
 
 def block(cls: type, **changes: Any) -> Any:
-    """A nested block, with other defaults for some of its keys."""
+    """Return a field for a nested block, with changed defaults for some of its keys."""
     return dataclasses.field(default_factory=lambda: cls(**changes))

@@ -1,4 +1,4 @@
-"""Looking at each layer alone: what it sets, and what is wrong with that."""
+"""Inspection of each configuration layer on its own: the keys that it sets, and mistakes in them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from hone.config.check import Provenance, complaints, place, wrong_type
 from hone.config.keys import TYPE_WORDS, KeyDoc, blocks, documentation
-from hone.config.migration.command_line import told, unsupported
-from hone.config.migration.reading import Outcome, own_key, read_setting
+from hone.config.migration.command_line import outcome_text, unsupported
+from hone.config.migration.reading import Outcome, key_in_tree, read_setting
 from hone.config.overrides import COMMAND_LINE, override_value
 from hone.config.problems import raise_together
 from hone.config.suggest import unknown_key
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Inspection:
-    """Gathers what the layers set, in their order of precedence, and every mistake in them.
+    """Collect the keys that the layers set, in order of precedence, and every mistake in them.
 
     Args:
         schema: root dataclass of the tree.
 
     Attributes:
-        provenance: where each key was last written.
-        problems: what is wrong so far.
+        provenance: origin of the last value of each key.
+        problems: errors so far.
     """
 
     def __init__(self, schema: type) -> None:
@@ -42,16 +42,16 @@ class Inspection:
         self._trial = _trial(schema)
 
     def layer(self, tree: Any, origin: str) -> None:
-        """Look at a preset or file, given as nested dicts."""
+        """Inspect a preset or file, given as nested dicts."""
         for path, value in _leaves(tree, self.schema, ""):
             self._set(path, value, origin)
 
     def command_line(self, overrides: list[Override]) -> list[Override]:
-        """Look at overrides and return those without mistakes, as they shall be applied."""
-        return [fitting for override in overrides if (fitting := self._override(override)) is not None]
+        """Inspect overrides and return those without mistakes, in the form to apply."""
+        return [valid for override in overrides if (valid := self._override(override)) is not None]
 
     def finish(self) -> None:
-        """Raise all problems, together with values that would be found out of bounds once the layers are merged."""
+        """Raise all problems, together with the values that are out of bounds."""
         if self.problems:
             for path, value in self._written.items():
                 self.problems += complaints(self._keys[path], value, self.provenance[path])
@@ -71,20 +71,20 @@ class Inspection:
             self._set(key, item, COMMAND_LINE)
         if len(self.problems) > before:
             return None
-        # The keys of a mapping are free: a plain `=` may add one, where Hydra alone would ask for a `+`.
+        # A mapping accepts any key: a plain `=` may add one, although Hydra alone requires a `+`.
         free = inside_mapping or (leaf is not None and leaf.type == TYPE_WORDS[dict])
         adds = free and override.type is OverrideType.CHANGE
         return dataclasses.replace(override, type=OverrideType.FORCE_ADD) if adds else override
 
     def _spread(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the leaves of ``path=value``, which are several when a block is given as a mapping."""
+        """Yield the leaves of ``path=value``; a block given as a mapping has several."""
         if path in blocks(self.schema) and isinstance(value, dict):
             yield from _leaves(value, self.schema, f"{path}.")
         else:
             yield path, value
 
     def _set(self, path: str, value: Any, origin: str) -> None:
-        """Note that ``path`` is set to ``value``, or what is wrong with that."""
+        """Record that ``path`` is set to ``value``, or the problem with it."""
         problem = self._problem(path, value, origin)
         if problem is not None:
             self.problems.append(problem)
@@ -100,20 +100,20 @@ class Inspection:
             return None if _is_interpolation(value) else self._block_as_value(path, value, origin)
         leaf = self._leaf_of(path)
         if leaf is None:
-            return self._stranger(path, value, origin)
+            return self._unknown_or_foreign(path, value, origin)
         return None if leaf.path != path or self._fits(leaf, value) else wrong_type(leaf, value, origin)
 
-    def _stranger(self, path: str, value: Any, origin: str) -> ConfigError:
-        """The error for a key that the tree does not have, and that may be one of verl's."""
+    def _unknown_or_foreign(self, path: str, value: Any, origin: str) -> ConfigError:
+        """Return the error for a key that the tree does not have; it may be a key of verl."""
         reading = read_setting(path, value, {}, self.schema)
         if reading.outcome is Outcome.UNKNOWN:
             return unknown_key(path, self.schema, origin=origin)
         if reading.outcome is Outcome.UNSUPPORTED:
             return unsupported(reading, place(path, value, origin))
         return ConfigError(
-            f"{path} is a key of verl ({origin}); here: {told(reading)}",
-            why="a configuration file of Hone holds Hone's keys",
-            fix="write it so, or let `hone config import FILE` translate the whole file",
+            f"{path} is a key of verl ({origin}); in Hone: {outcome_text(reading)}",
+            why="a configuration file of Hone must use Hone's keys",
+            fix="use Hone's key, or translate the whole file with `hone config import FILE`",
             code="R09",
         )
 
@@ -128,7 +128,7 @@ class Inspection:
         return None
 
     def _fits(self, key: KeyDoc, value: Any) -> bool:
-        """Tell whether a value can become what the key holds."""
+        """Return whether a value can be converted to the type of the key."""
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -150,7 +150,7 @@ class Inspection:
         if leaf is None:
             return unknown_key(path, self.schema, origin=COMMAND_LINE)
         return ConfigError(
-            f"{path} is part of the tree and cannot be removed",
+            f"{path} is a key of the tree and cannot be removed",
             fix=f"{path}=null" if "null" in leaf.type else f"leave it at its default, or set {path}=...",
             where=f"~{path}",
         )
@@ -158,7 +158,7 @@ class Inspection:
 
 @functools.cache
 def typed_tree(schema: type) -> DictConfig:
-    """The tree of defaults, where every place knows its type; nobody changes it."""
+    """Return the typed tree of defaults, which must not be changed."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(schema)
@@ -166,12 +166,12 @@ def typed_tree(schema: type) -> DictConfig:
 
 @functools.cache
 def _trial(schema: type) -> DictConfig:
-    """A tree to try values on; what it holds means nothing."""
+    """Return a scratch tree to test whether values fit; its content has no meaning."""
     return copy.deepcopy(typed_tree(schema))
 
 
 def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a layer sets: ``(path, value)`` of the schema's leaves, and of whatever it does not know."""
+    """Yield ``(path, value)`` of the leaves that a layer sets, and of unknown keys."""
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if isinstance(value, dict) and (path in blocks(schema) or (_holds_foreign_keys(path, value, schema))):
@@ -181,8 +181,8 @@ def _leaves(tree: dict[Any, Any], schema: type, prefix: str) -> Iterator[tuple[s
 
 
 def _holds_foreign_keys(path: str, tree: dict[Any, Any], schema: type) -> bool:
-    """Tell whether a mapping that the schema does not know holds keys that are known by another name."""
-    if own_key(path, schema) is not None:
+    """Return whether a mapping that the schema does not have contains keys of verl."""
+    if key_in_tree(path, schema) is not None:
         return False
     return any(
         _holds_foreign_keys(f"{path}.{name}", value, schema)

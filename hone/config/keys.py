@@ -26,7 +26,7 @@ TYPE_WORDS = {
 
 @dataclass(frozen=True)
 class KeyDoc:
-    """One leaf of the tree: ``path`` is dotted, ``type`` and ``allowed`` are words for people."""
+    """One leaf of the tree: ``path`` is dotted, ``type`` and ``allowed`` are texts to display."""
 
     path: str
     type: str
@@ -139,7 +139,8 @@ def _allowed_words(metadata: dict[str, Any]) -> str:
     if "choices" in metadata:
         return ", ".join(metadata["choices"])
     bounds = (("above", ">"), ("low", ">="), ("high", "<="))
-    return " and ".join(f"{sign} {metadata[key]:g}" for key, sign in bounds if metadata.get(key) is not None)
+    limits = " and ".join(f"{sign} {metadata[key]:g}" for key, sign in bounds if metadata.get(key) is not None)
+    return " or ".join([limits, *metadata.get("words", ())])
 
 
 def article(noun: str) -> str:

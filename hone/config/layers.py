@@ -1,13 +1,13 @@
-"""Composing a tree from its defaults, a preset, a file and the command line.
+"""Composition of a tree from its defaults, a preset, a file and the command line.
 
 Precedence, weakest first::
 
     dataclass defaults  <  preset (hone/config/presets)  <  file (--config-path, --config-name)  <  command line
 
-Hydra composes a preset or a file, with its defaults list and the groups chosen for it, and reads the command line, so its grammar
-(``key=value``, ``+``, ``++``, ``~``, quoting) and its interpolations work as documented there. Each layer is read alone, without the
-schema: that tells where a value was written, and lets all mistakes be named at once. What is found right is then laid over the
-dataclasses' defaults, which gives every value its type.
+Hydra composes a preset or a file, with its defaults list and the chosen groups, and reads the command line, so its grammar
+(``key=value``, ``+``, ``++``, ``~``, quoting) and its interpolations work as documented there. Each layer is read separately without
+the schema, to record the origin of each value and to report all mistakes at once. Valid values are then merged over the defaults of
+the dataclasses, which give every value its type.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _FILE_FIX = "a config file is a mapping of blocks in UTF-8; its defaults list, i
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the values of a tree come from.
+    """Sources of the values of a tree.
 
     Args:
-        schema: the root dataclass.
-        kind: the folder of its presets ("rl", "sft").
+        schema: root dataclass.
+        kind: folder of its presets ("rl", "sft").
         preset: name of a preset of that kind.
-        directory: folder of the user's file, made absolute; None without a file.
-        name: the file's name with or without ``.yaml``.
+        directory: absolute folder of the user's file; None without a file.
+        name: name of that file, with or without ``.yaml``.
         overrides: command-line overrides in Hydra's grammar.
     """
 
@@ -69,11 +69,11 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
     """Compose the layers.
 
     Returns:
-        The composed tree (interpolations not yet resolved), and where each value that was written comes from.
+        The composed tree (interpolations not yet resolved), and the origin of each value that was set.
 
     Raises:
-        ConfigError: whatever is wrong with the layers, all of it in one error; a preset or file that is missing or
-            cannot be read is told alone, because nothing can be composed then.
+        ConfigError: all mistakes in the layers; a preset or file that is missing or cannot be read is reported alone,
+            because nothing can be composed then.
     """
     from omegaconf import OmegaConf
 
@@ -92,16 +92,16 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
             layers.append(_composed(f"{str(sources.name).removesuffix('.yaml')}@_global_", lines, sources.file_label))
         inspection.layer(layers[-1], sources.file_label)
         overrides = [override for override in overrides if override not in groups]
-    own, unsupported = translate_overrides(overrides, sources.schema)
+    translated, unsupported = translate_overrides(overrides, sources.schema)
     inspection.problems += unsupported
-    own = inspection.command_line(own)
+    translated = inspection.command_line(translated)
     inspection.finish()
     tree = copy.deepcopy(typed_tree(sources.schema))
-    with _told("the configuration"):
+    with _as_config_error("the configuration"):
         tree.merge_with(*layers)
     OmegaConf.set_struct(tree, True)
-    for override in own:
-        with _told(str(override.input_line), _OVERRIDE_FIX):
+    for override in translated:
+        with _as_config_error(str(override.input_line), _OVERRIDE_FIX):
             apply(override, tree)
     return tree, inspection.provenance
 
@@ -118,15 +118,19 @@ def _check_sources(sources: Sources) -> None:
     if not file.is_file():
         here = sorted(path.stem for path in sources.directory.glob("*.yaml")) if sources.directory.is_dir() else []
         raise ConfigError(
-            f"no file {file}" if sources.directory.is_dir() else f"no directory {sources.directory}",
+            f"file {file} does not exist"
+            if sources.directory.is_dir()
+            else f"directory {sources.directory} does not exist",
             where="--config-path, --config-name",
-            fix=did_you_mean(str(sources.name), here) if here else "give the directory and the name of a YAML file",
+            fix=did_you_mean(str(sources.name), here)
+            if here
+            else "--config-path DIR --config-name NAME of a YAML file",
         )
 
 
 @contextmanager
 def _hydra(directory: Path) -> Iterator[None]:
-    """Within the block Hydra finds files in ``directory``, and the presets beside them."""
+    """Let Hydra find files in ``directory`` and the presets within the context."""
     from hydra import initialize_config_dir
 
     with initialize_config_dir(config_dir=str(directory.absolute()), job_name="hone", version_base="1.3"):
@@ -135,26 +139,26 @@ def _hydra(directory: Path) -> Iterator[None]:
 
 @functools.cache
 def _preset(kind: str, name: str) -> dict[Any, Any]:
-    """What a preset states, as nested dicts that nobody changes."""
+    """Return the content of a preset as nested dicts, which must not be changed."""
     with _hydra(PRESETS):
         return _composed(f"{kind}/{name}@_global_", [], f"preset {name}")
 
 
 def _composed(layer: str, lines: list[str], what: str) -> dict[Any, Any]:
-    """Let Hydra compose a file and the ``lines`` that choose groups for it; its errors become one ConfigError about ``what``."""
+    """Compose a file, with the ``lines`` that choose groups for it; errors become one ConfigError about ``what``."""
     from hydra import compose as hydra_compose
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
     node = OmegaConf.create({"hydra": {"searchpath": [f"file://{PRESETS.parent}"]}, "defaults": [layer, "_self_"]})
     ConfigStore.instance().store(name="hone_run", node=node)
-    with _told(what):
+    with _as_config_error(what):
         return OmegaConf.to_container(hydra_compose(config_name="hone_run", overrides=lines))  # type: ignore[return-value]
 
 
 @contextmanager
-def _told(what: str, fix: str = _FILE_FIX) -> Iterator[None]:
-    """Errors of the libraries within the block become one ConfigError about ``what``."""
+def _as_config_error(what: str, fix: str = _FILE_FIX) -> Iterator[None]:
+    """Convert errors of the libraries within the context to a ConfigError about ``what``."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError

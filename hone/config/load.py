@@ -1,4 +1,4 @@
-"""Loading a tree: layers composed, interpolations resolved, every value checked."""
+"""Loading of a tree: compose layers, resolve interpolations, check every value."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def load_config(
     config_path: str | Path | None = None,
     config_name: str | None = None,
 ) -> Tree:
-    """Return the tree ``cls`` as plain dataclasses, validated, with all interpolations resolved.
+    """Load the tree ``cls`` as plain, validated dataclasses with all interpolations resolved.
 
     Args:
         cls: one of :data:`hone.config.trees.TREES`, such as :class:`RLConfig`.
-        overrides: command-line overrides in Hydra's grammar; they win over all else.
-        preset: a name in ``hone/config/presets/<kind>``; it wins over the defaults.
-        config_path: folder of a YAML file that states what differs; it wins over the preset. Default: the current
-            folder, when ``config_name`` is given.
-        config_name: that file's name, ``.yaml`` may be left out. Default ``config``, when ``config_path`` is given.
+        overrides: command-line overrides in Hydra's grammar; they take precedence over all other layers.
+        preset: a name in ``hone/config/presets/<kind>``; it takes precedence over the defaults.
+        config_path: folder of a YAML file, which takes precedence over the preset. Default: the current folder, when
+            ``config_name`` is given.
+        config_name: name of that file, with or without ``.yaml``. Default ``config``, when ``config_path`` is given.
 
     Raises:
         ConfigError: an unknown key, preset or file, a malformed override, a value of the wrong type or out of bounds,
-            an interpolation that leads nowhere. All mistakes found are in one error.
+            or an unresolvable interpolation; one error holds all mistakes.
     """
     return load_with_provenance(cls, overrides, preset=preset, config_path=config_path, config_name=config_name)[0]
 
@@ -49,7 +49,7 @@ def load_with_provenance(
     config_path: str | Path | None = None,
     config_name: str | None = None,
 ) -> tuple[Tree, Provenance]:
-    """Do as :func:`load_config`, and also tell where each value that is not a default was written."""
+    """Load like :func:`load_config`, and return the origin of each value that is not a default, too."""
     directory, name = _file(config_path, config_name)
     composed, provenance = compose(Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides)))
     config = _resolved(composed)
@@ -59,13 +59,10 @@ def load_with_provenance(
 
 
 def to_yaml(config: Any) -> str:
-    """Return a tree as YAML; as a file for ``--config-path`` it gives the same tree again."""
+    """Return a tree as YAML; loading that file gives the same tree."""
     from omegaconf import OmegaConf
 
-    from hone.config.reads import unrecorded
-
-    with unrecorded():
-        return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 def _file(config_path: str | Path | None, config_name: str | None) -> tuple[Path | None, str | None]:
@@ -74,7 +71,7 @@ def _file(config_path: str | Path | None, config_name: str | None) -> tuple[Path
     directory = Path(config_path or ".").expanduser().absolute()
     if directory.is_file():
         raise ConfigError(
-            f"{config_path} is a file, a directory is expected",
+            f"{config_path} is a file, not a directory",
             where="--config-path",
             fix=f"--config-path {Path(config_path or '.').parent} --config-name {directory.stem}",
         )
@@ -89,10 +86,10 @@ def _resolved(composed: Any) -> Any:
         return OmegaConf.to_object(composed)
     except MissingMandatoryValue as error:
         key = str(getattr(error, "full_key", ""))
-        raise ConfigError("no value is given ('???')", where=key, fix=f"{key}=...") from error
+        raise ConfigError("the value is missing ('???')", where=key, fix=f"{key}=...") from error
     except OmegaConfBaseException as error:
         raise ConfigError(
             str(error).splitlines()[0],
             where=getattr(error, "full_key", None) or "",
-            fix="an interpolation names another key by its whole path: ${data.max_prompt_length}",
+            fix="use the full path of the other key: ${data.max_prompt_length}",
         ) from error

@@ -10,37 +10,37 @@ from hone.config.fields import block, choice, named, number, numbers, texts
 
 @dataclass
 class TiledMlpConfig:
-    """The feed-forward parts of the layers in pieces."""
+    """MLPs computed in chunks of tokens."""
 
     enabled: bool = False
-    """Compute them piece by piece, and again in the backward pass: their inner activations, the widest of a model, exist for
-    one piece at a time. For very long contexts; costs a third of a forward pass of these parts."""
+    """Compute the MLPs chunk by chunk, and again in the backward pass, so that their inner activations, the widest of a model,
+    exist for one chunk at a time. For very long contexts; costs a third more MLP computation."""
     num_shards: int = number(4, low=1)
-    """How many pieces the tokens of a micro-batch are cut into."""
+    """Chunks of the tokens of a micro-batch."""
 
 
 @dataclass
 class ModelConfig:
-    """Which model, and how it is held."""
+    """The model and its memory settings."""
 
     path: str | None = None
     """Hugging Face model directory (config, tokenizer, safetensors). Required."""
     tokenizer_path: str | None = None
-    """Tokenizer directory; null means the model's own."""
+    """Tokenizer directory; null means the model directory."""
     custom_chat_template: str | None = None
-    """Jinja chat template, or the path of a file that holds one, in place of the tokenizer's own."""
+    """Jinja chat template, or the path of a file with one, instead of the tokenizer's template."""
     trust_remote_code: bool = False
     """Run Python code that ships inside the model directory. Only for models whose code you have read."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's config.json, for example {attention_dropout: 0.0}."""
     enable_gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time. The first knob when memory is
-    short; off by default because the models that run on a laptop do not need it."""
+    """Recompute activations in the backward pass: less memory, about a third more time. The first key to try when memory is
+    short; off by default because models that run on a laptop do not need it."""
     enable_activation_offload: bool = False
-    """Keep what the backward pass needs in the host's memory: less of the device's, and time for the copies. Best with
-    gradient checkpointing, which leaves little to copy. Nothing changes on a CPU."""
+    """Keep activations for the backward pass in the host's memory: less device memory, more time for copies. Best with
+    gradient checkpointing, which leaves little to copy. No effect on a CPU."""
     tiled_mlp: TiledMlpConfig = block(TiledMlpConfig)
-    """The feed-forward parts of the layers in pieces."""
+    """MLPs computed in chunks of tokens."""
     lora_rank: int = number(0, low=0)
     """Rank of LoRA adapters; 0 trains all weights. With LoRA the reference policy is the model with its adapter off."""
     lora_alpha: float = number(16, above=0)
@@ -48,16 +48,16 @@ class ModelConfig:
     target_modules: Any = texts("all-linear", "module name")
     """Modules that get an adapter: "all-linear" or a list of module names."""
     lora_adapter_path: str | None = None
-    """PEFT adapter directory to start from; null starts from a fresh adapter."""
+    """PEFT adapter directory to start from; null starts from a new adapter."""
 
 
 @dataclass
 class OptimConfig:
-    """The optimizer and its schedule. The schedule advances once a step (RL) or once an update (SFT)."""
+    """The optimizer and its schedule. The schedule advances once per step (RL) or once per update (SFT)."""
 
     optimizer: str = named("AdamW", "optimizer", instead="optim.lr")
-    """Optimizer: a class of torch.optim, or one of your own by its import path, my_module:MyOptimizer. It gets lr,
-    weight_decay, betas and eps where its constructor takes them."""
+    """Optimizer: a class of torch.optim, or the import path of a custom one, my_module:MyOptimizer. It gets lr,
+    weight_decay, betas and eps if its constructor has these arguments."""
     override_optimizer_config: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer's constructor, by name, for example {momentum: 0.9}."""
     lr: float = number(1e-6, low=0)
@@ -65,16 +65,16 @@ class OptimConfig:
     lr_scheduler_type: str = choice("constant", "constant", "cosine")
     """Shape after warm-up: constant, or cosine down to min_lr_ratio x lr at the last step."""
     lr_warmup_steps: int = -1
-    """Linear warm-up in steps; negative means lr_warmup_steps_ratio decides."""
+    """Linear warm-up in steps; negative means that lr_warmup_steps_ratio applies."""
     lr_warmup_steps_ratio: float = number(0.0, low=0, high=1)
     """Linear warm-up as a share of all steps, used when lr_warmup_steps is negative."""
     min_lr_ratio: float = number(0.0, low=0, high=1)
-    """Where the cosine ends, as a share of lr."""
+    """Final learning rate of the cosine schedule, as a share of lr."""
     weight_decay: float = number(0.01, low=0)
     """Decoupled weight decay, applied to matrices only (not to norms and biases)."""
     betas: list[float] = numbers([0.9, 0.999], low=0, high=1)
-    """AdamW's two decay rates; read by optimizers that take betas."""
+    """AdamW's two decay rates; used by optimizers with an argument betas."""
     eps: float = number(1e-8, above=0)
-    """AdamW's epsilon; read by optimizers that take eps."""
+    """AdamW's epsilon; used by optimizers with an argument eps."""
     clip_grad: float = number(1.0, above=0)
     """Largest gradient norm; larger gradients are scaled down to it."""

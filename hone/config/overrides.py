@@ -1,4 +1,4 @@
-"""Command-line overrides: reading them with Hydra's parser, one by one, so that each wrong one is named."""
+"""Command-line overrides, parsed one by one with Hydra's parser, so that each malformed one is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMAND_LINE = "command line"
 
 
 def parse_overrides(lines: list[str]) -> tuple[list[Override], list[ConfigError]]:
-    """Return the overrides that can be read, and what is wrong with the others."""
+    """Return the valid overrides, and the errors of the others."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
 
@@ -31,9 +31,9 @@ def parse_overrides(lines: list[str]) -> tuple[list[Override], list[ConfigError]
         elif override.is_sweep_override():
             problems.append(
                 ConfigError(
-                    "gives several values to one key",
-                    why="one run takes one value; a comma outside brackets and quotes means a sweep",
-                    fix=f"for a list put brackets around it: '{override.get_key_element()}=[...]'",
+                    "has several values for one key",
+                    why="a run needs one value; a comma outside brackets and quotes means a sweep",
+                    fix=f"put brackets around a list: '{override.get_key_element()}=[...]'",
                     where=line,
                 )
             )
@@ -49,7 +49,7 @@ def _malformed(line: str, reason: str) -> ConfigError:
     open_bracket = any(value.count(left) != value.count(right) for left, right in ("[]", "{}", "()"))
     return ConfigError(
         f"'{line}' cannot be read as key=value: {reason}",
-        why="spaces, commas, colons, brackets and braces in a value have a meaning of their own",
+        why="spaces, commas, colons, brackets and braces in a value have a special meaning",
         fix="close every bracket"
         if open_bracket
         else f"quote the value for Hydra and for the shell: '{key}=\"{value}\"'",
@@ -58,7 +58,7 @@ def _malformed(line: str, reason: str) -> ConfigError:
 
 
 def is_group(override: Override) -> bool:
-    """Tell whether an override chooses a file of a config group in the user's directory (``model=small``)."""
+    """Return whether an override chooses a file of a config group in the user's directory (``model=small``)."""
     from hydra.core.global_hydra import GlobalHydra
 
     return "." not in override.key_or_group and bool(
@@ -67,10 +67,10 @@ def is_group(override: Override) -> bool:
 
 
 def apply(override: Override, tree: DictConfig) -> None:
-    """Do to a tree what an override says: ``key=value`` sets, ``+key=value`` adds, ``++key=value`` does either, ``~key`` removes.
+    """Apply an override to a tree: ``key=value`` sets, ``+key=value`` adds, ``++key=value`` sets or adds, ``~key`` removes.
 
     Raises:
-        ConfigError: there is already what shall be added, nothing that could be removed, or no such group.
+        ConfigError: a key to add exists, a key to remove does not exist, or a group does not exist.
         OmegaConfBaseException: the value does not fit.
     """
     from omegaconf import OmegaConf, open_dict
@@ -78,23 +78,21 @@ def apply(override: Override, tree: DictConfig) -> None:
     key, value, line = override.key_or_group, override.value(), str(override.input_line)
     if override.package is not None:
         fix = f"{key}=... sets the key; a group is a folder of files in the folder of --config-path"
-        raise ConfigError(f"chooses of the group '{key}', which there is not", where=line, fix=fix)
-    looks = override.is_delete() or override.is_add()  # a value that is replaced may lead nowhere
-    found = OmegaConf.select(tree, key, throw_on_missing=False) if looks else None
+        raise ConfigError(f"the group '{key}' does not exist", where=line, fix=fix)
+    looks = override.is_delete() or override.is_add()  # a replaced value may be an unresolvable interpolation
+    present = OmegaConf.select(tree, key, throw_on_missing=False) if looks else None
     if override.is_delete():
-        if found is None or value not in (None, found):
-            there = f"{key} is {found!r}" if found is not None else f"there is no {key}"
+        if present is None or value not in (None, present):
+            state = f"{key} is {present!r}" if present is not None else f"{key} does not exist"
             raise ConfigError(
-                f"nothing to remove: {there}", where=line, fix=f"~{key}" if found is not None else f"leave out {line}"
+                f"nothing to remove: {state}", where=line, fix=f"~{key}" if present is not None else f"remove {line}"
             )
         mapping, _, name = key.rpartition(".")
         with open_dict(tree):
             del OmegaConf.select(tree, mapping)[name]
         return
-    if override.is_add() and found is not None and not isinstance(value, dict | list):
-        raise ConfigError(
-            f"{key} is there already: {found!r}", where=line, fix=f"without the +: {line.removeprefix('+')}"
-        )
+    if override.is_add() and present is not None and not isinstance(value, dict | list):
+        raise ConfigError(f"{key} already exists: {present!r}", where=line, fix=f"{line.removeprefix('+')} (without +)")
     OmegaConf.update(tree, key, value, merge=True, force_add=override.is_add() or override.is_force_add())
 
 
@@ -107,7 +105,7 @@ def override_value(override: Override) -> Any:
 
 
 def hydra_value(value: Any) -> str:
-    """Return a value as Hydra reads it back: strings quoted where a character in them has a meaning of its own.
+    """Return a value in Hydra's syntax, with quoted strings.
 
     >>> hydra_value(["a b", None, {"c": 1e-6}]), hydra_value("it's ${data.seed}")
     ("['a b',null,{c:1e-06}]", "'it\\\\'s ${data.seed}'")

@@ -1,10 +1,10 @@
-"""How a model is divided over the processes of its group: keys of ``actor_rollout_ref.actor`` and ``.ref``."""
+"""Sharding of a model over the processes of its group: keys of ``actor_rollout_ref.actor`` and ``.ref``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hone.config.fields import block, choice, number
+from hone.config.fields import block, choice, named, number
 
 
 @dataclass
@@ -12,48 +12,49 @@ class MixedPrecisionConfig:
     """Dtypes of FSDP's communication."""
 
     param_dtype: str | None = choice(None, "float32", "bfloat16")
-    """Dtype in which parameters are gathered and computed with; null means actor.dtype. The shards stay float32."""
+    """Dtype of all-gathered parameters and of computation; null means actor.dtype. The shards stay float32."""
     reduce_dtype: str = choice("float32", "float32", "bfloat16")
     """Dtype in which gradients are summed over ranks."""
 
 
 @dataclass
 class FsdpConfig:
-    """Fully sharded data parallel: where the pieces of parameters, gradients and optimizer state are."""
+    """Fully sharded data parallel: shards of parameters, gradients and optimizer state."""
 
     fsdp_size: int = -1
-    """Ranks that one copy of the parameters is cut over; -1 means all. Fewer makes copies (hybrid sharding): gradients are
-    summed within a copy first, then between copies, which suits nodes with a slow network between them."""
+    """Ranks over which one copy of the parameters is sharded; -1 means all. A smaller number makes copies (hybrid sharding):
+    gradients are summed within a copy, then between copies, for nodes with a slow network between them."""
     reshard_after_forward: bool = True
     """Free a layer's gathered parameters after its forward pass and gather them again in the backward pass: less memory,
-    half as much communication again."""
+    50 % more communication."""
     offload_policy: bool = False
-    """Keep shards of parameters, gradients and optimizer state in the host's memory, always, and update there. The last
-    resort when memory is short: each layer is copied to the device when its turn comes."""
+    """Keep shards of parameters, gradients and optimizer state in the host's memory and update them there. A last resort when
+    memory is short: each layer is copied to the device when it is needed."""
     param_offload: bool = False
-    """Keep the parameters' shards in the host's memory while the model is not in use; they are on the device during
+    """Keep the shards of parameters in the host's memory while the model is not in use; they are on the device during
     passes and updates."""
     optimizer_offload: bool = False
-    """Keep the optimizer's state in the host's memory except during its own step."""
+    """Keep the optimizer's state in the host's memory except during the optimizer's step."""
     mixed_precision: MixedPrecisionConfig = block(MixedPrecisionConfig)
     """Dtypes of communication."""
 
 
 @dataclass
 class ParallelConfig:
-    """The strategy and the sizes of each way to divide the work. Their product divides the number of processes; what is
-    left over is data parallel."""
+    """The training backend and the parallel sizes. The sizes multiplied must divide the number of processes; the remaining
+    factor is data parallel."""
 
-    strategy: str | None = choice(None, "local", "fsdp2", "fsdp", "megatron", "torchtitan")
-    """What holds the model. local: each process all of it, so there may be only one; fsdp2 (fsdp is its other name): shards
-    over the processes. null means local for one process, fsdp2 for more. megatron and torchtitan are refused: not
-    supported yet."""
+    strategy: str | None = named(None, "training backend")
+    """The training backend. local: one process holds the whole model; fsdp2 (or fsdp): the model is sharded over the processes.
+    null means local for one process, fsdp2 for more. A custom backend has an import path (my_backend:MyBackend); see
+    docs/extending.md. megatron and torchtitan are not supported yet."""
     tensor_model_parallel_size: int = number(1, low=1)
-    """Ranks that share every matrix of a layer, by the model's own plan. They see the same sequences; heads must divide."""
+    """Ranks that share every matrix of a layer, according to the model's tensor-parallel plan. They process the same sequences;
+    heads must divide."""
     ulysses_sequence_parallel_size: int = number(1, low=1)
-    """Ranks that share the tokens of a micro-batch, and the heads in attention: for contexts too long for one device."""
+    """Ranks that share the tokens of a micro-batch, and the heads in attention, for contexts too long for one device."""
     expert_parallel_size: int = number(1, low=1)
-    """Ranks that share the experts of a mixture-of-experts layer; tokens travel to their experts. It is taken from the
-    data and sequence parallel ranks, which it must divide."""
+    """Ranks that share the experts of a mixture-of-experts layer; tokens are sent to their experts. It must divide the data and
+    sequence parallel ranks."""
     fsdp_config: FsdpConfig = block(FsdpConfig)
     """Sharding and offloading."""

@@ -1,4 +1,4 @@
-"""The trees of `hone prefer` and `hone reward-model`: learning from preferences, built from the blocks of the main tree."""
+"""The trees of `hone prefer` and `hone reward-model`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hone.config.run import RunConfig
 
 @dataclass
 class PreferenceDataConfig:
-    """Preferences: pairs of responses to one prompt, or single responses with a label."""
+    """Preference data: pairs of responses to one prompt, or single responses with a label."""
 
     train_files: Any = texts(None, "path")
     """Training files (parquet, json or jsonl): a path or a list. Required. A row holds chosen and rejected (messages,
@@ -32,16 +32,17 @@ class PreferenceDataConfig:
     label_key: str = "label"
     """Column of the label: true for a desirable response."""
     tools_key: str = "tools"
-    """Column of the tools that the chat template is given, a list or its JSON text; rows may lack it."""
+    """Column of the tools for the chat template, a list or its JSON text; optional."""
     max_length: int = number(1024, low=1)
     """Longest prompt and response together, in tokens."""
     truncation: str = choice("error", "error", "drop", "truncate")
-    """What to do with a longer one: stop, drop the row (both sides of a pair), or cut the response's end."""
+    """Action for a longer one: error ends the run, drop removes the row (both sides of a pair), truncate removes the end of the
+    response."""
     train_batch_size: int = number(64, low=1)
-    """Rows (pairs, or labelled responses) an optimizer update."""
+    """Rows (pairs, or labelled responses) per optimizer update."""
     max_token_len_per_gpu: int = number(16384, low=1)
-    """Token budget of a packed micro-batch, of which at most 4608 go together on a CPU; a pair stays together and shares its
-    prompt. Changes memory and speed, never the result."""
+    """Token budget of a packed micro-batch, at most 4608 on a CPU; a pair stays together and shares its prompt. Changes memory
+    and speed, never the result."""
     train_max_samples: int = number(-1, low=-1)
     """Use at most this many training rows; -1 means all."""
     val_max_samples: int = number(-1, low=-1)
@@ -54,7 +55,7 @@ class PreferenceDataConfig:
 
 @dataclass
 class PreferenceRefConfig:
-    """The frozen policy that the implicit reward is measured against; made only for losses that need one."""
+    """The frozen reference policy of the implicit reward; created only for losses that need one."""
 
     mode: str = choice("auto", "auto", "copy", "adapter_off", "precompute")
     """copy holds a second model; adapter_off computes with the LoRA adapter switched off (no memory); precompute runs the
@@ -67,19 +68,19 @@ class PreferenceRefConfig:
 
 @dataclass
 class PreferenceLossConfig:
-    """Which preference loss. A key that the chosen loss does not take is an error."""
+    """The preference loss. A key that the chosen loss does not have is an error."""
 
     name: str = named("dpo", "preference loss", instead="loss.beta")
     """Name in the registry: dpo, ipo, hinge, robust, sppo (with a reference), orpo, simpo, cpo (without), kto (labels)."""
     beta: float | None = number(None, above=0)
-    """Strength of the loss's own constraint; null means the loss's default (0.1 for dpo, ipo, kto, cpo and orpo, where it
-    weighs the odds ratio, 2.0 for simpo, 0.001 for sppo)."""
+    """Strength of the constraint; null means the loss's default (0.1 for dpo, ipo, kto, cpo and orpo, where it weights the odds
+    ratio, 2.0 for simpo, 0.001 for sppo)."""
     label_smoothing: float | None = number(None, low=0, high=0.5)
-    """Share of pairs believed to be the wrong way round (dpo, robust, simpo, cpo); null means the loss's default."""
+    """Assumed share of swapped pairs (dpo, robust, simpo, cpo); null means the loss's default."""
     average_log_prob: bool | None = None
-    """Log-probs a token instead of sums (ipo); null means the loss's default, sums."""
+    """Average log-probs over tokens instead of summing them (ipo); null means the loss's default, sums."""
     simpo_gamma: float | None = number(None, low=0)
-    """By how much the chosen response has to win (simpo); null means 1.0."""
+    """Target margin of the chosen response (simpo); null means 1.0."""
     cpo_alpha: float | None = number(None, low=0)
     """Weight of the likelihood of the chosen response (cpo); null means 1.0."""
     desirable_weight: float | None = number(None, low=0)
@@ -93,7 +94,7 @@ class PreferenceConfig:
     """`hone prefer`: preference optimisation of a policy."""
 
     data: PreferenceDataConfig = block(PreferenceDataConfig)
-    """Preferences."""
+    """Preference data."""
     model: ModelConfig = block(ModelConfig)
     """The policy's model."""
     ref: PreferenceRefConfig = block(PreferenceRefConfig)
@@ -101,13 +102,13 @@ class PreferenceConfig:
     loss: PreferenceLossConfig = block(PreferenceLossConfig)
     """The loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-6)
-    """Its optimizer; the schedule advances once an update."""
+    """Optimizer; the schedule advances once per update."""
     dtype: str = choice("float32", "float32", "bfloat16")
     """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
     trainer: RunConfig = block(RunConfig, experiment_name="prefer")
     """Life cycle."""
     preflight: PreflightConfig = block(PreflightConfig)
-    """What is checked before the run."""
+    """Checks before the run."""
 
 
 @dataclass
@@ -115,9 +116,9 @@ class RewardModelLossConfig:
     """The Bradley-Terry loss."""
 
     centering_coeff: float = number(0.01, low=0)
-    """Weight of (score of chosen + score of rejected)^2, which keeps scores near 0; 0 leaves it out."""
+    """Weight of (score of chosen + score of rejected)^2, which keeps scores near 0; 0 switches it off."""
     margin_key: str | None = None
-    """Column of a number by which the chosen response should win; null means none."""
+    """Column of the margin by which the chosen response should score higher; null means no margin."""
 
 
 @dataclass
@@ -131,10 +132,10 @@ class RewardModelConfig:
     loss: RewardModelLossConfig = block(RewardModelLossConfig)
     """The loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)
-    """Its optimizer; the schedule advances once an update."""
+    """Optimizer; the schedule advances once per update."""
     dtype: str = choice("float32", "float32", "bfloat16")
     """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
     trainer: RunConfig = block(RunConfig, experiment_name="reward_model")
     """Life cycle."""
     preflight: PreflightConfig = block(PreflightConfig)
-    """What is checked before the run."""
+    """Checks before the run."""

@@ -1,4 +1,4 @@
-"""The block ``preflight``: what is checked before a run starts."""
+"""The block ``preflight``: checks before a run starts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hone.config.fields import number
 
 @dataclass
 class PreflightConfig:
-    """The checks before a run. All of them run, and all they find is shown together."""
+    """Checks before a run. All of them run, and all findings are shown together."""
 
     allow: list[str] = field(default_factory=list)
-    """Codes of rules whose findings are let pass, errors too: [R17,R47] for example. How many were passed over is said at
-    each start; nothing else silences a rule."""
+    """Codes of rules to silence, errors too, for example [R17,R47]. Each start logs how many findings were silenced; nothing else
+    silences a rule."""
 
 
 @dataclass
@@ -21,5 +21,5 @@ class RLPreflightConfig(PreflightConfig):
     """The checks before an RL run."""
 
     reward_rows: int = number(20, low=0)
-    """Training rows on which the reward is tried (golden answers, garbage, an empty response) before the run starts; 0 does
-    not try it."""
+    """Training rows for a trial of the reward (correct answers, garbage, an empty response) before the run starts; 0 skips
+    the trial."""

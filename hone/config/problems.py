@@ -1,4 +1,4 @@
-"""Several mistakes in one message: a user who made three should not need three runs to learn of them."""
+"""One error for several mistakes, so that a user sees all of them in one run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hone.errors import ConfigError, HoneError
 
 
 class ConfigProblems(ConfigError):
-    """All that is wrong with a configuration; ``problems`` holds the single errors."""
+    """All mistakes in a configuration; ``problems`` holds the single errors."""
 
     def __init__(self, problems: Sequence[HoneError]) -> None:
         self.problems = list(problems)
@@ -20,7 +20,7 @@ class ConfigProblems(ConfigError):
 
 
 def raise_together(problems: Sequence[HoneError]) -> None:
-    """Raise nothing, the one problem, or :class:`ConfigProblems` with all of them."""
+    """Raise a single problem, or :class:`ConfigProblems` with several; do nothing without problems."""
     if len(problems) == 1:
         raise problems[0]
     if problems:

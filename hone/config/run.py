@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hone.config.fields import choice, number
+from hone.config.fields import choice, frequency, number
 
 
 @dataclass
@@ -26,36 +26,39 @@ class RunConfig:
     seed: int = number(1, low=0)
     """Seed of everything random in the run."""
     device: str = choice("auto", "auto", "cpu", "cuda")
-    """auto takes a CUDA GPU when there is one."""
+    """Device; auto uses a CUDA GPU when there is one."""
     num_threads: int | None = number(None, low=1)
-    """CPU threads of torch; null means the cores this process may use."""
-    save_freq: int = number(-1, low=-1)
-    """Save a checkpoint every so many steps, and at the end; -1 only at the end, 0 never."""
+    """CPU threads of torch; null means the cores that this process may use."""
+    save_freq: int | str = frequency(-1)
+    """Steps between checkpoints; one is also saved at the end. -1 saves only at the end, 0 never, after_each_epoch after each pass
+    over the data."""
     max_ckpt_to_keep: int | None = number(3, low=1)
     """Keep the newest k checkpoints (and the best, see best_ckpt_metric); null keeps all."""
     best_ckpt_metric: str | None = None
-    """Metric that says which checkpoint is best, for example val-core/gsm8k/acc/mean@1: that one is kept too, and named in
-    checkpoints/best.json. Only checkpoints of steps at which it is measured count. null keeps the newest alone."""
+    """Metric that selects the best checkpoint, for example val-core/gsm8k/acc/mean@1. The best one is also kept, and named in
+    checkpoints/best.json. Only checkpoints of steps with this metric count. null keeps only the newest."""
     best_ckpt_mode: str = choice("max", "max", "min")
     """Whether the highest or the lowest value of best_ckpt_metric is best."""
     checkpoint_dir: str | None = None
-    """Where checkpoints lie: a path, or a URL of an object store (s3://bucket/run, gs://...; extra [remote]); null means
+    """Directory of checkpoints: a path, or a URL of an object store (s3://bucket/run, gs://...; extra [remote]); null means
     <default_local_dir>/checkpoints."""
     async_save: bool = True
-    """Write checkpoints while training goes on, from a copy in host memory (as large as the weights and the optimizer's state
+    """Write checkpoints while training continues, from a copy in host memory (as large as the weights and the optimizer's state
     of a process); false waits until they are written."""
-    test_freq: int = number(-1, low=-1)
-    """Validate every so many steps, and at the end; -1 only at the end, 0 never."""
+    test_freq: int | str = frequency(-1)
+    """Steps between validations; one also runs at the end. -1 validates only at the end, 0 never, after_each_epoch after each pass
+    over the data."""
     val_before_train: bool = True
     """Validate before the first step."""
     resume_mode: str = choice("auto", "auto", "disable", "resume_path")
     """auto continues from the newest checkpoint of the run directory; disable refuses a directory that has one;
-    resume_path takes resume_from_path."""
+    resume_path uses resume_from_path."""
     resume_from_path: str | None = None
     """Checkpoint (.../checkpoints/step_N or .../checkpoints/best, a path or a URL), with resume_mode=resume_path."""
     watchdog_seconds: float = number(600.0, low=0)
-    """When no process of the run moves for so long, its stacks and who waits for whom are written to hangs/ in the run
-    directory, and the run ends with exit code 3, or restarts its workers; 0 never. Below the timeout of collectives."""
+    """Seconds without progress in any process after which the run counts as hung. Stacks and a report of which process waits for
+    which are written to hangs/ in the run directory, and the run ends with exit code 3, or restarts its workers. 0 switches it
+    off. Keep it below the timeout of collectives."""
 
 
 @dataclass
@@ -63,20 +66,20 @@ class TrainerConfig(RunConfig):
     """The life cycle of an RL run."""
 
     runtime: str = choice("local", "local", "ray")
-    """Where the roles live: local is this process; ray is worker processes, on this machine or a cluster (see the block ray).
+    """Processes of the roles: local is this process; ray is worker processes, on this machine or a cluster (see the block ray).
     Both give the same numbers."""
     nnodes: int = number(1, low=1)
-    """Nodes of the pool that the actor, and every role without devices of its own, lives in."""
+    """Nodes of the pool of the actor and of every role without a separate pool."""
     n_gpus_per_node: int = number(1, low=1)
-    """Workers on each of them, one a GPU; on CPU: processes."""
+    """Workers per node, one per GPU; on CPU: processes."""
     balance_batch: bool = True
-    """Divide the rows of each mini-batch over data-parallel ranks by their work; false divides them in order."""
+    """Distribute the rows of each mini-batch over data-parallel ranks by their work; false distributes them in order."""
     max_restarts: int = number(0, low=0)
-    """With runtime=ray: how often the run may restart lost or hung workers and go on from its last checkpoint (or its start),
+    """With runtime=ray: how often the run may restart lost or hung workers and resume from its last checkpoint (or its start)
     before it ends with exit code 3."""
     critic_warmup: int = number(0, low=0)
     """Steps that train the critic alone before the policy moves."""
     rollout_dump_freq: int = number(10, low=0)
-    """Write every sample of each k-th step (and of the first) to rollouts/; 0 never."""
+    """Steps between dumps of all samples to rollouts/; the first step is also dumped. 0 never dumps."""
     log_val_generations: int = number(8, low=0)
-    """Validation samples written to validation/ each time."""
+    """Samples written to validation/ per validation."""

@@ -1,4 +1,4 @@
-"""A JSON schema of a tree, so that editors complete and check configuration files while they are written."""
+"""JSON schema of a tree, for completion and checks of configuration files in editors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hone.config.keys import field_docs
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object"}
 _REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
-"""An interpolation, which may stand for any value."""
+"""An interpolation, which is allowed for any value."""
 
 
 def json_schema(tree: type) -> dict[str, Any]:
     """Return the schema of a configuration file for the tree (JSON Schema, draft 2020-12)."""
     schema = _block(tree, tree())
-    schema["properties"]["defaults"] = {"type": "array", "description": "Files that this one begins with (Hydra)."}
+    schema["properties"]["defaults"] = {"type": "array", "description": "Files to merge first (Hydra)."}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"Hone: {tree.__name__}", **schema}
 
 
@@ -53,13 +53,16 @@ def _option(hint: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         return {"type": "null"}
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is list:
-        items = {**_scalar(arguments[0]), **_bounds(metadata)} if arguments else {}
+        options = {"enum": list(metadata["choices"])} if "choices" in metadata else {}
+        items = {**_scalar(arguments[0]), **_bounds(metadata), **options} if arguments else {}
         length = metadata.get("length")
         return {"type": "array", "items": items, **({"minItems": length, "maxItems": length} if length else {})}
     if origin is Any:
         return {}
     if "choices" in metadata:
         return {"type": "string", "enum": list(metadata["choices"])}
+    if origin is str and "words" in metadata:
+        return {"type": "string", "enum": list(metadata["words"])}
     return {**_scalar(origin), **_bounds(metadata)}
 
 

@@ -13,7 +13,7 @@ from hone.config.run import RunConfig
 
 @dataclass
 class SFTDataConfig:
-    """Conversations to imitate."""
+    """Training conversations."""
 
     train_files: Any = texts(None, "path")
     """Training files (parquet, json or jsonl) with a column of messages: a path or a list. Required."""
@@ -22,15 +22,15 @@ class SFTDataConfig:
     messages_key: str = "messages"
     """Column of chat messages; the loss counts assistant tokens only, of every assistant turn."""
     tools_key: str = "tools"
-    """Column of the function schemas that a conversation shows, a list or its JSON text; it may be missing."""
+    """Column of the function schemas of a conversation, a list or its JSON text; optional."""
     max_length: int = number(1024, low=1)
     """Longest conversation in tokens."""
     truncation: str = choice("error", "error", "drop", "truncate")
-    """What to do with a longer one: stop, drop the row, or cut its end."""
+    """Action for a longer one: error ends the run, drop removes the row, truncate removes its end."""
     train_batch_size: int = number(64, low=1)
-    """Conversations an optimizer update."""
+    """Conversations per optimizer update."""
     max_token_len_per_gpu: int = number(16384, low=1)
-    """Token budget of a packed micro-batch; on a CPU at most 4608 go together. Changes memory and speed, never the result."""
+    """Token budget of a packed micro-batch; at most 4608 on a CPU. Changes memory and speed, never the result."""
     train_max_samples: int = number(-1, low=-1)
     """Use at most this many training rows; -1 means all."""
     val_max_samples: int = number(-1, low=-1)
@@ -50,10 +50,10 @@ class SFTConfig:
     model: ModelConfig = block(ModelConfig)
     """The model."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)
-    """Its optimizer; the schedule advances once an update."""
+    """Optimizer; the schedule advances once per update."""
     dtype: str = choice("float32", "float32", "bfloat16")
     """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
     trainer: RunConfig = block(RunConfig, experiment_name="sft")
     """Life cycle."""
     preflight: PreflightConfig = block(PreflightConfig)
-    """What is checked before the run."""
+    """Checks before the run."""

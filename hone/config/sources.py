@@ -1,4 +1,4 @@
-"""Where each value of a configuration comes from."""
+"""Sources of the values of a configuration."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ DEFAULT, DERIVED = "default", "derived"
 
 
 def explained(config: Any, provenance: Provenance) -> Iterator[tuple[str, Any, str]]:
-    """Yield ``(path, value, source)`` of every key: where it was written, ``default``, or ``derived from`` other keys.
+    """Yield ``(path, value, source)`` of every key: its origin, ``default``, or ``derived from`` other keys.
 
-    A default that names other keys (``runs/${trainer.project_name}``) is derived from them.
+    A default that refers to other keys (``runs/${trainer.project_name}``) is derived from them.
     """
     defaults = {key.path: key.default for key in documentation(type(config))}
     for path, value in leaf_values(config):

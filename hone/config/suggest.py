@@ -1,4 +1,4 @@
-"""From a wrong key to the keys that may have been meant."""
+"""Suggestions of keys for an unknown key."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hone.config.keys import KeyDoc, blocks, documentation
 from hone.errors import ConfigError
 
 _NEAR = 0.55
-_WORSE = 0.2  # how far behind the best suggestion another one may be
+_WORSE = 0.2  # largest difference in score from the best suggestion
 
 
 def nearest_keys(key: str, cls: type, *, limit: int = 3) -> list[KeyDoc]:
-    """Return the leaves of the tree ``cls`` that come nearest to ``key``, best first.
+    """Return the leaves of the tree ``cls`` that are most similar to ``key``, best first.
 
-    A key scores by its last part (spelling), by the words of ``key`` that its documentation uses ("group_size" finds
-    the key documented as "the group size"), and by the whole path, which breaks ties between keys of one name.
+    The score of a key depends on the spelling of its last part, on the words of ``key`` in its documentation
+    ("group_size" matches the key documented as "the group size"), and on the whole path.
     """
     scored = sorted((_nearness(key, candidate), candidate.path, candidate) for candidate in documentation(cls))
     bar = max(_NEAR, scored[-1][0] - _WORSE)
@@ -24,7 +24,7 @@ def nearest_keys(key: str, cls: type, *, limit: int = 3) -> list[KeyDoc]:
 
 
 def unknown_key(key: str, cls: type, *, origin: str = "") -> ConfigError:
-    """Return the error for a key that the tree ``cls`` does not have; ``origin`` says where it was written."""
+    """Return the error for a key that the tree ``cls`` does not have; ``origin`` is where it was written."""
     near = nearest_keys(key, cls)
     inside = next((leaf for leaf in documentation(cls) if key.startswith(f"{leaf.path}.")), None)
     siblings = [leaf for leaf in documentation(cls) if leaf.path.rpartition(".")[0] == key.rpartition(".")[0]]
@@ -38,12 +38,12 @@ def unknown_key(key: str, cls: type, *, origin: str = "") -> ConfigError:
         width = max(len(candidate.path) for candidate in near)
         fix = "Did you mean\n" + "\n".join(f"    {c.path:<{width}}  {c.meaning}" for c in near)
     elif siblings:
-        fix = f"known there: {', '.join(leaf.last for leaf in siblings)}"
+        fix = f"keys of this block: {', '.join(leaf.last for leaf in siblings)}"
     else:
-        fix = "see all keys with `hone config show`"
+        fix = "`hone config show` prints all keys"
     return ConfigError(
         f"unknown key {key}" + (f" ({origin})" if origin else ""),
-        why="nothing reads it, so the run would not do what it says",
+        why="it would have no effect",
         fix=fix,
         code="R09",
     )
@@ -59,5 +59,5 @@ def _nearness(key: str, candidate: KeyDoc) -> float:
 def _shared_words(last: str, candidate: KeyDoc) -> float:
     wanted = set(re.findall(r"[a-z0-9]{2,}", last.lower()))
     offered = set(re.findall(r"[a-z0-9]+", f"{candidate.path} {candidate.doc}".lower()))
-    found = [word for word in wanted if word in offered or difflib.get_close_matches(word, offered, n=1, cutoff=0.85)]
-    return len(found) / len(wanted) if wanted else 0.0
+    shared = [word for word in wanted if word in offered or difflib.get_close_matches(word, offered, n=1, cutoff=0.85)]
+    return len(shared) / len(wanted) if wanted else 0.0

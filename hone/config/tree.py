@@ -1,12 +1,12 @@
-"""What a run is: the typed configuration trees, the only source of defaults.
+"""The typed configuration tree of `hone train`; the trees are the only source of defaults.
 
-Every key is a dataclass field; the string below it is its documentation (meaning, unit, default and why). The page
-``docs/config.md`` is generated from here. A key stands here only when something reads it.
+Every key is a dataclass field, and the string below it is its documentation (meaning, unit, default and reason). The page
+``docs/config.md`` is generated from the trees. A key exists only when some code reads it.
 
-Units: a *prompt* is one dataset row; a *sequence* is one sampled response with its prompt (``rollout.n`` of them a prompt);
-a *step* is one pass of the RL loop (one batch of prompts), which may hold several optimizer updates.
+Units: a *prompt* is one dataset row; a *sequence* is one sampled response with its prompt (``rollout.n`` per prompt);
+a *step* is one pass of the RL loop (one batch of prompts), with one or several optimizer updates.
 
-Each block has a file of its own; here they come together.
+Each block is defined in a separate file.
 """
 
 from __future__ import annotations
@@ -59,4 +59,4 @@ class RLConfig:
     ray: RayConfig = block(RayConfig)
     """Worker processes."""
     preflight: RLPreflightConfig = block(RLPreflightConfig)
-    """What is checked before the run."""
+    """Checks before the run."""

@@ -1,7 +1,8 @@
-"""The trees there are, by the command that takes them."""
+"""The configuration trees, by command."""
 
 from __future__ import annotations
 
+from hone.config.model import ModelConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
@@ -12,7 +13,7 @@ TREES: dict[str, type] = {
     "prefer": PreferenceConfig,
     "reward-model": RewardModelConfig,
 }
-"""Command to root of its tree."""
+"""Root of the tree of each command."""
 
 PRESET_KINDS: dict[type, str] = {
     RLConfig: "rl",
@@ -24,3 +25,10 @@ PRESET_KINDS: dict[type, str] = {
 
 AnyConfig = RLConfig | SFTConfig | PreferenceConfig | RewardModelConfig
 """The configuration of a run of any kind."""
+
+
+def model_block(config: AnyConfig) -> tuple[str, ModelConfig]:
+    """Return the path and the block of the trained model."""
+    if isinstance(config, RLConfig):
+        return "actor_rollout_ref.model", config.actor_rollout_ref.model
+    return "model", config.model

@@ -1,1 +1,1 @@
-"""What goes in: batches, trajectories, datasets, chat rendering, samplers and task makers."""
+"""Data of a run: batches, trajectories, datasets, chat rendering, samplers and task makers."""

@@ -1,24 +1,24 @@
-"""Rendering conversations to token ids, and which of those tokens an assistant wrote.
+"""Render conversations to token ids and mark the tokens that an assistant wrote.
 
-The mask of a conversation is found from the template itself:
+The mask of a conversation is derived from the template itself:
 
-1. The template marks assistant text with ``{% generation %}``: its marks are taken, and the end-of-sequence token that
-   follows a marked span is added when the template left it outside.
-2. Otherwise by rendering prefixes. For the assistant turn i of messages m, with ``full = render(m)``::
+1. If the template marks assistant text with ``{% generation %}``, those marks are used. An end-of-sequence token that
+   directly follows a marked span is added.
+2. Otherwise prefixes are rendered. For the assistant turn i of messages m, with ``full = render(m)``::
 
-       before = render(m[:i], generation prompt)      what the model is given when it writes turn i
+       before = render(m[:i], generation prompt)      context from which the model generates turn i
        after  = render(m[:i + 1])                     the conversation up to the end of turn i
 
-   ``before`` must be a prefix of ``full``; the turn begins where it ends. Where ``after`` is a prefix too, the turn ends
-   with it, less the white space behind its last special token (the end-of-turn token). Where it is not, the template renders
-   the turn differently once more messages follow (Qwen3 drops an empty ``<think>`` block): then **the turn counts as it
-   stands in the full conversation**, up to and with its end-of-turn token.
+   ``before`` must be a prefix of ``full``; the turn begins where it ends. If ``after`` is a prefix too, the turn ends with
+   it, without the white space that follows its last special token (the end-of-turn token). If it is not, the template
+   renders the turn differently once more messages follow (Qwen3 drops an empty ``<think>`` block). Then **the rendering in
+   the full conversation counts**, up to and including its end-of-turn token.
 
-   Either way the message's content must stand in the turn, white space aside. A template that drops part of it, or alters
-   anything before the turn, is refused: training would be on text that is not in the dataset or not in the model's context.
+   In both cases the turn must contain the message's content, white space ignored. A template that drops part of it, or
+   changes anything before the turn, is refused: the run would train on text that is not in the dataset or its context.
 
-3. The tokens before a turn are exactly those of ``before`` alone, as in generation. Where a token would reach across the
-   boundary (a line break that ends the prompt and one that begins the answer), the pieces are tokenized separately.
+3. The tokens before a turn are exactly those of ``before`` alone, as in generation. Where a token would cross the boundary
+   (a line break that ends the prompt and one that begins the answer), the two sides are tokenized separately.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def render_conversations(
     chat_template_kwargs: dict[str, Any] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids of whole conversations and, for each token, 1 where an assistant turn is (end-of-turn token included).
+    """Return the token ids of conversations, and 1 for each token of an assistant turn (end-of-turn token included).
 
     Args:
         tokenizer: with a chat template.
         conversations: each a list of messages.
-        chat_template_kwargs: extra arguments of the template.
-        names: where each conversation comes from, for error messages.
+        chat_template_kwargs: additional arguments of the template.
+        names: source of each conversation, for error messages.
 
     Returns:
-        Of each conversation ``(input_ids, mask)``, two lists of equal length.
+        One ``(input_ids, mask)`` for each conversation, two lists of equal length.
 
     Raises:
         DataError: no chat template; a conversation without an assistant turn; a template that rewrites earlier turns
@@ -65,7 +65,7 @@ def render_conversations(
             raise DataError(
                 f"no message with role 'assistant' among {len(messages)}",
                 where=name,
-                why="there is nothing to imitate",
+                why="there is no answer to train on",
                 fix="add the answer as an assistant message, or remove the row",
             )
     if _MARKS.search(template_of(tokenizer)):
@@ -93,7 +93,11 @@ def _marked(
         raise refused(error, name) from error
     text, marks = texts[0], [(int(start), int(end)) for start, end in spans[0] if end > start]
     if not marks:
-        raise DataError("the chat template's {% generation %} block marks nothing", where=name, fix="mend the template")
+        raise DataError(
+            "the chat template's {% generation %} block marks nothing",
+            where=name,
+            fix="put the assistant's content inside {% generation %} and {% endgeneration %}, or remove the marks",
+        )
     ids, mask = _masked_by_offsets(tokenizer, text, marks)
     for i in range(1, len(ids)):
         if mask[i - 1] == 1 and mask[i] == 0 and ids[i] == tokenizer.eos_token_id != ids[i - 1]:
@@ -104,17 +108,17 @@ def _marked(
 def _masked_by_offsets(
     tokenizer: PreTrainedTokenizerBase, text: str, marks: list[tuple[int, int]]
 ) -> tuple[list[int], list[int]]:
-    """Tokens of ``text``, and 1 for those within marked characters; no token reaches across a mark's ends (rule 3)."""
+    """Return the tokens of ``text``, and 1 for those within marked characters; no token crosses the end of a mark (rule 3)."""
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     edges = {edge for mark in marks for edge in mark}
     if not any(a < edge < b for a, b in encoded["offset_mapping"] for edge in edges):
         within = [int(any(start <= a and b <= end for start, end in marks)) for a, b in encoded["offset_mapping"]]
         return list(encoded["input_ids"]), within
     cuts = sorted({0, len(text), *edges})
-    pieces = encode_texts(tokenizer, [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+    chunks = encode_texts(tokenizer, [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
     starts = {start for start, _ in marks}
-    mask = [int(cut in starts) for cut, piece in zip(cuts, pieces, strict=False) for _ in piece]
-    return [token for piece in pieces for token in piece], mask
+    mask = [int(cut in starts) for cut, chunk in zip(cuts, chunks, strict=False) for _ in chunk]
+    return [token for chunk in chunks for token in chunk], mask
 
 
 # --------------------------------------------------------------------------------------------------- rendered prefixes
@@ -122,7 +126,7 @@ def _masked_by_offsets(
 
 @dataclass
 class _Turn:
-    """One assistant turn: the texts before it and up to its end, and their tokens."""
+    """One assistant turn: the text before it, the text up to its end, and their tokens."""
 
     index: int
     content: Any
@@ -145,8 +149,8 @@ def _by_prefixes(
     rendered = []
     for full, ids, its_turns, name in zip(fulls, full_ids, turns, names, strict=True):
         prefixes = [(t.before, t.before_ids) for t in its_turns] + [(t.after, t.after_ids) for t in its_turns]
-        if any(full.startswith(text) and ids[: len(own)] != own for text, own in prefixes):
-            ids = _cut_apart(tokenizer, full, its_turns)
+        if any(full.startswith(text) and ids[: len(prefix_ids)] != prefix_ids for text, prefix_ids in prefixes):
+            ids = _tokenize_separately(tokenizer, full, its_turns)
         mask = [0] * len(ids)
         for turn in its_turns:
             start, end = _span(tokenizer, full, ids, turn, special, name)
@@ -162,7 +166,7 @@ def _assistant_turns(
     full_ids: list[list[int]],
     kwargs: dict[str, Any] | None,
 ) -> list[list[_Turn]]:
-    """The turns of each conversation; all prefixes are rendered and tokenized in one call each."""
+    """Return the turns of each conversation; one call renders and one call tokenizes all prefixes."""
     where = [(n, i) for n, chat in enumerate(conversations) for i, m in enumerate(chat) if m["role"] == "assistant"]
     befores = render_texts(tokenizer, [conversations[n][:i] for n, i in where], True, kwargs)
     inner = [(n, i) for n, i in where if i + 1 < len(conversations[n])]  # a last turn ends with the conversation
@@ -178,7 +182,7 @@ def _assistant_turns(
 def _span(
     tokenizer: PreTrainedTokenizerBase, full: str, ids: list[int], turn: _Turn, special: set[int], name: str
 ) -> tuple[int, int]:
-    """First token of the turn, and the one behind its last."""
+    """Return the index of the turn's first token and the index after its last."""
     start = len(turn.before_ids)
     if not full.startswith(turn.before) or ids[:start] != turn.before_ids:
         raise _rewritten(tokenizer, name, turn.index, turn.before_ids, ids)
@@ -186,45 +190,45 @@ def _span(
         end = _trimmed(tokenizer, ids, start, len(turn.after_ids), special)
         text = turn.after[len(turn.before) :]
     else:
-        found = _end_in_full(tokenizer, ids, turn, special)
-        if found is None:
+        end_in_full = _end_in_full(tokenizer, ids, turn, special)
+        if end_in_full is None:
             raise _rewritten(tokenizer, name, turn.index, turn.after_ids, ids)
-        end, text = found, text_of(tokenizer, ids[start:found])
-    if isinstance(turn.content, str) and _squeezed(turn.content) not in _squeezed(text):
+        end, text = end_in_full, text_of(tokenizer, ids[start:end_in_full])
+    if isinstance(turn.content, str) and _without_white_space(turn.content) not in _without_white_space(text):
         raise DataError(
             f"the chat template changes the content of message {turn.index}: {turn.content[:80]!r} becomes {text[:80]!r}",
             where=name,
-            why="the model would be trained on something other than the dataset holds",
+            why="the model would be trained on text that differs from the dataset",
             fix="split the conversation so that each row ends with one assistant turn, "
             "or set model.custom_chat_template to a template that keeps the content",
         )
     return start, end
 
 
-def _cut_apart(tokenizer: PreTrainedTokenizerBase, full: str, turns: list[_Turn]) -> list[int]:
-    """Tokens of a conversation in which text before and within a turn would share a token: each piece on its own.
+def _tokenize_separately(tokenizer: PreTrainedTokenizerBase, full: str, turns: list[_Turn]) -> list[int]:
+    """Tokenize a conversation in chunks that end at the borders of its turns.
 
-    The tokens before every turn are then those that the model is given when it writes the turn (rule 3). The prefixes of the
-    turns get their tokens in the same way.
+    No token then spans a border, and the tokens before every turn are those of generation (rule 3). The turns' prefixes get
+    their tokens from the same chunks.
     """
     prefixes = [text for turn in turns for text in (turn.before, turn.after) if full.startswith(text)]
     cuts = sorted({0, len(full), *map(len, prefixes)})
-    pieces = encode_texts(tokenizer, [full[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
-    upto = {cut: [token for piece in pieces[:count] for token in piece] for count, cut in enumerate(cuts)}
+    chunks = encode_texts(tokenizer, [full[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+    ids_up_to = {cut: [token for chunk in chunks[:count] for token in chunk] for count, cut in enumerate(cuts)}
     for turn in turns:
         if full.startswith(turn.before):
-            turn.before_ids = upto[len(turn.before)]
+            turn.before_ids = ids_up_to[len(turn.before)]
         if full.startswith(turn.after):
-            turn.after_ids = upto[len(turn.after)]
-    return upto[len(full)]
+            turn.after_ids = ids_up_to[len(turn.after)]
+    return ids_up_to[len(full)]
 
 
-def _squeezed(text: str) -> str:
+def _without_white_space(text: str) -> str:
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
 def _trimmed(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int, special: set[int]) -> int:
-    """End of the turn ``ids[start:end]`` without the white space behind its last special token."""
+    """Return the end of the turn ``ids[start:end]``, without the white space that follows its last special token."""
     for last in range(end - 1, start - 1, -1):
         if ids[last] in special:
             return last + 1 if not text_of(tokenizer, ids[last + 1 : end]).strip() else end
@@ -232,16 +236,16 @@ def _trimmed(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end
 
 
 def _end_in_full(tokenizer: PreTrainedTokenizerBase, ids: list[int], turn: _Turn, special: set[int]) -> int | None:
-    """End of a turn that reads differently in the full conversation: its end-of-turn token, counted from its start."""
+    """Return the end of a turn that the full conversation renders differently: its end-of-turn token, counted from its start."""
     start = len(turn.before_ids)
     if turn.after_ids[:start] != turn.before_ids:
         return None
-    alone = turn.after_ids[start : _trimmed(tokenizer, turn.after_ids, start, len(turn.after_ids), special)]
-    if not alone or alone[-1] not in special:
+    turn_ids = turn.after_ids[start : _trimmed(tokenizer, turn.after_ids, start, len(turn.after_ids), special)]
+    if not turn_ids or turn_ids[-1] not in special:
         return None
-    remaining = alone.count(alone[-1])
+    remaining = turn_ids.count(turn_ids[-1])
     for position in range(start, len(ids)):
-        remaining -= ids[position] == alone[-1]
+        remaining -= ids[position] == turn_ids[-1]
         if remaining == 0:
             return position + 1
     return None
@@ -250,13 +254,18 @@ def _end_in_full(tokenizer: PreTrainedTokenizerBase, ids: list[int], turn: _Turn
 def _rewritten(
     tokenizer: PreTrainedTokenizerBase, name: str, index: int, prefix: list[int], full: list[int]
 ) -> DataError:
-    at = next((i for i, (a, b) in enumerate(zip(prefix, full, strict=False)) if a != b), min(len(prefix), len(full)))
-    alone, together = text_of(tokenizer, prefix[at : at + 8]), text_of(tokenizer, full[at : at + 8])
+    position = next(
+        (i for i, (a, b) in enumerate(zip(prefix, full, strict=False)) if a != b), min(len(prefix), len(full))
+    )
+    prefix_text, full_text = (
+        text_of(tokenizer, prefix[position : position + 8]),
+        text_of(tokenizer, full[position : position + 8]),
+    )
     return DataError(
-        f"the chat template renders what leads up to message {index} differently when more messages follow: "
-        f"from token {at} on it is {alone!r} alone and {together!r} within the conversation",
+        f"the chat template renders the text up to message {index} differently once more messages follow: "
+        f"from token {position} it is {prefix_text!r} without them and {full_text!r} with them",
         where=name,
-        why="the model would be trained on text that it does not see, or does not write, when it generates",
+        why="the model would be trained on text that it does not read or write during generation",
         fix="split the conversation so that each row ends with one assistant turn, "
         "or set model.custom_chat_template to a template that only appends",
     )

@@ -1,8 +1,8 @@
-"""Balance: which rows of a batch go to which rank, or into which micro-batch, so that all have the same work.
+"""Balance the work of a batch: assign rows to ranks or micro-batches.
 
-Work is counted in tokens: those that go through the matrices, and the pairs that meet in attention, which grow with the
-square of the length. The rows of a prompt group share their prompt when they stay together, and then it is work only once;
-so a group is cut only where that makes the slowest part faster. Where a row goes never changes a result.
+Work is counted in tokens of the matmuls plus token pairs of attention, which grow with the square of the length. Rows of a
+prompt group that stay together compute their prompt once. A group is therefore split only where that makes the slowest
+part faster. The assignment of rows never changes a result.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from hone.data.partition import karmarkar_karp
 from hone.data.ragged import offsets_of
 
 GOOD_ENOUGH = 1.02
-"""Groups are not cut further once the slowest part has at most this many times the work that perfect balance would give it."""
+"""Groups are not split further once the slowest part has at most this many times its share of perfectly balanced work."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """How much work a sequence is.
+    """Cost of a sequence.
 
     Attributes:
-        pairs_per_token: so many pairs of tokens in attention cost as much as one token in the matrices. The default is that of
-            a dense decoder of width 4096: 12 width^2 parameters a layer against 2 width multiplications a pair.
+        pairs_per_token: token pairs in attention that cost as much as one token in the matmuls. The default fits a
+            dense decoder of width 4096: 12 width^2 parameters per layer against 2 width multiplications per pair.
     """
 
     pairs_per_token: float = 24576.0
 
     @classmethod
-    def of_model(cls, config: Mapping[str, Any]) -> CostModel:
-        """The model of a decoder from its ``config.json``; what the file does not say is taken from the default.
+    def from_config(cls, config: Mapping[str, Any]) -> CostModel:
+        """Return the cost model of a decoder's ``config.json``; missing values keep the default.
 
-        Multiplications a token and layer are the parameters that it meets (of a mixture of experts the chosen ones) and the
-        layer's share of the output matrix; a pair costs one multiplication for the score and one for the value in every
-        dimension of every head.
+        Multiplications per token and layer are its active parameters (for a mixture of experts, those of the chosen experts)
+        plus the layer's share of the output matrix. A pair costs one multiplication for the score and one for the value in
+        every dimension of every head.
         """
         config = {**config, **config.get("text_config", {})}
         hidden, heads, layers = (config.get(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
@@ -58,27 +58,27 @@ class CostModel:
         return cls((attention + 3 * hidden * width * max(experts, 1) + output) / (2 * heads * head_dim))
 
     @classmethod
-    def of_directory(cls, path: str | Path | None) -> CostModel:
-        """The model of the decoder in a Hugging Face directory; the default when it has no readable ``config.json``."""
+    def from_directory(cls, path: str | Path | None) -> CostModel:
+        """Return the cost model of a Hugging Face directory; the default if it has no readable ``config.json``."""
         try:
-            return cls.of_model(json.loads((Path(path or "") / "config.json").read_text(encoding="utf-8")))
+            return cls.from_config(json.loads((Path(path or "") / "config.json").read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return cls()
 
     def cost(self, tokens: NDArray[np.int64], pairs: NDArray[Any]) -> NDArray[np.float64]:
-        """Work in tokens."""
+        """Return the work in tokens."""
         return tokens + pairs / self.pairs_per_token
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What balance needs to know of the ``B`` rows of a batch: numbers only, no tokens.
+    """Lengths of the ``B`` rows of a batch, the only input of balancing.
 
     Attributes:
         prompts: ``[B]`` tokens of each row's prompt.
         responses: ``[B]`` tokens of each response.
-        group_of: ``[B]``, rows with equal numbers have the same prompt.
-        unit_of: ``[B]``, rows with equal numbers are never parted (the two sides of a preference); None parts any two.
+        group_of: ``[B]``, equal numbers for rows with the same prompt.
+        unit_of: ``[B]``, equal numbers for rows that must stay together (the two sides of a preference); None: any may split.
     """
 
     prompts: Tensor
@@ -87,8 +87,10 @@ class Lengths:
     unit_of: Tensor | None = None
 
     @classmethod
-    def of(cls, prompts: Tensor, responses: Tensor, uids: Sequence[Hashable], units: Tensor | None = None) -> Lengths:
-        """From the uid of each row's prompt group."""
+    def from_uids(
+        cls, prompts: Tensor, responses: Tensor, uids: Sequence[Hashable], units: Tensor | None = None
+    ) -> Lengths:
+        """Build the lengths from the uid of each row's prompt group."""
         numbers: dict[Hashable, int] = {}
         return cls(prompts, responses, torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids]), units)
 
@@ -98,12 +100,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Load:
-    """What each of some parts has to do, a prompt counted once in every part that has rows of it.
+    """Work of each part; a prompt counts once in every part that has rows of it.
 
     Attributes:
-        tokens: ``[parts]`` that go through the model.
+        tokens: ``[parts]`` tokens that go through the model.
         cost: ``[parts]`` work in tokens, attention included.
-        rows: ``[parts]``.
+        rows: ``[parts]`` number of rows.
     """
 
     tokens: NDArray[np.int64]
@@ -112,13 +114,13 @@ class Load:
 
     @property
     def imbalance(self) -> float:
-        """Work of the slowest part over the mean; 1 is perfect."""
+        """Return the work of the slowest part divided by the mean; 1 is perfect."""
         mean = float(self.cost.mean())
         return float(self.cost.max()) / mean if mean else 1.0
 
 
 def load_of(lengths: Lengths, part_of: NDArray[np.int64], parts: int, model: CostModel) -> Load:
-    """The load of each part when row i goes to part ``part_of[i]``."""
+    """Return the load of each part when row i goes to part ``part_of[i]``."""
     prompts, responses = lengths.prompts.numpy(), lengths.responses.numpy()
     groups = _numbered(lengths.group_of)
     _, first = np.unique(part_of * (int(groups.max(initial=0)) + 1) + groups, return_index=True)
@@ -139,35 +141,35 @@ def balance(
     max_tokens: int | None = None,
     max_rows: int | None = None,
 ) -> list[list[int]] | None:
-    """Divide rows over ranks (or micro-batches) so that the slowest has the least to do.
+    """Divide rows over ranks (or micro-batches) so that the slowest one has the least work.
 
-    Whole groups are tried first, then halves, quarters, ... down to single rows, until the balance is good; of all that were
-    tried the one with the least work in its slowest part is taken. With at least as many rows as parts no part is empty.
+    Whole groups are tried first, then halves, quarters, ... down to single rows, until the balance is good. The division with
+    the least work in its slowest part is returned. With at least as many rows as parts, no part is empty.
 
     Args:
-        lengths: of the rows.
-        parts: how many ranks or micro-batches.
-        model: of the work; None takes that of a dense decoder of width 4096.
-        equal_count: every part gets the same number of rows, up to one.
-        max_tokens: a part of several rows has at most this many tokens, shared prompts counted once.
-        max_rows: a part has at most this many rows.
+        lengths: lengths of the rows.
+        parts: number of ranks or micro-batches.
+        model: cost of the work; None: a dense decoder of width 4096.
+        equal_count: give every part the same number of rows, up to one.
+        max_tokens: largest number of tokens of a part with several rows, shared prompts counted once.
+        max_rows: largest number of rows of a part.
 
     Returns:
-        Row indices of each part, rows of one prompt side by side; None when no division keeps within the limits.
+        Row indices of each part, rows of one prompt next to each other; None when no division meets the limits.
     """
     model = model or CostModel()
     best, best_cost = None, np.inf
     enough = GOOD_ENOUGH * _least_cost(lengths, parts, model)
-    for piece_of in _pieces(lengths):
-        count = int(piece_of.max(initial=-1)) + 1
+    for chunk_of in _chunkings(lengths):
+        count = int(chunk_of.max(initial=-1)) + 1
         if count < parts and count < len(lengths):
             continue
-        pieces = load_of(lengths, piece_of, count, model)
-        chosen = karmarkar_karp(pieces.cost, parts, equal_count=equal_count)
-        part_of_piece = np.empty(count, np.int64)
+        chunks = load_of(lengths, chunk_of, count, model)
+        chosen = karmarkar_karp(chunks.cost, parts, equal_count=equal_count)
+        part_of_chunk = np.empty(count, np.int64)
         for part, members in enumerate(chosen):
-            part_of_piece[members] = part
-        part_of = part_of_piece[piece_of]
+            part_of_chunk[members] = part
+        part_of = part_of_chunk[chunk_of]
         load = load_of(lengths, part_of, parts, model)
         if equal_count and lengths.unit_of is None and load.rows.max() - load.rows.min() > 1:
             continue
@@ -183,13 +185,13 @@ def balance(
 
 
 def in_order(rows: int, parts: int) -> list[list[int]]:
-    """Neighbouring rows together, equally many in each part up to one: what balance is compared with."""
+    """Return neighbouring rows per part, equal counts up to one: the baseline that balance is compared with."""
     bounds = [part * rows // parts for part in range(parts + 1)]
     return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 def part_of_rows(parts: Sequence[Sequence[int] | NDArray[np.int64]]) -> NDArray[np.int64]:
-    """``[B]``, of each row the part that it stands in."""
+    """Return ``[B]``, the part of each row."""
     part_of = np.empty(sum(map(len, parts)), np.int64)
     for part, rows in enumerate(parts):
         part_of[np.asarray(rows, np.int64)] = part
@@ -199,7 +201,7 @@ def part_of_rows(parts: Sequence[Sequence[int] | NDArray[np.int64]]) -> NDArray[
 def balance_metrics(
     lengths: Lengths, parts: Sequence[Sequence[int] | NDArray[np.int64]], model: CostModel | None = None
 ) -> dict[str, float]:
-    """How far ranks are apart, in tokens and in work, with rows in order (before) and with ``parts`` (after)."""
+    """Return the spread of tokens and work over the ranks, for rows in order (before) and for ``parts`` (after)."""
     model = model or CostModel()
     ranks = len(parts)
     before = load_of(lengths, part_of_rows(in_order(len(lengths), ranks)), ranks, model)
@@ -216,33 +218,33 @@ def balance_metrics(
     }
 
 
-def _pieces(lengths: Lengths) -> Iterator[NDArray[np.int64]]:
-    """``[B]`` numbers of the pieces that stay together: whole groups, then groups cut in 2, 4, ..., then every unit alone."""
+def _chunkings(lengths: Lengths) -> Iterator[NDArray[np.int64]]:
+    """Yield ``[B]`` chunk numbers: whole groups, then groups split in 2, 4, ..., then single units."""
     units = np.arange(len(lengths)) if lengths.unit_of is None else _numbered(lengths.unit_of)
     _, first = np.unique(units, return_index=True)
-    group_of = _numbered(lengths.group_of)[first]  # of each unit
+    group_of = _numbered(lengths.group_of)[first]  # group of each unit
     order = np.argsort(group_of, kind="stable")
     counts = np.bincount(group_of)
     starts = offsets_of(torch.from_numpy(counts)).numpy()[:-1]
-    place = np.empty(len(order), np.int64)  # of each unit in its group
+    place = np.empty(len(order), np.int64)  # position of each unit in its group
     place[order] = np.arange(len(order)) - np.repeat(starts, counts)
     cuts, most = 1, int(counts.max(initial=1))
     while True:
-        piece = place * min(cuts, most) // np.maximum(counts[group_of], 1) if cuts < most else place
-        yield _numbered(torch.from_numpy(group_of * most + piece))[units]
+        chunk = place * min(cuts, most) // np.maximum(counts[group_of], 1) if cuts < most else place
+        yield _numbered(torch.from_numpy(group_of * most + chunk))[units]
         if cuts >= most:
             return
         cuts *= 2
 
 
 def _least_cost(lengths: Lengths, parts: int, model: CostModel) -> float:
-    """What the slowest part has at least to do: its share of all work with every prompt counted once."""
+    """Return a lower bound for the work of the slowest part: an equal share of all work, every prompt counted once."""
     everything = load_of(lengths, np.zeros(len(lengths), np.int64), 1, model)
     return float(everything.cost[0]) / parts
 
 
 def _rows_of(lengths: Lengths, part_of: NDArray[np.int64], parts: int) -> list[list[int]]:
-    """Row indices of each part, by group and row."""
+    """Return the row indices of each part, sorted by group and row."""
     order = np.lexsort((_numbered(lengths.group_of), part_of))
     bounds = offsets_of(torch.from_numpy(np.bincount(part_of, minlength=parts))).tolist()
     rows = order.tolist()
@@ -250,7 +252,7 @@ def _rows_of(lengths: Lengths, part_of: NDArray[np.int64], parts: int) -> list[l
 
 
 def _numbered(values: Tensor) -> NDArray[np.int64]:
-    """The same classes, numbered from 0 on in the order of first appearance."""
+    """Renumber the classes from 0 in the order of first appearance."""
     _, first, inverse = np.unique(values.numpy(), return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))

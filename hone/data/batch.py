@@ -18,9 +18,9 @@ Column = Tensor | Ragged | list
 class Batch:
     """Named columns of equal length ``B``, and metadata of the whole batch.
 
-    A column is a dense tensor ``[B, ...]``, a :class:`Ragged` (token columns: no padding is stored or sent), or a list of
-    ``B`` Python objects. Operations return new batches and share storage where they can; columns are never changed in place. All but
-    :meth:`union` and :meth:`concat` keep the metadata as it is.
+    A column is a dense tensor ``[B, ...]``, a :class:`Ragged` (token columns without padding), or a list of ``B`` Python objects.
+    Operations return new batches and share storage where possible; columns are never changed in place. All but :meth:`union`
+    and :meth:`concat` keep the metadata unchanged.
 
     >>> batch = Batch({"response_ids": Ragged.from_rows([[5, 6], [7]]), "uid": ["a", "b"]}, step=3)
     >>> len(batch), batch.meta
@@ -30,7 +30,7 @@ class Batch:
 
     Args:
         columns: name to column.
-        meta: anything that belongs to the batch as a whole.
+        meta: values that belong to the batch as a whole.
 
     Raises:
         ValueError: columns differ in length.
@@ -56,34 +56,34 @@ class Batch:
         return name in self._columns
 
     def names(self) -> list[str]:
-        """Names of all columns."""
+        """Return the names of all columns."""
         return list(self._columns)
 
     def __len__(self) -> int:
-        """Number of rows ``B`` (not of columns)."""
+        """Return the number of rows ``B`` (not of columns)."""
         return self._size
 
     @property
     def uids(self) -> list[str]:
-        """Column ``uid``: the prompt group of each row."""
+        """Return column ``uid``: the prompt group of each row."""
         return self.objects("uid")
 
     def ragged(self, name: str) -> Ragged:
-        """Column ``name``, which must be ragged."""
+        """Return column ``name``, which must be ragged."""
         column = self[name]
         if not isinstance(column, Ragged):
             raise TypeError(f"column '{name}' is a {type(column).__name__}, not ragged")
         return column
 
     def tensor(self, name: str) -> Tensor:
-        """Column ``name``, which must be a dense tensor."""
+        """Return column ``name``, which must be a dense tensor."""
         column = self[name]
         if not isinstance(column, Tensor):
             raise TypeError(f"column '{name}' is a {type(column).__name__}, not a tensor")
         return column
 
     def objects(self, name: str) -> list:
-        """Column ``name``, which must be a list of Python objects."""
+        """Return column ``name``, which must be a list of Python objects."""
         column = self[name]
         if not isinstance(column, list):
             raise TypeError(f"column '{name}' is a {type(column).__name__}, not a list")
@@ -92,19 +92,19 @@ class Batch:
     # columns ---------------------------------------------------------------------------------------------------------
 
     def with_columns(self, **columns: Column) -> Batch:
-        """Add or replace columns."""
+        """Return a batch with columns added or replaced."""
         return Batch({**self._columns, **columns}, **self.meta)
 
     def select(self, *names: str) -> Batch:
-        """Only these columns."""
+        """Return a batch with only these columns."""
         return Batch({name: self[name] for name in names}, **self.meta)
 
     def rename(self, names: Mapping[str, str]) -> Batch:
-        """Columns under new names, ``{old: new}``; the others keep theirs.
+        """Rename columns, ``{old: new}``; other columns keep their names.
 
         Raises:
-            KeyError: no column of an old name.
-            ValueError: two columns would have one name.
+            KeyError: no column has an old name.
+            ValueError: two columns would get the same name.
         """
         for old in names:
             self[old]
@@ -115,10 +115,10 @@ class Batch:
         return Batch(dict(zip(renamed, self._columns.values(), strict=True)), **self.meta)
 
     def union(self, other: Batch) -> Batch:
-        """The columns and metadata of both, row by row.
+        """Combine the columns and metadata of both batches, row by row.
 
         Raises:
-            ValueError: the lengths differ, or both hold something under one name and it is not the same.
+            ValueError: the lengths differ, or both have different values under one name.
         """
         if self._columns and other._columns and len(self) != len(other):
             raise ValueError(f"union of a batch of {len(self)} rows with one of {len(other)}")
@@ -128,7 +128,7 @@ class Batch:
         return Batch({**other._columns, **self._columns}, **_merged([self.meta, other.meta]))
 
     def updated(self, other: Batch) -> Batch:
-        """The columns and metadata of both; where both have one, that of ``other``.
+        """Combine the columns and metadata of both batches; ``other`` wins where both have one.
 
         Raises:
             ValueError: the lengths differ.
@@ -136,21 +136,21 @@ class Batch:
         return Batch({**self._columns, **other._columns}, **{**self.meta, **other.meta})
 
     def to(self, device: torch.device | str) -> Batch:
-        """Tensors on another device; offsets of ragged columns and Python objects stay where they are."""
+        """Move tensors to another device; offsets of ragged columns and Python objects stay in place."""
         moved = {name: c if isinstance(c, list) else c.to(device) for name, c in self._columns.items()}
         return Batch(moved, **self.meta)
 
     # rows ------------------------------------------------------------------------------------------------------------
 
     def reorder(self, rows: Sequence[int] | Tensor) -> Batch:
-        """The given rows in the given order; also takes a subset, and repeats."""
+        """Return the given rows in the given order; subsets and repeats are allowed."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         if len(index) and not (int(index.min()) > -1 and int(index.max()) < len(self)):
             raise IndexError(f"rows run from {int(index.min())} to {int(index.max())}, the batch has {len(self)}")
         return Batch({name: _take(column, index) for name, column in self._columns.items()}, **self.meta)
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Rows ``start`` to ``stop`` (exclusive), sharing storage.
+        """Return rows ``start`` to ``stop`` (exclusive), sharing storage.
 
         Raises:
             IndexError: not ``0 <= start <= stop <= B``.
@@ -161,13 +161,13 @@ class Batch:
         return Batch(cut, **self.meta)
 
     def split(self, size: int) -> list[Batch]:
-        """Consecutive batches of ``size`` rows; the last one holds the rest."""
+        """Split into consecutive batches of ``size`` rows; the last one has the remainder."""
         if size < 1:
             raise ValueError(f"split into batches of {size} rows")
         return [self.slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
     def chunk(self, parts: int) -> list[Batch]:
-        """Exactly ``parts`` consecutive batches; sizes differ by at most one, the larger ones first (some may be empty)."""
+        """Split into exactly ``parts`` consecutive batches; sizes differ by at most one, larger ones first (some may be empty)."""
         if parts < 1:
             raise ValueError(f"chunk into {parts} parts")
         share, extra = divmod(len(self), parts)
@@ -175,24 +175,24 @@ class Batch:
         return [self.slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
 
     def repeat(self, times: int, *, interleave: bool = True) -> Batch:
-        """Every row ``times`` times: ``a a b b`` when interleaved, else ``a b a b``."""
+        """Repeat every row ``times`` times: ``a a b b`` when interleaved, else ``a b a b``."""
         if times < 0:
             raise ValueError(f"repeat {times} times")
         rows = torch.arange(len(self))
         return self.reorder(rows.repeat_interleave(times) if interleave else rows.repeat(times))
 
     def group_by(self, name: str = "uid") -> dict[Any, list[int]]:
-        """Rows of each value of the object column ``name``: value to row numbers, both in order of appearance."""
+        """Group rows by the object column ``name``: value to row numbers, both in order of appearance."""
         groups: dict[Any, list[int]] = {}
         for row, value in enumerate(self.objects(name)):
             groups.setdefault(value, []).append(row)
         return groups
 
     def pad_to_divisor(self, divisor: int) -> tuple[Batch, int]:
-        """Append copies of the first rows, in turn, until ``divisor`` divides the number of rows.
+        """Append copies of the first rows, in turn, until the number of rows is a multiple of ``divisor``.
 
         Returns:
-            The longer batch, and how many rows were added, for :meth:`unpad`.
+            The longer batch and the number of added rows, for :meth:`unpad`.
         """
         if divisor < 1:
             raise ValueError(f"pad to a multiple of {divisor}")
@@ -201,16 +201,16 @@ class Batch:
         return (self.reorder(rows) if added else self), added
 
     def unpad(self, added: int) -> Batch:
-        """Without the last ``added`` rows."""
+        """Return the batch without its last ``added`` rows."""
         return self.slice(0, len(self) - added)
 
     @staticmethod
     def concat(parts: Sequence[Batch]) -> Batch:
-        """The rows of all parts, in order.
+        """Concatenate the rows of all parts, in order.
 
         Raises:
-            ValueError: no part; the parts differ in their columns, or in what kind or shape a column has; or their
-                metadata disagree about a key.
+            ValueError: there is no part; the parts differ in the names, kinds or shapes of their columns; or their metadata
+                have different values for a key.
         """
         if not parts:
             raise ValueError("concat of no batch")
@@ -218,7 +218,7 @@ class Batch:
         for part in parts:
             if set(part.names()) != set(names):
                 raise ValueError(f"batches differ in their columns: {sorted(names)} and {sorted(part.names())}")
-        columns = {name: _joined(name, [part[name] for part in parts]) for name in names}
+        columns = {name: _concat_column(name, [part[name] for part in parts]) for name in names}
         return Batch(columns, **_merged([part.meta for part in parts]))
 
     # files -----------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class Batch:
         """Read what :meth:`save` wrote.
 
         Raises:
-            CheckpointError: nothing is there, or it is damaged.
+            CheckpointError: the directory has no batch, or it is damaged.
         """
         columns, meta = batch_files.load(Path(directory))
         return Batch(columns, **meta)
@@ -247,7 +247,7 @@ class Batch:
 
 
 def same_column(one: Column, other: Column) -> bool:
-    """Whether two columns are of one kind and hold the same values, bit for bit (NaN equals NaN)."""
+    """Return whether two columns have the same kind and the same values, bit for bit (NaN equals NaN)."""
     if isinstance(one, Ragged) and isinstance(other, Ragged):
         return torch.equal(one.offsets, other.offsets) and same_column(one.values, other.values)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -256,7 +256,7 @@ def same_column(one: Column, other: Column) -> bool:
     return isinstance(one, list) and isinstance(other, list) and one == other
 
 
-def _joined(name: str, parts: list[Column]) -> Column:
+def _concat_column(name: str, parts: list[Column]) -> Column:
     first = parts[0]
     for part in parts:
         if type(part) is not type(first) or _row_shape(part) != _row_shape(first):

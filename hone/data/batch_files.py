@@ -24,7 +24,7 @@ def save(columns: Mapping[str, Tensor | Ragged | list], meta: dict[str, Any], di
     for name, column in columns.items():
         if isinstance(column, Ragged):
             layout[name] = {"kind": "ragged"}
-            # clones: safetensors refuses tensors that share storage, as columns of one batch do
+            # clones: safetensors refuses tensors that share storage, and columns of one batch do share it
             tensors[f"ragged:{name}:values"] = column.values.detach().contiguous().clone()
             tensors[f"ragged:{name}:offsets"] = column.offsets.clone()
         elif isinstance(column, Tensor):
@@ -67,7 +67,7 @@ def _column(name: str, entry: dict[str, Any], tensors: dict[str, Tensor]) -> Ten
 
 
 def _check(value: Any, what: str) -> None:
-    """Raise TypeError unless ``value`` comes back from JSON as it is."""
+    """Raise TypeError unless ``value`` survives a round trip through JSON."""
     try:
         kept = json.loads(json.dumps(value)) == value
     except (TypeError, ValueError) as error:

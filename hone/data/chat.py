@@ -1,4 +1,4 @@
-"""Rendering chat messages to token ids with a tokenizer's chat template."""
+"""Render chat messages to token ids with a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeErro
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of ``messages`` with the generation prompt: what the model is given to answer.
+    """Return the token ids of ``messages`` with the generation prompt, as the model's input.
 
     Raises:
         DataError: the tokenizer has no chat template, or the template refuses the messages.
@@ -32,7 +32,7 @@ def render_prompts(
     conversations: Sequence[Messages],
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[list[int]]:
-    """:func:`render_prompt` of many conversations at once, tokenized together."""
+    """Render many prompts at once, tokenized together; see :func:`render_prompt`."""
     return encode_texts(tokenizer, render_texts(tokenizer, conversations, True, chat_template_kwargs))
 
 
@@ -42,9 +42,9 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
         template = template.get("default")
     if not template:
         raise DataError(
-            "the tokenizer has no chat template, and the dataset holds messages",
+            "the tokenizer has no chat template, but the dataset has messages",
             where=str(tokenizer.name_or_path),
-            why="messages cannot be turned into one text",
+            why="messages cannot be rendered to one text",
             fix="set model.custom_chat_template=PATH, use the model's instruction-tuned version, or store prompts as strings",
         )
     return template
@@ -59,20 +59,20 @@ def render_texts(
     if not conversations:
         return []
     settings = {"chat_template": template_of(tokenizer), "add_generation_prompt": generation_prompt, **(kwargs or {})}
-    asked = [_with_parsed_arguments(messages) for messages in conversations]
+    parsed = [_with_parsed_arguments(messages) for messages in conversations]
     try:
         try:
-            return list(tokenizer.apply_chat_template(asked, tokenize=False, **settings))  # type: ignore[arg-type]
+            return list(tokenizer.apply_chat_template(parsed, tokenize=False, **settings))  # type: ignore[arg-type]
         except REFUSALS:
-            if asked == list(conversations):
-                raise  # else the template may want the arguments of calls as text
+            if parsed == list(conversations):
+                raise  # otherwise retry: the template may expect the arguments of calls as text
         return list(tokenizer.apply_chat_template(list(conversations), tokenize=False, **settings))  # type: ignore[arg-type]
     except REFUSALS as error:
         raise refused(error, "") from error
 
 
 def _with_parsed_arguments(messages: Messages) -> Messages:
-    """The conversation with the arguments of its tool calls as mappings, which most templates take; in files they are text."""
+    """Parse the JSON arguments of tool calls to mappings, which most templates expect; files store them as text."""
     if not any(message.get("tool_calls") for message in messages):
         return messages
     return [
@@ -84,17 +84,21 @@ def _parsed(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     try:
-        found = json.loads(arguments) if isinstance(arguments, str) else None
+        parsed_arguments = json.loads(arguments) if isinstance(arguments, str) else None
     except json.JSONDecodeError:
         return call
-    return {**call, "function": {**function, "arguments": found}} if isinstance(found, dict) and function else call
+    return (
+        {**call, "function": {**function, "arguments": parsed_arguments}}
+        if isinstance(parsed_arguments, dict) and function
+        else call
+    )
 
 
 def refused(error: Exception, name: str) -> DataError:
     return DataError(
         f"the chat template refuses the messages: {error}",
         where=name,
-        why="they cannot be turned into one text",
+        why="they cannot be rendered to one text",
         fix="check the roles and their order (user and assistant in turn), or set model.custom_chat_template",
     )
 
@@ -107,12 +111,12 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 
 
 def token_counts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
-    """How many tokens :func:`encode_texts` makes of each text, without the tokens."""
+    """Return the number of tokens that :func:`encode_texts` produces for each text, without the tokens."""
     if not texts or not isinstance(tokenizer, PreTrainedTokenizerFast):
         return [len(ids) for ids in encode_texts(tokenizer, texts)]
-    encode_texts(tokenizer, texts[:1])  # lifts what tokenizer.json may say of truncation and padding
-    found = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [len(encoding) for encoding in found]
+    encode_texts(tokenizer, texts[:1])  # resets truncation and padding settings of tokenizer.json
+    encodings = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [len(encoding) for encoding in encodings]
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -120,6 +124,6 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of all special tokens, those of the chat template included."""
+    """Return the ids of all special tokens, including those of the chat template."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | set(tokenizer.all_special_ids)

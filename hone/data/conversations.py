@@ -1,4 +1,4 @@
-"""Datasets of conversations for supervised fine-tuning: token ids and a mask of what the assistant wrote."""
+"""Datasets of conversations for supervised fine-tuning: token ids and a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Conversation:
-    """One conversation, ready to be imitated.
+    """One conversation, ready for training.
 
     Attributes:
         input_ids: all tokens.
-        loss_mask: 1 on the tokens of assistant turns and the end-of-turn token behind each, as long as ``input_ids``.
+        loss_mask: 1 on assistant turns and the end-of-turn token that follows each; same length as ``input_ids``.
     """
 
     input_ids: list[int]
@@ -41,11 +41,11 @@ class ConversationDataset:
         tokenizer: with a chat template.
         messages_key: column of chat messages; every row needs at least one assistant message.
         max_length: longest conversation in tokens.
-        truncation: what to do with a longer one: ``error``, ``drop``, or ``truncate`` (keep its beginning; a row
-            of which no assistant token is left counts as dropped).
+        truncation: treatment of a longer one: ``error``, ``drop``, or ``truncate`` (keep its beginning; a row without any
+            remaining assistant token counts as dropped).
         max_samples: use the first rows only; -1 uses all.
-        chat_template_kwargs: extra arguments of the chat template.
-        tools_key: column of the function schemas that a conversation shows, a list or its JSON text; it may be missing.
+        chat_template_kwargs: additional arguments of the chat template.
+        tools_key: column of the conversation's function schemas, a list or its JSON text; it may be missing.
 
     Attributes:
         dropped: rows left out.
@@ -71,10 +71,10 @@ class ConversationDataset:
         check_policy(truncation)
         rows = read_rows(files, required=(messages_key,), optional=(tools_key,), max_rows=max_samples)
         if not rows:
-            raise DataError(f"no row is left of max_samples={max_samples}", fix="set it to -1 for all rows")
+            raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         chats = [check_messages(plain(row.values[messages_key]), where=row.where, column=messages_key) for row in rows]
         tools = [schemas_of(row.values.get(tools_key), row.where) for row in rows]
-        rendered = _rendered(tokenizer, chats, tools, chat_template_kwargs or {}, [row.where for row in rows])
+        rendered = _render_by_tools(tokenizer, chats, tools, chat_template_kwargs or {}, [row.where for row in rows])
         long = overlong_rows(
             [len(ids) for ids, _ in rendered], max_length, truncation, what="conversations", key="data.max_length"
         )
@@ -87,7 +87,7 @@ class ConversationDataset:
         self.truncated = len(long) - self.dropped
         if long:
             log.warning(
-                "%d of %d conversations are longer than %d tokens: %d left out, %d cut at their end",
+                "%d of %d conversations are longer than %d tokens: %d dropped, %d truncated",
                 len(long),
                 len(rendered),
                 max_length,
@@ -107,21 +107,21 @@ class ConversationDataset:
         return self._conversations[index]
 
 
-def _rendered(
+def _render_by_tools(
     tokenizer: PreTrainedTokenizerBase,
     chats: list[list[dict[str, Any]]],
     tools: list[list[dict[str, Any]] | None],
     kwargs: dict[str, Any],
     where: list[str],
 ) -> list[tuple[list[int], list[int]]]:
-    """Tokens and mask of every conversation; those with the same tools are rendered in one call."""
+    """Return tokens and mask of every conversation; one call renders those with the same tools."""
     by_tools: dict[str, list[int]] = {}
     for row, schemas in enumerate(tools):
         by_tools.setdefault(json.dumps(schemas), []).append(row)
-    found: dict[int, tuple[list[int], list[int]]] = {}
+    rendered: dict[int, tuple[list[int], list[int]]] = {}
     for rows in by_tools.values():
         shown = tools[rows[0]]
         settings = {**kwargs, "tools": shown} if shown else kwargs
         parts = render_conversations(tokenizer, [chats[row] for row in rows], settings, [where[row] for row in rows])
-        found.update(zip(rows, parts, strict=True))
-    return [found[row] for row in range(len(chats))]
+        rendered.update(zip(rows, parts, strict=True))
+    return [rendered[row] for row in range(len(chats))]

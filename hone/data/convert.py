@@ -1,6 +1,6 @@
-"""From the forms in which datasets are published to Hone's columns.
+"""Convert published dataset formats to Hone's columns.
 
-    from       recognised by                                      row
+    from       recognized by                                      row
     sharegpt   a list of {"from": ..., "value": ...}              conversation
     openai     a list of {"role": ..., "content": ...}            conversation
     alpaca     instruction, input (may be empty), output          one question and its answer
@@ -10,10 +10,10 @@
     string      the question as plain text
     chat        the messages up to the first question
     multi-turn  the messages up to the last question
-    multimodal  as multi-turn, every content a list of parts; <image>, <video> and <audio> become parts of their own
+    multimodal  as multi-turn, every content a list of parts; <image>, <video> and <audio> become separate parts
     messages    no prompt, only the whole conversation (for `hone sft`)
 
-Every row also gets the whole conversation as ``messages``, and the last answer (or what is found in it) as ground truth.
+Every row also gets the whole conversation as ``messages``, and the last answer (or a value extracted from it) as ground truth.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ _MEDIA_COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "a
 
 @dataclass(frozen=True)
 class Conversion:
-    """How to convert; the attributes are options of `hone data convert`.
+    """Options of `hone data convert`.
 
     Attributes:
         source: a name of :data:`SOURCES`.
         target: a name of :data:`TARGETS`.
-        data_source: written to every row; chooses the scorer.
+        data_source: written to every row; selects the scorer.
         question: column of the question (csv); ``extra_info.question`` is a field of a column of objects.
-        answer: column of the answer (csv), likewise.
-        system: a system message to put first, or None.
+        answer: column of the answer (csv); fields as in ``question``.
+        system: a system message to prepend, or None.
         ground_truth: a name of :data:`GROUND_TRUTHS`.
     """
 
@@ -85,13 +85,13 @@ def _after_mark(text: str) -> str:
 
 
 def _boxed(text: str) -> str:
-    found = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
-    return found[-1] if found else ""
+    matches = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    return matches[-1] if matches else ""
 
 
 def _number(text: str) -> str:
-    found = re.findall(r"-?\d[\d,]*\.?\d*", text)
-    return found[-1].replace(",", "").rstrip(".") if found else ""
+    matches = re.findall(r"-?\d[\d,]*\.?\d*", text)
+    return matches[-1].replace(",", "").rstrip(".") if matches else ""
 
 
 GROUND_TRUTHS: dict[str, Callable[[str], str]] = {
@@ -100,23 +100,25 @@ GROUND_TRUTHS: dict[str, Callable[[str], str]] = {
     "boxed": _boxed,
     "last-number": _number,
 }
-"""How the ground truth is found in the last answer."""
+"""Extraction of the ground truth from the last answer, by name."""
 
 
 def convert(files: Sequence[Path], out: Path, options: Conversion) -> tuple[int, dict[str, int]]:
     """Convert dataset files and write one, parquet or JSON lines by the ending of ``out``.
 
     Returns:
-        The number of rows written, and of rows left out by reason.
+        The number of rows written, and the number of rows left out for each reason.
 
     Raises:
-        DataError: a file cannot be read, its form is not recognised, or no row is left.
+        DataError: a file cannot be read, its format is not recognized, or no row is left.
         ConfigError: an option is unknown.
     """
-    for name, value, known in (("--from", options.source, SOURCES), ("--to", options.target, TARGETS),
+    for name, value, choices in (("--from", options.source, SOURCES), ("--to", options.target, TARGETS),
                                ("--ground-truth", options.ground_truth, GROUND_TRUTHS)):  # fmt: skip
-        if value not in known:
-            raise ConfigError(f"'{value}' is not known", where=name, fix=did_you_mean(value, known))
+        if value not in choices:
+            raise ConfigError(
+                f"'{value}' is not one of {', '.join(choices)}", where=name, fix=did_you_mean(value, choices)
+            )
     rows, left_out = [], {}
     for file in files:
         for record in _records(file, options):
@@ -149,11 +151,10 @@ def _records(file: Path, options: Conversion) -> Iterator[dict[str, Any]]:
 
 
 def _row(record: dict[str, Any], file: Path, number: int, options: Conversion) -> dict[str, Any] | str:
-    """The converted row, or why there is none."""
-    found = _conversation(record, file, options)
-    if isinstance(found, str):
-        return found
-    messages = found
+    """Return the converted row, or the reason for leaving it out."""
+    messages = _conversation(record, file, options)
+    if isinstance(messages, str):
+        return messages
     if options.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system}, *messages]
     roles = [message["role"] for message in messages]
@@ -191,7 +192,7 @@ def _row(record: dict[str, Any], file: Path, number: int, options: Conversion) -
 
 
 def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Messages | str:
-    """The messages of a record, or why it has none."""
+    """Return the messages of a record, or the reason for leaving it out."""
     source = options.source if options.source != "auto" else _source_of(record, file, options)
     if source in ("sharegpt", "openai"):
         turns = next((record[name] for name in _CONVERSATIONS if isinstance(record.get(name), list)), None)
@@ -211,7 +212,7 @@ def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Me
 
 
 def _column(record: dict[str, Any], name: str) -> Any:
-    """A column, or a field inside one that holds objects: ``extra_info.question``."""
+    """Return a column, or a field of a column of objects: ``extra_info.question``."""
     value: Any = record
     for part in [name] if name in record else name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -247,14 +248,14 @@ def _source_of(record: dict[str, Any], file: Path, options: Conversion) -> str:
     if all(name in record or _column(record, name) is not None for name in (options.question, options.answer)):
         return "csv"
     raise DataError(
-        f"the form is not recognised; the columns are {', '.join(record) or '(none)'}",
+        f"the format is not recognized; the columns are {', '.join(record) or '(none)'}",
         where=str(file),
-        fix="--question NAME --answer NAME for columns of their own, or --from sharegpt, openai or alpaca",
+        fix="--question NAME --answer NAME for columns with other names, or --from sharegpt, openai or alpaca",
     )
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """Content as parts: text, and one part for each mark."""
+    """Split content into parts: text, and one part for each mark."""
     parts = []
     for number, piece in enumerate(_MEDIA.split(content)):
         if number % 2:

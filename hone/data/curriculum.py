@@ -1,7 +1,7 @@
-"""Samplers beside the plain epoch: mixtures of data sources, easy rows first, rows of medium pass rate first.
+"""Samplers other than the plain epoch: mixtures of data sources, easy rows first, rows of medium pass rate first.
 
-All have the interface of :class:`~hone.data.sampler.EpochSampler`. ``epoch`` counts how often as many rows were drawn as the
-dataset has.
+All have the interface of :class:`~hone.data.sampler.EpochSampler`. ``epoch`` is the number of drawn rows divided by the size
+of the dataset.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from hone.data.seeding import derive_seed
 from hone.errors import CheckpointError, DataError, did_you_mean
 
 FLOOR = 0.02
-"""Weight of a row whose answers are all right or all wrong, against 0.25 for one of pass rate a half."""
+"""Added to the weight of every row, so that rows that always pass or fail are drawn too; a pass rate of 0.5 gives 0.25."""
 MEMORY = 0.5
-"""Share of the old estimate in a new one."""
+"""Weight of the previous estimate in a new one."""
 
 
 def make_sampler(config: DataConfig, dataset: PromptDataset, seed: int) -> EpochSampler:
-    """Return the sampler that ``data.sampler`` asks for.
+    """Return the sampler that ``data.sampler`` selects.
 
     Raises:
-        DataError: the dataset does not fill a batch, has no source of a weight, or a row without difficulty.
+        DataError: the dataset does not fill a batch, a weight's source has no rows, or a row has no difficulty.
     """
     size, batch_size, name = len(dataset), config.train_batch_size, config.sampler.name
-    weights, key, of = config.sampler.weights, config.sampler.difficulty_key, config.sampler.pass_rate_of
+    weights, key, kind = config.sampler.weights, config.sampler.difficulty_key, config.sampler.pass_rate_of
     if name == "mixture":
         return MixtureSampler([dataset[row].data_source for row in range(size)], weights, batch_size, seed=seed)
     if name == "difficulty":
@@ -38,28 +38,28 @@ def make_sampler(config: DataConfig, dataset: PromptDataset, seed: int) -> Epoch
         return DifficultySampler(levels, batch_size, seed=seed)
     if name == "pass_rate":
         kinds: list[Any] | None = None
-        if of == "data_source":
+        if kind == "data_source":
             kinds = [dataset[row].data_source for row in range(size)]
-        elif of == "difficulty":
+        elif kind == "difficulty":
             kinds = difficulties([(dataset[row].uid, dataset[row].extra_info) for row in range(size)], key)
         return PassRateSampler(size, batch_size, seed=seed, kinds=kinds)
     return EpochSampler(size, batch_size, shuffle=config.shuffle, seed=seed)
 
 
 class MixtureSampler(EpochSampler):
-    """Data sources in fixed proportions, the rows of each in random order, anew whenever it is used up.
+    """Data sources in fixed proportions; the rows of each source in random order, shuffled again after each pass over it.
 
-    The k-th row drawn is of the source that lags most behind its share, so any run of rows has every source in its proportion
-    to within one row a source.
+    Each row comes from the source that lags its share the most. Any run of rows therefore has every source in its proportion
+    to within one row per source.
 
     Args:
         sources: data source of each row.
         weights: share of each source, in any unit; sources without one are not drawn.
-        batch_size: rows a batch.
+        batch_size: rows per batch.
         seed: run seed.
 
     Raises:
-        DataError: a weight is not positive or of a source that no row has, or the rows do not fill a batch.
+        DataError: a weight is not positive or its source has no rows, or the rows do not fill a batch.
     """
 
     def __init__(self, sources: Sequence[str], weights: Mapping[str, float], batch_size: int, *, seed: int) -> None:
@@ -80,18 +80,18 @@ class MixtureSampler(EpochSampler):
         return [self._next_row() for _ in range(self.batch_size)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, as JSON-able values."""
+        """Return the sampler's position as JSON-able values."""
         inner = {name: sampler.state_dict() for name, sampler in self._inner.items()}
         return super().state_dict() | {"drawn": dict(self._drawn), "shares": self.shares, "sources": inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Resume from ``state``."""
         super().load_state_dict(state)
         if state.get("shares") != self.shares:
             raise CheckpointError(
                 f"the checkpoint's data position is for the mixture {state.get('shares')}, this run has {self.shares}",
-                why="the proportions drawn so far would not add up",
-                fix="resume with the same data.sampler, or start afresh with trainer.resume_mode=disable",
+                why="the proportions drawn before the checkpoint would be wrong in this run",
+                fix="resume with the same data.sampler, or start again with trainer.resume_mode=disable",
             )
         self._drawn = dict(state["drawn"])
         for name, sampler in self._inner.items():
@@ -109,7 +109,7 @@ class DifficultySampler(EpochSampler):
 
     Args:
         levels: difficulty of each row, small is easy.
-        batch_size: rows a batch.
+        batch_size: rows per batch.
         seed: run seed.
     """
 
@@ -122,23 +122,23 @@ class DifficultySampler(EpochSampler):
 
 
 class PassRateSampler(EpochSampler):
-    """Rows drawn without replacement, a batch at a time, by how much can be learned from them.
+    """Rows drawn without replacement within a batch, weighted by how much their rewards vary.
 
-    A row whose answers pass with probability p has weight ``p (1 - p) + 0.02``: the variance of its rewards, and a floor so
-    that every row comes again. ``p`` is a running mean of what was measured; a row not seen yet counts as one half.
+    A row whose answers pass with probability p has weight ``p (1 - p) + 0.02``: the variance of its rewards, plus a floor so
+    that every row is drawn at times. ``p`` is a running mean of the measured rates; an unseen row counts as one half.
 
     Args:
         size: rows of the dataset.
-        batch_size: rows a batch.
+        batch_size: rows per batch.
         seed: run seed.
-        kinds: what each row is an example of: rows of one kind share a pass rate. None: each row has its own.
+        kinds: kind of each row; rows of one kind share a pass rate. None: each row has its own.
     """
 
     def __init__(self, size: int, batch_size: int, *, seed: int, kinds: Sequence[Hashable] | None = None) -> None:
         super().__init__(size, batch_size, shuffle=True, seed=seed)
         numbers: dict[Hashable, int] = {}
         self.kind_of = range(size) if kinds is None else [numbers.setdefault(kind, len(numbers)) for kind in kinds]
-        """Number of each row's kind: the row's own without kinds."""
+        """Kind number of each row; without kinds, the row number."""
         self.rates: dict[int, float] = {}
         """Estimated pass rate of each kind seen."""
         self._batches = 0
@@ -146,11 +146,11 @@ class PassRateSampler(EpochSampler):
     learns = True
 
     def observe(self, rates: Mapping[int, float]) -> None:
-        """Take in the measured pass rate (0 to 1) of rows."""
-        found: dict[int, list[float]] = {}
+        """Update the estimates with the measured pass rate (0 to 1) of rows."""
+        rates_by_kind: dict[int, list[float]] = {}
         for row, rate in rates.items():
-            found.setdefault(self.kind_of[row], []).append(min(1.0, max(0.0, rate)))
-        for kind, seen in found.items():
+            rates_by_kind.setdefault(self.kind_of[row], []).append(min(1.0, max(0.0, rate)))
+        for kind, seen in rates_by_kind.items():
             new = sum(seen) / len(seen)
             self.rates[kind] = MEMORY * self.rates[kind] + (1 - MEMORY) * new if kind in self.rates else new
 
@@ -159,43 +159,43 @@ class PassRateSampler(EpochSampler):
         self._count_batch()
         generator = random.Random(derive_seed(self.seed, "pass_rate", self._batches))
         self._batches += 1
-        # the smallest of exponential variables with these rates: drawing without replacement by weight
+        # the smallest of exponential variables with these rates give a weighted draw without replacement
         keys = [-math.log(1.0 - generator.random()) / self.weight(row) for row in range(self.size)]
         return sorted(range(self.size), key=keys.__getitem__)[: self.batch_size]
 
     def weight(self, row: int) -> float:
-        """How likely a row is drawn, against others."""
+        """Return the relative probability that a row is drawn."""
         rate = self.rates.get(self.kind_of[row], 0.5)
         return rate * (1 - rate) + FLOOR
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, as JSON-able values."""
+        """Return the sampler's position as JSON-able values."""
         rates = {str(kind): rate for kind, rate in sorted(self.rates.items())}
         return super().state_dict() | {"rates": rates, "drawn_batches": self._batches, "kinds": len(set(self.kind_of))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Resume from ``state``."""
         super().load_state_dict(state)
         if state["kinds"] != len(set(self.kind_of)):
             raise CheckpointError(
-                f"the checkpoint has pass rates of {state['kinds']} kinds of rows, this run of {len(set(self.kind_of))}",
-                why="what was measured of one kind would count for another",
-                fix="resume with the same data.sampler, or start afresh with trainer.resume_mode=disable",
+                f"the checkpoint has pass rates of {state['kinds']} kinds of rows; this run has {len(set(self.kind_of))}",
+                why="pass rates of one kind would be applied to another",
+                fix="resume with the same data.sampler, or start again with trainer.resume_mode=disable",
             )
         self.rates = {int(kind): rate for kind, rate in state.get("rates", {}).items()}
         self._batches = state.get("drawn_batches", 0)
 
 
 def check_weights(weights: Mapping[str, float], sources: set[str]) -> None:
-    """Make sure that a mixture can be drawn.
+    """Check that a mixture can be drawn.
 
     Raises:
-        DataError: no weight, one that is not positive, or one of a source that no row has.
+        DataError: there is no weight, one is not positive, or its source has no rows.
     """
     key = "data.sampler.weights"
     if not weights:
         example = ",".join(f"{source}:1" for source in sorted(sources)[:3])
-        raise DataError("a mixture without weights", where=key, fix=f"{key}={{{example}}}")
+        raise DataError("the mixture has 0 weights", where=key, fix=f"{key}={{{example}}}")
     for name, weight in weights.items():
         if not (isinstance(weight, int | float) and math.isfinite(weight) and weight > 0):
             raise DataError(f"weight {weight} of '{name}' is not a positive number", where=key, fix=f"leave {name} out")
@@ -211,9 +211,9 @@ def difficulties(rows: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> lis
     """Return the difficulty of each row, given as ``(name, extra_info)``.
 
     Raises:
-        DataError: a row has none.
+        DataError: a row has no difficulty.
     """
-    found = []
+    levels = []
     for name, extra in rows:
         level: Any = extra
         for part in key.split("."):
@@ -225,5 +225,5 @@ def difficulties(rows: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> lis
                 fix=f"data.sampler.difficulty_key=NAME; extra_info holds {', '.join(sorted(extra)) or 'nothing'}",
                 where="data.sampler.difficulty_key",
             )
-        found.append(float(level))
-    return found
+        levels.append(float(level))
+    return levels

@@ -1,4 +1,4 @@
-"""What an episode of several turns leaves besides tokens: how it ended, its conversation, its tool calls, its rewards."""
+"""Record of an episode besides its tokens: how it ended, its conversation, tool calls and rewards."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class EpisodeEnd(StrEnum):
-    """Why an episode ended."""
+    """Reason for the end of an episode."""
 
     ANSWER = "answer"
-    """The model ended its turn without asking for anything more."""
+    """The model ended its turn without a tool call."""
     DONE = "done"
-    """The environment or the simulated user says that it is over."""
+    """The environment or the simulated user ended the episode."""
     TOKENS = "tokens"
     """``data.max_response_length``: sampled tokens, tool results and user turns together."""
     ASSISTANT_TURNS = "assistant_turns"
@@ -27,11 +27,11 @@ class EpisodeEnd(StrEnum):
     ABORTED = "aborted"
     """The engine cut a turn short."""
     ERROR = "error"
-    """Something broke, and retrying did not help."""
+    """An error remained after all retries."""
 
 
 class CallStatus(StrEnum):
-    """What became of a tool call."""
+    """Outcome of a tool call."""
 
     OK = "ok"
     MALFORMED = "malformed"
@@ -40,7 +40,7 @@ class CallStatus(StrEnum):
     INVALID_ARGUMENTS = "invalid_arguments"
     """The arguments do not fit the tool's schema."""
     OVER_LIMIT = "over_limit"
-    """One more than ``multi_turn.max_parallel_calls`` in a turn, or than ``max_tool_calls``; the model is told."""
+    """More calls than ``multi_turn.max_parallel_calls`` in a turn or ``max_tool_calls`` in all; the model gets a message."""
     TIMEOUT = "timeout"
     ERROR = "error"
     """The tool raised."""
@@ -51,17 +51,17 @@ class CallRecord:
     """One tool call.
 
     Attributes:
-        name: of the tool, as the model wrote it.
-        arguments: as parsed; None where they could not be.
-        status: what became of it.
-        result: text that the model was given.
-        turn: number of the assistant turn that made it.
-        seconds: wall time, waiting for a free place included.
-        attempts: times it was tried.
+        name: name of the tool, as the model wrote it.
+        arguments: parsed arguments; None if they could not be parsed.
+        status: outcome of the call.
+        result: text that the model received.
+        turn: number of the assistant turn that made the call.
+        seconds: wall time, including the wait for a free slot.
+        attempts: number of attempts.
         truncated: whether the result was cut.
-        reward: that the tool gave for this call.
+        reward: reward that the tool gave for this call.
         metrics: numbers that the tool reports.
-        left_out: parts of the result that are no text, and that the model was not given.
+        left_out: parts of the result that are not text, and that the model did not receive.
     """
 
     name: str
@@ -79,22 +79,22 @@ class CallRecord:
 
 @dataclass
 class EpisodeLog:
-    """What happened in one episode.
+    """Record of one episode.
 
     Attributes:
         messages: the conversation after the prompt, in OpenAI form.
-        end: why it ended.
+        end: reason for its end.
         assistant_turns: turns that the policy took.
         user_turns: turns that a simulated user or an environment took.
         calls: tool calls, in order.
         turn_rewards: reward of each assistant turn, where the environment, a tool or the user gave one, else 0.
-        reward: of the episode, as its environment, tools or user have it; None leaves it to the scorer.
+        reward: reward that the environment, tools or user gave the episode; None leaves it to the scorer.
         facts: named numbers that an environment reports at its end (``solved``, for example).
-        error: type, message and trace of what broke, None when nothing did.
-        tokenization: how its tokens differ from its conversation rendered anew, None when they do not or nobody looked.
-        retries: times it was played again because something broke.
-        generate_seconds: waiting for the engine.
-        tool_seconds: waiting for tools, environment and user.
+        error: type, message and trace of an error, None without one.
+        tokenization: how its tokens differ from its conversation rendered again, None if they are equal or were not compared.
+        retries: times it was played again after an error.
+        generate_seconds: wait for the engine.
+        tool_seconds: wait for tools, environment and user.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -113,17 +113,17 @@ class EpisodeLog:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one answer to one prompt, of which the trajectory tells all."""
-        told = (self.messages, self.calls, self.error, self.retries, self.facts, self.reward is not None)
-        return self.assistant_turns == 1 and not any(told)
+        """Return whether the episode is one answer to one prompt, fully described by its trajectory."""
+        other_records = (self.messages, self.calls, self.error, self.retries, self.facts, self.reward is not None)
+        return self.assistant_turns == 1 and not any(other_records)
 
     @property
     def num_turns(self) -> int:
-        """Turns of the conversation, the prompt counted as one."""
+        """Return the number of turns; the prompt counts as one."""
         return 1 + len(self.messages)
 
     def summary(self) -> dict[str, Any]:
-        """As plain data, for scorers and files: without wall times, so that it repeats with the run."""
+        """Return plain data for scorers and files, without wall times, so that it repeats with the run."""
         return {
             "end": self.end.value,
             "num_turns": self.num_turns,

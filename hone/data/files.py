@@ -1,4 +1,4 @@
-"""Reading dataset files: parquet, json (a list of objects) and jsonl (one object a line)."""
+"""Read dataset files: parquet, json (a list of objects) and jsonl (one object per line)."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def read_rows(
         files: paths of parquet, json or jsonl files.
         required: columns that every file must have.
         optional: columns that are read where they exist.
-        max_rows: stop after this many rows; -1 reads all.
+        optional: columns that are read if they exist.
 
     Raises:
-        DataError: no file given, a file is missing, unreadable, of another kind or empty, or a required column is missing.
+        DataError: no file given, a file is missing, unreadable, of another format or empty, or a required column is missing.
     """
     paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
     if not paths:
@@ -76,7 +76,7 @@ def read_all(files: Sequence[str | Path] | str | Path) -> list[Row]:
 
 
 def _columns(path: Path) -> list[str]:
-    """The columns of a file; of a JSON file those of all its rows. Empty where :func:`read_rows` will say what is wrong."""
+    """Return the columns of a file (for JSON, of all its rows); empty where :func:`read_rows` will report an error."""
     try:
         if path.suffix == ".parquet":
             return pq.read_schema(path).names
@@ -136,7 +136,7 @@ def _json_records(path: Path, text: str) -> Iterable[Any]:
         try:
             whole = json.loads(text)
         except json.JSONDecodeError as error:
-            if error.msg != "Extra data":  # several documents: JSON lines under the name of .json
+            if error.msg != "Extra data":  # several documents: JSON lines in a .json file
                 raise _unreadable(path, error) from error
         else:
             return whole if isinstance(whole, list) else [whole]

@@ -1,4 +1,4 @@
-"""A dataset's report as one HTML file: findings, numbers and histograms, nothing loaded from elsewhere."""
+"""Report on a dataset as one HTML file with findings, numbers and histograms; it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def html_report(
 
     Args:
         title: shown at the top, for example the file names.
-        findings: of the check.
-        numbers: of :func:`hone.data.statistics.statistics`.
+        findings: findings of the check.
+        numbers: result of :func:`hone.data.statistics.statistics`.
         lengths: values to draw a histogram of, by name.
     """
     parts = [f"<h1>{html.escape(title)}</h1>", _findings(findings)]
@@ -42,7 +42,7 @@ def html_report(
 
 
 def histogram(values: Sequence[int]) -> str:
-    """Return a histogram as SVG, with the least, the middle and the greatest value below it."""
+    """Return a histogram as SVG, with the minimum, middle and maximum below it."""
     low, high = min(values), max(values)
     width = max(1, high - low) / _BINS
     counts = [0] * _BINS
@@ -66,8 +66,8 @@ def _findings(findings: Sequence[Finding]) -> str:
     if not findings:
         return "<p>Nothing is wrong with these rows.</p>"
     rows = "".join(
-        f'<tr><td class="{found.severity}">{found.severity}</td><td><pre>{html.escape(found.error.render())}</pre></td></tr>'
-        for found in findings
+        f'<tr><td class="{finding.severity}">{finding.severity}</td><td><pre>{html.escape(finding.error.render())}</pre></td></tr>'
+        for finding in findings
     )
     return f"<h2>Findings</h2><table>{rows}</table>"
 

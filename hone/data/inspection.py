@@ -1,4 +1,4 @@
-"""A row as the model sees it: the rendered text, its tokens, and which of them are learned from."""
+"""Show a row as the model sees it: its tokens, and which of them carry loss."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hone.errors import DataError
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One token: its id, its text, whether it is special, and whether it is learned from."""
+class InspectedToken:
+    """One token: its id, its text, whether it is special, and whether it carries loss."""
 
     token: int
     text: str
@@ -32,16 +32,16 @@ def inspect_row(
     messages_key: str = "messages",
     conversation: bool = False,
     chat_template_kwargs: dict[str, Any] | None = None,
-) -> list[Piece]:
+) -> list[InspectedToken]:
     """Return the tokens of a row: of its prompt as generation sees it, or of its whole conversation as SFT sees it.
 
     Args:
-        row: of a dataset file.
-        tokenizer: with a chat template where the row holds messages.
+        row: row of a dataset file.
+        tokenizer: tokenizer, with a chat template if the row holds messages.
         prompt_key: column of the prompt.
         messages_key: column of the conversation.
-        conversation: show the conversation; without a prompt it is shown anyway.
-        chat_template_kwargs: extra arguments of the chat template.
+        conversation: show the conversation; implied if the row has no prompt.
+        chat_template_kwargs: additional arguments of the chat template.
 
     Raises:
         DataError: the row has neither column, or the template refuses it.
@@ -62,7 +62,7 @@ def inspect_row(
     special = special_tokens(tokenizer)
     texts = tokenizer.convert_ids_to_tokens(ids)
     return [
-        Piece(token, str(tokenizer.decode([token])) or str(name), token in special, bool(learned))
+        InspectedToken(token, str(tokenizer.decode([token])) or str(name), token in special, bool(learned))
         for token, name, learned in zip(ids, texts, mask, strict=True)
     ]
 

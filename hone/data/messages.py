@@ -1,4 +1,4 @@
-"""Chat messages as they come out of a file: checked, and freed of what the file format added."""
+"""Check chat messages of a file and remove additions of the file format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.errors import DataError
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` with numpy arrays and scalars (as pandas reads parquet) as Python lists and numbers."""
+    """Convert numpy arrays and scalars (as pandas reads parquet) to Python lists and numbers."""
     if isinstance(value, np.ndarray):
         return [plain(item) for item in value.tolist()]
     if isinstance(value, np.generic):
@@ -24,7 +24,7 @@ def plain(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return an array as :func:`plain` has it, and anything else as it is: rows of files hold no arrays, rows of pandas do."""
+    """Convert an array with :func:`plain` and return other values unchanged: only rows of pandas hold arrays."""
     return plain(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
@@ -34,7 +34,7 @@ def check_messages(value: Any, *, where: str, column: str) -> list[dict[str, Any
     Parquet gives every message the keys of all messages, with null where a message has none; nulls are removed.
 
     Raises:
-        DataError: not a list of messages, an empty list, or a message without role or content.
+        DataError: the value is not a list of messages, is empty, or a message has no role or content.
     """
     if not isinstance(value, list) or not value:
         kind = "an empty list" if value == [] else f"a {type(value).__name__}"
@@ -56,10 +56,10 @@ def _message(item: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def schemas_of(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """The function schemas of one row: a list or its JSON text; None where there are none.
+    """Return the function schemas of one row, stored as a list or its JSON text; None if there are none.
 
     Raises:
-        DataError: it is neither.
+        DataError: the value is neither.
     """
     value = plain(value)
     if isinstance(value, str) and value.strip():

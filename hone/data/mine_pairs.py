@@ -1,4 +1,4 @@
-"""Preference pairs from the rollouts of a run: answers to one prompt whose scores differ."""
+"""Build preference pairs from the rollouts of a run: answers to one prompt whose scores differ."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hone.data.seeding import derive_seed
 from hone.errors import DataError, did_you_mean
 
 FORMS = ("messages", "tokens")
-"""How pairs are written: chat messages, for any model; or the very tokens sampled, for models with the run's tokenizer."""
+"""Forms of a written pair: chat messages, for any model; or the sampled tokens, for models with the run's tokenizer."""
 
 _STEP = re.compile(r"step_(\d+)\.jsonl")
 
 
 @dataclass
-class Mined:
-    """What was found.
+class MinedPairs:
+    """Pairs that were built, and counts of their sources.
 
     Attributes:
-        train: pairs to train on, one object a pair.
+        train: training pairs, one object per pair.
         val: held-out pairs, of other prompts.
-        samples: answers read.
-        prompts: different prompts among them.
-        left_out: answers that could not be used, by reason.
+        samples: number of answers read.
+        prompts: number of different prompts among them.
+        left_out: number of answers that could not be used, by reason.
     """
 
     train: list[dict[str, Any]] = field(default_factory=list)
@@ -49,36 +49,36 @@ def mine_pairs(
     per_prompt: int = 4,
     form: str | None = None,
     seed: int = 1,
-) -> Mined:
-    """Pair good with bad answers among the rollouts that a run has written (``trainer.rollout_dump_freq``).
+) -> MinedPairs:
+    """Pair good with bad answers from the rollouts of a run (``trainer.rollout_dump_freq``).
 
-    Of each prompt the best answer is paired with the worst, the second best with the second worst, and so on, as long as
-    their scores differ by ``margin`` at least (and at all). Equal answers to a prompt count once. Prompts, not pairs, are
+    For each prompt the best answer is paired with the worst, the second best with the second worst, and so on, while their
+    scores differ by at least ``margin`` (and differ at all). Equal answers to a prompt count once. Prompts, not pairs, are
     divided between training and validation.
 
     Args:
         run: run directory.
-        margin: least difference of scores in a pair.
-        val_share: share of the prompts that go to validation, at least one of them when above 0.
-        per_prompt: most pairs of one prompt.
-        form: of :data:`FORMS`; None takes messages where the run's prompts are messages and its episodes one answer, else
-            tokens. Answers cut off by the length limit can be written as tokens only: as a message they would end. So can
-            episodes of several turns, with a mask of what the policy wrote: their messages alone do not say which tools
-            the prompt showed.
-        seed: of the division.
+        margin: smallest difference of scores in a pair.
+        val_share: share of the prompts that go to validation; above 0, at least one prompt.
+        per_prompt: largest number of pairs per prompt.
+        form: a name of :data:`FORMS`; None selects messages if the run's prompts are messages and its episodes single answers,
+            else tokens. Answers cut off by the length limit can only be written as tokens: as a message they would end.
+            The same holds for episodes of several turns, written with a mask of the policy's tokens: their messages alone
+            do not contain the tools of the prompt.
+        seed: seed of the division.
 
     Raises:
-        DataError: no rollouts, no pair, too few prompts for a validation share, or an option out of bounds.
+        DataError: there are no rollouts or pairs, too few prompts for a validation share, or an option is out of bounds.
     """
     _check_options(margin, val_share, per_prompt, form)
     records = list(_records(run))
     plain = all(record.get("messages") and all(record["response_mask"]) for record in records)
     form = form or ("messages" if plain else "tokens")
-    in_parts = {(record["uid"], record.get("index")) for record in records if record.get("part")}
-    mined = Mined(samples=len(records))
+    segmented = {(record["uid"], record.get("index")) for record in records if record.get("part")}
+    mined = MinedPairs(samples=len(records))
     groups: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {}
     for record in records:
-        reason = _unusable(record, form, in_parts)
+        reason = _unusable(record, form, segmented)
         if reason:
             mined.left_out[reason] += 1
         else:
@@ -92,19 +92,18 @@ def mine_pairs(
         ((ids, pairs) for ids, pairs in prompts.items() if pairs),
         key=lambda entry: derive_seed(seed, "preference-split", *entry[0]),
     )
-    _check_found(mined, len(fruitful), run, margin, val_share)
+    _check_pairs(mined, len(fruitful), run, margin, val_share)
     held_out = max(1, round(val_share * len(fruitful))) if val_share > 0 else 0
     mined.val = [pair for _, pairs in fruitful[:held_out] for pair in pairs]
     mined.train = [pair for _, pairs in fruitful[held_out:] for pair in pairs]
     return mined
 
 
-def write_pairs(mined: Mined, out: Path) -> list[Path]:
-    """Write ``out/train.parquet`` and, when there are held-out pairs, ``out/val.parquet``.
+def write_pairs(mined: MinedPairs, out: Path) -> list[Path]:
+    """Write ``out/train.parquet``, and ``out/val.parquet`` if there are held-out pairs.
 
-    Columns: ``prompt``, ``chosen``, ``rejected`` (messages, or token ids with ``chosen_mask`` and ``rejected_mask``, 1 where the
-    policy wrote the token), ``score_chosen``, ``score_rejected``, ``margin``
-    (their difference), ``data_source``, ``uid``.
+    Columns: ``prompt``, ``chosen``, ``rejected`` (messages, or token ids with ``chosen_mask`` and ``rejected_mask``, 1 on
+    tokens of the policy), ``score_chosen``, ``score_rejected``, ``margin`` (their difference), ``data_source``, ``uid``.
 
     Raises:
         DataError: the folder cannot be written.
@@ -118,9 +117,11 @@ def write_pairs(mined: Mined, out: Path) -> list[Path]:
                 pq.write_table(pa.Table.from_pylist(rows), path)
                 written.append(path)
             else:
-                path.unlink(missing_ok=True)  # of an earlier division, whose prompts may be training prompts now
+                path.unlink(missing_ok=True)  # left by an earlier division, whose prompts may be training prompts now
     except OSError as error:
-        raise DataError(f"cannot write: {error}", where=str(out), fix="choose another folder with --out") from error
+        raise DataError(
+            f"the pairs cannot be written: {error}", where=str(out), fix="choose another folder with --out"
+        ) from error
     return written
 
 
@@ -130,19 +131,19 @@ def _check_options(margin: float, val_share: float, per_prompt: int, form: str |
     if not margin >= 0:
         raise DataError(f"--margin {margin} is below 0", why="the worse answer would be chosen", fix="--margin 0.5")
     if per_prompt < 1:
-        raise DataError(f"--per-prompt {per_prompt} leaves no pair", fix="--per-prompt 4")
+        raise DataError(f"--per-prompt {per_prompt} is below 1 pair", fix="--per-prompt 4")
     if form is not None and form not in FORMS:
         raise DataError(f"unknown form '{form}'", where="--as", fix=did_you_mean(form, FORMS))
 
 
 def _records(run: Path) -> Iterator[dict[str, Any]]:
-    """The samples of all dumped steps, in order."""
+    """Yield the samples of all dumped steps, in order."""
     folder = run / "rollouts"
     files = [(int(match[1]), path) for path in folder.glob("*.jsonl") if (match := _STEP.fullmatch(path.name))]
     if not files:
         raise DataError(
-            f"'{run}' has no rollouts",
-            why="pairs are made of the answers that a run has written down",
+            f"'{run}' has no dumped rollouts",
+            why="pairs are built from the answers that a run dumped",
             fix="name a run directory of `hone train`, and let it write samples: trainer.rollout_dump_freq=1",
         )
     for _, path in sorted(files):
@@ -155,26 +156,26 @@ def _records(run: Path) -> Iterator[dict[str, Any]]:
                 ) from error
 
 
-def _unusable(record: dict[str, Any], form: str, in_parts: set[tuple[str, int | None]]) -> str:
-    """Why a sample cannot stand in a pair; empty when it can. ``in_parts`` names episodes that left several samples."""
+def _unusable(record: dict[str, Any], form: str, segmented: set[tuple[str, int | None]]) -> str:
+    """Return why a sample cannot be in a pair, or ""; ``in_parts`` names episodes with several samples."""
     if record.get("error") or not isinstance(record.get("score"), int | float):
         return "not scored"
     if not record["response_ids"]:
         return "empty"
-    if (record["uid"], record.get("index")) in in_parts:
-        return "one of several parts of an episode whose history was rewritten"
+    if (record["uid"], record.get("index")) in segmented:
+        return "one of several segments of an episode whose history was rewritten"
     if form == "messages" and not all(record["response_mask"]):
-        return "of several turns, which --as tokens can write"
+        return "several turns (use --as tokens)"
     if form == "messages" and not record.get("messages"):
-        return "its prompt is not messages"
+        return "the prompt is not messages"
     if form == "messages" and record["stop_reason"] != "stop":
-        return "cut off"
+        return "cut off by the length limit"
     return ""
 
 
-def _pairs(answers: list[dict[str, Any]], margin: float, most: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _pairs(answers: list[dict[str, Any]], margin: float, limit: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     ranked = sorted(answers, key=lambda record: -record["score"])
-    for better, worse in list(zip(ranked, reversed(ranked), strict=True))[: min(most, len(ranked) // 2)]:
+    for better, worse in list(zip(ranked, reversed(ranked), strict=True))[: min(limit, len(ranked) // 2)]:
         gap = better["score"] - worse["score"]
         if gap > 0 and gap >= margin:
             yield better, worse
@@ -200,15 +201,15 @@ def _row(better: dict[str, Any], worse: dict[str, Any], form: str) -> dict[str, 
     }
 
 
-def _check_found(mined: Mined, fruitful: int, run: Path, margin: float, val_share: float) -> None:
+def _check_pairs(mined: MinedPairs, fruitful: int, run: Path, margin: float, val_share: float) -> None:
     reasons = "".join(f"; {count} answers left out: {reason}" for reason, count in mined.left_out.items())
     numbers = f"{mined.samples} answers to {mined.prompts} prompts{reasons}"
     if not fruitful:
         raise DataError(
             f"no prompt has two answers whose scores differ by {margin:g} or more ({numbers})",
             where=str(run),
-            fix="a smaller --margin, --as tokens where answers are cut off, more dumped steps "
-            "(trainer.rollout_dump_freq=1) or more answers a prompt (actor_rollout_ref.rollout.n)",
+            fix="use a smaller --margin, --as tokens if answers are cut off, more dumped steps "
+            "(trainer.rollout_dump_freq=1) or more answers per prompt (actor_rollout_ref.rollout.n)",
         )
     if val_share > 0 and fruitful < 2:
         raise DataError(

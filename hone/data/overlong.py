@@ -1,4 +1,4 @@
-"""What to do with rows that have more tokens than allowed."""
+"""Treatment of rows that have more tokens than allowed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def overlong_rows(lengths: Sequence[int], limit: int, policy: str, *, what: str,
 
     Args:
         lengths: tokens of each row.
-        limit: most tokens allowed.
-        policy: ``error`` raises when there is any; ``drop`` and ``truncate`` leave the work to the caller.
-        what: the rows' name in the message ("prompts").
-        key: the configuration key of the limit.
+        limit: largest number of tokens allowed.
+        policy: ``error`` raises if there is one; ``drop`` and ``truncate`` leave the rows to the caller.
+        what: name of the rows in the message ("prompts").
+        key: configuration key of the limit.
 
     Raises:
-        DataError: a row is too long and the policy is ``error``; or it is ``drop`` and no row would be left.
+        DataError: a row is too long and the policy is ``error``, or it is ``drop`` and no row would be left.
     """
     check_policy(policy)
     long = {row for row, length in enumerate(lengths) if length > limit}
@@ -38,6 +38,6 @@ def overlong_rows(lengths: Sequence[int], limit: int, policy: str, *, what: str,
     raise DataError(
         f"{len(long)} of {len(lengths)} {what} are longer than {key}={limit} tokens "
         f"(longest {ordered[-1]}, 99th percentile {p99})",
-        why="no row would be left" if policy == "drop" else "they do not fit into the context that the run plans for",
+        why="no row would be left" if policy == "drop" else "they exceed the context length that the run plans for",
         fix=fix if policy == "drop" else f"{fix}, or data.truncation=drop, or data.truncation=truncate",
     )

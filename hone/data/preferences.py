@@ -28,9 +28,9 @@ class Preference:
     """One row: a chosen and a rejected response to one prompt, or a single labelled one.
 
     Attributes:
-        responses: each with its label, true for chosen or desirable; a chosen one stands before its rejected one.
-        margin: by how much the chosen one should win, 0 when the data do not say.
-        uid: of the row.
+        responses: each with its label, true for chosen or desirable; a chosen one precedes its rejected one.
+        margin: required advantage of the chosen response; 0 if the data has none.
+        uid: identity of the row.
     """
 
     responses: list[tuple[bool, Response]]
@@ -42,7 +42,7 @@ class Preference:
 class PreferenceColumns:
     """Names of the columns; see the configuration block ``data`` of `hone prefer`.
 
-    Beside a response of token ids may stand its mask, in a column of the same name with ``_mask`` behind it.
+    Masks of responses given as token ids are in columns of the same name with the suffix ``_mask``.
     """
 
     prompt: str = "prompt"
@@ -55,14 +55,14 @@ class PreferenceColumns:
 
     @property
     def all(self) -> list[str]:
-        """The columns that are read."""
+        """Return the names of all columns that are read."""
         responses = (self.chosen, self.rejected, self.completion)
         masks = [f"{name}_mask" for name in responses]
         return [self.prompt, *responses, *masks, self.label, self.tools, *([self.margin] if self.margin else [])]
 
 
 def preference_columns(data: PreferenceDataConfig, margin: str | None = None) -> PreferenceColumns:
-    """The columns that a configuration names."""
+    """Return the column names of a configuration."""
     return PreferenceColumns(
         prompt=data.prompt_key,
         chosen=data.chosen_key,
@@ -77,23 +77,23 @@ def preference_columns(data: PreferenceDataConfig, margin: str | None = None) ->
 class PreferenceDataset:
     """Preferences of parquet or JSON files.
 
-    A row has either ``chosen`` and ``rejected`` or ``completion`` and ``label``. Responses are chat messages (of which
-    assistant turns count), strings or token ids; see :mod:`hone.data.responses` for what goes with which prompt.
+    A row has either ``chosen`` and ``rejected`` or ``completion`` and ``label``. Responses are chat messages (the assistant
+    turns count), strings or token ids; :mod:`hone.data.responses` lists the allowed combinations with prompts.
 
     Args:
         files: parquet, json or jsonl files.
         tokenizer: needs a chat template only where rows hold messages.
         columns: names of the columns.
-        max_length: longest prompt and response together, in tokens.
-        truncation: what to do with a longer one: ``error``, ``drop`` (the whole row), or ``truncate`` (cut the response's
-            end; a row of which a side has no token left counts as dropped).
+        max_length: largest number of tokens of prompt plus response.
+        truncation: treatment of longer ones: ``error``, ``drop`` (the whole row), or ``truncate`` (cut the response's
+            end; a row with a side that has no token left counts as dropped).
         max_samples: use the first rows only; -1 uses all.
-        chat_template_kwargs: extra arguments of the chat template.
+        chat_template_kwargs: additional arguments of the chat template.
 
     Attributes:
         paired: whether rows are pairs.
-        dropped: rows left out for their length.
-        equal: pairs left out because both sides are the same.
+        dropped: number of rows left out for their length.
+        equal: number of pairs left out because both sides are equal.
 
     Raises:
         DataError: a file, column or row is wrong, or a row is too long under the policy ``error``.
@@ -114,28 +114,28 @@ class PreferenceDataset:
         columns = columns or PreferenceColumns()
         rows = read_rows(files, required=(), optional=columns.all, max_rows=max_samples)
         if not rows:
-            raise DataError(f"no row is left of max_samples={max_samples}", fix="set it to -1 for all rows")
+            raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         self.paired = holds_pairs(rows[0], columns)
         sides = [_sides(row, columns, self.paired) for row in rows]
         rendered = iter(render_sides([s for row in sides for s in row], tokenizer, chat_template_kwargs))
-        found = [
-            Preference([(side.label, next(rendered)) for side in its], _margin(row, columns), row.uid)
-            for row, its in zip(rows, sides, strict=True)
+        preferences = [
+            Preference([(side.label, next(rendered)) for side in row_sides], _margin(row, columns), row.uid)
+            for row, row_sides in zip(rows, sides, strict=True)
         ]
-        kept = _within(found, max_length, truncation)
+        kept = _within(preferences, max_length, truncation)
         different = [row for row in kept if not self.paired or _differ(row)]
-        self.dropped, self.equal = len(found) - len(kept), len(kept) - len(different)
+        self.dropped, self.equal = len(preferences) - len(kept), len(kept) - len(different)
         self._rows = different
         if self.dropped or self.equal:
             log.warning(
-                "of %d rows %d are left out for their length, %d because both sides are the same",
-                len(found),
+                "of %d rows, %d are dropped for their length and %d because both sides are equal",
+                len(preferences),
                 self.dropped,
                 self.equal,
             )
         if not different:
             raise DataError(
-                f"none of {len(found)} rows is left: {self.dropped} are too long, {self.equal} have two equal sides",
+                f"0 of {len(preferences)} rows are left: {self.dropped} are too long, {self.equal} have two equal sides",
                 fix=f"data.max_length={2 * max_length}" if self.dropped else "make chosen and rejected differ",
             )
 
@@ -146,16 +146,16 @@ class PreferenceDataset:
         return self._rows[index]
 
     def labels(self) -> tuple[int, int]:
-        """How many desirable and undesirable responses there are."""
-        good = sum(label for row in self._rows for label, _ in row.responses)
-        return good, sum(len(row.responses) for row in self._rows) - good
+        """Return the numbers of desirable and undesirable responses."""
+        desirable = sum(label for row in self._rows for label, _ in row.responses)
+        return desirable, sum(len(row.responses) for row in self._rows) - desirable
 
 
 def preference_batch(rows: Sequence[Preference]) -> Batch:
-    """A batch of one row a response, the sides of a pair beside each other.
+    """Build a batch with one row per response; the two sides of a pair are neighbours.
 
-    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask`` and, where precomputed, ``ref_log_probs``; tensors ``[B]``: ``label`` (bool), ``unit`` (equal
-    on the sides of a pair), ``margin``.
+    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask`` and, if precomputed, ``ref_log_probs``;
+    tensors ``[B]``: ``label`` (bool), ``unit`` (equal on the sides of a pair), ``margin``.
     """
     flat = [(unit, row, label, response) for unit, row in enumerate(rows) for label, response in row.responses]
     batch = Batch(
@@ -168,25 +168,25 @@ def preference_batch(rows: Sequence[Preference]) -> Batch:
             "margin": torch.tensor([row.margin for _, row, _, _ in flat], dtype=torch.float32),
         }
     )
-    known = [response.ref_log_probs for *_, response in flat if response.ref_log_probs is not None]
-    if len(known) == len(flat):
-        batch = batch.with_columns(ref_log_probs=Ragged.from_rows(known, torch.float32))
+    ref_log_probs = [response.ref_log_probs for *_, response in flat if response.ref_log_probs is not None]
+    if len(ref_log_probs) == len(flat):
+        batch = batch.with_columns(ref_log_probs=Ragged.from_rows(ref_log_probs, torch.float32))
     return batch
 
 
 def holds_pairs(row: Row, columns: PreferenceColumns) -> bool:
-    """Whether a row is a pair; false when it is a labelled response.
+    """Return whether a row is a pair; false for a labelled response.
 
     Raises:
-        DataError: it is neither.
+        DataError: the row is neither.
     """
     if {columns.chosen, columns.rejected} <= row.values.keys():
         return True
     if {columns.completion, columns.label} <= row.values.keys():
         return False
     raise DataError(
-        f"neither '{columns.chosen}' and '{columns.rejected}' nor '{columns.completion}' and '{columns.label}' are columns "
-        f"(of those it could use the file has: {', '.join(row.values) or 'none'})",
+        f"the file has neither columns '{columns.chosen}' and '{columns.rejected}' nor '{columns.completion}' and "
+        f"'{columns.label}'; of these it has {', '.join(row.values) or 'none'}",
         where=row.where,
         why="preferences are pairs of responses, or responses with a label",
         fix="name the columns with data.chosen_key and data.rejected_key, or data.completion_key and data.label_key; "
@@ -200,7 +200,7 @@ def _sides(row: Row, columns: PreferenceColumns, paired: bool) -> list[Side]:
         raise DataError(
             f"this row {'has a label' if paired else 'is a pair'}, the first one {'is a pair' if paired else 'has a label'}",
             where=row.where,
-            fix="keep pairs and labelled responses in files of their own",
+            fix="keep pairs and labelled responses in separate files",
         )
     values = {name: plain(value) for name, value in row.values.items()}
     prompt, tools = values.get(columns.prompt), schemas_of(values.get(columns.tools), row.where)
@@ -214,7 +214,7 @@ def _sides(row: Row, columns: PreferenceColumns, paired: bool) -> list[Side]:
         raise DataError(
             f"column '{columns.label}' is {label!r}, not true or false",
             where=row.where,
-            fix="write true for a desirable response and false for an undesirable one",
+            fix="write true for a desirable response, false for an undesirable one",
         )
     side = side_with_label(prompt, values[columns.completion], bool(label), tools, row.where)
     side.mask = values.get(f"{columns.completion}_mask")
@@ -229,13 +229,13 @@ def _margin(row: Row, columns: PreferenceColumns) -> float:
         raise DataError(
             f"column '{columns.margin}' is {value!r}, not a number",
             where=row.where,
-            fix="write by how much the chosen response is better, or loss.margin_key=null",
+            fix="write the advantage of the chosen response as a number, or set loss.margin_key=null",
         )
     return float(value)
 
 
 def _within(rows: list[Preference], max_length: int, truncation: str) -> list[Preference]:
-    """Rows that fit, cut where they do not and may be."""
+    """Return the rows that fit, truncated if the policy allows it."""
     lengths = [max(len(r.prompt_ids) + len(r.response_ids) for _, r in row.responses) for row in rows]
     long = overlong_rows(lengths, max_length, truncation, what="rows", key="data.max_length")
     kept = []

@@ -1,4 +1,4 @@
-"""Datasets of prompts for RL and evaluation: one :class:`~hone.data.types.Sample` a row, already tokenized."""
+"""Datasets of prompts for RL and evaluation: one tokenized :class:`~hone.data.types.Sample` per row."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hone.errors import DataError
 log = logging.getLogger(__name__)
 
 ToolsOf = Callable[[Sample], Sequence[dict[str, Any]]]
-"""A dataset row to the function schemas that the model is shown with it."""
+"""Function from a dataset row to the function schemas of its prompt."""
 
 
 class PromptDataset:
     """Prompts of parquet or JSON files, rendered with the tokenizer's chat template.
 
-    Columns: ``prompt_key`` (chat messages; or a string, tokenized as it is; or token ids, left alone), ``reward_fn_key``,
-    and where present ``reward_model`` (its ``ground_truth``), ``extra_info`` (a dict) and ``agent_name``. Everything is read and
-    tokenized when the dataset is made, so that a bad row is found before the first step.
+    Columns: ``prompt_key`` (chat messages; or a string, tokenized unchanged; or token ids, used unchanged), ``reward_fn_key``,
+    and optionally ``reward_model`` (its ``ground_truth``), ``extra_info`` (a dict) and ``agent_name``. The constructor reads and
+    tokenizes everything, so that a bad row is reported before the first step.
 
     Args:
         files: parquet, json or jsonl files.
@@ -37,14 +37,14 @@ class PromptDataset:
         prompt_key: column of the prompt.
         reward_fn_key: column that names the kind of problem.
         max_prompt_length: longest prompt in tokens.
-        truncation: what to do with a longer one: ``error``, ``drop``, or ``truncate`` (keep its end).
+        truncation: treatment of longer ones: ``error``, ``drop``, or ``truncate`` (keep the end).
         max_samples: use the first rows only; -1 uses all.
-        chat_template_kwargs: extra arguments of the chat template.
-        tools_of: the function schemas that a row's prompt shows; None shows none.
+        chat_template_kwargs: additional arguments of the chat template.
+        tools_of: function schemas that a row's prompt shows; None: no tools.
 
     Attributes:
-        dropped: rows left out because they are too long.
-        truncated: rows cut.
+        dropped: number of rows left out because they are too long.
+        truncated: number of truncated rows.
 
     Raises:
         DataError: a file, column or row is wrong, or a prompt is too long under the policy ``error``.
@@ -71,7 +71,7 @@ class PromptDataset:
             max_rows=max_samples,
         )
         if not rows:
-            raise DataError(f"no row is left of max_samples={max_samples}", fix="set it to -1 for all rows")
+            raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         samples = [_sample(row, prompt_key, reward_fn_key) for row in rows]
         prompts = [plain(row.values[prompt_key]) for row in rows]
         _tokenize(samples, prompts, tokenizer, chat_template_kwargs or {}, tools_of or _no_tools)
@@ -88,7 +88,7 @@ class PromptDataset:
                 len(long),
                 len(samples),
                 max_prompt_length,
-                "left out" if self.dropped else "cut at their beginning",
+                "dropped" if self.dropped else "truncated at their beginning",
             )
         for row in long:
             samples[row].prompt_ids = samples[row].prompt_ids[-max_prompt_length:]
@@ -101,7 +101,7 @@ class PromptDataset:
         return self._samples[index]
 
     def data_sources(self) -> Counter[str]:
-        """How many rows each data source has."""
+        """Return the number of rows of each data source."""
         return Counter(sample.data_source for sample in self._samples)
 
 
@@ -150,7 +150,7 @@ def _tokenize(
     kwargs: dict[str, Any],
     tools_of: ToolsOf,
 ) -> None:
-    """Fill in ``prompt_ids``, tokenizing all messages with the same tools in one call and all strings in another."""
+    """Set ``prompt_ids``; one call tokenizes all messages with the same tools, another all strings."""
     by_tools: dict[str, list[Sample]] = {}
     for sample in samples:
         if sample.messages is not None:

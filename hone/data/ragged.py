@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """``B`` rows of different lengths: their values end to end, and where each begins.
+    """``B`` rows of different lengths: their values end to end, and the offset of each row.
 
     >>> column = Ragged.from_rows([[1, 2, 3], [4]])
     >>> column.values.tolist(), column.offsets.tolist()
@@ -41,8 +41,10 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype | None = None) -> Ragged:
-        """Build from a list of rows (tensors of one dtype and trailing shape, or lists of numbers); without any value and
-        without ``dtype`` the values are int64."""
+        """Build from rows (tensors of one dtype and trailing shape, or lists of numbers).
+
+        Without any value and without ``dtype`` the values are int64.
+        """
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         if rows and isinstance(rows[0], Tensor):
             values = torch.cat([row for row in rows if isinstance(row, Tensor)])
@@ -59,33 +61,33 @@ class Ragged:
 
     @classmethod
     def from_padded(cls, padded: Tensor, lengths: Tensor) -> Ragged:
-        """Take the first ``lengths[i]`` entries of each row of ``padded [B, T, ...]``."""
+        """Build from the first ``lengths[i]`` entries of each row of ``padded [B, T, ...]``."""
         keep = torch.arange(padded.shape[1], device=padded.device) < lengths.to(padded.device)[:, None]
         return cls.from_lengths(padded[keep], lengths)
 
     @property
     def lengths(self) -> Tensor:
-        """``[B]`` int64, on the CPU."""
+        """Return the lengths ``[B]``, int64 on the CPU."""
         return self.offsets.diff()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def row(self, index: int) -> Tensor:
-        """Row ``index`` as a view, ``[length, ...]``."""
+        """Return row ``index`` as a view, ``[length, ...]``."""
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def to_lists(self) -> list[list]:
-        """All rows as Python lists."""
+        """Return all rows as Python lists."""
         values, offsets = self.values.tolist(), self.offsets.tolist()
         return [values[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
 
     def with_values(self, values: Tensor) -> Ragged:
-        """The same rows with other values ``[N, ...]``."""
+        """Return the same rows with other values ``[N, ...]``."""
         return Ragged(values, self.offsets)
 
     def select(self, rows: Sequence[int] | Tensor) -> Ragged:
-        """The given rows, in the given order (repeats allowed)."""
+        """Return the given rows in the given order (repeats allowed)."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         lengths = self.lengths[rows]
         offsets = offsets_of(lengths)
@@ -94,12 +96,12 @@ class Ragged:
         return Ragged(self.values[index.to(self.values.device)], offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Rows ``start`` to ``stop`` (exclusive), sharing the values' storage."""
+        """Return rows ``start`` to ``stop`` (exclusive), sharing the values' storage."""
         offsets = self.offsets[start : stop + 1]
         return Ragged(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
     def to_padded(self, pad: float = 0, length: int | None = None) -> Tensor:
-        """Right-padded view ``[B, T, ...]`` with ``T`` = the longest row, or ``length``.
+        """Return a right-padded tensor ``[B, T, ...]`` with ``T`` = the longest row, or ``length``.
 
         Raises:
             ValueError: a row is longer than ``length``.
@@ -113,23 +115,23 @@ class Ragged:
         return padded
 
     def mask(self, length: int | None = None) -> Tensor:
-        """Boolean ``[B, T]`` on the CPU: true where :meth:`to_padded` holds a value."""
+        """Return a boolean mask ``[B, T]`` on the CPU: true where :meth:`to_padded` has a value."""
         lengths = self.lengths
         width = (int(lengths.max()) if len(self) else 0) if length is None else length
         return torch.arange(width) < lengths[:, None]
 
     def to(self, device: torch.device | str) -> Ragged:
-        """Values on another device; offsets stay on the CPU."""
+        """Move the values to another device; offsets stay on the CPU."""
         return Ragged(self.values.to(device), self.offsets)
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """Rows of all parts, in order."""
+        """Concatenate the rows of all parts, in order."""
         return Ragged(
             torch.cat([part.values for part in parts]), offsets_of(torch.cat([part.lengths for part in parts]))
         )
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """``[B]`` lengths to ``[B + 1]`` offsets, int64 on the CPU."""
+    """Convert ``[B]`` lengths to ``[B + 1]`` offsets, int64 on the CPU."""
     return torch.nn.functional.pad(lengths.to("cpu", torch.int64).cumsum(0), (1, 0))

@@ -1,13 +1,13 @@
-"""From a prompt and a response, in whatever form a dataset has them, to token ids and a mask of what the model wrote.
+"""Convert a prompt and a response, in any form of a dataset, to token ids and a mask of the model's tokens.
 
     prompt                response                 rendered as
     messages              messages or a string     chat template; every assistant turn of the response counts
-    a string              messages                 the same, the string being a user message
-    (not looked at)       a whole conversation     the same; the prompt is what both sides of the pair begin with
-    a string              a string                 plain text; the response ends with the end-of-sequence token
-    token ids             token ids or a string    left alone; token ids may come with a mask of what the model wrote
+        a string              messages                 the same, with the string as a user message
+        (ignored)             a whole conversation     the same; the prompt is the beginning that both sides of the pair share
+        a string              a string                 plain text; the response ends with the end-of-sequence token
+        token ids             token ids or a string    unchanged; token ids may have a mask of the model's tokens
 
-A response that begins with an assistant message follows the prompt; one that begins otherwise is a whole conversation.
+A response that begins with an assistant message follows the prompt; any other list of messages is a whole conversation.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Response:
     """A response with its prompt.
 
     Attributes:
-        prompt_ids: what the model is given, generation prompt included.
-        response_ids: up to the last token of the last assistant turn.
-        response_mask: 1 on tokens that an assistant wrote, as long as ``response_ids``; the first is 1.
-        ref_log_probs: of the response tokens under the reference policy where they were precomputed, else None.
+        prompt_ids: input of the model, generation prompt included.
+        response_ids: tokens up to the last one of the last assistant turn.
+        response_mask: 1 on the assistant's tokens, same length as ``response_ids``; the first is 1.
+        ref_log_probs: log-probs of the response tokens under the reference policy if precomputed, else None.
     """
 
     prompt_ids: list[int]
@@ -43,7 +43,7 @@ class Response:
     ref_log_probs: list[float] | None = None
 
     def cut(self, max_length: int) -> Response:
-        """The same with the response's end cut, so that it has at most ``max_length`` tokens with its prompt."""
+        """Truncate the end of the response so that prompt and response have at most ``max_length`` tokens."""
         room = max(0, max_length - len(self.prompt_ids))
         return replace(self, response_ids=self.response_ids[:room], response_mask=self.response_mask[:room])
 
@@ -54,11 +54,11 @@ class Side:
 
     Attributes:
         prompt: messages, a string or token ids.
-        response: messages when the prompt is; else a string or token ids.
-        label: true when it is chosen or desirable.
-        tools: for the chat template, or None.
+        response: messages if the prompt is messages, else a string or token ids.
+        label: true for chosen or desirable.
+        tools: function schemas for the chat template, or None.
         where: the row, for error messages.
-        mask: 1 on those token ids of the response that the model wrote, 0 on what tools or users said; None is all of them.
+        mask: 1 on response tokens that the model wrote, 0 on those of tools or users; None: the model wrote all of them.
     """
 
     prompt: Any
@@ -72,10 +72,10 @@ class Side:
 def sides_of_pair(
     prompt: Any, chosen: Any, rejected: Any, tools: list[dict[str, Any]] | None, where: str
 ) -> list[Side]:
-    """The chosen and the rejected side of a pair.
+    """Return the chosen and the rejected side of a pair.
 
     Raises:
-        DataError: their forms do not go together.
+        DataError: the forms of prompt and responses cannot be combined.
     """
     if _is_conversation(chosen) and _is_conversation(rejected):
         chats = [
@@ -83,16 +83,16 @@ def sides_of_pair(
             check_messages(rejected, where=where, column="rejected"),
         ]
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*chats, strict=False)))
-        # a side may not end where the other goes on, and a response begins with an assistant turn
+        # neither side may end where the other continues, and a response begins with an assistant turn
         shared = min(shared, *(len(chat) - 1 for chat in chats))
         while shared and any(chat[shared]["role"] != "assistant" for chat in chats):
             shared -= 1
         if not shared:
             raise DataError(
-                "chosen and rejected are conversations that do not begin with the same prompt",
+                "chosen and rejected are conversations with different prompts",
                 where=where,
                 why="a preference compares two answers to one prompt",
-                fix="let both begin with the same messages, up to an assistant message in each",
+                fix="begin both with the same messages, followed by an assistant message in each",
             )
         pairs = [(chat[:shared], chat[shared:]) for chat in chats]
     else:
@@ -101,18 +101,18 @@ def sides_of_pair(
 
 
 def side_with_label(prompt: Any, completion: Any, label: bool, tools: list[dict[str, Any]] | None, where: str) -> Side:
-    """A single labelled response; of a whole conversation the last assistant turn counts.
+    """Return a single labelled response; in a whole conversation the last assistant turn counts.
 
     Raises:
-        DataError: the forms do not go together.
+        DataError: the forms of prompt and response cannot be combined.
     """
     if _is_conversation(completion):
         chat = check_messages(completion, where=where, column="completion")
         if len(chat) < 2 or chat[-1]["role"] != "assistant":
             raise DataError(
-                "the completion is a conversation that does not end with an assistant message",
+                "the completion is a conversation whose last message is not an assistant message",
                 where=where,
-                fix="end it with the response that the label is about",
+                fix="end it with the labelled response",
             )
         return Side(chat[:-1], chat[-1:], label, tools, where)
     prompt, response = _with_prompt(prompt, completion, where)
@@ -126,17 +126,17 @@ def render_sides(
 
     Raises:
         DataError: a template refuses a conversation or rewrites its beginning, a prompt or response has no token, or a mask
-            does not fit its response.
+            does not match its response.
     """
     responses: dict[int, Response] = {}
     by_tools: dict[str, list[int]] = {}
     for number, side in enumerate(sides):
         if side.mask is not None and not _is_ids(side.response):
-            raise _wrong_mask(side, "goes with no token ids")
+            raise _wrong_mask(side, "is given, but the response is not token ids")
         if isinstance(side.prompt, list) and side.prompt and isinstance(side.prompt[0], dict):
             by_tools.setdefault(json.dumps(side.tools, sort_keys=True), []).append(number)
         else:
-            responses[number] = _plain(side, tokenizer)
+            responses[number] = _without_template(side, tokenizer)
     for members in by_tools.values():
         group = [sides[number] for number in members]
         kwargs = {**(chat_template_kwargs or {}), **({"tools": group[0].tools} if group[0].tools else {})}
@@ -145,20 +145,20 @@ def render_sides(
         for number, side, (ids, mask) in zip(members, group, rendered, strict=True):
             responses[number] = _after_prompt(side, ids, mask)
     for number, side in enumerate(sides):
-        found = responses[number]
-        if not found.prompt_ids or not any(found.response_mask):
-            what = "response" if found.prompt_ids else "prompt"
+        response = responses[number]
+        if not response.prompt_ids or not any(response.response_mask):
+            what = "response" if response.prompt_ids else "prompt"
             raise DataError(f"the {what} has no tokens", where=side.where, fix="remove the row")
     return [responses[number] for number in range(len(sides))]
 
 
 def _with_prompt(prompt: Any, response: Any, where: str) -> tuple[Any, Any]:
-    """Prompt and response in forms that go together."""
+    """Return prompt and response in forms that can be combined."""
     if prompt is None or prompt == []:
         raise DataError(
-            "there is no prompt, and the responses are not whole conversations",
+            "the row has no prompt, and its responses are not whole conversations",
             where=where,
-            fix="add a column of prompts (data.prompt_key), or let both responses begin with the user's message",
+            fix="add a column of prompts (data.prompt_key), or begin both responses with the user's message",
         )
     if _is_messages(prompt) or _is_messages(response):
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -169,8 +169,8 @@ def _with_prompt(prompt: Any, response: Any, where: str) -> tuple[Any, Any]:
             raise DataError(
                 f"the response begins with a message of role '{answer[0]['role']}'",
                 where=where,
-                why="the first thing that follows a prompt is what the model writes",
-                fix="begin it with an assistant message, or make both sides whole conversations",
+                why="the first message after a prompt must be the model's",
+                fix="begin it with an assistant message, or write both sides as whole conversations",
             )
         return messages, answer
     if not isinstance(prompt, str) and not _is_ids(prompt) or not isinstance(response, str) and not _is_ids(response):
@@ -186,8 +186,8 @@ def _with_prompt(prompt: Any, response: Any, where: str) -> tuple[Any, Any]:
     return prompt, response
 
 
-def _plain(side: Side, tokenizer: PreTrainedTokenizerBase) -> Response:
-    """Text or token ids, without a chat template."""
+def _without_template(side: Side, tokenizer: PreTrainedTokenizerBase) -> Response:
+    """Tokenize a side of text or token ids, without a chat template."""
     prompt, response = side.prompt, side.response
     if isinstance(prompt, str):
         prompt = list(tokenizer(prompt, return_attention_mask=False)["input_ids"])  # type: ignore[call-overload]
@@ -198,14 +198,14 @@ def _plain(side: Side, tokenizer: PreTrainedTokenizerBase) -> Response:
 
 
 def _mask(side: Side, length: int) -> list[int]:
-    """What counts among the ``length`` tokens of a response of token ids."""
+    """Return the response mask of a response of ``length`` token ids."""
     if side.mask is None:
         return [1] * length
     mask = [int(value) for value in side.mask]
     if len(mask) != length:
         raise _wrong_mask(side, f"has {len(mask)} entries for {length} tokens")
     if set(mask) - {0, 1}:
-        raise _wrong_mask(side, f"holds {min(set(mask) - {0, 1})}")
+        raise _wrong_mask(side, f"contains {min(set(mask) - {0, 1})}")
     if mask[0] == 0:
         raise _wrong_mask(side, "begins with 0")
     return mask
@@ -215,13 +215,13 @@ def _wrong_mask(side: Side, what: str) -> DataError:
     return DataError(
         f"the mask of the {'chosen or desirable' if side.label else 'rejected or undesirable'} response {what}",
         where=side.where,
-        why="it says which of the response's token ids the model wrote, the first of them always",
-        fix="write 1 for each token that the model wrote and 0 for each other, as `hone data pairs --as tokens` does",
+        why="the mask marks the response tokens that the model wrote; the first is always one of them",
+        fix="write 1 for each token of the model and 0 for all others, as `hone data pairs --as tokens` does",
     )
 
 
 def _after_prompt(side: Side, ids: list[int], mask: list[int]) -> Response:
-    """Cut a rendered conversation behind its prompt and behind its last assistant token."""
+    """Split a rendered conversation after its prompt, and truncate it after its last assistant token."""
     turns = [start for start, (before, now) in enumerate(itertools.pairwise([0, *mask])) if now > before]
     earlier = sum(message["role"] == "assistant" for message in side.prompt)
     start = turns[earlier] if earlier < len(turns) else len(ids)
@@ -234,7 +234,7 @@ def _is_messages(value: Any) -> bool:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Messages that do not begin with the assistant: they hold their prompt themselves."""
+    """Return whether the value is a list of messages with its own prompt: the first one is not the assistant's."""
     return _is_messages(value) and value[0].get("role") != "assistant"
 
 

@@ -1,4 +1,4 @@
-"""The order in which dataset rows are visited: shuffled anew every epoch, resumable at any batch."""
+"""Order in which dataset rows are visited: shuffled again every epoch, resumable at any batch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hone.errors import CheckpointError, DataError
 
 
 class EpochSampler:
-    """Row numbers, a batch at a time, without end.
+    """Endless batches of row numbers.
 
-    Every epoch visits the rows in an order that depends on the seed and the epoch only, and leaves out the last rows that do
-    not fill a batch (other rows each epoch when shuffled).
+    Each epoch's order depends only on the seed and the epoch. The last rows that do not fill a batch are left out (other rows
+    each epoch when shuffled).
 
     >>> sampler = EpochSampler(5, 2, shuffle=False, seed=0)
     >>> [sampler.next_batch() for _ in range(3)], sampler.epoch
     ([[0, 1], [2, 3], [0, 1]], 1)
 
     Args:
-        size: rows of the dataset.
-        batch_size: rows a batch.
+        size: number of rows of the dataset.
+        batch_size: rows per batch.
         shuffle: visit the rows in random order.
         seed: run seed.
 
@@ -32,38 +32,38 @@ class EpochSampler:
 
     def __init__(self, size: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
         if batch_size < 1:
-            raise DataError(f"batch size {batch_size}", fix="data.train_batch_size=1 or more")
+            raise DataError(f"the batch size is {batch_size}", fix="data.train_batch_size=1 or more")
         if size < batch_size:
             raise DataError(
-                f"the dataset has {size} rows, one batch takes {batch_size}",
-                why="an incomplete batch is left out, so an epoch would have 0 steps",
+                f"the dataset has {size} rows, one batch needs {batch_size}",
+                why="an incomplete batch is skipped, so an epoch would have 0 steps",
                 fix=f"data.train_batch_size={size}, or more data" if size else "name a dataset with rows",
                 code="R46",
             )
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, shuffle, seed
         self.epoch = 0
-        """Epoch of the batch last returned (0 before the first)."""
-        self._position = 0  # batches already returned of this epoch
+        """Epoch of the last returned batch (0 before the first)."""
+        self._position = 0  # batches of this epoch already returned
         self._order = self._permutation(0)
 
     learns = False
-    """Whether the order depends on what :meth:`observe` is told."""
+    """Whether the order depends on the rates given to :meth:`observe`."""
 
     def observe(self, rates: Mapping[int, float]) -> None:
-        """Take in the measured pass rate (0 to 1) of rows; here it changes nothing."""
+        """Receive the measured pass rate (0 to 1) of rows; this sampler ignores it."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches an epoch; the last ``size % batch_size`` rows are left out."""
+        """Return the number of batches per epoch; the last ``size % batch_size`` rows are left out."""
         return self.size // self.batch_size
 
     def next_batch(self) -> list[int]:
-        """Return the row numbers of the next batch, beginning a new epoch where the last one is used up."""
+        """Return the row numbers of the next batch, in a new epoch after the last batch of one."""
         start = self._count_batch() * self.batch_size
         return self._order[start : start + self.batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, as JSON-able numbers."""
+        """Return the sampler's position as JSON-able numbers."""
         return {
             "epoch": self.epoch,
             "batches": self._position,
@@ -74,10 +74,10 @@ class EpochSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``: the next batch is the one that would have come next.
+        """Resume from ``state`` with the batch that follows it.
 
         Raises:
-            CheckpointError: the state was taken over another dataset, batch size, order or seed.
+            CheckpointError: the state belongs to another dataset, batch size, order or seed.
         """
         for name, key in (
             ("size", "data.train_files"),
@@ -89,16 +89,16 @@ class EpochSampler:
             if saved != present:
                 raise CheckpointError(
                     f"the checkpoint's data position is for {name}={saved}, this run has {name}={present}",
-                    why="rows would be visited twice or never",
-                    fix=f"resume with the same {key}, or start afresh with trainer.resume_mode=disable",
+                    why="some rows would be visited twice and others never",
+                    fix=f"resume with the same {key}, or start again with trainer.resume_mode=disable",
                 )
         if not 0 <= state["batches"] <= self.steps_per_epoch or state["epoch"] < 0:
-            raise CheckpointError(f"impossible data position: epoch {state['epoch']}, batch {state['batches']}")
+            raise CheckpointError(f"the data position is not valid: epoch {state['epoch']}, batch {state['batches']}")
         self.epoch, self._position = state["epoch"], state["batches"]
         self._order = self._permutation(self.epoch)
 
     def _count_batch(self) -> int:
-        """Count a batch, beginning a new epoch where the last one is used up; returns its number within the epoch."""
+        """Count a batch and return its number within the epoch; begin a new epoch after the last batch of one."""
         if self._position == self.steps_per_epoch:
             self.epoch, self._position = self.epoch + 1, 0
             self._order = self._permutation(self.epoch)
@@ -108,7 +108,7 @@ class EpochSampler:
     def _permutation(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.size))
-        # sorted by random(), the one method whose stream Python promises never to change
+        # sorted by random(), the only method whose stream Python guarantees never to change
         generator = random.Random(derive_seed(self.seed, "data", epoch))
         keys = [generator.random() for _ in range(self.size)]
         return sorted(range(self.size), key=keys.__getitem__)

@@ -1,4 +1,4 @@
-"""A few rows of a dataset as a reward sees them, without a tokenizer."""
+"""Read a few rows of a dataset as a reward receives them, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from hone.data.messages import plain
 from hone.data.types import Sample
 
 REFERENCES = ("solution", "answer", "response", "completion", "output")
-"""Columns, or entries of extra_info, that may hold a worked answer."""
+"""Columns, or entries of extra_info, that may contain a worked answer."""
 _LOOKED_AT = 2000
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """A row: what the reward is given (without prompt tokens), and the worked answers that the file has for it."""
+    """One row: the reward's input (without prompt tokens), and the worked answers in the file."""
 
     sample: Sample
     worked: tuple[str, ...] = ()
 
 
 def scored_rows(
-    files: Sequence[str | Path] | str | Path, *, reward_fn_key: str, most: int, messages_key: str = "messages"
+    files: Sequence[str | Path] | str | Path, *, reward_fn_key: str, limit: int, messages_key: str = "messages"
 ) -> list[ScoredRow]:
-    """Read up to ``most`` rows among the first 2000, taking the data sources in turn.
+    """Read up to ``limit`` rows among the first 2000, taking the data sources in turn.
 
     Raises:
         DataError: a file cannot be read, or has no column ``reward_fn_key``.
@@ -39,7 +39,7 @@ def scored_rows(
     for row in rows:
         by_source[str(row.values[reward_fn_key])].append(row)
     turns = max(map(len, by_source.values()), default=0)
-    chosen = [group[turn] for turn in range(turns) for group in by_source.values() if turn < len(group)][:most]
+    chosen = [group[turn] for turn in range(turns) for group in by_source.values() if turn < len(group)][:limit]
     return [_scored(row, reward_fn_key, messages_key) for row in chosen]
 
 
@@ -54,9 +54,9 @@ def _scored(row: Row, reward_fn_key: str, messages_key: str) -> ScoredRow:
         ground_truth=reward.get("ground_truth") if isinstance(reward, dict) else None,
         extra_info=extra,
     )
-    found = [_last_answer(plain(row.values.get(messages_key)))]
-    found += [place.get(name) for place in (row.values, extra) for name in REFERENCES]
-    return ScoredRow(sample, tuple(dict.fromkeys(text for text in found if isinstance(text, str) and text.strip())))
+    answers = [_last_answer(plain(row.values.get(messages_key)))]
+    answers += [place.get(name) for place in (row.values, extra) for name in REFERENCES]
+    return ScoredRow(sample, tuple(dict.fromkeys(text for text in answers if isinstance(text, str) and text.strip())))
 
 
 def _last_answer(messages: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Every random draw of a run is derived from what it is for, never from when it happens.
+"""Derive every random draw of a run from its purpose, never from its time.
 
-A draw is named by (run seed, purpose, step, sample uid, index). So a resumed run, a run with another batch order and a
-run on other workers all draw the same numbers.
+A draw is named by (run seed, purpose, step, sample uid, index). A resumed run, a run with another batch order and a run on
+other workers therefore draw the same numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers that describe a dataset: lengths, turns, roles, kinds of problem, ground truths."""
+"""Statistics of a dataset: lengths, turns, roles, kinds of problem, ground truths."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
 
 def statistics(rows: Sequence[Row], *, prompt_key: str, messages_key: str, reward_fn_key: str) -> dict[str, Any]:
-    """Return counts and lengths in characters and turns; the parts for which there is no column are left out."""
+    """Return counts and lengths in characters and turns, for the columns that exist."""
     columns = list(dict.fromkeys(name for row in rows for name in row.values))
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "rows": len(rows),
         "columns": {name: sum(row.values.get(name) is not None for row in rows) for name in columns},
     }
     if reward_fn_key in columns:
-        found["data_sources"] = dict(Counter(str(row.values.get(reward_fn_key)) for row in rows).most_common())
+        report["data_sources"] = dict(Counter(str(row.values.get(reward_fn_key)) for row in rows).most_common())
     if prompt_key in columns:
         prompts = [plain(row.values.get(prompt_key)) for row in rows]
-        found["prompt_forms"] = dict(Counter(map(form_of, prompts)).most_common())
-        found["distinct_prompts"] = len({text_of(prompt) for prompt in prompts})
-        found["prompt_characters"] = spread([characters(prompt) for prompt in prompts])
+        report["prompt_forms"] = dict(Counter(map(form_of, prompts)).most_common())
+        report["distinct_prompts"] = len({text_of(prompt) for prompt in prompts})
+        report["prompt_characters"] = mean_and_quantiles([characters(prompt) for prompt in prompts])
     if messages_key in columns:
         chats = [plain(row.values.get(messages_key)) or [] for row in rows]
         turns = [message for chat in chats if isinstance(chat, list) for message in chat if isinstance(message, dict)]
-        found["roles"] = dict(Counter(str(message.get("role")) for message in turns).most_common())
-        found["turns"] = spread([len(chat) for chat in chats])
+        report["roles"] = dict(Counter(str(message.get("role")) for message in turns).most_common())
+        report["turns"] = mean_and_quantiles([len(chat) for chat in chats])
         answers = [message for message in turns if message.get("role") == "assistant"]
-        found["answer_characters"] = spread([len(str(message.get("content") or "")) for message in answers])
+        report["answer_characters"] = mean_and_quantiles(
+            [len(str(message.get("content") or "")) for message in answers]
+        )
     if "reward_model" in columns:
         truths = [_truth(row) for row in rows]
         kinds = Counter("missing" if is_missing(truth) else type(truth).__name__ for truth in truths)
-        found["ground_truths"] = dict(kinds.most_common())
-    return found
+        report["ground_truths"] = dict(kinds.most_common())
+    return report
 
 
 def form_of(prompt: Any) -> str:
-    """Return the form of a prompt: string, token ids, chat, multi-turn, multimodal, or what it is instead."""
+    """Return the form of a prompt: string, token ids, chat, multi-turn, multimodal, or the name of another type."""
     if isinstance(prompt, str):
         return "string"
     if not isinstance(prompt, list) or not prompt:
@@ -60,7 +62,7 @@ def form_of(prompt: Any) -> str:
 
 
 def characters(prompt: Any) -> int:
-    """Return the characters of a prompt's text; of token ids their number."""
+    """Return the number of characters of a prompt's text; for token ids, their number."""
     if isinstance(prompt, str):
         return len(prompt)
     if not isinstance(prompt, list):
@@ -70,7 +72,7 @@ def characters(prompt: Any) -> int:
     return sum(_length(message.get("content")) for message in prompt if isinstance(message, dict))
 
 
-def spread(numbers: Sequence[float]) -> dict[str, float]:
+def mean_and_quantiles(numbers: Sequence[float]) -> dict[str, float]:
     """Return mean and quantiles by name (``p50``, ...), empty without numbers."""
     if not numbers:
         return {}

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face tokenizer directory."""
+"""Load a Hugging Face tokenizer directory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 def load_tokenizer(
     path: str | Path | None, *, trust_remote_code: bool = False, custom_chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a local Hugging Face directory. Nothing is downloaded.
+    """Load the tokenizer of a local Hugging Face directory without downloads.
 
-    A missing chat template is no error here: it is one where messages have to be rendered.
+    A missing chat template is not an error here; rendering messages raises it.
 
     Args:
         path: a directory with tokenizer files.
         trust_remote_code: run Python code that ships inside the directory.
-        custom_chat_template: a Jinja template, or the path of a file that holds one, in place of the tokenizer's own.
+        custom_chat_template: a Jinja template, or the path of a file with one, that replaces the tokenizer's template.
 
     Raises:
-        ModelError: the directory is missing, holds no tokenizer, the tokenizer cannot be loaded, or the template file
-            does not exist.
+        ModelError: the directory is missing or has no tokenizer, the tokenizer cannot be loaded, or the template file does
+            not exist.
     """
     if path is None:
         raise ModelError("no model or tokenizer directory is given", fix="actor_rollout_ref.model.path=DIR")
@@ -34,10 +34,10 @@ def load_tokenizer(
     if not directory.is_dir():
         raise ModelError(f"tokenizer directory '{path}' does not exist", fix="name a local Hugging Face directory")
     if not any((directory / name).is_file() for name in _FILES):
-        held = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
+        entries = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
         raise ModelError(
-            f"'{path}' has no tokenizer; it holds {held}",
-            why="text cannot be turned into tokens",
+            f"'{path}' has no tokenizer; it has {entries}",
+            why="text cannot be tokenized",
             fix="copy the tokenizer files into it, or name another directory with model.tokenizer_path=DIR",
         )
     try:
@@ -56,7 +56,7 @@ def read_template(text_or_path: str) -> str:
     """Return a chat template given as Jinja text, or as the path of a file.
 
     Raises:
-        ModelError: it has no Jinja tags and no such file exists.
+        ModelError: the text has no Jinja tags and no such file exists.
     """
     if "{{" in text_or_path or "{%" in text_or_path:
         return text_or_path
@@ -69,9 +69,9 @@ def read_template(text_or_path: str) -> str:
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model_dir: str | None) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's end-of-sequence token and those of the model's generation config.
+    """Return the tokens that end a response: the tokenizer's end-of-sequence token and those of the generation config.
 
-    Chat models often end a turn with another token than a document (Llama 3 names three).
+    Chat models often end a turn with another token than a document (Llama 3 has three).
     """
     named: list[Any] = [tokenizer.eos_token_id]
     if model_dir and (Path(model_dir) / "generation_config.json").is_file():

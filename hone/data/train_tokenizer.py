@@ -1,4 +1,4 @@
-"""Training a small byte-level BPE tokenizer and saving it as a Hugging Face directory."""
+"""Train a small byte-level BPE tokenizer and save it as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -26,38 +26,40 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train on the text of dataset files, tool calls and the schemas of a column ``tools`` included, and save to ``out``.
 
-    Any text can be encoded (every byte is a token) and digits are tokens of their own, so that numbers keep their places.
+    Any text can be encoded (every byte is a token). Digits are separate tokens, so that numbers keep their places.
     The same files give the same tokenizer. The end-of-sequence token is the one that ends a turn of the chat format.
 
     Args:
-        files: parquet, json or jsonl files with a column ``messages``, or else ``prompt``, or else ``text``; and plain
-            text files (``.txt``).
+        files: parquet, json or jsonl files with a column ``messages``, else ``prompt``, else ``text``; and plain text files
+            (``.txt``).
         out: directory to write.
-        vocab_size: tokens in all, 256 bytes and those of the chat format among them; fewer when the text has no more to merge.
-        template: a name in :data:`~hone.data.chat_formats.CHAT_FORMATS`, or a Jinja chat template, or the path of one.
+        vocab_size: size of the vocabulary, including 256 bytes and the chat format's tokens; smaller if no merges are left.
+        template: a name in :data:`~hone.data.chat_formats.CHAT_FORMATS`, a Jinja chat template, or the path of one.
 
     Raises:
         DataError: a file or column is wrong, the template refuses a conversation, vocab_size is too small, or the folder
             cannot be written.
-        ModelError: the template is neither known nor a file.
+        ModelError: the template is not a known name and not a file.
     """
     form = chat_format(template)
     reserved = len(form.all_special) + len(form.marks)
     if vocab_size < BYTES + reserved:
         raise DataError(
-            f"--vocab-size {vocab_size} is too small: {BYTES} bytes and {reserved} special tokens need {BYTES + reserved}",
+            f"--vocab-size {vocab_size} is too small: {BYTES} bytes and {reserved} special tokens need {BYTES + reserved} entries",
             fix="--vocab-size 512",
         )
     fast = _tokenizer(_trained(_texts(files, form), form, vocab_size), form)
     try:
         fast.save_pretrained(out)
     except OSError as error:
-        raise DataError(f"cannot write: {error}", where=str(out), fix="choose another folder with --out") from error
+        raise DataError(
+            f"the tokenizer cannot be written: {error}", where=str(out), fix="choose another folder with --out"
+        ) from error
     return fast
 
 
 def _tokenizer(backend: Tokenizer, form: ChatFormat) -> PreTrainedTokenizerFast:
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=form.bos,
         eos_token=form.end,
@@ -65,8 +67,8 @@ def _tokenizer(backend: Tokenizer, form: ChatFormat) -> PreTrainedTokenizerFast:
         additional_special_tokens=[token for token in form.special[::-1] if token != form.bos],
         clean_up_tokenization_spaces=False,
     )
-    made.chat_template = form.template
-    return made
+    tokenizer.chat_template = form.template
+    return tokenizer
 
 
 def _trained(texts: Iterator[str], form: ChatFormat, vocab_size: int) -> Tokenizer:
@@ -95,13 +97,13 @@ def _texts(files: Sequence[str | Path], form: ChatFormat) -> Iterator[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot be read: {error}", where=str(path), fix="name a text file in UTF-8") from error
     for row in read_rows(datasets, required=(), optional=_COLUMNS) if datasets else ():
-        found = False
+        has_text = False
         for text in _row_texts(row, form):
-            found = True
+            has_text = True
             yield text
-        if not found:
+        if not has_text:
             raise DataError(
-                "no text: none of the columns 'messages', 'prompt' and 'text' holds any",
+                "the columns 'messages', 'prompt' and 'text' have no text",
                 where=row.where,
                 fix="name files with one of these columns",
             )
@@ -131,11 +133,11 @@ def _row_texts(row: Row, form: ChatFormat) -> Iterator[str]:
 
 
 def _rendered(messages: Messages, tools: list[dict[str, Any]] | None, form: ChatFormat) -> list[str]:
-    """The pieces between the format's tokens of a conversation as its template shows it."""
+    """Return the text between the format's tokens in a conversation rendered with its template."""
     blank = _tokenizer(Tokenizer(models.BPE()), form)
     (text,) = render_texts(blank, [messages], False, {"tools": tools} if tools else None)
     marks = sorted((*form.all_special, *form.marks), key=len, reverse=True)
-    return [piece for piece in re.split("|".join(map(re.escape, marks)), text) if piece]
+    return [chunk for chunk in re.split("|".join(map(re.escape, marks)), text) if chunk]
 
 
 def _json_text(value: Any) -> str:

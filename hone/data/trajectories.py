@@ -1,4 +1,4 @@
-"""From episodes to a batch: the columns that the stages of a training step begin with."""
+"""Convert episodes to a batch with the columns that a training step begins with."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hone.data.types import Trajectory
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
-    """Make a batch of one row a trajectory.
+    """Build a batch with one row per trajectory.
 
-    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs`` (the last three aligned with
-    the second); tensors ``part`` (0 for the first trajectory of an episode) and ``broken`` (1 where the episode failed); objects
-    ``uid``, ``index``, ``data_source``, ``trajectory``.
+    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs`` (the last two aligned with
+    ``response_ids``); tensors ``part`` (0 for the first trajectory of an episode) and ``broken`` (1 if the episode failed);
+    objects ``uid``, ``index``, ``data_source``, ``trajectory``.
     """
     ids = Ragged.from_rows([t.response_ids for t in trajectories], torch.int64)
     return Batch(
@@ -36,14 +36,14 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def is_broken(trajectory: Trajectory) -> bool:
-    """Whether its episode failed."""
+    """Return whether the trajectory's episode failed."""
     return trajectory.episode is not None and trajectory.episode.error is not None
 
 
 def episode_rows(batch: Batch) -> list[list[int]]:
-    """The rows of each episode, in the order of its parts; episodes in the order in which they come first."""
+    """Return the rows of each episode, in segment order; episodes in the order of their first row."""
     rows: dict[tuple[str, int], list[int]] = {}
     for row, name in enumerate(zip(batch.objects("uid"), batch.objects("index"), strict=True)):
         rows.setdefault(name, []).append(row)
     part = batch.tensor("part").tolist()
-    return [sorted(own, key=part.__getitem__) for own in rows.values()]
+    return [sorted(members, key=part.__getitem__) for members in rows.values()]

@@ -1,4 +1,4 @@
-"""The records that cross between rooms: a dataset row going in, an episode coming out."""
+"""Records shared by several packages: a dataset row (input) and an episode (output)."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from hone.data.episode_log import EpisodeLog
 
 
 class StopReason(StrEnum):
-    """Why a generation ended."""
+    """Reason for the end of a generation."""
 
     STOP = "stop"
     """An end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
     """The token limit."""
     TOOL_CALL = "tool_call"
-    """A tool call that the agent loop must carry out."""
+    """A tool call that the agent loop must execute."""
     ABORTED = "aborted"
-    """Cancelled by the caller; the tokens so far are valid."""
+    """Cancelled by the caller; the tokens sampled before are valid."""
     ERROR = "error"
     """The engine failed."""
 
 
 @dataclass
 class Sample:
-    """One dataset row, ready to be asked.
+    """One dataset row, ready for generation.
 
     Attributes:
         uid: identity of the row within its dataset; names the prompt group.
-        prompt_ids: the rendered prompt as token ids, chat template and generation prompt included.
-        messages: the chat messages behind it, or None when the row held a string or token ids.
+        prompt_ids: token ids of the rendered prompt, chat template and generation prompt included.
+        messages: chat messages of the prompt, or None if the row had a string or token ids.
         data_source: kind of problem; selects the scorer and groups validation metrics.
         ground_truth: ``reward_model.ground_truth`` of the row, passed to the scorer.
         extra_info: ``extra_info`` of the row, passed to the scorer; for an agent loop also ``tools_kwargs``,
             ``tool_selection``, ``interaction_kwargs`` and ``environment``.
-        agent_name: the agent loop that plays the row, None for the run's.
+        agent_name: agent loop that plays the row; None: the run's default.
     """
 
     uid: str
@@ -50,25 +50,25 @@ class Sample:
 
 @dataclass
 class Trajectory:
-    """What one episode leaves. Text is never re-tokenized: the tokens trained on are the tokens sampled.
+    """Result of one episode. Text is never re-tokenized: the run trains on the tokens that were sampled.
 
     Attributes:
-        uid: the prompt group it belongs to (``Sample.uid``).
-        index: its number within the group, 0 to n - 1.
+        uid: prompt group of the trajectory (``Sample.uid``).
+        index: number within the group, 0 to n - 1.
         prompt_ids: the prompt's token ids, length P.
         response_ids: everything after the prompt, length T.
         response_mask: 1 exactly on tokens that the policy sampled, length T.
         rollout_log_probs: log-prob of every sampled token under the temperature-scaled policy, length T.
-        sampling_log_probs: log-prob under the distribution really sampled from (after top-k, top-p, min-p and
+        sampling_log_probs: log-prob under the distribution that was sampled from (after top-k, top-p, min-p and
             repetition penalty), length T; equal to ``rollout_log_probs`` when nothing was truncated.
-        text: what the policy wrote, decoded without special tokens: all its turns, joined by newlines, and nothing that it did
-            not write (no tool results).
+        text: text of the policy, decoded without special tokens: all its turns, joined by newlines, and nothing else (no tool
+            results).
         stop_reason: why the last turn ended.
-        sample: the dataset row asked.
+        sample: dataset row of the prompt.
         weight_versions: first and last version of the weights that produced it.
         seconds: wall time from admission to the last token.
-        episode: what else happened; None for an episode of one turn.
-        part: number of this trajectory among those that the episode left: more than one where its history was rewritten.
+        episode: record of the episode; None for an episode of one turn.
+        part: segment number within the episode; above 0 only if its history was rewritten.
     """
 
     uid: str

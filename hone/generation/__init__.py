@@ -1,4 +1,4 @@
-"""How tokens are made: the engine protocol, the native engine, the slow golden path, and engines in processes of their own."""
+"""Generation: the engine protocol, the native engine, its reference implementation, and engines in separate processes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _hf(**arguments: Any) -> Engine:
 
 
 SERVED = ("vllm", "sglang", "trtllm")
-"""Engines that are servers in an environment of their own; :mod:`hone.generation.build` starts them."""
+"""Engines that run as servers in a separate environment; :mod:`hone.generation.build` starts them."""
 
 
 def is_served(rollout: RolloutConfig) -> bool:
-    """Whether the engine lives in processes of its own, and so has a copy of the weights."""
+    """Return whether the engine runs in separate processes, with a copy of the weights."""
     return rollout.name in SERVED or rollout.num_replicas is not None

@@ -1,4 +1,4 @@
-"""The engine that a configuration names, wherever it lives."""
+"""Construction of the configured engine, in this process or in separate ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hone.generation.protocol import Engine
 from hone.generation.remote import LaunchPlan, ServedEngine
 
 LOGS = "engines"
-"""Folder of a run directory with the logs of its engines."""
+"""Folder of engine logs in a run directory."""
 
 
 def build_engine(
@@ -38,15 +38,15 @@ def build_engine(
 
     Args:
         config: of the run.
-        model: gives the model that an engine in this process samples from; not called for engines elsewhere.
+        model: returns the model that an engine in this process samples from; not called for other engines.
         tokenizer: of the run.
         device: of this process.
-        shares_weights: whether the model is the very one that is trained.
-        number: of the process among those that build one.
-        world: how many build one.
+        shares_weights: whether the model is the module that is trained.
+        number: index of this process among those that build an engine.
+        world: number of those processes.
 
     Raises:
-        HoneError: the engine is not installed, does not start, or does not serve what is asked for.
+        HoneError: the engine is not installed, does not start, or does not fit the configuration.
     """
     rollout = config.actor_rollout_ref.rollout
     if is_served(rollout):
@@ -54,8 +54,8 @@ def build_engine(
     arguments: dict[str, Any] = {} if shares_weights else {"shares_weights": False}
     if not shares_weights and rollout.name != "native":
         raise ConfigError(
-            f"engine '{rollout.name}' reads the trainer's own weights, and here it would need a copy",
-            why="rollout lives apart from the actor, or the actor's model is divided over several processes",
+            f"engine '{rollout.name}' can only read the trainer's weights, but here it needs a copy",
+            why="rollout is remote from the actor, or the actor's model is sharded over several processes",
             fix="actor_rollout_ref.rollout.name=native",
             where="actor_rollout_ref.rollout.name",
         )
@@ -72,15 +72,15 @@ def build_engine(
 
 
 def served_pool(config: RLConfig, *, number: int = 0, world: int = 1) -> EnginePool:
-    """Start the engine's replicas in processes of their own, or attach to servers that run, all behind one queue.
+    """Start the engine's replicas in separate processes, or attach to running servers, and put a pool over them.
 
     Args:
         config: of the run.
-        number: of the process among those that build a pool; it decides on the numbers, logs and cores of the replicas.
-        world: how many build one; servers that run already are divided among them.
+        number: index of this process among those that build a pool; selects the replicas' numbers, logs and cores.
+        world: number of those processes; running servers are divided among them.
 
     Raises:
-        HoneError: the engine is not installed, does not start, or does not serve what is asked for.
+        HoneError: the engine is not installed, does not start, or does not fit the configuration.
     """
     rollout = config.actor_rollout_ref.rollout
     starts = engine_starts(config, number=number, world=world)
@@ -95,7 +95,7 @@ def served_pool(config: RLConfig, *, number: int = 0, world: int = 1) -> EngineP
 
 
 def engine_starts(config: RLConfig, *, number: int = 0, world: int = 1) -> list[Callable[[], ServedEngine]]:
-    """What starts each replica of a pool, or attaches to its server; see :func:`served_pool`."""
+    """Return functions that start each replica of a pool, or attach to its server; see :func:`served_pool`."""
     rollout = config.actor_rollout_ref.rollout
     transport = rollout.checkpoint_engine
     options = {
@@ -113,37 +113,37 @@ def engine_starts(config: RLConfig, *, number: int = 0, world: int = 1) -> list[
 
 
 def _attach(url: str, config: RLConfig, options: dict[str, Any]) -> ServedEngine:
-    adapter_shape(config)  # refuses: a server that runs already takes whole weights
+    adapter_shape(config)  # raises for an adapter: a running server takes only whole weights
     engine = ServedEngine.attach(url, **options)
     _check_attached(engine, url, config)
     return engine
 
 
 def _check_count(replicas: int | None, urls: Sequence[str], world: int) -> None:
-    """Every server is a replica of one worker.
+    """Check that the servers match the number of replicas and divide evenly over the workers.
 
     Raises:
-        ConfigError: other numbers of them are asked for, or workers cannot have as many each.
+        ConfigError: they do not.
     """
     if len(urls) % world:
         raise ConfigError(
-            f"rollout.engine_url names {len(urls)} server{'s'[: len(urls) > 1]}, and {world} workers of the rollout share them",
-            why="a server gets its weights from one worker, and each worker has as many servers as the others",
-            fix=f"the addresses of {world} servers, or of a multiple; or a pool of one worker for the rollout: "
+            f"rollout.engine_url names {len(urls)} server{'s'[: len(urls) > 1]} for {world} rollout workers",
+            why="a server gets its weights from one worker, and all workers must have the same number of servers",
+            fix=f"the addresses of {world} servers or a multiple of it; or a pool of one worker for the rollout: "
             "actor_rollout_ref.rollout={enable_resource_pool: true, nnodes: 1, n_gpus_per_node: 1}",
             where="actor_rollout_ref.rollout.engine_url",
         )
     if replicas not in (None, len(urls)):
         raise ConfigError(
-            f"rollout.num_replicas={replicas}, and rollout.engine_url names {len(urls)} server{'s'[: len(urls) > 1]}",
-            why="each server that is attached to is one replica",
+            f"rollout.num_replicas={replicas}, but rollout.engine_url names {len(urls)} server{'s'[: len(urls) > 1]}",
+            why="each attached server is one replica",
             fix=f"actor_rollout_ref.rollout.num_replicas={len(urls)}, or the addresses of {replicas} servers",
             where="actor_rollout_ref.rollout.num_replicas",
         )
 
 
 def launch_plan(config: RLConfig, *, number: int = 0, count: int = 1) -> LaunchPlan:
-    """What to start for a configuration, as replica ``number`` of ``count`` that share this machine's cores."""
+    """Return the launch plan of replica ``number``, of ``count`` replicas that share this machine's cores."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     folder = Path(config.trainer.default_local_dir) / LOGS
     return LaunchPlan(
@@ -164,28 +164,31 @@ def launch_plan(config: RLConfig, *, number: int = 0, count: int = 1) -> LaunchP
 
 
 def _place(path: str | None) -> str:
-    """A directory as another process finds it; a name of a model hub as it is.
+    """Return a directory as an absolute path, and a model hub's name unchanged.
 
     Raises:
         ConfigError: there is no path.
     """
     if path is None:
         raise ConfigError(
-            "no model is named", fix="actor_rollout_ref.model.path=DIR", where="actor_rollout_ref.model.path"
+            "actor_rollout_ref.model.path is not set",
+            fix="actor_rollout_ref.model.path=DIR",
+            where="actor_rollout_ref.model.path",
         )
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def threads_of(count: int, most: int | None = None) -> int:
-    """Threads of each of ``count`` replicas, at most ``most``. With more threads than cores between them each would wait for
-    the others in every operation, and generation takes several times as long.
+    """Return the threads of each of ``count`` replicas, at most ``most``.
+
+    More threads than cores would wait for each other in every operation, which makes generation several times slower.
     """
     share = max(1, len(os.sched_getaffinity(0)) // count)
     return share if most is None else min(share, most)
 
 
 def cores_of(number: int, threads: int) -> tuple[int, ...]:
-    """Cores of a replica with so many threads: other ones for each replica as far as there are others."""
+    """Return the CPU cores of one replica. Replicas get disjoint cores until cores run out."""
     cores = sorted(os.sched_getaffinity(0))
     return tuple(sorted({cores[(number * threads + index) % len(cores)] for index in range(threads)}))
 
@@ -200,20 +203,25 @@ def _max_model_len(config: RLConfig) -> int:
 
 
 def _check_attached(engine: ServedEngine, url: str, config: RLConfig) -> None:
-    """A server that was started for shorter sequences, or another engine, is refused at once.
+    """Check that an attached server is the configured engine, with its dtype and sequence length.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: it is not.
     """
-    rollout, told = config.actor_rollout_ref.rollout, engine.told
+    rollout, server_info = config.actor_rollout_ref.rollout, engine.server_info
     problem, fix = "", ""
-    if told["engine"] != rollout.name:
-        problem, fix = f"is {told['engine']}, not {rollout.name}", f"rollout.name={told['engine']}"
-    elif told["max_model_len"] < _max_model_len(config):
-        problem = f"serves {told['max_model_len']} tokens, and a sequence may have {_max_model_len(config)}"
+    if server_info["engine"] != rollout.name:
+        problem, fix = f"is {server_info['engine']}, not {rollout.name}", f"rollout.name={server_info['engine']}"
+    elif server_info["max_model_len"] < _max_model_len(config):
+        problem = (
+            f"serves at most {server_info['max_model_len']} tokens, but a sequence may have {_max_model_len(config)}"
+        )
         fix = f"hone engines serve ... --max-model-len {_max_model_len(config)}"
-    elif told["dtype"] != _dtype(config):
-        problem, fix = f"computes in {told['dtype']}, not {_dtype(config)}", f"rollout.dtype={told['dtype']}"
+    elif server_info["dtype"] != _dtype(config):
+        problem, fix = (
+            f"computes in {server_info['dtype']}, not {_dtype(config)}",
+            f"rollout.dtype={server_info['dtype']}",
+        )
     if problem:
         engine.close()
         raise ConfigError(f"the engine at {url} {problem}", fix=fix, where="actor_rollout_ref.rollout.engine_url")

@@ -1,4 +1,4 @@
-"""Whether an installed engine works here: a small model is served, answers are compared, weights are replaced, and again."""
+"""Check of an installed engine: a small model is served and compared with transformers, before and after a weight sync."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hone.generation.protocol import Completion, GenerationRequest, SamplingPara
 from hone.generation.remote import LaunchPlan, ServedEngine
 
 TOLERANCE = 1e-4
-"""Largest difference of log-probs in float32 that passes, in nats."""
+"""Maximum difference of log-probs in float32, in nats."""
 _VOCABULARY, _LENGTH, _TOKENS, _PROMPTS = 272, 256, 64, 16
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What a check found.
+class EngineCheck:
+    """Results of a check.
 
     Attributes:
-        start_seconds: until the engine was ready.
+        start_seconds: start time of the engine.
         gap: largest log-prob difference between the engine and transformers, in nats.
         gap_after_update: the same after new weights.
-        update_seconds: that the new weights took.
+        update_seconds: duration of the weight sync.
         tokens_per_second: sampled by 16 requests at once.
-        device: the engine ran on.
-        version: of the engine, if it tells.
+        device: of the engine.
+        version: of the engine, if it reports one.
     """
 
     start_seconds: float
@@ -44,68 +44,70 @@ class Checked:
 
     @property
     def passed(self) -> bool:
-        """Whether tokens were the likeliest ones and log-probs agree, before and after the update."""
+        """True if tokens were the likeliest ones and log-probs agree, before and after the update."""
         return max(self.gap, self.gap_after_update) <= TOLERANCE
 
 
-def check_engine(name: str, python: Path, log: Path) -> Checked:
-    """Start the engine of an environment over a random model of 0.3M parameters, and compare its answers with transformers'.
+def check_engine(name: str, python: Path, log: Path) -> EngineCheck:
+    """Start an engine with a random model of 0.3M parameters and compare its completions with those of transformers.
 
     Raises:
-        HoneError: it does not start, or breaks.
+        HoneError: it does not start, or fails.
     """
     with tempfile.TemporaryDirectory(prefix="hone-check-") as folder:
         old, new = _model(0), _model(1)
         old.save_pretrained(folder)
         _tokenizer().save_pretrained(folder)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         plan = LaunchPlan(name, str(python), folder, folder, "float32", _PROMPTS, _LENGTH, _PROMPTS * _LENGTH, log=log)
         engine = ServedEngine.start(plan)
-        started = time.perf_counter() - begun
+        start_seconds = time.perf_counter() - start
         try:
-            return asyncio.run(_compare(engine, old, new, started))
+            return asyncio.run(_compare(engine, old, new, start_seconds))
         finally:
             engine.close()
 
 
-async def _compare(engine: ServedEngine, old: PreTrainedModel, new: PreTrainedModel, started: float) -> Checked:
+async def _compare(
+    engine: ServedEngine, old: PreTrainedModel, new: PreTrainedModel, start_seconds: float
+) -> EngineCheck:
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, 256, (_PROMPTS, 100), generator=generator).tolist()
     sampling = SamplingParams(max_tokens=_TOKENS, temperature=0.0)
-    asked = [GenerationRequest(str(number), prompt, sampling) for number, prompt in enumerate(prompts)]
-    before = [completion async for completion in engine.generate(asked)]
-    begun = time.perf_counter()
+    requests = [GenerationRequest(str(number), prompt, sampling) for number, prompt in enumerate(prompts)]
+    before = [completion async for completion in engine.generate(requests)]
+    start = time.perf_counter()
     await engine.load_weights(new.named_parameters(), 1)
-    updated = time.perf_counter() - begun
-    begun = time.perf_counter()
-    after = [completion async for completion in engine.generate(asked)]
-    seconds = time.perf_counter() - begun
-    told = engine.describe()
-    return Checked(
-        started,
+    update_seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    after = [completion async for completion in engine.generate(requests)]
+    seconds = time.perf_counter() - start
+    description = engine.describe()
+    return EngineCheck(
+        start_seconds,
         max(_gap(old, prompts[int(done.request_id)], done) for done in before),
         max(_gap(new, prompts[int(done.request_id)], done) for done in after),
-        updated,
+        update_seconds,
         sum(len(done.token_ids) for done in after) / seconds,
-        told.device,
-        str(told.stats.get("version", "")),
+        description.device,
+        str(description.stats.get("version", "")),
     )
 
 
 def _gap(model: PreTrainedModel, prompt: list[int], done: Completion) -> float:
-    """Largest difference from the log-probs of a full forward pass; infinite where another token was likelier."""
+    """Return the largest difference from the log-probs of a full forward pass; infinity if another token was likelier."""
     with torch.no_grad():
-        scores = (
+        all_log_probs = (
             model(input_ids=torch.tensor([prompt + done.token_ids]))
             .logits[0, len(prompt) - 1 : -1]
             .float()
             .log_softmax(-1)
         )
     tokens = torch.tensor(done.token_ids)
-    found = scores.gather(1, tokens[:, None])[:, 0]
-    if ((scores.max(-1).values - found) > TOLERANCE).any():
+    log_probs = all_log_probs.gather(1, tokens[:, None])[:, 0]
+    if ((all_log_probs.max(-1).values - log_probs) > TOLERANCE).any():
         return float("inf")
-    return float((found - torch.tensor(done.log_probs)).abs().max())
+    return float((log_probs - torch.tensor(done.log_probs)).abs().max())
 
 
 def _model(seed: int) -> PreTrainedModel:

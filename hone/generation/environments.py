@@ -1,6 +1,6 @@
-"""Environments that engines live in, apart from Hone's: where they are, and how `hone engines install` makes them.
+"""Virtual environments of engines: their location, and their creation by `hone engines install`.
 
-What goes into them is in :mod:`hone.generation.recipes`.
+Their packages are listed in :mod:`hone.generation.recipes`.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from hone.errors import ConfigError, did_you_mean
 from hone.generation.recipes import RECIPES, Installer, Recipe
 
 RECORD = "hone-engine.json"
-"""File in an environment that says what Hone installed."""
+"""File in an environment with a record of what Hone installed."""
 PLACE_VARIABLE = "HONE_ENGINES"
 """Environment variable with the folder of all engines' environments."""
 
 
 def engines_folder() -> Path:
-    """Where environments of engines are put: ``$HONE_ENGINES``, or ``~/.cache/hone/engines``."""
+    """Return the folder of engine environments: ``$HONE_ENGINES``, or ``~/.cache/hone/engines``."""
     set_by_user = os.environ.get(PLACE_VARIABLE)
     return Path(set_by_user) if set_by_user else Path.home() / ".cache" / "hone" / "engines"
 
 
 def environment_of(name: str, given: str | None = None) -> Path:
-    """The environment of an engine: the one that is given, or the place where it is installed."""
+    """Return the environment of an engine: the given one, or the default folder."""
     return Path(given).expanduser() if given else engines_folder() / name
 
 
 def interpreter_of(name: str, given: str | None = None) -> Path:
-    """The Python of an engine's environment; an engine of Hone's own runs in Hone's.
+    """Return the Python interpreter of an engine's environment; Hone's engines use Hone's.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the environment does not exist.
     """
     if name not in RECIPES and given is None:
         return Path(sys.executable)
     environment = environment_of(name, given)
     python = environment / "bin" / "python"
     if not python.is_file():
-        where = "rollout.engine_env points at" if given else "it is looked for at"
+        where = "rollout.engine_env is" if given else "the default environment is"
         raise ConfigError(
-            f"engine '{name}' is not installed: {where} {environment}, and there is no {python}",
-            why="external engines live in an environment of their own, so that their versions do not bind the trainer's",
+            f"engine '{name}' is not installed: {where} {environment}, but {python} does not exist",
+            why="external engines have a separate environment, because they pin other versions than the trainer",
             fix=f"{_install_command(name)}, or actor_rollout_ref.rollout.name=native",
             where="actor_rollout_ref.rollout.name",
         )
@@ -57,7 +57,7 @@ def interpreter_of(name: str, given: str | None = None) -> Path:
 
 
 def recorded(environment: Path) -> dict[str, str] | None:
-    """What Hone installed in an environment, or None."""
+    """Return the record of what Hone installed in an environment, or None."""
     path = environment / RECORD
     return json.loads(path.read_text()) if path.is_file() else None
 
@@ -65,39 +65,39 @@ def recorded(environment: Path) -> dict[str, str] | None:
 def install(
     name: str, *, cpu: bool, environment: Path, force: bool = False, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Make an engine's environment; one that is there already is left as it is.
+    """Create an engine's environment, unless it exists.
 
     Args:
         name: of the engine.
-        cpu: the build for CPUs.
-        environment: folder to make.
-        force: make it anew.
-        say: takes lines that tell of progress.
+        cpu: whether to install the build for CPUs.
+        environment: folder to create.
+        force: whether to replace an existing environment.
+        say: called with lines about the progress.
 
     Raises:
-        ConfigError: no such engine, it cannot run here, or something else is in the folder.
+        ConfigError: the engine is unknown, cannot run here, or the folder has other contents.
         GenerationError: packages cannot be installed.
     """
     if name not in RECIPES:
         raise ConfigError(f"'{name}' cannot be installed", fix=did_you_mean(name, RECIPES))
-    recipe, found = RECIPES[name], recorded(environment)
-    if found is not None and not force:
-        say(f"{name} {found['version']} is installed in {environment}")
-        return found
+    recipe, installed = RECIPES[name], recorded(environment)
+    if installed is not None and not force:
+        say(f"{name} {installed['version']} is installed in {environment}")
+        return installed
     if (
         environment.exists()
-        and found is None
+        and installed is None
         and any(environment.iterdir())
         and not (environment / "pyvenv.cfg").is_file()
     ):
         raise ConfigError(
-            f"{environment} is not empty and no virtual environment", fix="hone engines install --env DIR"
+            f"{environment} is not empty and not a virtual environment", fix="hone engines install --env DIR"
         )
     python = _check_machine(recipe, cpu)
     _check_disk(recipe, environment)
-    begun = time.monotonic()
+    start = time.monotonic()
     shutil.rmtree(environment, ignore_errors=True)
-    say(f"making {environment} (about {recipe.megabytes / 1000:.1f} GB)")
+    say(f"creating {environment} (about {recipe.megabytes / 1000:.1f} GB)")
     subprocess.run([python, "-m", "venv", str(environment)], check=True)
     installer = Installer(name, environment / "bin" / "python", say)
     recipe.install(installer, cpu)
@@ -109,49 +109,49 @@ def install(
         "date": time.strftime("%Y-%m-%d"),
     }
     (environment / RECORD).write_text(json.dumps(record) + "\n")
-    say(f"{name} {record['version']} installed in {time.monotonic() - begun:.0f} s")
+    say(f"{name} {record['version']} installed in {time.monotonic() - start:.0f} s")
     return record
 
 
 def _check_disk(recipe: Recipe, environment: Path) -> None:
-    there = next(folder for folder in (environment, *environment.parents) if folder.exists())
-    free = shutil.disk_usage(there).free / 1e6
-    if free < 2 * recipe.megabytes:  # what is downloaded, and what is unpacked
+    existing = next(folder for folder in (environment, *environment.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free / 1e6
+    if free < 2 * recipe.megabytes:  # downloaded and unpacked packages
         raise ConfigError(
-            f"{there} has {free / 1000:.1f} GB left, engine {recipe.name} takes {recipe.megabytes / 1000:.1f} GB and as much while it is "
-            "installed",
+            f"{existing} has {free / 1000:.1f} GB free; engine {recipe.name} takes {recipe.megabytes / 1000:.1f} GB, and twice that during "
+            "the installation",
             fix=f"hone engines install {recipe.name} --env DIR on another disk, or {PLACE_VARIABLE}=DIR",
         )
 
 
 def _check_machine(recipe: Recipe, cpu: bool) -> str:
-    """The Python that the environment is made with.
+    """Return the Python interpreter that creates the environment.
 
     Raises:
-        ConfigError: the engine cannot run on this machine, or there is no such Python.
+        ConfigError: the engine cannot run on this machine, or its Python version is not installed.
     """
     if recipe.only_gpu and (cpu or not _has_gpu()):
         raise ConfigError(
             f"engine {recipe.name} has no build for CPUs"
             if cpu
-            else f"engine {recipe.name} needs an NVIDIA GPU, and here is none",
+            else f"engine {recipe.name} needs an NVIDIA GPU, and this machine has none",
             why="its packages load CUDA when they are imported",
             fix=f"hone engines install {recipe.name} on a machine with an NVIDIA GPU, or hone engines install vllm --cpu here",
         )
     if recipe.python is None or recipe.python == f"{sys.version_info.major}.{sys.version_info.minor}":
         return sys.executable
-    found = shutil.which(f"python{recipe.python}")
-    if found is None:
+    python = shutil.which(f"python{recipe.python}")
+    if python is None:
         raise ConfigError(
-            f"engine {recipe.name} is built for Python {recipe.python}, and there is no python{recipe.python} on PATH",
-            why=f"its environment is made with that Python; Hone itself may go on with {sys.version_info.major}.{sys.version_info.minor}",
+            f"engine {recipe.name} needs Python {recipe.python}, and python{recipe.python} is not on PATH",
+            why=f"its packages are built for that version; Hone itself can stay on {sys.version_info.major}.{sys.version_info.minor}",
             fix=f"install Python {recipe.python}, then: hone engines install {recipe.name}",
         )
-    return found
+    return python
 
 
 def _install_command(name: str) -> str:
-    """How an engine is installed on this machine."""
+    """Return the command that installs an engine on this machine."""
     recipe = RECIPES.get(name)
     place = " on a machine with an NVIDIA GPU" if recipe is not None and recipe.only_gpu and not _has_gpu() else ""
     return f"hone engines install {name}{'' if place or _has_gpu() else ' --cpu'}{place}"
@@ -162,14 +162,14 @@ def _has_gpu() -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
-    """An engine in the list of all.
+class EngineRow:
+    """One engine of the engine table.
 
     Attributes:
         name: as in ``rollout.name``.
         place: where it runs.
-        installed: its version here, or how to install it.
-        verified: what the conformance suite was passed with.
+        installed: its version here, or the command that installs it.
+        verified: versions and machines that passed the conformance suite.
     """
 
     name: str
@@ -178,16 +178,16 @@ class Row:
     verified: str
 
 
-def engine_table() -> list[Row]:
-    """All engines, with what is known of them."""
+def engine_table() -> list[EngineRow]:
+    """Return the table of all engines."""
     rows = [
-        Row("native", "Hone's process", "yes", "with every change of Hone"),
-        Row("hf", "Hone's process", "yes", "with every change of Hone"),
+        EngineRow("native", "Hone's process", "yes", "with every change of Hone"),
+        EngineRow("hf", "Hone's process", "yes", "with every change of Hone"),
     ]
     for recipe in RECIPES.values():
-        found = recorded(environment_of(recipe.name))
-        installed = f"{found['version']} ({found['build']})" if found else _install_command(recipe.name)
+        record = recorded(environment_of(recipe.name))
+        installed = f"{record['version']} ({record['build']})" if record else _install_command(recipe.name)
         passed = "; ".join(f"{v.version}, {v.date}, {v.machine}" for v in recipe.verified)
         never = f"never run: {recipe.remark}" if recipe.remark else "never run"
-        rows.append(Row(recipe.name, "a process of its own", installed, passed or never))
+        rows.append(EngineRow(recipe.name, "a separate process", installed, passed or never))
     return rows

@@ -1,4 +1,4 @@
-"""Plain transformers `generate`: the slow golden path that the native engine is held against."""
+"""Plain transformers `generate`: the slow reference implementation for the native engine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hone.data.types import StopReason
-from hone.generation.attention import attention_of
 from hone.generation.native.scheduler import Scheduler
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
 from hone.insight import activity
+from hone.models.routing import attention_of
 
 
 class HuggingFaceEngine:
-    """One `generate` call a request: nothing shared, nothing batched, nothing to go wrong.
+    """One `generate` call per request, without batching and sharing.
 
     Args:
         model: a causal language model.
@@ -27,8 +27,8 @@ class HuggingFaceEngine:
         device: where the model is.
         dtype: compute dtype, float32 or bfloat16.
         max_num_seqs: not used: requests run one by one.
-        max_cache_tokens: not used: transformers makes a cache for each request.
-        max_model_len: longest prompt with response.
+        max_cache_tokens: not used: transformers creates a cache for each request.
+        max_model_len: maximum of tokens in prompt and response.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HuggingFaceEngine:
         """Serve the requests one after another.
 
         Raises:
-            GenerationError: a request can never be served.
+            GenerationError: a request exceeds the limits.
         """
         for request in requests:
             self._limits.check(request)
@@ -70,7 +70,7 @@ class HuggingFaceEngine:
     def _complete(self, request: GenerationRequest) -> Completion:
         started, sampling = time.perf_counter(), request.sampling
         ids = torch.tensor([request.prompt_ids], device=self.device)
-        with self._as_transformers_has_it(), torch.no_grad():
+        with self._transformers_defaults(), torch.no_grad():
             torch.manual_seed(request.seed)
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"):
                 out = self._causal.generate(
@@ -100,8 +100,8 @@ class HuggingFaceEngine:
         )
 
     @contextlib.contextmanager
-    def _as_transformers_has_it(self) -> Iterator[None]:
-        """The model in evaluation mode with transformers' attention and no sampling defaults of its own; all restored."""
+    def _transformers_defaults(self) -> Iterator[None]:
+        """Set evaluation mode, transformers' attention and no sampling defaults; restore all of them afterwards."""
         training, defaults = self.model.training, self._causal.generation_config
         devices = [self.device] if self.device.type == "cuda" else []
         self.model.eval()
@@ -114,42 +114,42 @@ class HuggingFaceEngine:
             self.model.train(training)
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
-        """Note the version; the weights are the trainer's own."""
+        """Note the version; the weights are the trainer's."""
         del weights, last
         self._version = version
 
     async def pause(self) -> None:
-        """Nothing runs between two completions."""
+        """Do nothing: nothing runs between two completions."""
 
     async def resume(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Leave out the given requests (all when None) that have not begun."""
+        """Skip the given requests (all when None) that have not started."""
         if request_ids is None:
             self._aborted = None
         elif self._aborted is not None:
             self._aborted.update(request_ids)
 
     async def sleep(self) -> None:
-        """There is no cache to give back."""
+        """Do nothing: there is no cache between requests."""
 
     async def wake(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
-        """Nothing is kept from one request to the next."""
+        """Do nothing: there is no cache between requests."""
 
     def describe(self) -> EngineDescription:
-        """What it is."""
+        """Return the engine's properties and counters."""
         return EngineDescription("hf", True, self.dtype, str(self.device), dict(self._stats))
 
     def close(self) -> None:
-        """There is no other process."""
+        """Do nothing: there is no other process."""
 
 
 def generate_arguments(sampling: SamplingParams) -> dict[str, Any]:
-    """``sampling`` as arguments of transformers' generate."""
+    """Return ``sampling`` as arguments of transformers' generate."""
     arguments: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "do_sample": sampling.temperature > 0,

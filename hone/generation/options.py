@@ -1,4 +1,4 @@
-"""Keys of ``rollout`` as arguments of an engine in a process of its own, by the engine's own names."""
+"""Translation of ``rollout`` keys to the arguments of a served engine, by the engine's names."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from hone.errors import ConfigError
 
 
 def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
-    """Arguments of the engine that ``rollout.name`` names; ``engine_kwargs`` win, and what is None is left to the engine.
+    """Return the arguments of the engine ``rollout.name``. ``engine_kwargs`` win; for None the engine has its default.
 
     Raises:
-        ConfigError: engine_kwargs has arguments for another engine, or the sizes do not fit.
+        ConfigError: engine_kwargs has arguments for another engine, or the parallel sizes do not fit.
     """
     others = sorted(set(rollout.engine_kwargs) - {rollout.name})
     if others:
         raise ConfigError(
-            f"rollout.engine_kwargs has arguments for '{others[0]}', and the engine is '{rollout.name}'",
-            why="nothing would read them",
+            f"rollout.engine_kwargs has arguments for '{others[0]}', but the engine is '{rollout.name}'",
+            why="the engine would ignore them",
             fix=f"actor_rollout_ref.rollout.engine_kwargs={{{rollout.name}: {{...}}}}",
             where="actor_rollout_ref.rollout.engine_kwargs",
         )
     tensor, expert = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
     if expert not in (1, tensor):
         raise ConfigError(
-            f"rollout.expert_parallel_size={expert}, and rollout.tensor_model_parallel_size={tensor}",
-            why="engines divide experts over the very processes that they divide the model over",
+            f"rollout.expert_parallel_size={expert}, but rollout.tensor_model_parallel_size={tensor}",
+            why="engines divide experts over the same processes as the model",
             fix=f"actor_rollout_ref.rollout.expert_parallel_size={tensor}, or tensor_model_parallel_size={expert}",
             where="actor_rollout_ref.rollout.expert_parallel_size",
         )
-    own = rollout.engine_kwargs.get(rollout.name) or {}
-    return _over(_OPTIONS[rollout.name](rollout), own)
+    user_options = rollout.engine_kwargs.get(rollout.name) or {}
+    return _merge(_OPTIONS[rollout.name](rollout), user_options)
 
 
-def _over(options: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The user's arguments over Hone's; a group of arguments is laid over another one by one."""
-    both = [name for name in own if isinstance(own[name], dict) and isinstance(options.get(name), dict)]
-    return {**options, **own, **{name: {**options[name], **own[name]} for name in both}}
+def _merge(options: dict[str, Any], user_options: dict[str, Any]) -> dict[str, Any]:
+    """Return Hone's arguments overridden by the user's; dictionaries are merged key by key."""
+    both = [
+        name for name, value in user_options.items() if isinstance(value, dict) and isinstance(options.get(name), dict)
+    ]
+    return {**options, **user_options, **{name: {**options[name], **user_options[name]} for name in both}}
 
 
-def _told(**options: Any) -> dict[str, Any]:
-    """Those that are not left to the engine."""
+def _without_none(**options: Any) -> dict[str, Any]:
+    """Return the arguments that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _vllm(rollout: RolloutConfig) -> dict[str, Any]:
-    return _told(
+    return _without_none(
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         enable_expert_parallel=rollout.expert_parallel_size > 1 or None,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -63,23 +65,23 @@ def _vllm(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _sglang(rollout: RolloutConfig) -> dict[str, Any]:
-    """SGLang cuts prompts by a size of the pieces, of which -1 means none."""
-    pieces = rollout.max_num_batched_tokens if rollout.enable_chunked_prefill in (None, True) else -1
-    return _told(
+    """Return SGLang's arguments; -1 as the size of prefill chunks disables chunking."""
+    chunk_size = rollout.max_num_batched_tokens if rollout.enable_chunked_prefill in (None, True) else -1
+    return _without_none(
         tp_size=rollout.tensor_model_parallel_size,
         ep_size=rollout.expert_parallel_size if rollout.expert_parallel_size > 1 else None,
         mem_fraction_static=rollout.gpu_memory_utilization,
         disable_radix_cache=not rollout.enable_prefix_caching,
         max_prefill_tokens=rollout.max_num_batched_tokens,
-        chunked_prefill_size=pieces,
+        chunked_prefill_size=chunk_size,
         disable_cuda_graph=rollout.enforce_eager,
     )
 
 
 def _trtllm(rollout: RolloutConfig) -> dict[str, Any]:
-    """TensorRT-LLM takes its share of the memory that the weights leave free; without CUDA graphs it is told so by a null."""
+    """Return TensorRT-LLM's arguments; its memory fraction counts free memory, and a null disables CUDA graphs."""
     return {
-        **_told(
+        **_without_none(
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             moe_expert_parallel_size=rollout.expert_parallel_size if rollout.expert_parallel_size > 1 else None,
             max_num_tokens=rollout.max_num_batched_tokens,
@@ -94,7 +96,7 @@ def _trtllm(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _native(rollout: RolloutConfig) -> dict[str, Any]:
-    """Hone's own engine takes no further arguments."""
+    """Return no arguments: the native engine has none."""
     return {}
 
 
@@ -107,18 +109,18 @@ _OPTIONS: dict[str, Callable[[RolloutConfig], dict[str, Any]]] = {
 
 
 def has_adapter(config: RLConfig) -> bool:
-    """Whether what is trained is an adapter."""
+    """Return whether the run trains an adapter."""
     shared = config.actor_rollout_ref.model
     return shared.lora_rank > 0 or shared.lora_adapter_path is not None
 
 
 def sends_adapter(config: RLConfig) -> bool:
-    """Whether an update sends the adapter alone, and the engine computes with it (``rollout.merge_lora=false``)."""
+    """Return whether a weight sync sends only the adapter, unmerged (``rollout.merge_lora=false``)."""
     return not config.actor_rollout_ref.rollout.merge_lora and has_adapter(config)
 
 
 def adapter_shape(config: RLConfig) -> dict[str, float] | None:
-    """Rank and scale of the adapter that the engine is to take; None for whole weights.
+    """Return rank and scale of the adapter that the engine loads; None for whole weights.
 
     Raises:
         ConfigError: the engine takes no adapters, or not one of this kind.
@@ -128,8 +130,8 @@ def adapter_shape(config: RLConfig) -> dict[str, float] | None:
         return None
     if rollout.name != "vllm" or rollout.engine_url is not None:
         raise ConfigError(
-            f"engine '{rollout.name}'{' at engine_url' if rollout.engine_url else ''} takes no adapters, and rollout.merge_lora=false",
-            why="only a vLLM that the run starts itself computes with an adapter apart from the weights",
+            f"engine '{rollout.name}'{' at engine_url' if rollout.engine_url else ''} takes no adapters, but rollout.merge_lora=false",
+            why="only a vLLM started by the run computes with an unmerged adapter",
             fix="actor_rollout_ref.rollout.merge_lora=true",
             where="actor_rollout_ref.rollout.merge_lora",
         )
@@ -142,7 +144,7 @@ def _shape(model: ModelConfig) -> dict[str, float]:
     file = Path(model.lora_adapter_path, "adapter_config.json")
     if not file.is_file():
         raise ConfigError(
-            f"there is no adapter in '{model.lora_adapter_path}': {file.name} is missing",
+            f"'{model.lora_adapter_path}' is not an adapter: {file.name} is missing",
             fix="actor_rollout_ref.model.lora_adapter_path=DIR of a PEFT adapter",
             where="actor_rollout_ref.model.lora_adapter_path",
         )
@@ -151,7 +153,7 @@ def _shape(model: ModelConfig) -> dict[str, float]:
     if unusual:
         raise ConfigError(
             f"the adapter in '{model.lora_adapter_path}' has {unusual[0]}",
-            why="its scale is not lora_alpha / r, which is what is sent to the engine",
+            why="its scale is not lora_alpha / r, which the engine assumes",
             fix="actor_rollout_ref.rollout.merge_lora=true",
             where="actor_rollout_ref.rollout.merge_lora",
         )

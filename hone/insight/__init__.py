@@ -1,1 +1,1 @@
-"""How you see it: metrics, trackers, the run directory and the always-on invariants."""
+"""Observation of a run: metrics, trackers, the run directory and the always-on invariants."""

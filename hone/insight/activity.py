@@ -1,9 +1,9 @@
-"""What each process of a run is doing, what it waits for and since when, published where others can read it.
+"""Publish the current work of each process of a run, what it waits for and since when.
 
-    <run>/activity/<name>.<pid>.activity     one memory-mapped page a process, overwritten in place
-    <run>/activity/<name>.<pid>.stacks       its Python stacks, written when it is asked for them (see hone.insight.stacks)
+        <run>/activity/<name>.<pid>.activity     one memory-mapped page per process, overwritten in place
+        <run>/activity/<name>.<pid>.stacks       its Python stacks, written on request (see hone.insight.stacks)
 
-A process says who it is once (:func:`begin`), and then what it does, around the work itself:
+A process names itself once (:func:`begin`), and then describes its work around the work itself:
 
     with activity.doing("update_actor"):
         for micro_batch in micro_batches:
@@ -12,8 +12,8 @@ A process says who it is once (:func:`begin`), and then what it does, around the
     with activity.waiting("score of 64 responses", on=["reward worker"], limit=30.0):
         ...
 
-A tick costs a fraction of a microsecond and no system call. A process that never began keeps its record to itself, so code
-that reports need not ask. Only the standard library is used: reward workers and the watchdog start without torch.
+A tick costs a fraction of a microsecond and no system call. A process that never called :func:`begin` publishes nothing, so
+callers need no check. Only the standard library is used: reward workers and the watchdog start without torch.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from hone.insight import stacks
 
 FOLDER = "activity"
 _PAGE = 4096
-_HEAD = struct.Struct("<QQdI")  # version, ticks, when the last tick was, length of the text
+_HEAD = struct.Struct("<QQdI")  # version, ticks, time of the last tick, length of the text
 _TICKS = struct.Struct("<Qd")
 _VERSION = struct.Struct("<Q")
 _STAGE = "_hone_stage"
-_ROOM = _PAGE - _HEAD.size - _VERSION.size
+_TEXT_BYTES = _PAGE - _HEAD.size - _VERSION.size
 
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that a process is in the middle of.
+    """One activity of a process, possibly a wait.
 
     Attributes:
-        what: is done or waited for.
+        what: work that is done, or thing that is waited for.
         since: wall time at which it began.
-        waits_on: names of processes (``actor[1]``) or of all that play a role (``actor``); empty when it works itself.
-        limit: seconds it may take without any movement; None leaves that to ``trainer.watchdog_seconds``.
+        waits_on: names of processes (``actor[1]``) or of a role (``actor``); empty for work in the process itself.
+        limit: seconds it may take without any progress; None: ``trainer.watchdog_seconds`` decides.
         waits: whether it is a wait for something outside this process.
         thread: identity of the thread that began it.
     """
@@ -66,14 +66,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Record:
-    """What one process has published.
+    """Published state of one process.
 
     Attributes:
-        role, rank: who it is; rank is None where there is one of the role only.
-        pid, host, born: which process; ``born`` is its start in clock ticks since boot, to tell it from a later one.
-        spans: what it is in the middle of, the outermost first.
+        role, rank: name of the process; rank is None if the role has one process only.
+        pid, host, born: identity of the process; ``born`` is its start in clock ticks since boot, unlike that of a later one.
+        spans: current activities, the outermost first.
         ticks: progress so far, a number that only grows.
-        moved: wall time of the last tick or change of what it does.
+        moved: wall time of the last tick or change of activity.
         log: file that takes its output, if there is one.
     """
 
@@ -90,35 +90,35 @@ class Record:
 
     @property
     def name(self) -> str:
-        """``role``, or ``role[rank]``."""
+        """Return ``role``, or ``role[rank]``."""
         return self.role if self.rank is None else f"{self.role}[{self.rank}]"
 
     @property
     def stage(self) -> str:
-        """Everything it is in the middle of, the outermost first."""
+        """Return all current activities, the outermost first."""
         return _shown(self.spans) or "idle"
 
     @property
     def thread(self) -> int:
-        """Identity of the thread that does the innermost of it; 0 when idle."""
+        """Return the identity of the thread of the innermost activity; 0 when idle."""
         return self.spans[-1].thread if self.spans else 0
 
     @property
     def stacks_file(self) -> Path:
-        """Where its Python stacks appear when it is asked for them."""
+        """Return the file to which the process writes its Python stacks on request."""
         return self.path.with_suffix(".stacks")
 
     def is_here(self) -> bool:
-        """Whether it runs on this machine."""
+        """Return whether the process runs on this machine."""
         return is_here(self.host)
 
     def is_alive(self) -> bool:
-        """Whether the process exists; one on another machine is taken to."""
+        """Return whether the process exists; one on another machine is assumed to."""
         return not self.is_here() or birth(self.pid) == self.born
 
 
 def is_here(host: str) -> bool:
-    """Whether a host is this machine."""
+    """Return whether a host is this machine."""
     return host == socket.gethostname()
 
 
@@ -127,7 +127,7 @@ def _shown(spans: Sequence[Span]) -> str:
 
 
 class _Publisher:
-    """The record of this process."""
+    """Writer of this process's record."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -168,7 +168,7 @@ class _Publisher:
         return self._files[0].parent if self._files else None
 
     def end(self) -> None:
-        """Take the record back: the process leaves in good order."""
+        """Remove the record: the process ends in good order."""
         with self._lock:
             if isinstance(self._page, mmap.mmap):
                 self._page.close()
@@ -193,10 +193,10 @@ class _Publisher:
             self._write()
 
     def _write(self) -> None:
-        """Write the whole record; the version stands at both ends, so a reader sees whether it read half of one."""
+        """Write the whole record, with its version at both ends so that a reader can detect a half-written one."""
         spans = [[s.what, s.since, s.waits_on, s.limit, s.waits, s.thread] for s in self._spans]
         text = json.dumps({**self._identity, "spans": spans}).encode()
-        while len(text) > _ROOM and spans:  # more than a page: the innermost are of most use
+        while len(text) > _TEXT_BYTES and spans:  # more than a page: keep the innermost, the most useful ones
             spans.pop(0)
             text = json.dumps({**self._identity, "spans": spans}).encode()
         self._ticks += 1
@@ -211,51 +211,51 @@ _publisher = _Publisher()
 
 
 def begin(directory: Path, role: str, rank: int | None = None) -> None:
-    """Publish this process under ``directory`` from now on, and let its stacks be asked for.
+    """Publish this process under ``directory`` from now on, and answer requests for its stacks.
 
     Args:
         directory: ``<run>/activity``; made if absent.
-        role: what this process is to the run (``driver``, ``actor``, ``reward worker``).
-        rank: which of those that play the role.
+        role: role of this process in the run (``driver``, ``actor``, ``reward worker``).
+        rank: number among the processes of the role.
     """
-    _publisher.begin(directory, role, rank, _own_log())
+    _publisher.begin(directory, role, rank, _stderr_file())
 
 
 def clear(directory: Path) -> None:
-    """Remove what the processes of an earlier run have left; called by the first process of a run."""
+    """Remove the records of an earlier run's processes; called by the first process of a run."""
     for path in directory.glob("*.activity"):
         path.with_suffix(".stacks").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
 
 
 def forget(pid: int) -> None:
-    """Remove the record of a process that this one has ended on purpose."""
+    """Remove the record of a process that this one ended on purpose."""
     for path in _publisher.folder.glob(f"*.{pid}.*") if _publisher.folder else ():
         path.unlink(missing_ok=True)
 
 
 def folder() -> Path | None:
-    """Where this process publishes, for processes that it starts; None when it does not."""
+    """Return the directory in which this process publishes, for its child processes; None if it does not publish."""
     return _publisher.folder
 
 
 def end() -> None:
-    """Publish no more, and remove what was published: this process leaves in good order."""
+    """Stop publishing and remove the record: this process ends in good order."""
     _publisher.end()
 
 
 def tick() -> None:
-    """Say that something was done: a decode step, a micro-batch, an answer."""
+    """Report progress: a decode step, a micro-batch, an answer."""
     _publisher.tick()
 
 
 @contextlib.contextmanager
 def doing(what: str, *, limit: float | None = None) -> Iterator[None]:
-    """Say what this process is doing while the body runs.
+    """Publish the work of this process while the body runs.
 
     Args:
         what: a stage, a call, a step.
-        limit: seconds in which it need not move, where that is long (loading a model).
+        limit: seconds it may take without progress, if that is long (loading a model).
     """
     with _span(Span(what, time.time(), (), limit, thread=threading.get_ident())):
         yield
@@ -263,12 +263,12 @@ def doing(what: str, *, limit: float | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(what: str, *, on: Sequence[str] = (), limit: float | None = None) -> Iterator[None]:
-    """Say what this process waits for while the body runs.
+    """Publish the wait of this process while the body runs.
 
     Args:
-        what: is waited for.
+        what: thing that is waited for.
         on: names of the processes, or the roles, that can end the wait.
-        limit: seconds after which the wait ends by itself; it counts as a hang only later.
+        limit: seconds after which the wait ends by itself; it counts as a hang only after that.
     """
     with _span(Span(what, time.time(), tuple(on), limit, waits=True, thread=threading.get_ident())):
         yield
@@ -280,19 +280,19 @@ def _span(span: Span) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        vars(error).setdefault(_STAGE, _publisher.stage)  # the innermost span that it passes is the first to say
+        vars(error).setdefault(_STAGE, _publisher.stage)  # the innermost span sets it first
         raise
     finally:
         _publisher.pop(span)
 
 
 def stage_of(error: BaseException) -> str:
-    """What the process was in the middle of when this was raised; empty when it was raised in no span."""
+    """Return the activities during which an error was raised; "" outside of any span."""
     return vars(error).get(_STAGE, "")
 
 
 def read_records(directory: Path) -> list[Record]:
-    """The records of all processes that have published in ``directory``, in the order of their names."""
+    """Return the records of all processes that publish in ``directory``, in the order of their names."""
     records = []
     for path in sorted(directory.glob("*.activity")):
         record = _read(path)
@@ -302,7 +302,7 @@ def read_records(directory: Path) -> list[Record]:
 
 
 def _read(path: Path) -> Record | None:
-    """One record; None when its process has just left or has not written yet."""
+    """Return one record; None if its process has just ended or has not written yet."""
     for _ in range(20):
         try:
             page = path.read_bytes()
@@ -319,8 +319,8 @@ def _read(path: Path) -> Record | None:
     return None
 
 
-def _own_log() -> str | None:
-    """The file that takes this process's standard error, if it is a file."""
+def _stderr_file() -> str | None:
+    """Return the file that takes this process's standard error, if it is a file."""
     try:
         path = Path("/proc/self/fd/2").readlink()
     except OSError:
@@ -329,7 +329,7 @@ def _own_log() -> str | None:
 
 
 def birth(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot; None when there is none, or only what is left of one that died."""
+    """Return the start of a process in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

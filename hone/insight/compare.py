@@ -1,4 +1,4 @@
-"""Finding runs, summing them up, and telling them apart."""
+"""Find runs, summarise them, and compare them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hone.insight.curves import points
 from hone.insight.run_files import CONFIG, RUN, read_metrics, read_run
 
 ABSENT = "(absent)"
-_DEPTH = 4  # folders below the root in which runs are looked for
+_DEPTH = 4  # levels of folders below the root that are searched for runs
 _MORE_IS_BETTER = ("val-core/", "val-aux/", "critic/rewards/", "critic/score/", "reward/", "perf/throughput")
 _LESS_IS_BETTER = (
     *(
@@ -40,7 +40,7 @@ class Run:
     Attributes:
         name: its path below the root.
         path: its directory.
-        record: ``run.json``.
+        record: contents of ``run.json``.
         metrics: rows of ``metrics.jsonl``.
         config: ``config.yaml``, flat: dotted key to value.
     """
@@ -53,19 +53,19 @@ class Run:
 
     @property
     def status(self) -> str:
-        """As recorded; ``dead`` when the record says ``running`` but its process, of this machine, is gone."""
+        """Return the recorded status; ``dead`` if it is ``running`` but the process, on this machine, does not exist."""
         status = str(self.record.get("status", "unknown"))
         here = self.record.get("host") == platform.node()
         return "dead" if status == "running" and here and not _alive(self.record.get("pid")) else status
 
     @property
     def steps(self) -> int:
-        """Step of the last metrics."""
+        """Return the step of the last metrics."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
     def seconds(self) -> float | None:
-        """From the first start to the end, or until now for a live run; None when unknown."""
+        """Return the seconds from the first start to the end, or to now for a live run; None if unknown."""
         try:
             started = datetime.datetime.fromisoformat(self.record["started"])
             ended = self.record.get("ended")
@@ -77,17 +77,17 @@ class Run:
         return (end - started).total_seconds()
 
     def names(self) -> list[str]:
-        """All metrics of the run, sorted."""
+        """Return the names of all metrics of the run, sorted."""
         return sorted({name for row in self.metrics for name in row} - {"step"})
 
     def last(self, metric: str) -> float | None:
-        """The latest value of a metric, None when it has none."""
+        """Return the latest value of a metric, None if it has none."""
         curve = points(self.metrics, metric)
         return curve[-1][1] if curve else None
 
 
 def _alive(pid: Any) -> bool:
-    """Whether the process may still run; a process of another user counts as running."""
+    """Return whether the process may still run; a process of another user counts as running."""
     if not isinstance(pid, int):
         return True
     try:
@@ -103,18 +103,18 @@ def read_whole_run(path: Path, name: str = "") -> Run:
     """Read a run directory.
 
     Raises:
-        HoneError: a file of it is damaged.
+        HoneError: one of its files is damaged.
     """
     config = path / CONFIG
     try:
         tree = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
     except yaml.YAMLError as error:
-        raise HoneError(f"not YAML: {error}", where=str(config), fix="restore the file") from None
+        raise HoneError(f"the file is not YAML: {error}", where=str(config), fix="restore the file") from None
     return Run(name or path.name, path, read_run(path), read_metrics(path), dict(flatten(tree)))
 
 
 def run_names(root: Path) -> dict[str, Path]:
-    """Every run below ``root``, by its path relative to it, oldest first."""
+    """Return every run below ``root``, by its path relative to it, oldest first."""
 
     def search(folder: Path, depth: int) -> Iterator[Path]:
         if (folder / RUN).is_file():
@@ -124,39 +124,43 @@ def run_names(root: Path) -> dict[str, Path]:
                 if child.is_dir() and not child.name.startswith("."):
                     yield from search(child, depth - 1)
 
-    found = list(search(root, _DEPTH)) if root.is_dir() else []
-    found.sort(key=lambda folder: ((folder / RUN).stat().st_ctime, str(folder)))
-    return {folder.relative_to(root).as_posix() if folder != root else folder.name: folder for folder in found}
+    paths = list(search(root, _DEPTH)) if root.is_dir() else []
+    paths.sort(key=lambda folder: ((folder / RUN).stat().st_ctime, str(folder)))
+    return {folder.relative_to(root).as_posix() if folder != root else folder.name: folder for folder in paths}
 
 
 def find_run(wanted: str, root: Path) -> Run:
     """Find a run by its directory, its name below ``root`` (``project/experiment``), or the last part of that name.
 
     Raises:
-        HoneError: there is none, or the short name fits several; the message lists names.
+        HoneError: no run matches, or the short name fits several; the message lists names.
     """
     if (Path(wanted) / RUN).is_file():
         return read_whole_run(Path(wanted), wanted.rstrip("/"))
-    known = run_names(root)
-    if wanted in known:
-        return read_whole_run(known[wanted], wanted)
-    fitting = [name for name in known if name.rsplit("/", 1)[-1] == wanted]
+    paths_by_name = run_names(root)
+    if wanted in paths_by_name:
+        return read_whole_run(paths_by_name[wanted], wanted)
+    fitting = [name for name in paths_by_name if name.rsplit("/", 1)[-1] == wanted]
     if len(fitting) == 1:
-        return read_whole_run(known[fitting[0]], fitting[0])
+        return read_whole_run(paths_by_name[fitting[0]], fitting[0])
     if fitting:
         raise HoneError(
             f"'{wanted}' is the name of {len(fitting)} runs", fix=f"name one of {', '.join(fitting)}", code="E-runs"
         )
-    near = did_you_mean(wanted, [*known, *(name.rsplit("/", 1)[-1] for name in known)]) if known else ""
+    near = (
+        did_you_mean(wanted, [*paths_by_name, *(name.rsplit("/", 1)[-1] for name in paths_by_name)])
+        if paths_by_name
+        else ""
+    )
     raise HoneError(
-        f"no run '{wanted}' under '{root}' ({len(known)} runs there)",
+        f"no run '{wanted}' under '{root}', which has {len(paths_by_name)} runs",
         fix=near or "name a run directory, or the folder that holds them with --root",
         code="E-runs",
     )
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of a nested mapping as dotted keys; lists are leaves."""
+    """Yield the leaves of a nested mapping with dotted keys; lists are leaves."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
@@ -165,7 +169,7 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Keys whose values differ among the runs, each with one value a run (``(absent)`` where a run lacks the key)."""
+    """Return the keys whose values differ among the runs, each with one value per run (``(absent)`` where a run has none)."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = {key: [run.config.get(key, ABSENT) for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
@@ -176,11 +180,11 @@ class Summary:
     """One metric of one run.
 
     Attributes:
-        count: how many steps have it.
+        count: number of steps that have it.
         first: first value.
         last: latest value.
-        best: largest, or smallest where less is better (losses, error rates, times); None where neither is, as for KL.
-        best_step: the first step with it.
+        best: largest, or smallest where less is better (losses, error rates, times); None if neither is better, as for KL.
+        best_step: first step with the best value.
     """
 
     count: int
@@ -191,7 +195,7 @@ class Summary:
 
 
 def summarise(run: Run, metric: str) -> Summary | None:
-    """First, last and best value of a metric; None when the run has none."""
+    """Return first, last and best value of a metric; None if the run has none."""
     curve = points(run.metrics, metric)
     if not curve:
         return None
@@ -205,21 +209,21 @@ def summarise(run: Run, metric: str) -> Summary | None:
 
 
 def headline_metrics(runs: Sequence[Run]) -> list[str]:
-    """The metrics worth showing first that any of the runs has: validation, reward, loss, KL, length, entropy."""
+    """Return the most important metrics that any run has: validation, reward, loss, KL, length, entropy."""
     have = dict.fromkeys(name for run in runs for name in run.names())
-    wanted = [name for name in have if name.startswith("val-core/")]
+    headline = [name for name in have if name.startswith("val-core/")]
     fixed = (
         *("critic/rewards/mean", "train/loss", "val/loss", "actor/kl_loss", "actor/ppo_kl", "actor/entropy"),
         *("actor/grad_norm", "response_length/mean", "perf/throughput"),
     )
-    return wanted + [name for name in fixed if name in have]
+    return headline + [name for name in fixed if name in have]
 
 
 def require_metrics(names: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """Check that every metric asked for is in one of the runs.
+    """Check that every requested metric is in one of the runs.
 
     Raises:
-        HoneError: the message names the nearest metrics.
+        HoneError: a metric is in none; the message names the nearest ones.
     """
     have = sorted({name for run in runs for name in run.names()})
     for name in names:

@@ -1,4 +1,4 @@
-"""Metric curves: as text for the terminal and as a PNG. matplotlib is loaded only to draw a PNG."""
+"""Draw metric curves as text for the terminal and as a PNG. matplotlib is loaded only for a PNG."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
-"""(step, value) in rising order of steps."""
+"""(step, value) in increasing order of steps."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille dots by row and column of a 4 x 2 cell
 
 
 def points(rows: Sequence[Mapping[str, float]], metric: str) -> list[tuple[float, float]]:
-    """The curve of one metric in the rows of a metrics file; steps without it are left out."""
+    """Return the curve of one metric in the rows of a metrics file; steps without it are left out."""
     return [(row["step"], row[metric]) for row in rows if metric in row]
 
 
 def sparkline(curve: Points, width: int = 40) -> str:
-    """A curve in one line of text; each character is the mean of the values that fall on it.
+    """Draw a curve in one line of text; each character is the mean of its values.
 
     >>> sparkline([(0, 0.0), (1, 0.5), (2, 1.0)], width=3)
     '▁▅█'
@@ -34,13 +34,13 @@ def sparkline(curve: Points, width: int = 40) -> str:
 
 
 def _resample(curve: Points, width: int) -> list[float]:
-    """Mean value in each of ``width`` equal stretches of the sequence."""
+    """Return the mean value in each of ``width`` equal stretches of the sequence."""
     edges = [round(index * len(curve) / width) for index in range(width + 1)] if width else [0]
     return [sum(value for _, value in curve[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a]
 
 
-def text_chart(curve: Points, *, width: int = 60, height: int = 8, beside: Sequence[Points] = ()) -> str:
-    """A curve as a chart of braille dots with its axes: ``2 width`` by ``4 height`` points.
+def text_chart(curve: Points, *, width: int = 60, height: int = 8, compared_with: Sequence[Points] = ()) -> str:
+    """Draw a curve as braille dots with its axes: ``2 width`` by ``4 height`` points.
 
     Values that are not finite are left out.
 
@@ -48,12 +48,12 @@ def text_chart(curve: Points, *, width: int = 60, height: int = 8, beside: Seque
         curve: the points.
         width: columns of the plot, without the axis labels.
         height: lines of the plot, without the axis.
-        beside: curves that the chart will stand beside; the axes cover them too, so that charts can be compared.
+        compared_with: curves of neighbouring charts; the axes cover them too, so that charts can be compared.
     """
     finite = [(step, value) for step, value in curve if math.isfinite(value)]
     if not finite:
         return "(no values)"
-    covered = finite + [(step, value) for other in beside for step, value in other if math.isfinite(value)]
+    covered = finite + [(step, value) for compared in compared_with for step, value in compared if math.isfinite(value)]
     low, high = _span([value for _, value in covered])
     first, last = min(step for step, _ in covered), max(step for step, _ in covered)
     cells = [[0] * width for _ in range(height)]
@@ -92,12 +92,12 @@ def _short(value: float) -> str:
 
 
 def draw_png(path: str | Path, curves: Mapping[str, Mapping[str, Points]], *, title: str = "") -> Path:
-    """Draw one panel a metric, with one line a run, into a PNG.
+    """Draw a PNG with one panel per metric and one line per run.
 
     Args:
-        path: the file to write; folders are made.
+        path: file to write; missing folders are created.
         curves: metric to run to curve.
-        title: above all panels.
+        title: title above all panels.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
-"""The page ``docs/metrics.md``, generated from the table of metrics.
+"""Write the page ``docs/metrics.md`` from the table of metrics.
 
-Write it anew with ``python -m hone.insight.docs docs/metrics.md``.
+Generate it again with ``python -m hone.insight.docs docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _HEAD = """# Metrics
 
 Every step writes one JSON object to `metrics.jsonl` in the run directory; trackers show the same numbers. Several
 values of one step (micro-batches, updates, ranks) become one number by the reduction named here: `mean` is weighted by
-tokens or sequences, `last` keeps the latest. `<x>` stands for any text, `<n>` for a number. JSON has no word for what
-is not finite: such a value is written as the string `"NaN"`, `"Infinity"` or `"-Infinity"`.
+tokens or sequences, `last` keeps the latest. `<x>` means any text, `<n>` a number. JSON has no numbers that
+are not finite: such a value is written as the string `"NaN"`, `"Infinity"` or `"-Infinity"`.
 
-Two runs with one seed on one machine write the same numbers, apart from metrics of wall time and memory, marked ⏱.
+Two runs with one seed on one machine write the same numbers, except for metrics of wall time and memory, marked ⏱.
 """
 
 
 def metrics_page() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     lines = [_HEAD]
     for title, specs in GROUPS.items():
         lines += [f"## {title}", "", "| Metric | Unit | Reduction | Meaning | Look when |", "|---|---|---|---|---|"]

@@ -1,7 +1,7 @@
-"""How far an engine's log-probs may be from the trainer's: the thresholds, and a verdict over measured numbers.
+"""Judge the distance between an engine's log-probs and the trainer's: thresholds, and a verdict over metrics.
 
-From verl's FAQ and its page on rollout correction (``rollout_probs_diff_mean``, KL, chi2), the documentation of the TRL trainers
-(ratios "should float around 1"), and Hone's own runs (``ratio_outside``).
+Thresholds are from verl's FAQ and its page on rollout correction (``rollout_probs_diff_mean``, KL, chi2), the documentation of
+the TRL trainers (ratios "should float around 1"), and runs of Hone (``ratio_outside``).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """What measured numbers mean for training."""
+    """Consequence of the measured numbers for training."""
 
     GOOD = "good"
     LOOK = "look"
-    """Train with importance correction, and watch it."""
+    """Train with importance correction, and watch the gap."""
     BAD = "bad"
-    """Mend it before training: gradients would be of another policy than the one that sampled."""
+    """Fix it before training: gradients would be of another policy than the one that sampled."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """From which size of a metric on to look, and to act."""
+    """Sizes of a metric above which to look, and to act."""
 
     metric: str
     look: float
@@ -41,19 +41,19 @@ THRESHOLDS = (
 
 
 def judge(metrics: Mapping[str, float]) -> tuple[Verdict, list[str]]:
-    """The verdict over metrics by name, and in words what led to it.
+    """Return the verdict over metrics by name, and its reasons in words.
 
     >>> judge({"training/rollout_probs_diff_mean": 0.002})
     (<Verdict.GOOD: 'good'>, [])
     >>> judge({"rollout_corr/kl": -0.2})
-    (<Verdict.BAD: 'bad'>, ['rollout_corr/kl is -0.2; from 0.1 on act'])
+    (<Verdict.BAD: 'bad'>, ['rollout_corr/kl is -0.2; 0.1 or more: act'])
     """
     verdict, reasons = Verdict.GOOD, []
     for threshold in THRESHOLDS:
         value = metrics.get(threshold.metric, 0.0)
-        if not abs(value) < threshold.look:  # nan too
+        if not abs(value) < threshold.look:  # true for nan too
             act = not abs(value) < threshold.act
             verdict = Verdict.BAD if act or verdict is Verdict.BAD else Verdict.LOOK
             level, name = (threshold.act, "act") if act else (threshold.look, "look")
-            reasons.append(f"{threshold.metric} is {value:.3g}; from {level:g} on {name}")
+            reasons.append(f"{threshold.metric} is {value:.3g}; {level:g} or more: {name}")
     return verdict, reasons

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, hardware and the state of the working copy, for ``run.json``."""
+"""Describe the environment of a run for ``run.json``: versions, hardware and the state of the working copy."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "peft", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, Hone and the packages that decide the numbers (only those installed)."""
+    """Return the versions of Python, Hone and the installed packages that influence the numbers."""
     from hone import __version__
 
-    found = {"python": platform.python_version(), "hone": __version__}
+    versions_by_name = {"python": platform.python_version(), "hone": __version__}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions_by_name[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions_by_name
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, cores (of the machine, and those this process may use), memory in GB, and the CUDA GPUs."""
+    """Return CPU model, cores (of the machine, and usable by this process), memory in GB, and the CUDA GPUs."""
     import psutil
     import torch
 
@@ -46,7 +46,7 @@ def hardware() -> dict[str, Any]:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for memory since the machine started; 0 where it does not say."""
+    """Return the number of processes that the kernel killed for memory since boot; 0 if it does not report it."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -55,7 +55,7 @@ def oom_kills() -> int:
 
 
 def cpu_model() -> str:
-    """Name of the processor."""
+    """Return the name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(errors="replace").splitlines():
@@ -66,7 +66,7 @@ def cpu_model() -> str:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and whether tracked files are changed, of the working copy around ``folder``; None without one."""
+    """Return commit, branch and whether tracked files are changed, of the working copy around ``folder``; None without one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -76,9 +76,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(  # noqa: S603 - fixed arguments
+        process = subprocess.run(  # noqa: S603 - fixed arguments
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):  # no git, or a working copy on a file system that hangs
+    except (OSError, subprocess.TimeoutExpired):  # no git, or a working copy on a hanging file system
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None

@@ -1,7 +1,7 @@
-"""The always-on invariants of a run: what stops it, what is tolerated, and what is remembered between steps.
+"""Always-on invariants of a run: what stops it, what is tolerated, and the state between steps.
 
-A broken invariant raises :class:`~hone.errors.InvariantError` with the offending sample. What the table tolerates is
-logged with its sample and counted; :meth:`Invariants.report` moves the counts to ``invariant/<id>`` in the metrics.
+A broken invariant raises :class:`~hone.errors.InvariantError` with the offending sample. Tolerated violations are logged with
+their sample and counted; :meth:`Invariants.report` moves the counts to ``invariant/<id>`` in the metrics.
 
     | id       | tolerated                                        | stops the run                                      |
     |----------|--------------------------------------------------|----------------------------------------------------|
@@ -41,20 +41,22 @@ from hone.insight.invariant_checks import (
 )
 from hone.insight.metrics import MetricStore
 
-__all__ = ["RATIO_MAX", "RATIO_MEAN", "Finding", "Invariants", "require_no_masked_gradient", "token_hash"]
+__all__ = ["MASKED_GRADIENT", "RATIO_MAX", "RATIO_MEAN", "Invariants", "Violation", "token_hash"]
 
 logger = logging.getLogger(__name__)
 
 RATIO_MAX, RATIO_MEAN = "ratio/max_abs_log", "ratio/mean_abs_log"
 """Statistics of an update that :meth:`Invariants.check_first_ratio` reads."""
+MASKED_GRADIENT = "gradient/max_masked"
+"""Statistic of an update that :meth:`Invariants.check_updates` reads: largest gradient of a token with response mask 0."""
 
 CANARY_FACTOR = 10.0
 CANARY_FLOOR = {"float32": 1e-4, "bfloat16": 5e-3}
-"""Mean |log-prob gap| that rounding alone explains; a smaller baseline counts as this much."""
+"""Mean |log-prob gap| that rounding alone explains; smaller baselines are raised to this."""
 
 
 class Update(Protocol):
-    """What an optimizer update left: see ``hone.training.engine.UpdateResult``."""
+    """Result of an optimizer update: see ``hone.training.updates.UpdateResult``."""
 
     @property
     def grad_norm(self) -> float: ...
@@ -65,13 +67,13 @@ class Update(Protocol):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Violation:
     """A tolerated violation.
 
     Attributes:
-        code: of the invariant.
-        message: what was seen, with numbers.
-        where: the sample concerned.
+        code: code of the invariant.
+        message: description with numbers.
+        where: sample concerned.
     """
 
     code: str
@@ -80,16 +82,16 @@ class Finding:
 
 
 class Invariants:
-    """Checks a run's invariants and remembers what they need between steps.
+    """Check a run's invariants and keep their state between steps.
 
     >>> invariants = Invariants("float32")
     >>> invariants.check_groups(["a", "a", "b", "b"], n=2)
 
     Args:
-        dtype: compute dtype of the policy, ``float32`` or ``bfloat16``; it decides what rounding may explain.
+        dtype: compute dtype of the policy, ``float32`` or ``bfloat16``; it decides how much rounding may explain.
         decode: token ids to text, for messages; None shows ids.
-        dump: called with a name and the batch when something is not finite; writes it and returns the path.
-        max_nonfinite: how many times in a row one stage may be not finite before the run stops.
+        dump: called with a name and the batch when a value is not finite; writes it and returns the path.
+        max_nonfinite: number of consecutive non-finite results of one stage that stops the run.
     """
 
     def __init__(
@@ -110,18 +112,18 @@ class Invariants:
     # every step, before the update -----------------------------------------------------------------------------------
 
     def check_groups(self, uids: Sequence[str], n: int) -> None:
-        """D-uid: every prompt group has n members."""
+        """Check D-uid: every prompt group has n members."""
         require_groups(uids, n)
 
     def check_mask(self, batch: Batch) -> None:
-        """D-mask: see :func:`~hone.insight.invariant_checks.require_masks`."""
+        """Check D-mask: see :func:`~hone.insight.invariant_checks.require_masks`."""
         require_masks(batch, self._decode)
 
     def check_ids(self, batch: Batch, emitted: Sequence[str] | None = None) -> None:
-        """D-ids: the rows hold the tokens that were sampled.
+        """Check D-ids: the rows hold the sampled tokens.
 
         Args:
-            batch: with ``prompt_ids`` and ``response_ids``.
+            batch: batch with ``prompt_ids`` and ``response_ids``.
             emitted: :func:`token_hash` of prompt and response of each row, taken where they were sampled; None takes it
                 from the ``trajectory`` column, which then guards the path from trajectory to batch and through it.
         """
@@ -129,19 +131,19 @@ class Invariants:
             emitted = [token_hash([*t.prompt_ids, *t.response_ids]) for t in batch.objects("trajectory")]
         require_ids(batch, emitted, self._decode)
 
-    def check_finite(self, stage: str, values: Tensor | Ragged | float, batch: Batch | None = None) -> Finding | None:
-        """D-finite: no nan and no infinity in what a stage computed.
+    def check_finite(self, stage: str, values: Tensor | Ragged | float, batch: Batch | None = None) -> Violation | None:
+        """Check D-finite: the values of a stage have no nan and no infinity.
 
         Args:
-            stage: names the check; repetitions are counted by it.
-            values: one row a sample, or a single number.
-            batch: the samples, for the message and the dump.
+            stage: name of the check; consecutive failures are counted per name.
+            values: one row per sample, or a single number.
+            batch: samples, for the message and the dump.
 
         Returns:
-            None when all is finite, else the finding: the update must then be skipped.
+            None if all values are finite, else the violation: the caller must then skip the update.
 
         Raises:
-            InvariantError: it happened ``max_nonfinite`` times in a row.
+            InvariantError: this is the ``max_nonfinite``-th consecutive failure.
         """
         places = nonfinite_places(values if isinstance(values, Ragged) else torch.as_tensor(values))
         if not places:
@@ -153,15 +155,19 @@ class Invariants:
 
     # the update ------------------------------------------------------------------------------------------------------
 
-    def check_ratio(self, new: Ragged, old: Ragged, mask: Ragged, batch: Batch | None = None) -> Finding | None:
-        """D-ratio, from log-probs of the first update and of the rollout, aligned with ``mask``."""
+    def check_ratio(self, new: Ragged, old: Ragged, mask: Ragged, batch: Batch | None = None) -> Violation | None:
+        """Check D-ratio on log-probs of the first update and of the rollout, aligned with ``mask``."""
         gap = log_prob_gap(new, old, mask)
         return self._judge_ratio(gap.largest, gap.mean, describe_sample(batch, gap.row, gap.position, self._decode))
 
-    def check_first_ratio(self, update: Update, metrics: MetricStore) -> Finding | None:
-        """D-ratio, from the statistics of the first update; logs ``actor/first_ratio_max_abs_log``."""
-        largest = [float(seen[RATIO_MAX][0]) for seen in update.statistics if RATIO_MAX in seen]
-        means = [(float(seen[RATIO_MEAN][0]), seen[RATIO_MEAN][1]) for seen in update.statistics if RATIO_MEAN in seen]
+    def check_first_ratio(self, update: Update, metrics: MetricStore) -> Violation | None:
+        """Check D-ratio on the statistics of the first update; logs ``actor/first_ratio_max_abs_log``."""
+        largest = [float(statistics[RATIO_MAX][0]) for statistics in update.statistics if RATIO_MAX in statistics]
+        means = [
+            (float(statistics[RATIO_MEAN][0]), statistics[RATIO_MEAN][1])
+            for statistics in update.statistics
+            if RATIO_MEAN in statistics
+        ]
         if not largest or not means:
             raise ValueError(f"the update has no statistics {RATIO_MAX} and {RATIO_MEAN}")
         for value in largest:
@@ -170,12 +176,15 @@ class Invariants:
         return self._judge_ratio(float(torch.tensor(largest).max()), mean, "")
 
     def check_updates(self, role: str, updates: Sequence[Update], batch: Batch | None = None) -> None:
-        """D-finite: count updates that were skipped because loss or gradient was not finite.
+        """Check D-finite and D-mask: count updates skipped for a non-finite loss or gradient; no masked token gets a gradient.
 
         Raises:
-            InvariantError: ``max_nonfinite`` updates of this role in a row were skipped.
+            InvariantError: ``max_nonfinite`` consecutive updates of this role were skipped, or a masked token got a gradient.
         """
         for update in updates:
+            for statistics in update.statistics:
+                if MASKED_GRADIENT in statistics:
+                    require_no_masked_gradient(float(statistics[MASKED_GRADIENT][0]))
             if update.applied:
                 self._nonfinite[role] = 0
             else:
@@ -193,22 +202,22 @@ class Invariants:
         mask: Ragged | None = None,
         fixed: bool = False,
     ) -> float:
-        """D-sync: engine and trainer give the same tokens the same log-probs, as far as they did after the first sync.
+        """Check D-sync: engine and trainer agree on log-probs about as well as after the first sync.
 
         Args:
-            engine: log-probs as the engine reports them.
-            trainer: log-probs as the trainer computes them with the weights that the engine should have.
-            batch: the samples; its ``response_mask`` chooses the tokens unless ``mask`` does.
+            engine: log-probs that the engine reports.
+            trainer: log-probs that the trainer computes with the weights that the engine should have.
+            batch: samples; ``batch.response_mask`` selects the tokens unless ``mask`` is given.
             mask: 1 on tokens to compare.
-            fixed: the rows are the same fixed prompts at every call; then an engine whose numbers stay the same to the
-                last bit while the trainer's move has not received the weights, however small the gap still is.
+            fixed: whether the rows are the same fixed prompts at every call. Then an engine whose numbers do not change in the
+                last bit while the trainer's do has not received the weights, however small the gap still is.
 
         Returns:
             The mean |gap| in nats.
 
         Raises:
             InvariantError: the gap is more than 10 times the first one (and more than rounding explains), or, with
-                ``fixed``, the engine stands still.
+                ``fixed``, the engine's numbers do not change.
         """
         if mask is None:
             mask = (
@@ -222,7 +231,7 @@ class Invariants:
         limit = CANARY_FACTOR * max(self._baseline, self._canary_floor)
         if not gap.mean <= limit:
             raise InvariantError(
-                f"engine and trainer differ by {gap.mean:.3g} nats a token (largest {gap.largest:.3g}); "
+                f"engine and trainer differ by {gap.mean:.3g} nats per token (largest {gap.largest:.3g}); "
                 f"after the first weight sync it was {self._baseline:.3g}, the limit is {limit:.3g}",
                 code="D-sync",
                 where=describe_sample(batch, gap.row, gap.position, self._decode),
@@ -240,7 +249,7 @@ class Invariants:
         moved = float((trainer - self._anchor[1]).abs().max())
         if moved > self._canary_floor:
             raise InvariantError(
-                f"the trainer's log-probs of the canary prompts moved by {moved:.3g} nats, the engine's not at all",
+                f"the trainer's log-probs of the canary prompts moved by {moved:.3g} nats, the engine's by 0",
                 code="D-sync",
                 why="the engine still samples from old weights",
                 fix="check that load_weights runs after each update and covers every parameter",
@@ -255,7 +264,7 @@ class Invariants:
         self._counts.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must remember, as plain JSON values."""
+        """Return the state for a resumed run, as plain JSON values."""
         return {
             "nonfinite": {stage: count for stage, count in sorted(self._nonfinite.items()) if count},
             "baseline": self._baseline,
@@ -264,7 +273,7 @@ class Invariants:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up :meth:`state_dict`."""
+        """Restore the state of :meth:`state_dict`."""
         self._nonfinite = Counter(state["nonfinite"])
         self._baseline = state["baseline"]
         anchor = state["anchor"]
@@ -273,36 +282,36 @@ class Invariants:
 
     # judging ---------------------------------------------------------------------------------------------------------
 
-    def _judge_ratio(self, largest: float, mean: float, where: str) -> Finding | None:
+    def _judge_ratio(self, largest: float, mean: float, where: str) -> Violation | None:
         if not mean <= RATIO_ERROR:
             raise InvariantError(
                 f"|log ratio| is {mean:.3g} on average (largest {largest:.3g}) on the first update, not 0",
                 code="D-ratio",
                 where=where,
-                why="the policy updated is not the one that sampled: tokens, masks, temperature or weights differ",
-                fix="look at training/rollout_probs_diff_mean: if it is large the engine is at fault, else the trainer",
+                why="the updated policy is not the one that sampled: tokens, masks, temperature or weights differ",
+                fix="see training/rollout_probs_diff_mean: if it is large, check the engine, else the trainer",
             )
         if largest <= self._ratio_warning:
             return None
         limit = self._ratio_warning
         message = f"|log ratio| reaches {largest:.3g} on the first update (mean {mean:.3g}); expected <= {limit}"
-        return self._tolerate(Finding("D-ratio", message, where))
+        return self._tolerate(Violation("D-ratio", message, where))
 
-    def _not_finite(self, stage: str, message: str, where: str, batch: Batch | None) -> Finding:
+    def _not_finite(self, stage: str, message: str, where: str, batch: Batch | None) -> Violation:
         self._nonfinite[stage] += 1
         if batch is not None and self._dump is not None:
-            message += f"; the batch is in {self._dump(stage, batch)}"
+            message += f"; the batch was written to {self._dump(stage, batch)}"
         if self._nonfinite[stage] >= self._max_nonfinite:
             raise InvariantError(
                 f"{message} ({self._nonfinite[stage]} times in a row)",
                 code="D-finite",
                 where=where,
-                why="no update has been applied since; the run would burn time and learn nothing",
+                why="no update has been applied since; the run would continue without learning",
                 fix="lower the learning rate, look for extreme rewards, or compute in float32",
             )
-        return self._tolerate(Finding("D-finite", message, where))
+        return self._tolerate(Violation("D-finite", message, where))
 
-    def _tolerate(self, finding: Finding) -> Finding:
+    def _tolerate(self, finding: Violation) -> Violation:
         self._counts[finding.code] += 1
         logger.warning("%s %s%s", finding.code, f"{finding.where}: " if finding.where else "", finding.message)
         return finding

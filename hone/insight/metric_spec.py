@@ -1,4 +1,4 @@
-"""What the declaration of a metric holds."""
+"""Declaration of a metric."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """How several values of one step become one number."""
+    """Rule that reduces several values of one step to one number."""
 
     SUM = "sum"
     MEAN = "mean"
-    """Weighted by tokens or sequences, whichever the caller gives."""
+    """Weighted by tokens or sequences, as given by the caller."""
     MAX = "max"
     MIN = "min"
     LAST = "last"
@@ -23,10 +23,10 @@ class MetricSpec:
 
     Attributes:
         name: exact name, or a pattern with ``<placeholders>``.
-        unit: what one unit of the value is.
-        reduction: how values of one step are combined.
-        meaning: what it says, in a sentence.
-        alarm: when to look, and at what first; empty when no value is alarming by itself.
+        unit: unit of the value.
+        reduction: rule that combines the values of one step.
+        meaning: description in a sentence.
+        alarm: when to look, and at what first; empty if no value is alarming by itself.
     """
 
     name: str

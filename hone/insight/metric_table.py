@@ -1,6 +1,6 @@
-"""The table of every metric. ``docs/metrics.md`` is generated from it.
+"""Table of all metrics. ``docs/metrics.md`` is generated from it.
 
-Names follow the ecosystem. ``<x>`` in a name stands for any text, ``<n>`` for a number.
+Names follow the ecosystem. ``<x>`` in a name means any text, ``<n>`` a number.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["GROUPS", "METRICS", "MetricSpec", "Reduction"]
 _SUM, _MEAN, _MAX, _MIN, _LAST = Reduction.SUM, Reduction.MEAN, Reduction.MAX, Reduction.MIN, Reduction.LAST
 
 
-def _spread(name: str, unit: str, meaning: str, alarm: str = "") -> tuple[MetricSpec, ...]:
-    """Mean, largest and smallest value of one quantity."""
+def _mean_max_min(name: str, unit: str, meaning: str, alarm: str = "") -> tuple[MetricSpec, ...]:
+    """Declare mean, largest and smallest value of one quantity."""
     return (
         MetricSpec(f"{name}/mean", unit, _MEAN, f"{meaning}: mean.", alarm),
         MetricSpec(f"{name}/max", unit, _MAX, f"{meaning}: largest."),
@@ -25,22 +25,22 @@ def _spread(name: str, unit: str, meaning: str, alarm: str = "") -> tuple[Metric
 
 
 _TRAINING = (
-    MetricSpec("training/global_step", "steps", _LAST, "Number of the step, counted from 1; 0 is before training."),
-    MetricSpec("training/epoch", "epochs", _LAST, "Pass over the training data that the step's prompts belong to."),
+    MetricSpec("training/global_step", "steps", _LAST, "Number of the step, counted from 1; 0 means before training."),
+    MetricSpec("training/epoch", "epochs", _LAST, "Pass over the training data, of the step's prompts."),
     MetricSpec(
         "training/staleness",
         "updates",
         _MAX,
-        "Weight versions between sampling and training, the largest of the batch; 0 is on-policy.",
+        "Weight versions between sampling and training, the largest of the batch; 0 means on-policy.",
         "above the staleness bound of the run",
     ),
     MetricSpec(
         "rollout/canary_gap",
         "nats",
         _MAX,
-        "Mean |log-prob gap| between the engines and the trainer on the canary prompts after the weights were published; only "
+        "Mean |log-prob gap| between the engines and the trainer on the canary prompts after a weight sync; only "
         "where engines hold a copy of the weights.",
-        "above 10 x that after the first publication",
+        "above 10 x the value after the first weight sync",
     ),
     MetricSpec(
         "training/rollout_probs_diff_mean",
@@ -63,15 +63,15 @@ _TRAINING = (
         "training/filter_groups/evicted_ratio",
         "share of groups",
         _LAST,
-        "Groups among them that were replaced because all their answers are equally good.",
-        "> 0.5 look: most generation is thrown away; choose problems of fitting difficulty",
+        "Groups of these that were replaced because all their answers are equally good.",
+        "> 0.5 look: most generated groups are dropped; choose problems of suitable difficulty",
     ),
-    MetricSpec("training/filter_groups/evicted_samples", "responses", _SUM, "Responses in the groups replaced."),
+    MetricSpec("training/filter_groups/evicted_samples", "responses", _SUM, "Responses in the replaced groups."),
     MetricSpec(
         "training/filter_groups/evicted_value",
         "reward",
         _LAST,
-        "Mean of the metric in the groups replaced: near its lowest value problems are too hard, near its highest solved.",
+        "Mean of the metric in the replaced groups: problems are too hard near its lowest value, solved near its highest.",
     ),
 )
 
@@ -88,7 +88,7 @@ _CORRECTION = (
         "rollout_corr/chi2_token",
         "variance",
         _MEAN,
-        "Mean squared importance ratio of a token, minus 1: what exact token weights would add in variance.",
+        "Mean squared importance ratio of a token, minus 1: the variance that exact token weights would add.",
     ),
     MetricSpec("rollout_corr/chi2_seq", "variance", _MEAN, "The same for whole sequences."),
     MetricSpec(
@@ -99,13 +99,13 @@ _CORRECTION = (
         "share of tokens",
         _MEAN,
         "Sampled tokens with p(trainer) / p(engine) outside [0.5, 2].",
-        "> 0.001 look, > 0.01 act: other weights, another temperature, or tokens that are not aligned",
+        "> 0.001 look, > 0.01 act: different weights or temperatures, or tokens that are not aligned",
     ),
     MetricSpec("rollout_corr/log_ratio_abs_max", "nats", _MAX, "Largest size of that gap."),
     MetricSpec("rollout_corr/training_log_ppl", "nats", _MEAN, "Log-perplexity of the responses under the trainer."),
-    MetricSpec("rollout_corr/training_ppl", "perplexity", _MEAN, "Their perplexity under the trainer."),
+    MetricSpec("rollout_corr/training_ppl", "perplexity", _MEAN, "Perplexity of the responses under the trainer."),
     MetricSpec("rollout_corr/rollout_log_ppl", "nats", _MEAN, "Log-perplexity of the responses under the engine."),
-    MetricSpec("rollout_corr/rollout_ppl", "perplexity", _MEAN, "Their perplexity under the engine."),
+    MetricSpec("rollout_corr/rollout_ppl", "perplexity", _MEAN, "Perplexity of the responses under the engine."),
     MetricSpec(
         "rollout_corr/log_ppl_diff", "nats", _MEAN, "Log-perplexity, trainer minus engine: mean over responses."
     ),
@@ -117,8 +117,8 @@ _CORRECTION = (
         "rollout_corr/rollout_is_eff_sample_size",
         "share of samples",
         _MEAN,
-        "Kish's effective sample size of the importance weights: 1 when all are alike.",
-        "< 0.5: weights vary so much that half the batch is wasted; use token level or a lower threshold",
+        "Kish's effective sample size of the importance weights: 1 when all are equal.",
+        "< 0.5: half the batch is wasted because weights vary; use token level or a lower threshold",
     ),
     MetricSpec(
         "rollout_corr/rollout_rs_masked_fraction",
@@ -137,7 +137,7 @@ _CORRECTION = (
         "rollout_corr/rollout_is_<statistic>",
         "ratio",
         _MEAN,
-        "Importance weights (seq_: averaged a sequence first): mean, std, share of ratios above and below the bounds, the "
+        "Importance weights (seq_: averaged per sequence first): mean, std, share of ratios above and below the bounds, the "
         "largest deviation from 1, share masked, the factor of the normalisation.",
     ),
     MetricSpec(
@@ -161,23 +161,23 @@ _ACTOR = (
         "share of tokens",
         _MEAN,
         "Tokens whose ratio was clipped.",
-        "> 0.5: lower the learning rate or the number of updates a batch",
+        "> 0.5: lower the learning rate or the number of updates per batch",
     ),
     MetricSpec("actor/pg_clipfrac_lower", "share of tokens", _MEAN, "Tokens at the dual-clip bound."),
     MetricSpec(
         "actor/ppo_kl",
         "nats",
         _MEAN,
-        "KL from the policy that sampled to the policy now, estimated as old minus new log-prob.",
+        "KL from the policy that sampled to the current policy, estimated as old minus new log-prob.",
         "> 0.1: updates are too large",
     ),
-    MetricSpec("actor/ratio/mean", "ratio", _MEAN, "Ratio of the policy now to the policy that sampled: mean."),
+    MetricSpec("actor/ratio/mean", "ratio", _MEAN, "Ratio of the current policy to the policy that sampled: mean."),
     MetricSpec(
         "actor/ratio/max",
         "ratio",
         _MAX,
         "That ratio: largest.",
-        "> 10: tokens do not line up, or the learning rate is too high",
+        "> 10: tokens are not aligned, or the learning rate is too high",
     ),
     MetricSpec("actor/kl_loss", "nats", _MEAN, "KL to the reference policy as used in the loss."),
     MetricSpec("actor/kl_coef", "weight", _LAST, "Weight of the KL term in the loss."),
@@ -189,13 +189,13 @@ _ACTOR = (
         "a fall of more than half within 100 steps: lower the learning rate",
     ),
     MetricSpec("actor/entropy_loss", "nats", _MEAN, "Entropy as it enters the loss, aggregated like the policy loss."),
-    MetricSpec("actor/loss", "loss", _MEAN, "What was minimised: policy loss, KL term and entropy bonus together."),
+    MetricSpec("actor/loss", "loss", _MEAN, "Minimised loss: policy loss, KL term and entropy bonus together."),
     MetricSpec(
         "actor/grad_norm",
         "norm",
         _MEAN,
         "Norm of the policy's gradient before clipping, mean over the updates.",
-        "exactly 0 for two steps: nothing learns; spikes: a bad sample or an engine mismatch",
+        "exactly 0 for two steps: nothing is learned; spikes: a bad sample or an engine mismatch",
     ),
     MetricSpec("actor/lr", "rate", _LAST, "Learning rate of the policy at the last update."),
     MetricSpec("actor/reward_kl_penalty", "nats", _MEAN, "KL to the reference policy, as subtracted from the reward."),
@@ -204,13 +204,13 @@ _ACTOR = (
         "actor/sum_pi_squared",
         "probability",
         _MEAN,
-        "Sum of the squared probabilities of the next-token distribution, mean over response tokens; 1 is certainty.",
+        "Sum of the squared probabilities of the next-token distribution, mean over response tokens; 1 means certainty.",
     ),
     MetricSpec(
         "actor/pg_cov_fraction",
         "share of tokens",
         _MEAN,
-        "clip_cov, kl_cov: tokens chosen for their covariance of advantage and log-prob.",
+        "clip_cov, kl_cov: tokens selected for their covariance of advantage and log-prob.",
     ),
     MetricSpec(
         "actor/squared_log_ratio", "nats^2", _MEAN, "dro, m2po: squared log-ratio of the new to the old policy."
@@ -228,18 +228,18 @@ _ACTOR = (
         "actor/first_ratio_max_abs_log",
         "nats",
         _MAX,
-        "Largest |log ratio| of the step's first update against the old log-probs; 0 where its own pass gave them.",
-        "> 1e-3 in float32, > 0.05 in bfloat16: tokens, masks or temperatures do not line up",
+        "Largest |log ratio| of the step's first update against the old log-probs; 0 where the update's forward pass gave them.",
+        "> 1e-3 in float32, > 0.05 in bfloat16: tokens, masks or temperatures do not match",
     ),
 )
 
 _CRITIC = (
-    *_spread("critic/score", "reward", "Sequence score before the KL penalty"),
-    *_spread("critic/rewards", "reward", "Sequence reward after the KL penalty"),
-    *_spread("critic/greedy_baseline", "reward", "Score of the greedy response to the prompt (remax)"),
-    *_spread("critic/advantages", "reward", "Advantage of response tokens"),
-    *_spread("critic/returns", "reward", "Return of response tokens"),
-    *_spread("critic/values", "reward", "Value predicted for response tokens"),
+    *_mean_max_min("critic/score", "reward", "Sequence score before the KL penalty"),
+    *_mean_max_min("critic/rewards", "reward", "Sequence reward after the KL penalty"),
+    *_mean_max_min("critic/greedy_baseline", "reward", "Score of the greedy response to the prompt (remax)"),
+    *_mean_max_min("critic/advantages", "reward", "Advantage of response tokens"),
+    *_mean_max_min("critic/returns", "reward", "Return of response tokens"),
+    *_mean_max_min("critic/values", "reward", "Value predicted for response tokens"),
     MetricSpec("critic/vf_loss", "loss", _MEAN, "Value loss, mean over the updates of the step."),
     MetricSpec("critic/vf_clipfrac", "share of tokens", _MEAN, "Tokens whose value change was clipped."),
     MetricSpec("critic/vpred_mean", "reward", _MEAN, "Mean value prediction during the update."),
@@ -255,7 +255,7 @@ _CRITIC = (
 )
 
 _SAMPLES = (
-    *_spread("response_length", "tokens", "Response length"),
+    *_mean_max_min("response_length", "tokens", "Response length"),
     MetricSpec(
         "response_length/clip_ratio",
         "share of responses",
@@ -263,22 +263,22 @@ _SAMPLES = (
         "Responses that reached the token limit.",
         "> 0.1 look, > 0.3 act: raise data.max_response_length",
     ),
-    *_spread("prompt_length", "tokens", "Prompt length, chat template included"),
+    *_mean_max_min("prompt_length", "tokens", "Prompt length, chat template included"),
     MetricSpec("prompt_length/clip_ratio", "share of prompts", _MEAN, "Prompts that fill data.max_prompt_length."),
     MetricSpec("rollout/stop_reason/<reason>", "share of responses", _MEAN, "Responses that ended for this reason."),
     MetricSpec(
         "reward/error_rate",
         "share of responses",
         _MEAN,
-        "Responses whose scoring raised, timed out or returned nonsense; they count as reward 0.",
+        "Responses whose scoring raised, timed out or returned an invalid value; they count as reward 0.",
         "> 0: read the first traceback in the log",
     ),
-    MetricSpec("reward/timeout_rate", "share of responses", _MEAN, "Responses whose scoring ran out of time."),
+    MetricSpec("reward/timeout_rate", "share of responses", _MEAN, "Responses whose scoring timed out."),
     MetricSpec(
         "reward/zero_std_group_ratio",
         "share of groups",
         _MEAN,
-        "Groups whose rewards are all equal; they teach group estimators nothing.",
+        "Groups whose rewards are all equal; group estimators learn nothing from them.",
         "> 0.5 look, > 0.8 act: tasks too easy or too hard, or groups too small",
     ),
     MetricSpec("reward/<term>/mean", "reward", _MEAN, "A named term that the reward function returned: mean."),
@@ -296,9 +296,9 @@ _TIME = (
         "timing_s/save_checkpoint",
         "s",
         _SUM,
-        "Wall time for which the checkpoint after the step before held the run up; its files are written beside training.",
+        "Wall time that the previous step's checkpoint blocked the run; its files are written during training.",
     ),
-    MetricSpec("timing_s/<stage>", "s", _SUM, "Wall time of a stage of the step; `step` is all of it."),
+    MetricSpec("timing_s/<stage>", "s", _SUM, "Wall time of a stage of the step; `step` is the whole step."),
     MetricSpec("perf/total_num_tokens", "tokens", _SUM, "Prompt and response tokens of the step."),
     MetricSpec("perf/time_per_step", "s", _SUM, "Wall time of the step."),
     MetricSpec("perf/throughput", "tokens/s/device", _LAST, "perf/total_num_tokens over wall time and devices."),
@@ -314,30 +314,24 @@ _TIME = (
 )
 
 _BALANCE = (
-    MetricSpec(
-        "global_seqlen/min", "tokens", _LAST, "Tokens of the rank that has fewest, were rows dealt out in order."
-    ),
-    MetricSpec("global_seqlen/max", "tokens", _LAST, "Tokens of the rank that has most, were rows dealt out in order."),
-    MetricSpec("global_seqlen/minmax_diff", "tokens", _LAST, "The difference of the two."),
-    MetricSpec(
-        "global_seqlen/balanced_min", "tokens", _LAST, "Tokens of the rank that has fewest, as rows are balanced."
-    ),
-    MetricSpec(
-        "global_seqlen/balanced_max", "tokens", _LAST, "Tokens of the rank that has most, as rows are balanced."
-    ),
-    MetricSpec("global_seqlen/mean", "tokens", _LAST, "Tokens a rank, prompts shared in a rank counted once."),
+    MetricSpec("global_seqlen/min", "tokens", _LAST, "Fewest tokens of a rank if rows were assigned in order."),
+    MetricSpec("global_seqlen/max", "tokens", _LAST, "Most tokens of a rank if rows were assigned in order."),
+    MetricSpec("global_seqlen/minmax_diff", "tokens", _LAST, "Difference of the two."),
+    MetricSpec("global_seqlen/balanced_min", "tokens", _LAST, "Fewest tokens of a rank with balanced rows."),
+    MetricSpec("global_seqlen/balanced_max", "tokens", _LAST, "Most tokens of a rank with balanced rows."),
+    MetricSpec("global_seqlen/mean", "tokens", _LAST, "Mean tokens per rank, prompts shared in a rank counted once."),
     MetricSpec(
         "global_seqlen/imbalance",
         "ratio",
         _LAST,
-        "Work of the busiest rank over the mean, attention included, were rows dealt out in order; 1 is perfect.",
+        "Work of the busiest rank over the mean, attention included, if rows were assigned in order; 1 is perfect.",
     ),
     MetricSpec(
         "global_seqlen/balanced_imbalance",
         "ratio",
         _LAST,
-        "The same as rows are balanced: the time that ranks wait for the busiest one.",
-        "> 1.1: a single sequence is longer than a rank's share; fewer ranks, or more sequences a step",
+        "The same with balanced rows; ranks wait for the busiest one.",
+        "> 1.1: a single sequence is longer than a rank's share; use fewer ranks, or more sequences per step",
     ),
 )
 
@@ -346,7 +340,7 @@ _VALIDATION = (
         "val-core/<data_source>/<metric>/mean@<n>",
         "score",
         _LAST,
-        "The number to watch: mean score on held-out problems with n responses each. The metric is `acc` where the "
+        "Main result: mean score on held-out problems with n responses each. The metric is `acc` where the "
         "scorer returns one, else `reward`.",
     ),
     MetricSpec("val-core/<data_source>/<metric>/best@<n>/mean", "score", _LAST, "Expected best of all n responses."),
@@ -366,11 +360,11 @@ _VALIDATION = (
 )
 
 _SFT = (
-    MetricSpec("train/loss", "nats", _MEAN, "SFT: cross-entropy a trained token, weighted by tokens."),
+    MetricSpec("train/loss", "nats", _MEAN, "SFT: cross-entropy per trained token, weighted by tokens."),
     MetricSpec("train/grad_norm", "norm", _MEAN, "SFT: gradient norm before clipping."),
     MetricSpec("train/lr", "rate", _LAST, "SFT: learning rate of the update."),
     MetricSpec("train/tokens", "tokens", _SUM, "SFT: tokens that carry loss in the update."),
-    MetricSpec("val/loss", "nats", _MEAN, "SFT: cross-entropy a trained token on held-out conversations."),
+    MetricSpec("val/loss", "nats", _MEAN, "SFT: cross-entropy per trained token on held-out conversations."),
 )
 
 GROUPS: dict[str, tuple[MetricSpec, ...]] = {

@@ -1,7 +1,7 @@
-"""Metrics: every name is declared once, with its unit, its reduction and what it means.
+"""Metrics: every name is declared once, with its unit, its reduction and its meaning.
 
 The table is in :mod:`hone.insight.metric_table`. A :class:`MetricStore` collects values during a step and reduces them
-by the declared rule, never by guessing from the name. Importing this module does not load torch.
+by the declared rule, independent of the name. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ TIMING_PREFIXES = (
     "perf/cpu_memory_used_gb",
     "perf/max_memory_allocated_gb",
 )
-"""What metrics of wall time and memory begin with, and those of replicas, among which the first that is free takes the work. They are
-the only ones that differ between two runs of one seed."""
+"""Prefixes of metrics of wall time and memory, and of replicas, which take work as they become free. Only these differ
+between two runs of one seed."""
 
 
 def is_timing(name: str) -> bool:
-    """Whether ``name`` measures wall time or memory, and so differs between two otherwise identical runs."""
+    """Return whether ``name`` measures wall time or memory, and so differs between two otherwise identical runs."""
     return name.startswith(TIMING_PREFIXES)
 
 
 @functools.cache
 def find_metric(name: str) -> MetricSpec:
-    """Return the declaration of the metric called ``name``: the exact one, else the first pattern that fits.
+    """Return the declaration of the metric called ``name``: the exact one, else the first matching pattern.
 
     Raises:
-        ValueError: no declaration fits.
+        ValueError: no declaration matches.
     """
     if name in _EXACT:
         return _EXACT[name]
@@ -70,10 +70,12 @@ def declare(spec: MetricSpec) -> None:
     """Declare one more metric, for an estimator, a loss or a stage from outside Hone.
 
     Raises:
-        ValueError: the name is declared otherwise already.
+        ValueError: the name already has another declaration.
     """
-    if _EXACT.get(spec.name, spec) != spec or any(known.name == spec.name and known != spec for _, known in _PATTERNS):
-        raise ValueError(f"metric '{spec.name}' is declared already")
+    if _EXACT.get(spec.name, spec) != spec or any(
+        declared.name == spec.name and declared != spec for _, declared in _PATTERNS
+    ):
+        raise ValueError(f"metric '{spec.name}' already has another declaration")
     if "<" in spec.name:
         _PATTERNS.append((_compile(spec.name), spec))
     else:
@@ -82,14 +84,14 @@ def declare(spec: MetricSpec) -> None:
 
 
 def is_declared(name: str) -> bool:
-    """Whether :func:`find_metric` knows ``name``."""
+    """Return whether :func:`find_metric` has a declaration of ``name``."""
     return name in _EXACT or any(pattern.fullmatch(name) for pattern, _ in _PATTERNS)
 
 
 def _compile(name: str) -> re.Pattern[str]:
-    """``a/<x>/b@<n>`` to a pattern: ``<n>`` is a number, every other placeholder any text."""
-    pieces = re.split(r"(<\w+>)", name)
-    return re.compile("".join(r"\d+" if p == "<n>" else ".+" if p.startswith("<") else re.escape(p) for p in pieces))
+    """Compile ``a/<x>/b@<n>`` to a pattern: ``<n>`` is a number, every other placeholder any text."""
+    segments = re.split(r"(<\w+>)", name)
+    return re.compile("".join(r"\d+" if p == "<n>" else ".+" if p.startswith("<") else re.escape(p) for p in segments))
 
 
 _EXACT = {spec.name: spec for spec in METRICS if "<" not in spec.name}
@@ -97,7 +99,7 @@ _PATTERNS = [(_compile(spec.name), spec) for spec in METRICS if "<" in spec.name
 
 
 class MetricStore:
-    """Values collected during one step, reduced by the rule that the table declares.
+    """Values of one step, reduced by the rules of the table.
 
     >>> store = MetricStore()
     >>> store.add("actor/pg_loss", 1.0, weight=3)
@@ -118,9 +120,9 @@ class MetricStore:
 
         Args:
             name: a declared metric.
-            value: a number or a tensor of one element. A tensor on an accelerator is copied there and read only in
+            value: a number or a tensor of one element. A tensor on an accelerator is copied on its device and read only in
                 :meth:`reduce`, so that adding never waits for the device.
-            weight: how many tokens or sequences the value stands for; used by means only. Weight 0 counts for nothing.
+            weight: number of tokens or sequences that the value covers; used by means only. Weight 0 has no effect.
 
         Raises:
             ValueError: the name is not declared, the value is not a single number, or the weight is negative.
@@ -128,11 +130,11 @@ class MetricStore:
         find_metric(name)
         weight = float(weight)
         if not weight >= 0:
-            raise ValueError(f"metric '{name}' was given the weight {weight}")
-        self._values.setdefault(name, []).append((_hold(name, value), weight))
+            raise ValueError(f"metric '{name}' has the weight {weight}, not a number of at least 0")
+        self._values.setdefault(name, []).append((_stored(name, value), weight))
 
     def update(self, metrics: dict[str, Any], weight: float = 1.0) -> None:
-        """:meth:`add` every entry of ``metrics``."""
+        """Call :meth:`add` for every entry of ``metrics``."""
         for name, value in metrics.items():
             self.add(name, value, weight)
 
@@ -146,12 +148,12 @@ class MetricStore:
             self.add(f"timing_s/{stage}", time.perf_counter() - start)
 
     def merge(self, other: MetricStore) -> None:
-        """Take over the observations of another store, after those of this one."""
+        """Append the observations of another store to those of this one."""
         for name, observations in other._values.items():
             self._values.setdefault(name, []).extend(observations)
 
     def reduce(self) -> dict[str, float]:
-        """Return one number a metric, sorted by name. A mean whose weights are all 0 is left out."""
+        """Return one number per metric, sorted by name. A mean whose weights are all 0 is left out."""
         reduced = {}
         for name in sorted(self._values):
             pairs = [(float(value), weight) for value, weight in self._values[name]]
@@ -167,17 +169,17 @@ class MetricStore:
         return len(self._values)
 
 
-def _hold(name: str, value: Any) -> Any:
-    """A float, or a detached copy of a one-element tensor on an accelerator."""
+def _stored(name: str, value: Any) -> Any:
+    """Return a float, or a detached copy of a one-element tensor on an accelerator."""
     if hasattr(value, "detach"):
         if value.numel() != 1:
-            raise ValueError(f"metric '{name}' was given a tensor of shape {tuple(value.shape)}, not a single number")
+            raise ValueError(f"metric '{name}' has a tensor of shape {tuple(value.shape)}, not a single number")
         return float(value.detach()) if value.device.type == "cpu" else value.detach().clone()
     return float(value)
 
 
 def _sum(values: list[float]) -> float:
-    # fsum refuses infinities of both signs; those sum to nan as they do in IEEE arithmetic
+    # fsum raises for infinities of both signs; their IEEE sum is nan
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 

@@ -1,4 +1,4 @@
-"""The metrics of `hone prefer` and `hone reward-model`; part of the table in :mod:`hone.insight.metric_table`."""
+"""Metrics of `hone prefer` and `hone reward-model`; part of the table in :mod:`hone.insight.metric_table`."""
 
 from __future__ import annotations
 
@@ -16,27 +16,32 @@ _NUMBERS = (
     (
         "rewards/accuracies",
         "share of pairs",
-        "Pairs whose chosen response has the higher reward, ties half; with labels alone: responses on the right side.",
+        "Pairs whose chosen response has the higher reward, ties count half; with labels only: responses on the right side.",
         "0.5 after many steps: nothing is learned; raise the learning rate or lower beta",
     ),
     (
         "logps/chosen",
         "nats",
         "Log-prob of a whole chosen response.",
-        "falling together with logps/rejected: probability goes to neither; lower the learning rate or raise beta",
+        "falls together with logps/rejected: neither response gains probability; lower the learning rate or raise beta",
     ),
     ("logps/rejected", "nats", "Log-prob of a whole rejected response.", ""),
-    ("preference/nll", "nats", "Negative log-likelihood a token of chosen responses, as in the loss (orpo, cpo).", ""),
+    (
+        "preference/nll",
+        "nats",
+        "Negative log-likelihood per token of chosen responses, as in the loss (orpo, cpo).",
+        "",
+    ),
     ("preference/log_odds", "nats", "Log odds of chosen minus rejected responses (orpo).", ""),
-    ("preference/kl", "nats", "Estimated KL to the reference that rewards are judged against (kto).", ""),
+    ("preference/kl", "nats", "Estimated KL to the reference that rewards are compared with (kto).", ""),
 )
 
 _ONLINE = MetricSpec(
     "actor/preference_pairs",
     "pairs",
     Reduction.SUM,
-    "Online preference optimisation: prompts whose best and worst answer made a pair.",
-    "0: nothing was learned in this step; more answers a prompt, or problems of fitting difficulty",
+    "Online preference optimisation: prompts whose best and worst answer form a pair.",
+    "0: nothing was learned in this step; use more answers per prompt, or problems of suitable difficulty",
 )
 
 PREFERENCE_METRICS = (_ONLINE,) + tuple(

@@ -1,4 +1,4 @@
-"""One sample as written to ``rollouts/`` and ``validation/``."""
+"""Format of one sample in ``rollouts/`` and ``validation/``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def trajectory_record(
     error: str | None = None,
     prompt_text: str | None = None,
 ) -> dict[str, Any]:
-    """One sample as written to ``rollouts/`` and ``validation/``: tokens, text, mask and scores.
+    """Return one sample for ``rollouts/`` or ``validation/``: tokens, text, mask and scores.
 
     Args:
         trajectory: the episode.
         score: its reward.
         terms: named parts of the reward.
-        extra: what else the scorer returned.
-        error: why scoring failed.
+        extra: other values that the scorer returned.
+        error: reason for a failed scoring.
         prompt_text: the decoded prompt.
     """
     return {

@@ -1,7 +1,7 @@
-"""Keep secrets out of what a run writes: command lines and configs are shared more often than one thinks.
+"""Keep secrets out of the files of a run: command lines and configs are often shared.
 
-A value is hidden when it is assigned to a name that means a credential (``api_key``, ``hf_token``, ``password``,
-``secret``), or when it looks like one (``hf_...``, ``sk-...``, ``https://user:password@host``). Ordinary keys of a
+A value is hidden if it is assigned to a name that means a credential (``api_key``, ``hf_token``, ``password``,
+``secret``), or if it looks like one (``hf_...``, ``sk-...``, ``https://user:password@host``). Ordinary keys of a
 training config, such as ``max_token_len``, ``pad_token``, ``prompt_key`` and ``reward_fn_key``, stay.
 """
 
@@ -38,7 +38,7 @@ _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s,}\]]+")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a value assigned to ``name`` (a key path, an option or an environment variable) is a credential.
+    """Return whether a value assigned to ``name`` (a key path, an option or an environment variable) is a credential.
 
     >>> [is_secret_name(n) for n in ("reward.api_key", "HF_TOKEN", "--password", "prompt_key", "pad_token")]
     [True, True, True, False, False]
@@ -56,25 +56,25 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact_value(text: str) -> str:
-    """Hide what looks like a credential inside ``text``."""
+    """Hide text that looks like a credential inside ``text``."""
     return _USERINFO.sub(HIDDEN, _LOOKS_SECRET.sub(HIDDEN, text))
 
 
 def redact_text(text: str) -> str:
-    """Like :func:`redact_value`; also hide every value that is assigned to a secret name inside ``text``.
+    """Hide credentials as :func:`redact_value` does, and every value assigned to a secret name inside ``text``.
 
     >>> redact_text("+reward.kwargs={api_key: abc123, max_tokens: 5}")
     '+reward.kwargs={api_key: <redacted>, max_tokens: 5}'
     """
-    text, shown, position = redact_value(text), [], 0
+    text, redacted, position = redact_value(text), [], 0
     while match := _NAME.search(text, position):
-        shown.append(text[position : match.end()])
+        redacted.append(text[position : match.end()])
         position = match.end()
         value = _VALUE.match(text, position)
         if value and is_secret_name(match["name"]):
-            shown.append(HIDDEN)
+            redacted.append(HIDDEN)
             position = value.end()
-    return "".join([*shown, text[position:]])
+    return "".join([*redacted, text[position:]])
 
 
 def redact_command(arguments: Sequence[str]) -> list[str]:

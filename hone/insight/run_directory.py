@@ -1,16 +1,16 @@
-"""The directory that a run writes.
+"""Directory of a run.
 
     <path>/
       config.yaml             the resolved config, credentials hidden
       run.json                versions, hardware, seed, git state, command, status, exit reason, times, last step
-      metrics.jsonl           one object a step
-      rollouts/step_<N>.jsonl       every sample of chosen steps: tokens, text, mask, scores
-      rollouts/step_<N>.txt         some episodes of several turns, to be read
+            metrics.jsonl           one object per step
+            rollouts/step_<N>.jsonl       every sample of selected steps: tokens, text, mask, scores
+            rollouts/step_<N>.txt         some episodes of several turns, as text
       validation/step_<N>.jsonl     validation samples
       checkpoints/step_<N>/         written by the trainer
 
-Every file except ``metrics.jsonl`` is written beside and renamed into place. ``metrics.jsonl`` grows by whole lines,
-each flushed; what a kill leaves of a last line is dropped when the run is opened again.
+Every file except ``metrics.jsonl`` is written under another name and renamed into place. ``metrics.jsonl`` grows by whole
+lines, each flushed; a half line that a kill left is dropped when the run is opened again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _STEP_FILE = re.compile(r"step_(\d+)\.(?:jsonl|txt)")
 
 
 class RunStatus(StrEnum):
-    """What became of a run."""
+    """State of a run."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -64,7 +64,7 @@ class RunStatus(StrEnum):
 
 
 class RunDirectory:
-    """Writes one run. Only the driver process holds one.
+    """Writer of one run. Only the driver process has one.
 
     >>> run = RunDirectory("runs/hone/demo")                            # doctest: +SKIP
     >>> run.start(seed=1, config_yaml=to_yaml(config))                  # doctest: +SKIP
@@ -72,10 +72,10 @@ class RunDirectory:
     >>> run.update_status("finished", exit_reason="all steps done")     # doctest: +SKIP
 
     Args:
-        path: the directory; made if absent.
+        path: the directory; created if absent.
 
     Raises:
-        HoneError: the directory cannot be made or written.
+        HoneError: the directory cannot be created or written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -89,26 +89,26 @@ class RunDirectory:
             for folder in (self.path, self.rollouts, self.validation, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path, os.W_OK):
-            raise unwritable(self.path, "no permission to write")
+            raise unwritable(self.path, "permission denied")
 
     # metrics ---------------------------------------------------------------------------------------------------------
 
     @property
     def last_step(self) -> int | None:
-        """Step of the last line of ``metrics.jsonl``, None when there is none."""
+        """Return the step of the last line of ``metrics.jsonl``, None if there is none."""
         self._metrics()
         return self._last_step
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of a step, one line, flushed. Numbers are read back exactly (see :func:`read_metrics`).
+        """Append the metrics of a step as one flushed line. :func:`read_metrics` restores the numbers exactly.
 
         Raises:
-            ValueError: this step, or a later one, is there already: one line a step; :meth:`rewind` first on resume.
+            ValueError: this step, or a later one, has a line already; call :meth:`rewind` first on resume.
             HoneError: the disk is full.
         """
         last = self.last_step
         if last is not None and step <= last:
-            raise ValueError(f"metrics of step {step} come after those of step {last}")
+            raise ValueError(f"metrics of step {step} cannot follow those of step {last}")
         line = json.dumps(
             {"step": step, **{name: encode_number(float(value)) for name, value in metrics.items()}}, allow_nan=False
         )
@@ -119,13 +119,13 @@ class RunDirectory:
         self._last_step = step
 
     def rewind(self, step: int) -> int:
-        """Forget everything after ``step``, for a run that resumes from that step's checkpoint.
+        """Remove everything after ``step``, for a run that resumes from that step's checkpoint.
 
-        Drops later lines of ``metrics.jsonl`` and later rollout and validation files. Checkpoints are left alone. A run
-        that begins anew in a used directory rewinds to -1: step 0 is the validation before training.
+        Drops later lines of ``metrics.jsonl`` and later rollout and validation files. Checkpoints are kept. A run that
+        starts again in a used directory rewinds to -1: step 0 is the validation before training.
 
         Returns:
-            How many metric lines were dropped.
+            Number of dropped metric lines.
 
         Raises:
             HoneError: a line other than the last is not JSON.
@@ -142,7 +142,7 @@ class RunDirectory:
         return len(rows) - len(kept)
 
     def _metrics(self) -> IO[str]:
-        """``metrics.jsonl``, open at its end; half a last line is cut off when it is opened."""
+        """Return ``metrics.jsonl``, open at its end; a half last line is removed when it is opened."""
         if self._metrics_file is None:
             with disk_errors(self.metrics_path):
                 self._last_step = None
@@ -156,9 +156,7 @@ class RunDirectory:
     # samples ---------------------------------------------------------------------------------------------------------
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write the samples of a training step (see :func:`trajectory_record`), one object a line; and beside them some of its
-        episodes of several turns as text.
-        """
+        """Write the samples of a training step (see :func:`trajectory_record`), one object per line, and some episodes as text."""
         records = list(records)
         traces = sampled_traces(records)
         if traces is not None:
@@ -166,11 +164,11 @@ class RunDirectory:
         return self.write_records(self.rollouts / f"step_{step}.jsonl", records)
 
     def write_validation(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write validation samples, one object a line."""
+        """Write validation samples, one object per line."""
         return self.write_records(self.validation / f"step_{step}.jsonl", records)
 
     def write_records(self, path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write any records as JSON lines, atomically; returns ``path``."""
+        """Write records as JSON lines, atomically; return ``path``."""
         lines = (json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records)
         self._write_atomically(path, "".join(lines))
         return path
@@ -178,7 +176,7 @@ class RunDirectory:
     # the run itself --------------------------------------------------------------------------------------------------
 
     def expect(self, plan: list[dict[str, Any]]) -> None:
-        """Note in ``run.json`` what this process's run is predicted to hold; :meth:`start` keeps it."""
+        """Store the predicted memory of this process's run in ``run.json``; :meth:`start` keeps it."""
         self._write_run(self._run() | {"plan": plan, "pid": os.getpid()})
 
     def start(
@@ -195,9 +193,9 @@ class RunDirectory:
         Args:
             seed: the run seed.
             config_yaml: the resolved config.
-            command: the command line; None means this process's.
-            last_step: step of the checkpoint that a resumed run goes on from, None for a fresh run.
-            rewards: what scores responses, with a hash of its code. That it changed since the run began is warned about.
+            command: the command line; None: this process's.
+            last_step: step of the checkpoint that a resumed run continues, None for a fresh run.
+            rewards: sources of the scores, with a hash of their code. A change since the start of the run gives a warning.
         """
         tree = yaml.safe_load(config_yaml)
         hidden = redact_tree(tree)
@@ -209,7 +207,7 @@ class RunDirectory:
         resumed = [] if last_step is None else [*earlier.get("resumed", []), {"at": now, "from_step": last_step}]
         changed = sorted(name for name, code in earlier.get("rewards", {}).items() if (rewards or {}).get(name) != code)
         if changed:
-            log.warning("the reward is not what it was when the run began: %s", ", ".join(changed))
+            log.warning("the reward changed since the start of the run: %s", ", ".join(changed))
         self._write_run(
             {
                 "status": RunStatus.RUNNING.value,
@@ -244,13 +242,13 @@ class RunDirectory:
         """Change the status in ``run.json``, atomically; a status other than ``running`` also sets the end time.
 
         Args:
-            status: what became of the run.
-            exit_reason: why.
-            last_step: how far it came.
-            memory: GiB that each process has held, by ``pool[rank]``.
+            status: new status of the run.
+            exit_reason: reason for the end.
+            last_step: last completed step.
+            memory: GiB of each process, by ``pool[rank]``.
 
         Raises:
-            ValueError: no such status.
+            ValueError: the status does not exist.
         """
         record = self._run()
         record["status"] = RunStatus(status).value
@@ -260,21 +258,21 @@ class RunDirectory:
         if last_step is not None:
             record["last_step"] = last_step
         if memory:
-            record["memory"] = {name: dict(held) for name, held in memory.items()}
+            record["memory"] = {name: dict(gib) for name, gib in memory.items()}
         self._write_run(record)
 
     def add_restart(self, reason: str) -> None:
-        """Note in ``run.json`` that workers were lost and the run goes on in this process."""
+        """Record in ``run.json`` that workers were lost and the run continues in this process."""
         record = self._run()
         record.setdefault("restarts", []).append({"at": _now(), "reason": redact_text(reason)})
         self._write_run(record)
 
     def tracker_id(self, tracker: str) -> str | None:
-        """The id under which an outside tracker knows this run, so that a resumed run continues the same record."""
+        """Return the run's id in an external tracker, so that a resumed run continues the same record."""
         return self._run().get("trackers", {}).get(tracker)
 
     def set_tracker_id(self, tracker: str, identity: str) -> None:
-        """Remember that id in ``run.json``."""
+        """Store that id in ``run.json``."""
         record = self._run()
         record.setdefault("trackers", {})[tracker] = identity
         self._write_run(record)

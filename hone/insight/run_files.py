@@ -1,4 +1,4 @@
-"""The files of a run directory: reading them, encoding numbers that JSON lacks, and what a disk may refuse."""
+"""Read the files of a run directory, encode numbers that JSON lacks, and report disk errors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ CONFIG, RUN, METRICS_FILE = "config.yaml", "run.json", "metrics.jsonl"
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """``run.json`` of a run directory.
+    """Return ``run.json`` of a run directory.
 
     Raises:
-        HoneError: it is missing or not JSON.
+        HoneError: the file is missing or not JSON.
     """
     file = Path(path) / RUN
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise HoneError("no such file", where=str(file), fix="name a directory that a run has written") from None
+        raise HoneError("the file does not exist", where=str(file), fix="name the directory of a run") from None
     except json.JSONDecodeError as error:
-        raise HoneError(f"not JSON: {error}", where=str(file), fix="restore the file or remove the directory") from None
+        raise HoneError(
+            f"the file is not JSON: {error}", where=str(file), fix="restore the file or remove the directory"
+        ) from None
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """All lines of a ``metrics.jsonl`` (or of the run directory that holds it), each with its ``step``.
+    """Return all lines of a ``metrics.jsonl`` (or of its run directory), each with its ``step``.
 
     A half-written last line is left out. ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` become floats again.
     """
@@ -46,14 +48,14 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, str]]:
-    """(step, line) of every whole line; what follows the last line break is half a line."""
+    """Yield (step, line) of every whole line; text after the last line break is half a line."""
     lines = file.read_bytes().split(b"\n")[:-1]
     for number, raw in enumerate(lines, 1):
         try:
             line = raw.decode()
             yield int(json.loads(line)["step"]), line
         except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError):
-            if number == len(lines):  # a crash of the machine can leave a last line of garbage
+            if number == len(lines):  # a crash of the machine can leave garbage in the last line
                 return
             raise HoneError(
                 f"line {number} of {len(lines)} is not a JSON object with a step",
@@ -65,7 +67,7 @@ def read_rows(file: Path) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what a disk refuses (full, read-only, forbidden) into a :class:`HoneError` with the numbers and the fix."""
+    """Convert disk errors (full, read-only, forbidden) to a :class:`HoneError` with the numbers and the fix."""
     try:
         yield
     except OSError as error:
@@ -73,8 +75,8 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise HoneError(
                 f"the disk is full{_free_space(path)}",
                 where=str(path),
-                why="metrics, samples and checkpoints can no longer be saved; everything saved before is intact",
-                fix="free space and start the same command again (trainer.resume_mode=auto), "
+                why="metrics, samples and checkpoints cannot be saved; everything saved before is intact",
+                fix="free space and run the same command again (trainer.resume_mode=auto), "
                 "or choose another disk with trainer.default_local_dir=...",
                 code="E-disk-full",
             ) from error
@@ -85,10 +87,10 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def unwritable(path: Path, reason: str) -> HoneError:
     return HoneError(
-        f"cannot write: {reason}",
+        f"the run cannot be written: {reason}",
         where=str(path),
         why="a run keeps its config, metrics and checkpoints there",
-        fix="choose a directory that you may write to: trainer.default_local_dir=...",
+        fix="choose a writable directory: trainer.default_local_dir=...",
         code="E-run-directory",
     )
 
@@ -102,14 +104,14 @@ def _free_space(path: Path) -> str:
 
 
 def encode_number(value: float) -> float | str:
-    """A JSON number, or the name of a number that JSON lacks."""
+    """Return a JSON number, or the name of a number that JSON lacks."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def jsonable(value: Any) -> Any:
-    """Plain JSON values: arrays become lists, enums their value, what JSON has no word for its text."""
+    """Convert to plain JSON values: arrays to lists, enums to their value, other types to text."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set)):

@@ -1,8 +1,8 @@
-"""The Python stacks of other processes, even of one that holds the interpreter lock or waits for a lock for ever.
+"""Collect the Python stacks of other processes, even of one that holds or awaits the interpreter lock forever.
 
-A process that publishes what it does (:mod:`hone.insight.activity`) answers one real-time signal by writing the stacks of all its
-threads to a file. The answer comes from a C signal handler: it needs neither the interpreter lock nor a running main
-thread. Where no answer comes (the process is stopped), py-spy is asked, if it is installed.
+A process that publishes its activity (:mod:`hone.insight.activity`) answers one real-time signal by writing the stacks of all
+its threads to a file. The answer comes from a C signal handler, which needs neither the interpreter lock nor a running main
+thread. Without an answer (the process is stopped), py-spy is used, if it is installed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import IO
 
 REQUEST = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (7 if hasattr(signal, "SIGRTMIN") else 0)
-"""A signal that neither the interpreter, Ray, nor a batch system uses."""
+"""Signal that the interpreter, Ray and batch systems do not use."""
 PATIENCE = 2.0
-"""Seconds that processes get to answer."""
+"""Seconds that processes have to answer."""
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 _SPIED_THREAD = re.compile(r"Thread (?:0x)?([0-9A-Fa-f]+) \(.+\)")
 _SPIED_FRAME = re.compile(r"    (.+) \((.+):(\d+)\)$")
 _MACHINERY = ("torch/_ops.py", "torch/distributed/c10d_logger.py", "/contextlib.py", "torch/utils/_contextlib.py")
-"""Frames that stand between a caller and the collective it waits in."""
+"""Frames between a caller and the collective that it waits in."""
 
 _file: IO[str] | None = None
 
@@ -49,13 +49,13 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Stacks:
-    """What is known of the threads of one process.
+class ThreadStacks:
+    """Stacks of the threads of one process.
 
     Attributes:
-        text: as it was written, all threads.
-        frames: of the thread that does the work, the innermost first; empty when unknown.
-        problem: why there is no text; empty when there is.
+        text: stacks of all threads, as written.
+        frames: frames of the working thread, the innermost first; empty if unknown.
+        problem: reason for a missing text; empty otherwise.
     """
 
     text: str
@@ -64,12 +64,12 @@ class Stacks:
 
     @property
     def innermost(self) -> Frame | None:
-        """Where the process stands."""
+        """Return the innermost frame of the working thread."""
         return self.frames[0] if self.frames else None
 
     @property
     def collective(self) -> str | None:
-        """The function of torch.distributed that the process waits in, or None when it waits in none."""
+        """Return the function of torch.distributed that the process waits in, or None."""
         for frame in self.frames:
             if not frame.file.endswith(_MACHINERY):
                 return frame.function if "/torch/distributed/" in frame.file else None
@@ -85,7 +85,7 @@ def answer_requests(file: Path) -> None:
 
 
 def stop_answering() -> None:
-    """Answer no more."""
+    """Stop answering."""
     global _file
     if _file is not None:
         faulthandler.unregister(REQUEST)
@@ -93,21 +93,21 @@ def stop_answering() -> None:
         _file = None
 
 
-def collect(processes: Mapping[int, Path], threads: Mapping[int, int]) -> dict[int, Stacks]:
-    """Ask processes of this machine for their stacks.
+def collect(processes: Mapping[int, Path], threads: Mapping[int, int]) -> dict[int, ThreadStacks]:
+    """Request the stacks of processes of this machine.
 
     Args:
-        processes: pid to the file in which its answer appears.
-        threads: pid to the identity of the thread that does its work; 0 is the main thread.
+        processes: pid to the file that receives its answer.
+        threads: pid to the identity of its working thread; 0 is the main thread.
 
     Returns:
-        Of every pid its stacks, or why there are none.
+        The stacks of every pid, or why there are none.
     """
     before = {pid: _size(file) for pid, file in processes.items()}
     problems: dict[int, str] = {}
     for pid, file in processes.items():
         if not file.exists():
-            problems[pid] = "it does not answer requests for stacks"
+            problems[pid] = "it publishes no stacks"
             continue
         try:
             os.kill(pid, REQUEST)
@@ -115,26 +115,26 @@ def collect(processes: Mapping[int, Path], threads: Mapping[int, int]) -> dict[i
             problems[pid] = "it is dead"
         except PermissionError:
             problems[pid] = "it belongs to another user"
-    asked = [pid for pid in processes if pid not in problems]
-    _wait_for_answers({pid: processes[pid] for pid in asked}, before)
-    found: dict[int, Stacks] = {}
+    signalled = [pid for pid in processes if pid not in problems]
+    _wait_for_answers({pid: processes[pid] for pid in signalled}, before)
+    stacks: dict[int, ThreadStacks] = {}
     for pid, file in processes.items():
-        text = file.read_text(errors="replace")[before[pid] :] if pid in asked else ""
+        text = file.read_text(errors="replace")[before[pid] :] if pid in signalled else ""
         if not text and problems.get(pid) != "it is dead":
             text = _by_py_spy(pid)
             problems.setdefault(pid, f"it does not answer ({_state(pid)})")
         if text:
             problems.pop(pid, None)
-        found[pid] = Stacks(text, parse(text, threads.get(pid, 0)), problems.get(pid, ""))
-    return found
+        stacks[pid] = ThreadStacks(text, parse(text, threads.get(pid, 0)), problems.get(pid, ""))
+    return stacks
 
 
 def parse(text: str, thread: int) -> tuple[Frame, ...]:
-    """Frames of one thread in what faulthandler or py-spy wrote, the innermost first.
+    """Return the frames of one thread in the output of faulthandler or py-spy, the innermost first.
 
     Args:
-        text: as written.
-        thread: its identity; the main thread, which faulthandler writes last, if 0 or not there.
+        text: the output.
+        thread: identity of the thread; 0 or unknown: the main thread, which faulthandler writes last.
     """
     threads: dict[int, list[Frame]] = {}
     last = 0
@@ -150,7 +150,7 @@ def parse(text: str, thread: int) -> tuple[Frame, ...]:
 
 
 def _wait_for_answers(files: Mapping[int, Path], before: Mapping[int, int]) -> None:
-    """Until every file has grown and stopped growing, or patience ends."""
+    """Wait until every file has grown and stopped growing, or the time limit ends."""
     deadline, sizes = time.monotonic() + PATIENCE, dict(before)
     while files and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -161,24 +161,24 @@ def _wait_for_answers(files: Mapping[int, Path], before: Mapping[int, int]) -> N
 
 
 def _by_py_spy(pid: int) -> str:
-    """What py-spy sees of a process that does not answer; empty when it is not installed or may not look."""
+    """Return the output of py-spy for a process that does not answer; empty if it is not installed or not permitted."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if program is None:
         return ""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(
+        process = subprocess.run(
             [program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)],
             capture_output=True,
             text=True,
             timeout=10,
             check=False,
         )
-        return done.stdout if done.returncode == 0 else ""
+        return process.stdout if process.returncode == 0 else ""
     return ""
 
 
 def _state(pid: int) -> str:
-    """What the kernel says a process does."""
+    """Return the kernel's state of a process in words."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Episodes as text that one reads from top to bottom: who said what, what was called, what it earned."""
+"""Render episodes as text: messages, tool calls and rewards in order."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SHOWN = 8
-"""Episodes of a step that are written as text."""
+"""Number of episodes of a step that are written as text."""
 _LINE = "-" * 100
 
 
 def sampled_traces(records: Sequence[Mapping[str, Any]], count: int = SHOWN) -> str | None:
-    """Some episodes of several turns, spread evenly over a step's records; None when there are none.
+    """Return some episodes of several turns, spread evenly over a step's records; None if there are none.
 
     Args:
-        records: as :func:`~hone.insight.records.trajectory_record` makes them, parts of an episode beside each other.
-        count: most episodes.
+        records: records of :func:`~hone.insight.records.trajectory_record`, segments of an episode next to each other.
+        count: largest number of episodes.
     """
-    told = [record for record in records if record.get("episode") is not None and record["part"] == 0]
-    if not told:
+    multi_turn = [record for record in records if record.get("episode") is not None and record["part"] == 0]
+    if not multi_turn:
         return None
-    every = max(1, len(told) // count)
-    return f"\n{_LINE}\n\n".join(trace(record) for record in told[::every][:count])
+    every = max(1, len(multi_turn) // count)
+    return f"\n{_LINE}\n\n".join(trace(record) for record in multi_turn[::every][:count])
 
 
 def trace(record: Mapping[str, Any]) -> str:
-    """One episode: its prompt, its turns with their calls and rewards, and its end."""
+    """Render one episode: its prompt, its turns with their calls and rewards, and its end."""
     episode = record["episode"]
     lines = [_head(record), ""]
-    lines += [_said(message["role"], message) for message in record["messages"] or []]
+    lines += [_message_text(message["role"], message) for message in record["messages"] or []]
     if episode is None:
         lines.append(f"assistant: {record['text']}")
     else:
@@ -40,35 +40,35 @@ def trace(record: Mapping[str, Any]) -> str:
                 earned = rewards[turn] if turn < len(rewards) else 0.0
                 turn += 1
                 who = f"assistant, turn {turn}" + (f", reward {earned:g}" if earned else "")
-            lines.append(_said(who, message))
+            lines.append(_message_text(who, message))
             if message["role"] == "assistant":
-                lines += [_called(call) for call in calls if call["turn"] == turn - 1]
-        lines.append(f"\nended: {episode['end']}" + (f"\nbroke: {episode['error']}" if episode["error"] else ""))
+                lines += [_call_text(call) for call in calls if call["turn"] == turn - 1]
+        lines.append(f"\nended: {episode['end']}" + (f"\nerror: {episode['error']}" if episode["error"] else ""))
     return "\n".join(lines) + "\n"
 
 
 def _head(record: Mapping[str, Any]) -> str:
     terms = ", ".join(f"{name} {value:g}" for name, value in record["terms"].items())
-    wrong = f", not scored: {record['error']}" if record["error"] else ""
+    failure = f", not scored: {record['error']}" if record["error"] else ""
     return (
         f"row {record['uid']}, episode {record['index']}: score {record['score']:g}"
         + (f" ({terms})" if terms else "")
-        + wrong
+        + failure
     )
 
 
-def _said(who: str, message: Mapping[str, Any]) -> str:
+def _message_text(who: str, message: Mapping[str, Any]) -> str:
     name = f" {message['name']}" if message.get("name") else ""
     thoughts = message.get("reasoning_content")
-    said = [f"{who}{name}:", *([f"(thinks) {thoughts}"] if thoughts else []), _text(message.get("content"))]
-    said += [
+    parts = [f"{who}{name}:", *([f"(thinks) {thoughts}"] if thoughts else []), _text(message.get("content"))]
+    parts += [
         f"(calls) {call['function']['name']}({call['function']['arguments']})"
         for call in message.get("tool_calls") or []
     ]
-    return " ".join(part for part in said if part)
+    return " ".join(part for part in parts if part)
 
 
-def _called(call: Mapping[str, Any]) -> str:
+def _call_text(call: Mapping[str, Any]) -> str:
     notes = [call["status"], *([f"{call['attempts']} tries"] if call["attempts"] > 1 else [])]
     notes += (["cut"] if call["truncated"] else []) + ([f"reward {call['reward']:g}"] if call["reward"] else [])
     return f"    {call['name'] or '?'}: {', '.join(notes)}"

@@ -1,6 +1,6 @@
 """Validation metrics: mean, spread, best, worst and majority of the responses to each held-out problem.
 
-``best@k`` asks: draw k of the N responses without replacement; what is the expected best score? With the scores sorted,
+``best@k`` is the expected best score of k of the N responses, drawn without replacement. With the scores sorted,
 ``x_1 <= ... <= x_N``, the best of a draw is ``x_i`` in ``C(i - 1, k - 1)`` of ``C(N, k)`` draws, so
 
     best@k = sum_i x_i C(i - 1, k - 1) / C(N, k)        (for 0/1 scores: pass@k of Chen et al. 2021, eq. 1)
@@ -21,29 +21,29 @@ from typing import Any
 def validation_metrics(
     data_sources: Sequence[str], uids: Sequence[str], infos: Mapping[str, Sequence[Any]], n: int
 ) -> dict[str, float]:
-    """Summarise validation scores by data source. Each list has one entry a response.
+    """Summarise validation scores by data source. Each list has one entry per response.
 
-    Numbers are averaged over the problems of a source. With ``core`` being ``acc`` where the source has it, else
-    ``reward``: ``mean@n``, ``best@n/mean`` and ``maj@n/mean`` of ``core`` are named ``val-core/<source>/<core>/...``;
-    everything else (``std@n``, ``worst@k``, smaller k = 2, 4, 8, ..., other keys) ``val-aux/<source>/<key>/...``.
+    Numbers are averaged over the problems of a source. ``core`` is ``acc`` if the source has it, else ``reward``.
+    ``mean@n``, ``best@n/mean`` and ``maj@n/mean`` of ``core`` are named ``val-core/<source>/<core>/...``, all others
+    (``std@n``, ``worst@k``, smaller k = 2, 4, 8, ..., other keys) ``val-aux/<source>/<key>/...``.
 
     Args:
         data_sources: kind of problem of each response.
         uids: problem of each response; every (source, uid) has n responses.
-        infos: per-response values by key: ``reward``, ``acc``, other terms (numbers or booleans), ``pred`` (any
-            answer; a missing answer, None, votes as an answer of its own). Keys that hold no numbers are skipped.
-            None means that the response has no such value; a problem with fewer than k values counts with all it has.
-        n: responses a problem.
+        infos: per-response values by key: ``reward``, ``acc``, other terms (numbers or booleans), ``pred`` (any answer;
+            None, a missing answer, votes as a separate answer). Keys without numbers are skipped. None means that
+            the response has no such value; a problem with fewer than k values counts with all it has.
+        n: responses per problem.
 
     Returns:
         Metric name to value, sorted by name.
 
     Raises:
-        ValueError: lists differ in length, or a problem has not n responses.
+        ValueError: lists differ in length, or a problem does not have n responses.
     """
-    wrong = {key: len(values) for key, values in infos.items() if len(values) != len(uids)}
-    if wrong or len(data_sources) != len(uids):
-        raise ValueError(f"{len(uids)} responses, but {len(data_sources)} data sources and lists of {wrong}")
+    lengths = {key: len(values) for key, values in infos.items() if len(values) != len(uids)}
+    if lengths or len(data_sources) != len(uids):
+        raise ValueError(f"{len(uids)} responses, but {len(data_sources)} data sources and lists of {lengths}")
     rows: dict[str, dict[str, list[int]]] = {}
     for row, (source, uid) in enumerate(zip(data_sources, uids, strict=True)):
         rows.setdefault(source, {}).setdefault(uid, []).append(row)
@@ -52,7 +52,7 @@ def validation_metrics(
         short = {uid: len(group) for uid, group in problems.items() if len(group) != n}
         if short:
             raise ValueError(
-                f"{len(short)} problems of '{source}' have not {n} responses, e.g. {next(iter(short.items()))}"
+                f"{len(short)} problems of '{source}' do not have {n} responses, e.g. {next(iter(short.items()))}"
             )
         metrics.update(_source_metrics(source, list(problems.values()), infos, n))
     return dict(sorted(metrics.items()))
@@ -71,10 +71,10 @@ def _source_metrics(
     for key, values in numeric.items():
         gathered: dict[str, list[float]] = {}
         for group in problems:
-            kept = [row for row in group if values[row] is not None]
-            if kept:
-                preds = [infos["pred"][row] for row in kept] if "pred" in infos else None
-                for name, value in _problem_metrics([float(values[row]) for row in kept], preds, n).items():
+            scored = [row for row in group if values[row] is not None]
+            if scored:
+                preds = [infos["pred"][row] for row in scored] if "pred" in infos else None
+                for name, value in _problem_metrics([float(values[row]) for row in scored], preds, n).items():
                     gathered.setdefault(name, []).append(value)
         for name, per_problem in gathered.items():
             is_core = key == core and name in {f"mean@{n}", f"best@{n}/mean", f"maj@{n}/mean"}
@@ -99,7 +99,7 @@ def _problem_metrics(values: list[float], preds: list[Any] | None, n: int) -> di
 
 
 def subset_sizes(n: int) -> list[int]:
-    """The k of best@k: 2, 4, 8, ... below n, then n itself.
+    """Return the k of best@k: 2, 4, 8, ... below n, then n itself.
 
     >>> subset_sizes(8), subset_sizes(6), subset_sizes(2)
     ([2, 4, 8], [2, 4, 6], [2])
@@ -108,7 +108,7 @@ def subset_sizes(n: int) -> list[int]:
 
 
 def best_of(values: Sequence[float], k: int) -> float:
-    """Expected largest of k values drawn without replacement.
+    """Return the expected largest of k values drawn without replacement.
 
     >>> best_of([0.0, 0.0, 1.0, 0.0], 2)
     0.5
@@ -118,11 +118,10 @@ def best_of(values: Sequence[float], k: int) -> float:
 
 
 def majority(values: Sequence[float], preds: Sequence[Any], k: int) -> float:
-    """Expected score of the most frequent prediction among k responses drawn without replacement.
+    """Return the expected score of the most frequent prediction among k responses drawn without replacement.
 
-    Ties are shared evenly among the predictions that are most frequent; the score of a prediction is the mean over the
-    responses that gave it. This is what drawing in random order and taking the first seen among the most frequent gives
-    on average.
+    Ties are shared evenly among the most frequent predictions; the score of a prediction is the mean over its
+    responses. This equals the average over random orders in which the first of the most frequent predictions wins.
 
     >>> majority([1.0, 1.0, 0.0], ["7", "7", "8"], 3)
     1.0
@@ -136,11 +135,11 @@ def majority(values: Sequence[float], preds: Sequence[Any], k: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def majority_weights(counts: tuple[int, ...], k: int) -> dict[int, float]:
-    """Chance that one prediction wins a vote of k responses drawn without replacement, by how often it occurs.
+    """Return the chance that a prediction wins a vote of k responses drawn without replacement, by its count.
 
     A prediction that occurs c times wins with m votes, tied with t others, in ``C(c, m) x W(m, t)`` of ``C(N, k)``
     draws, where ``W`` counts the ways to draw the other k - m votes with at most m for each prediction and m for
-    exactly t; it then gets ``1 / (t + 1)`` of the win. ``W`` comes from multiplying one polynomial a prediction.
+    exactly t; it then gets ``1 / (t + 1)`` of the win. ``W`` comes from multiplying one polynomial per prediction.
 
     Args:
         counts: occurrences of each distinct prediction, sorted.
@@ -160,7 +159,7 @@ def majority_weights(counts: tuple[int, ...], k: int) -> dict[int, float]:
 
 
 def _ways(counts: list[int], limit: int, votes: int) -> dict[int, int]:
-    """Number of ways to draw ``votes`` from predictions of these counts, none above ``limit``, by how many reach it."""
+    """Return the number of ways to draw ``votes`` from predictions of these counts, none above ``limit``, by how many reach it."""
     table: Counter[tuple[int, int]] = Counter({(0, 0): 1})  # (votes drawn, predictions at the limit) -> ways
     for count in counts:
         grown: Counter[tuple[int, int]] = Counter()

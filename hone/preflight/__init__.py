@@ -1,7 +1,7 @@
-"""What is checked before a run starts: no weights are loaded, and all that is wrong is said at once.
+"""Checks before a run starts. They load no weights and report all problems at once.
 
 A rule is a small function with a stable code (see :mod:`hone.preflight.rules`); ``docs/troubleshooting.md`` is the index of
-codes. :func:`check` is what every training command calls; :func:`examine` returns the same findings as a :class:`Report`.
+codes. Every training command calls :func:`check`; :func:`examine` returns the same findings as a :class:`Report`.
 """
 
 from __future__ import annotations

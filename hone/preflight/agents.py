@@ -1,4 +1,4 @@
-"""Rules about episodes of several turns: loops, tools, users and environments that rows name, and how far episodes may go."""
+"""Rules about multi-turn episodes: loops, tools, users and environments that rows name, and limits of episodes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ SINGLE = ("single_turn", "single_turn_agent")
 
 @rule("R38", RLConfig)
 def episodes_are_bounded(config: RLConfig) -> Iterator[Finding]:
-    """Episodes of several turns have a bound besides their tokens."""
-    several = config.actor_rollout_ref.rollout.multi_turn
-    bounds = (several.max_assistant_turns, several.max_user_turns, several.max_tool_calls, several.max_episode_seconds)
-    if several.enable and all(bound is None for bound in bounds):
+    """Multi-turn episodes have a limit besides their tokens."""
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    bounds = (
+        multi_turn.max_assistant_turns,
+        multi_turn.max_user_turns,
+        multi_turn.max_tool_calls,
+        multi_turn.max_episode_seconds,
+    )
+    if multi_turn.enable and all(bound is None for bound in bounds):
         yield error(
-            "episodes of several turns have no bound: max_assistant_turns, max_user_turns, max_tool_calls and "
+            "multi-turn episodes have no limit: max_assistant_turns, max_user_turns, max_tool_calls and "
             "max_episode_seconds are all null",
-            why=f"a policy that calls the same tool again and again goes on for {config.data.max_response_length} tokens",
+            why=f"a policy that repeats the same tool call would use all {config.data.max_response_length} tokens",
             fix=f"{MULTI_TURN}.max_assistant_turns=8",
             where=MULTI_TURN,
         )
@@ -33,50 +38,54 @@ def episodes_are_bounded(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R33", RLConfig, stage=Stage.FILES)
 def several_turns_are_played(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Tools and users have files, and rows a loop that uses them."""
-    several, rows = config.actor_rollout_ref.rollout.multi_turn, evidence.train_rows
+    """Configured tools and users are used by the loops of the rows, and rows that need tools get them."""
+    multi_turn, rows = config.actor_rollout_ref.rollout.multi_turn, evidence.train_rows
     files = [
-        name for name in ("tool_config_path", "function_tool_path", "interaction_config_path") if vars(several)[name]
+        name for name in ("tool_config_path", "function_tool_path", "interaction_config_path") if vars(multi_turn)[name]
     ]
     played = Counter(map(evidence.loops.name, rows))
     turns = {name: count for name, count in played.items() if name not in SINGLE}
     ignored = [row for row in rows if row.values.get("tools") and evidence.loops.name(row) in SINGLE]
     if ignored:
         yield error(
-            f"{len(ignored)} of {len(rows)} training rows bring tools, and their episodes are a single turn",
-            why="the tools would not be shown to the model, and never called",
-            fix=f"agent_name=tool_agent for them, {MULTI_TURN}.enable=true and {MULTI_TURN}.tool_config_path=FILE.yaml; or rows "
-            "without the column tools",
+            f"{len(ignored)} of {len(rows)} training rows have tools, but their agent loop plays a single turn",
+            why="the model would not see the tools and could not call them",
+            fix=f"set agent_name=tool_agent in these rows, {MULTI_TURN}.enable=true and {MULTI_TURN}.tool_config_path=FILE.yaml; "
+            "or remove the column tools",
             where="data.train_files",
         )
-    if turns and not several.enable:
+    if turns and not multi_turn.enable:
         names = ", ".join(f"{name} ({count} rows)" for name, count in turns.items())
         yield error(
-            f"rows are played by {names}, and {MULTI_TURN}.enable=false",
-            why="episodes of several turns are longer and need bounds, so they are played only where that is asked for",
+            f"rows use the agent loops {names}, but {MULTI_TURN}.enable=false",
+            why="multi-turn episodes are longer and need limits, so they must be enabled",
             fix=f"{MULTI_TURN}.enable=true {MULTI_TURN}.max_assistant_turns=8",
             where=f"{MULTI_TURN}.enable",
         )
-    elif several.enable and rows and not turns:
+    elif multi_turn.enable and rows and not turns:
         yield error(
-            f"{MULTI_TURN}.enable=true, and all {len(rows)} training rows are played by the loop single_turn"
-            + (f": {' and '.join(files)} would not be used" if files else ""),
-            why="tools would not be shown to the model, and never called",
+            f"{MULTI_TURN}.enable=true, but all {len(rows)} training rows use the agent loop single_turn"
+            + (f", which does not use {' and '.join(files)}" if files else ""),
+            why="the model would not see the tools and could not call them",
             fix="actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"
             + ("" if files else f" {MULTI_TURN}.tool_config_path=FILE.yaml"),
             where=MULTI_TURN,
         )
-    elif not several.enable and files:
+    elif not multi_turn.enable and files:
         yield error(
-            f"{MULTI_TURN}.{files[0]} is set, and {MULTI_TURN}.enable=false",
-            why="its tools would never be called",
+            f"{MULTI_TURN}.{files[0]} is set, but {MULTI_TURN}.enable=false",
+            why="the file would not be used",
             fix=f"{MULTI_TURN}.enable=true {MULTI_TURN}.max_assistant_turns=8",
             where=f"{MULTI_TURN}.{files[0]}",
         )
-    if turns.get("tool_agent") and several.enable and not (several.tool_config_path or several.function_tool_path):
+    if (
+        turns.get("tool_agent")
+        and multi_turn.enable
+        and not (multi_turn.tool_config_path or multi_turn.function_tool_path)
+    ):
         yield error(
-            f"{turns['tool_agent']} rows are played by tool_agent, and no file names tools",
-            why="there is nothing that the model could call",
+            f"{turns['tool_agent']} rows use the agent loop tool_agent, but no file defines tools",
+            why="the model has no tool to call",
             fix=f"{MULTI_TURN}.tool_config_path=FILE.yaml, with the line `- name: calculator` under `tools:`",
             where=f"{MULTI_TURN}.tool_config_path",
         )
@@ -84,21 +93,21 @@ def several_turns_are_played(config: RLConfig, evidence: Evidence) -> Iterator[F
 
 @rule("R34", RLConfig, stage=Stage.FILES)
 def conversations_begin_with_messages(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Prompts of episodes of several turns are messages."""
+    """Prompts of multi-turn episodes are lists of messages."""
     rows = [*evidence.train_rows, *evidence.val_rows]
     flat = [row for row in rows if _is_flat(row.values[config.data.prompt_key]) and _needs_messages(evidence, row)]
     if flat:
         yield error(
-            f"{len(flat)} of {len(rows)} prompts are plain text or token ids, and their episodes have several turns",
-            why="a conversation is continued by the chat template, which needs messages",
-            fix='write them as [{"role": "user", "content": "..."}], or agent_name=single_turn for these rows',
+            f"{len(flat)} of {len(rows)} prompts are plain text or token ids, but their episodes have several turns",
+            why="the chat template renders the following turns and needs messages",
+            fix='write them as [{"role": "user", "content": "..."}], or set agent_name=single_turn in these rows',
             where=flat[0].where,
         )
 
 
 @rule("R48", RLConfig, stage=Stage.FILES)
 def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Agent loops, tools, users and environments that rows name exist, and their files can be read."""
+    """Agent loops, tools, users and environments named in rows exist, and their files can be read."""
     from hone.agents.catalogue import AGENT_LOOPS
     from hone.data import checks
 
@@ -108,23 +117,23 @@ def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Iterator[Fin
     for name in sorted(imported | ({default} if default else set())):
         try:
             AGENT_LOOPS.get(name)
-        except HoneError as found:
-            yield Finding(found, stops=True)
+        except HoneError as problem:
+            yield Finding(problem, stops=True)
     yield from checks.agent_names(rows, {*AGENT_LOOPS.names(), *imported})
     try:
-        known = set(evidence.setting.toolbox) if evidence.setting is not None else set()
+        known_tools = set(evidence.setting.toolbox) if evidence.setting is not None else set()
         if evidence.setting is not None and "interaction" in set(map(evidence.loops.name, rows)):
             assert evidence.setting.interactions
-    except HoneError as found:
-        yield Finding(found, stops=True)
+    except HoneError as problem:
+        yield Finding(problem, stops=True)
         return
-    yield from checks.tool_names(rows, known)
+    yield from checks.tool_names(rows, known_tools)
     yield from _environments(rows)
 
 
 @rule("R35", RLConfig, stage=Stage.TEMPLATE)
 def tools_are_shown(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """The chat template tells the model of its tools, and can be continued."""
+    """The chat template shows the tools to the model and can render further turns."""
     setting = evidence.setting
     chats = [row for row in evidence.train_rows[:1] if _needs_messages(evidence, row)]
     if setting is None or not chats or evidence.tokenizer is None:
@@ -132,61 +141,61 @@ def tools_are_shown(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     try:
         schemas = setting.toolbox.schemas()
     except HoneError:
-        return  # R48 has told
+        return  # R48 reports it
     try:
         setting.renderer.prompt([{"role": "user", "content": "What is 1 + 1?"}], schemas or None)
-    except HoneError as found:
-        yield Finding(found, stops=True)
+    except HoneError as problem:
+        yield Finding(problem, stops=True)
 
 
 @rule("R37", RLConfig)
-def tool_results_leave_room(config: RLConfig) -> Iterator[Finding]:
-    """A single tool result does not fill the room of all turns."""
-    several, room = config.actor_rollout_ref.rollout.multi_turn, config.data.max_response_length
-    if several.enable and (several.tool_config_path or several.function_tool_path):
-        longest = several.max_tool_response_length
-        if longest >= room:
+def tool_results_fit(config: RLConfig) -> Iterator[Finding]:
+    """A single tool result leaves tokens for the other turns."""
+    multi_turn, response_length = config.actor_rollout_ref.rollout.multi_turn, config.data.max_response_length
+    if multi_turn.enable and (multi_turn.tool_config_path or multi_turn.function_tool_path):
+        longest = multi_turn.max_tool_response_length
+        if longest >= response_length:
             yield warning(
-                f"a tool result may have max_tool_response_length={longest} tokens, and data.max_response_length={room} must "
-                "hold calls, results and the answer",
-                why="the episode ends with the first long result, before the model can answer",
-                fix=f"data.max_response_length={4 * longest}, or {MULTI_TURN}.max_tool_response_length={max(1, room // 4)}",
+                f"max_tool_response_length={longest} tokens for one tool result, but calls, results and the answer together have "
+                f"data.max_response_length={response_length}",
+                why="an episode ends at the first long result, before the model can answer",
+                fix=f"data.max_response_length={4 * longest}, or {MULTI_TURN}.max_tool_response_length={max(1, response_length // 4)}",
                 where=f"{MULTI_TURN}.max_tool_response_length",
             )
 
 
 @rule("R37", RLConfig, stage=Stage.TEMPLATE)
-def tool_limits_take_what_prompts_show(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Tool results and calls as the prompts show them are within the limits of an episode."""
+def tool_limits_cover_the_prompts(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """The limits on tool results and calls allow what the prompts show."""
     from hone.data.checks import tool_result_lengths, tool_turns
 
-    several, tokenizer, key = config.actor_rollout_ref.rollout.multi_turn, evidence.tokenizer, config.data.prompt_key
-    if not several.enable or tokenizer is None:
+    multi_turn, tokenizer, key = config.actor_rollout_ref.rollout.multi_turn, evidence.tokenizer, config.data.prompt_key
+    if not multi_turn.enable or tokenizer is None:
         return
-    limit = several.max_tool_response_length
+    limit = multi_turn.max_tool_response_length
     lengths = tool_result_lengths(evidence.train_rows, key, tokenizer, limit)
     if lengths.long:
         yield warning(
             f"{len(lengths.long)} of {lengths.results} tool results in the prompts ({len(lengths.long) / lengths.results:.0%}) "
             f"are longer than {MULTI_TURN}.max_tool_response_length={limit} tokens (longest {lengths.long[0]})",
-            why="the results of an episode would be cut where those of its prompt are whole",
+            why="results would be truncated in the episode that are complete in its prompt",
             fix=f"{MULTI_TURN}.max_tool_response_length={lengths.long[0]}",
             where=lengths.where,
         )
     turns = tool_turns(evidence.train_rows, key)
-    crowded = [count for count in turns if count > several.max_parallel_calls]
+    crowded = [count for count in turns if count > multi_turn.max_parallel_calls]
     if crowded:
         yield warning(
-            f"{len(crowded)} of {len(turns)} turns with tool calls in the prompts make up to {max(crowded)} calls, and "
-            f"{MULTI_TURN}.max_parallel_calls={several.max_parallel_calls}",
-            why="the model does as its prompt shows, and the calls beyond the limit are not carried out",
+            f"{len(crowded)} of {len(turns)} turns with tool calls in the prompts make up to {max(crowded)} calls, but "
+            f"{MULTI_TURN}.max_parallel_calls={multi_turn.max_parallel_calls}",
+            why="the model imitates its prompt, and calls beyond the limit are not executed",
             fix=f"{MULTI_TURN}.max_parallel_calls={max(crowded)}",
             where=f"{MULTI_TURN}.max_parallel_calls",
         )
 
 
 def _needs_messages(evidence: Evidence, row: Row) -> bool:
-    loop = evidence.loops.of(row)
+    loop = evidence.loops.loop_class(row)
     return loop is not None and loop.needs_messages
 
 
@@ -195,7 +204,7 @@ def _is_flat(prompt: Any) -> bool:
 
 
 def _environments(rows: list[Row]) -> Iterator[Finding]:
-    """Every environment that rows name can be made."""
+    """Yield the errors of environments named in rows that cannot be built."""
     from hone.agents.environments.base import make_environment
 
     seen: set[str] = set()
@@ -206,5 +215,5 @@ def _environments(rows: list[Row]) -> Iterator[Finding]:
         seen.add(key)
         try:
             make_environment(str(spec.get("name")), spec.get("options") or {})
-        except HoneError as found:
-            yield Finding(found, stops=True)
+        except HoneError as problem:
+            yield Finding(problem, stops=True)

@@ -1,41 +1,41 @@
-"""Rules about batch arithmetic: what divides what, and what fits where."""
+"""Rules about batch arithmetic: sizes that must divide or not exceed each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hone.config.derived import RunSpec
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
-from hone.preflight.needs import correction, needs_critic
 from hone.preflight.rules import Finding, error, rule, warning
 
-_MANY_UPDATES = 16  # DAPO's number of updates a batch
+_MANY_UPDATES = 16  # updates per batch in DAPO
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor of ``number`` nearest to ``wanted``, the larger of two equally near."""
+    """Return the divisor of ``number`` nearest to ``wanted``; of two equally near, the larger."""
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), -d))
 
 
 def mini_batches(config: RLConfig) -> dict[str, int]:
     """Return the mini-batch sizes in use, in prompts, by key."""
     sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
-    if needs_critic(config) and config.critic.ppo_mini_batch_size is not None:
+    if RunSpec(config).critic.value and config.critic.ppo_mini_batch_size is not None:
         sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
     return sizes
 
 
 @rule("R13", RLConfig)
 def mini_batch_not_larger(config: RLConfig) -> Iterator[Finding]:
-    """A mini-batch is at most the batch."""
+    """A mini-batch is not larger than the batch."""
     prompts = config.data.train_batch_size
     for key, size in mini_batches(config).items():
         if size > prompts:
             yield error(
                 f"{key.rpartition('.')[2]}={size} prompts, but a step has data.train_batch_size={prompts}",
-                why="a mini-batch is cut from the batch of one step",
+                why="mini-batches are split from the batch of one step",
                 fix=f"{key}={prompts}",
                 where=key,
             )
@@ -49,7 +49,7 @@ def mini_batch_divides(config: RLConfig) -> Iterator[Finding]:
         if size <= prompts and prompts % size:
             yield error(
                 f"{key.rpartition('.')[2]}={size} does not divide data.train_batch_size={prompts}",
-                why=f"the last mini-batch would have {prompts % size} prompts, and each would weigh more than the others",
+                why=f"the last mini-batch would have {prompts % size} prompts, with more weight per prompt than in the others",
                 fix=f"{key}={nearest_divisor(prompts, size)}",
                 where=key,
             )
@@ -57,12 +57,12 @@ def mini_batch_divides(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R15", RLConfig)
 def micro_batch_limits(config: RLConfig) -> Iterator[Finding]:
-    """A limit on sequences a micro-batch is below the sequences of a mini-batch."""
+    """A limit on the sequences of a micro-batch is below the sequences of a mini-batch."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     limit, sequences = actor.ppo_micro_batch_size_per_gpu, actor.ppo_mini_batch_size * n
     if limit is not None and limit > sequences:
         yield warning(
-            f"ppo_micro_batch_size_per_gpu={limit} sequences is more than a mini-batch has: "
+            f"ppo_micro_batch_size_per_gpu={limit} sequences exceeds the mini-batch: "
             f"{actor.ppo_mini_batch_size} prompts x {n} = {sequences}",
             why="the limit has no effect",
             fix=f"at most {sequences}, or null and ppo_max_token_len_per_gpu alone",
@@ -72,31 +72,30 @@ def micro_batch_limits(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R17", RLConfig)
 def clip_without_effect(config: RLConfig) -> Iterator[Finding]:
-    """A changed clip range acts on something."""
+    """A changed clip range has an effect."""
     actor = config.actor_rollout_ref.actor
-    one_update = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+    spec = RunSpec(config)
     chosen = actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
-    settings = correction(config)
-    if one_update and chosen and not (settings and settings["bypass_mode"]):
+    if spec.on_policy and chosen and not spec.bypass:
         yield warning(
-            "the clip range is set, but each batch gives a single update",
+            "the clip range is set, but there is only 1 update per batch",
             why="at the first update the ratio is 1 and nothing is clipped",
             fix=f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, actor.ppo_mini_batch_size // 4)} "
-            "for several updates a batch",
+            "for several updates per batch",
             where="actor_rollout_ref.actor.clip_ratio_low, clip_ratio_high",
         )
 
 
 @rule("R18", RLConfig)
 def many_updates(config: RLConfig) -> Iterator[Finding]:
-    """The last update of a batch is not too far from the policy that sampled it."""
+    """The last update of a batch is not too far from the policy that sampled the batch."""
     actor = config.actor_rollout_ref.actor
-    updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    updates = RunSpec(config).updates_per_batch
     if updates > _MANY_UPDATES:
         yield warning(
-            f"{updates} updates a batch ({config.data.train_batch_size} prompts / {actor.ppo_mini_batch_size} "
+            f"{updates} updates per batch ({config.data.train_batch_size} prompts / {actor.ppo_mini_batch_size} "
             f"x {actor.ppo_epochs} epochs)",
-            why="the last ones are very off-policy",
+            why="the last updates are very off-policy",
             fix=f"a larger actor_rollout_ref.actor.ppo_mini_batch_size, for at most {_MANY_UPDATES} updates",
             where="actor_rollout_ref.actor.ppo_mini_batch_size",
         )
@@ -104,7 +103,7 @@ def many_updates(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R29", RLConfig)
 def token_budgets(config: RLConfig) -> Iterator[Finding]:
-    """Every budget in tokens takes the longest sequence."""
+    """Every token budget is at least the longest sequence."""
     data, roles = config.data, config.actor_rollout_ref
     longest = data.max_prompt_length + data.max_response_length
     budgets = {
@@ -118,7 +117,7 @@ def token_budgets(config: RLConfig) -> Iterator[Finding]:
             yield error(
                 f"{key.rpartition('.')[2]}={budget} tokens < data.max_prompt_length={data.max_prompt_length} + "
                 f"data.max_response_length={data.max_response_length} = {longest}",
-                why="the longest sequence cannot be placed",
+                why="the longest sequence does not fit",
                 fix=f"{key}={2 * longest} or more, or shorter sequences",
                 where=key,
             )
@@ -126,12 +125,12 @@ def token_budgets(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R29", SFTConfig, PreferenceConfig, RewardModelConfig)
 def sft_token_budget(config: SFTConfig | PreferenceConfig | RewardModelConfig) -> Iterator[Finding]:
-    """The token budget takes the longest conversation."""
+    """The token budget is at least the longest conversation."""
     data = config.data
     if data.max_token_len_per_gpu < data.max_length:
         yield error(
             f"max_token_len_per_gpu={data.max_token_len_per_gpu} tokens < data.max_length={data.max_length}",
-            why="the longest conversation cannot be placed",
+            why="the longest conversation does not fit",
             fix=f"data.max_token_len_per_gpu={2 * data.max_length} or more",
             where="data.max_token_len_per_gpu",
         )
@@ -139,22 +138,22 @@ def sft_token_budget(config: SFTConfig | PreferenceConfig | RewardModelConfig) -
 
 @rule("R56", *TREES.values())
 def steps_and_saving(config: AnyConfig) -> Iterator[Finding]:
-    """Warm-up ends before the run does, and something is saved."""
+    """Warm-up ends before the run ends, and weights are saved."""
     trainer = config.trainer
     optim = config.actor_rollout_ref.actor.optim if isinstance(config, RLConfig) else config.optim
     steps, warmup = trainer.total_training_steps, optim.lr_warmup_steps
     if steps is not None and warmup >= steps:
         key = "actor_rollout_ref.actor.optim" if isinstance(config, RLConfig) else "optim"
         yield error(
-            f"warm-up takes {warmup} steps, the run has trainer.total_training_steps={steps}",
+            f"warm-up takes {warmup} steps, but trainer.total_training_steps={steps}",
             why="the learning rate would never reach lr",
             fix=f"{key}.lr_warmup_steps={max(0, steps // 10)}",
             where=f"{key}.lr_warmup_steps",
         )
     if trainer.save_freq == 0:
         yield warning(
-            "nothing will be saved",
+            "no checkpoint will be saved",
             why="the trained weights are lost when the run ends",
-            fix="trainer.save_freq=-1 saves at the end",
+            fix="trainer.save_freq=-1 to save at the end",
             where="trainer.save_freq=0",
         )

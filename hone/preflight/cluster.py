@@ -1,4 +1,4 @@
-"""Rules about where a run's processes live: enough devices, a cluster that answers, rows for every rank."""
+"""Rules about the processes of a run: enough devices, a Ray cluster that answers, rows for every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
 
-from hone.cluster.pool_keys import check_local, pool_keys
+from hone.config.derived import RunSpec, check_local
+from hone.config.parallel_layout import Layout
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 from hone.preflight.batches import mini_batches
@@ -17,23 +18,24 @@ from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
 _CONNECT_SECONDS = 3.0
-_IDLE_SHARE = 0.2  # of the ranks' time, lost to rows that do not divide
+_IDLE_SHARE = 0.2  # of the ranks' time, lost because rows do not divide evenly
 
 
 @rule("R02", RLConfig)
 def enough_processes(config: RLConfig) -> Iterator[Finding]:
-    """One process is not asked to be several, nor one machine several nodes."""
+    """The runtime provides the configured processes and nodes."""
     if config.trainer.runtime == "local":
         try:
             check_local(config)
-        except ConfigError as found:
-            yield Finding(found, stops=True)
+        except ConfigError as problem:
+            yield Finding(problem, stops=True)
     elif config.ray.address is None:
-        for key, nodes, _ in pools(config):
+        for pool in RunSpec(config).pools:
+            key, nodes = pool.block, pool.nodes
             if nodes > 1:
                 yield error(
-                    f"{key}.nnodes={nodes}, but a cluster started by the run (ray.address=null) has one node: this machine",
-                    why=f"workers of {nodes - 1} more nodes would wait for devices that never come",
+                    f"{key}.nnodes={nodes}, but a cluster that the run starts (ray.address=null) has 1 node: this machine",
+                    why=f"the workers of {nodes - 1} more nodes would wait for devices without end",
                     fix=f"ray.address=HOST:PORT of a cluster with {nodes} nodes, or {key}.nnodes=1",
                     where=f"{key}.nnodes",
                 )
@@ -41,26 +43,27 @@ def enough_processes(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R02", RLConfig, stage=Stage.ENVIRONMENT)
 def devices_present(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """A cluster started here finds a GPU for every worker; without GPUs, workers have a core each."""
+    """A cluster started on this machine has a GPU for every worker, or without GPUs a core."""
     if config.trainer.runtime != "ray" or config.ray.address is not None:
         return
-    workers = sum(per_node for _, _, per_node in pools(config))
+    pools = RunSpec(config).pools
+    workers = sum(pool.per_node for pool in pools)
     share = config.ray.device_fraction
     gpus = 0 if config.trainer.device == "cpu" else _visible_gpus()
-    asked = " + ".join(f"{key}.n_gpus_per_node={per_node}" for key, _, per_node in pools(config))
+    requested = " + ".join(f"{pool.block}.n_gpus_per_node={pool.per_node}" for pool in pools)
     if gpus and workers * share > gpus:
         most = max(1, int(gpus / share) - (workers - config.trainer.n_gpus_per_node))
         yield error(
-            f"{asked} workers take {workers * share:g} GPUs, this machine has {gpus}",
-            why="the last workers would wait for a device for ever",
+            f"{requested} workers need {workers * share:g} GPUs, but this machine has {gpus}",
+            why="the last workers would wait for a device without end",
             fix=f"trainer.n_gpus_per_node={most}, or ray.device_fraction={gpus / workers:.2g} to share them, "
             "or ray.address=HOST:PORT of a larger cluster",
             where="trainer.n_gpus_per_node",
         )
     elif not gpus and workers > evidence.machine.usable_cpus:
         yield warning(
-            f"{asked} processes on {evidence.machine.usable_cpus} cores",
-            why="they take turns, and the run is slower than with fewer",
+            f"{requested} processes on {evidence.machine.usable_cpus} cores",
+            why="processes that share cores are slower than fewer processes",
             fix=f"trainer.n_gpus_per_node={evidence.machine.usable_cpus}",
             where="trainer.n_gpus_per_node",
         )
@@ -68,7 +71,7 @@ def devices_present(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
 
 @rule("R12", RLConfig)
 def rows_for_every_rank(config: RLConfig) -> Iterator[Finding]:
-    """A mini-batch has a sequence for every data-parallel rank, and few ranks wait for the others."""
+    """A mini-batch has a sequence for every data-parallel rank, and divides almost evenly over the ranks."""
     ranks = data_parallel_ranks(config)
     n = config.actor_rollout_ref.rollout.n
     for key, prompts in mini_batches(config).items():
@@ -83,7 +86,7 @@ def rows_for_every_rank(config: RLConfig) -> Iterator[Finding]:
             needed = -(-ranks // n)
             yield error(
                 f"{name}={prompts} prompts x {n} = {sequences} sequences for {ranks} data-parallel ranks",
-                why=f"{ranks - sequences} ranks would only repeat what others do",
+                why=f"{ranks - sequences} ranks would compute duplicates of other ranks' rows",
                 fix=f"{key}={larger[0]}"
                 if larger
                 else f"data.train_batch_size={needed} {key}={needed}, or fewer ranks",
@@ -93,8 +96,8 @@ def rows_for_every_rank(config: RLConfig) -> Iterator[Finding]:
             step = ranks // gcd(ranks, n)
             yield warning(
                 f"{name}={prompts} prompts x {n} = {sequences} sequences do not divide over {ranks} data-parallel ranks: "
-                f"some have {most}, some {sequences // ranks}",
-                why=f"ranks with fewer wait: {idle:.0%} of their time, unless lengths make up for it",
+                f"some get {most}, some {sequences // ranks}",
+                why=f"ranks with fewer sequences are idle {idle:.0%} of the time when lengths are equal",
                 fix=f"{key}={-(-prompts // step) * step}, and data.train_batch_size a multiple of it",
                 where=key,
             )
@@ -102,7 +105,7 @@ def rows_for_every_rank(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R15", RLConfig)
 def micro_batch_of_a_rank(config: RLConfig) -> Iterator[Finding]:
-    """A limit on sequences a micro-batch is below what one rank has of a mini-batch."""
+    """A limit on the sequences of a micro-batch is below one rank's share of a mini-batch."""
     actor, ranks = config.actor_rollout_ref.actor, data_parallel_ranks(config) or 1
     limit, sequences = (
         actor.ppo_micro_batch_size_per_gpu,
@@ -110,7 +113,7 @@ def micro_batch_of_a_rank(config: RLConfig) -> Iterator[Finding]:
     )
     if limit is not None and sequences / ranks < limit <= sequences:
         yield warning(
-            f"ppo_micro_batch_size_per_gpu={limit} sequences is more than a rank has: {sequences} of a mini-batch over "
+            f"ppo_micro_batch_size_per_gpu={limit} sequences exceeds a rank's share: {sequences} per mini-batch / "
             f"{ranks} ranks = {sequences / ranks:g}",
             why="the limit has no effect",
             fix=f"at most {max(1, sequences // ranks)}, or null and ppo_max_token_len_per_gpu alone",
@@ -120,12 +123,12 @@ def micro_batch_of_a_rank(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R74", RLConfig, stage=Stage.ENVIRONMENT)
 def ray_answers(config: RLConfig) -> Iterator[Finding]:
-    """Ray is installed, and the cluster that is named accepts connections."""
+    """Ray is installed, and the configured cluster accepts connections."""
     if config.trainer.runtime != "ray":
         return
     if importlib.util.find_spec("ray") is None:
         yield error(
-            "trainer.runtime=ray, and Ray is not installed",
+            "trainer.runtime=ray, but Ray is not installed",
             fix="pip install 'hone-rl[ray]', or trainer.runtime=local",
             where="trainer.runtime",
         )
@@ -133,57 +136,34 @@ def ray_answers(config: RLConfig) -> Iterator[Finding]:
     address = config.ray.address
     if address is None:
         return
-    found = running_cluster() if address == "auto" else address.removeprefix("ray://")
-    if found is None:
+    cluster_address = running_cluster() if address == "auto" else address.removeprefix("ray://")
+    if cluster_address is None:
         yield error(
-            "ray.address=auto, and no Ray cluster runs on this machine",
-            why="auto means the cluster of this machine's own node, or the one that RAY_ADDRESS names",
-            fix="`ray start --head` first, or ray.address=HOST:PORT, or ray.address=null to start one for this run",
+            "ray.address=auto, but no Ray cluster runs on this machine",
+            why="auto uses the cluster in RAY_ADDRESS, or the one that this machine belongs to",
+            fix="run `ray start --head` first, or ray.address=HOST:PORT, or ray.address=null to start one for this run",
             where="ray.address",
         )
         return
-    host, _, port = found.rpartition(":")
+    host, _, port = cluster_address.rpartition(":")
     if not host or not port.isdigit():
         yield error(
             f"ray.address={address} is neither auto nor HOST:PORT",
             fix="ray.address=HOST:6379, the address that `ray start --head` printed",
             where="ray.address",
         )
-    elif (problem := _refusal(host, int(port))) is not None:
+    elif (problem := _connection_error(host, int(port))) is not None:
         yield error(
-            f"no Ray cluster answers at {found}: {problem}",
-            why="nothing can be started there",
+            f"no Ray cluster answers at {cluster_address}: {problem}",
+            why="the run cannot start its workers",
             fix="start it with `ray start --head --port=PORT`, open the port between the machines, or ray.address=auto on a node "
             "of the cluster",
             where="ray.address",
         )
 
 
-def pools(config: RLConfig) -> list[tuple[str, int, int]]:
-    """Return of every pool of devices the block of its keys, its nodes and its workers a node; the main one first."""
-    main = ("trainer", config.trainer.nnodes, config.trainer.n_gpus_per_node)
-    if not any(keys.enable_resource_pool for keys in pool_keys(config).values()):
-        return [main]
-    from hone.cluster.plan import model_roles, pools_of
-
-    try:
-        roles = model_roles(config)
-    except ConfigError:  # an estimator or a loss that does not exist; R11 says so
-        return [main]
-    block = {
-        "main": "trainer",
-        "rollout": "actor_rollout_ref.rollout",
-        "reference": "actor_rollout_ref.ref",
-        "critic": "critic",
-        "reward_model": "reward.reward_model",
-    }
-    return [(block[pool.name], pool.nodes, pool.per_node) for pool in pools_of(config, roles)]
-
-
 def data_parallel_ranks(config: RLConfig) -> int | None:
-    """Return over how many ranks the actor's rows are divided; None when its sizes do not fit (R70 says so)."""
-    from hone.training.layout import Layout
-
+    """Return the number of data-parallel ranks of the actor; None when its parallel sizes do not divide (R70)."""
     try:
         return Layout.plan(actor_processes(config), config.actor_rollout_ref.actor).dp_size
     except ConfigError:
@@ -191,24 +171,24 @@ def data_parallel_ranks(config: RLConfig) -> int | None:
 
 
 def actor_processes(config: RLConfig) -> int:
-    """Return how many processes hold the actor."""
+    """Return the number of processes that hold the actor."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node if config.trainer.runtime == "ray" else 1
 
 
 def running_cluster() -> str | None:
-    """Return the address that Ray itself would take for ``auto``, None when there is none."""
-    named = os.environ.get("RAY_ADDRESS")
-    if named and named != "auto":
-        return named.removeprefix("ray://")
-    noted = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    """Return the address that Ray uses for ``auto``; None when there is none."""
+    from_environment = os.environ.get("RAY_ADDRESS")
+    if from_environment and from_environment != "auto":
+        return from_environment.removeprefix("ray://")
+    record = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     try:
-        return noted.read_text(encoding="utf-8").strip() or None
+        return record.read_text(encoding="utf-8").strip() or None
     except OSError:
         return None
 
 
-def _refusal(host: str, port: int) -> str | None:
-    """Why no connection can be made, or None when it can."""
+def _connection_error(host: str, port: int) -> str | None:
+    """Return why a connection fails; None when it succeeds."""
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
             return None

@@ -1,4 +1,4 @@
-"""The index of codes: which question each one answers, and where it is answered."""
+"""The index of codes: what each one checks, and when."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from hone.preflight.rules import RULES
 
 ELSEWHERE = {
     "R09": ("loading", "Every key exists."),
-    "R10": ("first step", "Every key that was set is read by something."),
+    "R10": ("tests", "Every key of the tree has code that reads it."),
     "R16": (
         "start",
-        "The batch plan: prompts, sequences, mini-batches, updates, tokens and steps, printed at each start.",
+        "Each start prints the batch plan: prompts, sequences, mini-batches, updates, tokens and steps.",
     ),
-    "R20": ("pilot", "Few groups have answers that are all right or all wrong (`hone train --pilot`)."),
-    "R28": ("always", "Sequences are packed, which sequence parallelism needs; there is no padded path to choose."),
+    "R20": ("pilot", "Few groups have answers that are all correct or all wrong (`hone train --pilot`)."),
+    "R28": ("always", "Sequences are packed, which sequence parallelism needs; there is no padded path."),
     "R37": (
         "pilot",
-        "Few tool results are cut, and few calls not carried out (`hone train --pilot`; in a run tool/truncated_rate and "
+        "Few tool results are truncated, and few calls exceed the limit (`hone train --pilot`; in a run tool/truncated_rate and "
         "tool/over_limit_rate count them).",
     ),
     "R58": (
         "resume",
-        "A run resumed at the end of an epoch goes on with the next one; the position is in the checkpoint.",
+        "A run resumed at the end of an epoch continues with the next one; the checkpoint stores the position.",
     ),
-    "R59": ("first step", "The engine's log-probs agree with the trainer's after weights were published."),
+    "R59": ("first step", "The engine's log-probs agree with the trainer's after a weight sync."),
     "R64": ("pilot", "Responses end before the limit (`hone train --pilot`)."),
 }
-"""Codes that are answered at another time than before the run, some of them then too: when, and the question."""
+"""Codes checked at another time than before the run (some also before it): when, and what is checked."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class CodeEntry:
 
 
 def index() -> list[CodeEntry]:
-    """Return every code in order; a code that several rules bear has one line each."""
+    """Return all codes in order; a code of several rules has one entry per rule."""
     names = {tree: name for name, tree in TREES.items()}
-    asked: dict[str, list[CodeEntry]] = defaultdict(list)
+    entries: dict[str, list[CodeEntry]] = defaultdict(list)
     for entry in RULES:
         question = " ".join((entry.check.__doc__ or "").split())
         trees = tuple(names[tree] for tree in entry.trees)
-        asked[entry.code].append(CodeEntry(entry.code, entry.stage.name.lower(), question, trees))
+        entries[entry.code].append(CodeEntry(entry.code, entry.stage.name.lower(), question, trees))
     for code, (when, question) in ELSEWHERE.items():
-        asked[code].append(CodeEntry(code, when, question))
-    return [entry for code in sorted(asked) for entry in asked[code]]
+        entries[code].append(CodeEntry(code, when, question))
+    return [entry for code in sorted(entries) for entry in entries[code]]
 
 
 BEGIN = "<!-- Generated from the rules by scripts/make_docs: do not edit from here -->"
@@ -60,17 +60,17 @@ END = "<!-- to here -->"
 
 
 def index_page(existing: str) -> str:
-    """Return the page with its index of codes written anew between the markers; the rest stays.
+    """Return the page with a new index of codes between the markers; the rest is unchanged.
 
     Raises:
-        ValueError: the markers do not stand there once each.
+        ValueError: the page does not have each marker exactly once.
     """
     if existing.count(BEGIN) != 1 or existing.count(END) != 1:
         raise ValueError(
-            f"the page has {existing.count(BEGIN)} beginnings and {existing.count(END)} ends of an index, not one"
+            f"the page has {existing.count(BEGIN)} begin markers and {existing.count(END)} end markers, not one each"
         )
     head, _, rest = existing.partition(BEGIN)
-    lines = ["", "| Code | When | What is asked |", "|---|---|---|"]
+    lines = ["", "| Code | When | Check |", "|---|---|---|"]
     lines += [f"| {entry.code} | {entry.when} | {_in_table(entry)} |" for entry in index()]
     return "\n".join([head + BEGIN, *lines, "", END]) + rest.partition(END)[2]
 

@@ -1,4 +1,4 @@
-"""A dataset looked at on its own, without a configuration: every check that its columns allow, and its numbers."""
+"""Checks and statistics of a dataset without a configuration: all that its columns allow."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hone.data.statistics import characters, statistics
 from hone.errors import ConfigError, DataError, Finding, HoneError
 
 KINDS = {"rl": "prompt", "sft": "messages", "prefer": "chosen"}
-"""What a dataset can be for, and the column that says so."""
+"""Uses of a dataset, and the column that each needs."""
 
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """How to look at a dataset; the attributes are options of `hone data check`."""
+    """Options of `hone data check`."""
 
     prompt_key: str = "prompt"
     messages_key: str = "messages"
@@ -40,13 +40,13 @@ class DatasetOptions:
 
 @dataclass
 class DatasetReport:
-    """What was found.
+    """Result of a check of a dataset.
 
     Attributes:
-        kinds: what the dataset can be used for.
-        findings: errors first.
-        numbers: see :func:`hone.data.statistics.statistics`; of the files that were checked.
-        lengths: characters of each prompt or conversation, for histograms; token lengths where a tokenizer was given.
+        kinds: possible uses of the dataset.
+        findings: errors first, then warnings.
+        numbers: statistics of the checked files, see :func:`hone.data.statistics.statistics`.
+        lengths: characters of each prompt or conversation for histograms; with a tokenizer also tokens.
     """
 
     kinds: list[str]
@@ -56,15 +56,15 @@ class DatasetReport:
 
     @property
     def stops(self) -> bool:
-        """Whether a run with this dataset would not start."""
-        return any(found.stops for found in self.findings)
+        """True when a run with this dataset would not start."""
+        return any(finding.stops for finding in self.findings)
 
 
 def check_dataset(files: Sequence[str], val_files: Sequence[str], options: DatasetOptions) -> DatasetReport:
     """Check dataset files.
 
     Raises:
-        DataError: a file cannot be read, or has no column that a run could use.
+        DataError: a file cannot be read or has no usable column.
         ModelError: the tokenizer cannot be loaded.
     """
     rows, val = read_all(list(files)), read_all(list(val_files))
@@ -75,50 +75,52 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
         kinds.remove("rl")  # the prompt belongs to a pair
     if not kinds:
         raise DataError(
-            f"no column {', '.join(names.values())}; the columns are {', '.join(sorted(columns))}",
+            f"there is no column {', '.join(names.values())}; the columns are {', '.join(sorted(columns))}",
             where=str(files[0]),
-            fix="name the column with --prompt-key or --messages-key; `hone data convert` makes these columns of other forms",
+            fix="--prompt-key NAME or --messages-key NAME; or convert other forms with `hone data convert`",
             code="R42",
         )
-    found: list[Finding] = []
+    findings: list[Finding] = []
     lengths: dict[str, list[int]] = {}
     for kind in kinds:
-        found += {"rl": _prompts, "sft": _conversations, "prefer": _pairs}[kind](rows, val, options)
+        findings += {"rl": _prompts, "sft": _conversations, "prefer": _pairs}[kind](rows, val, options)
     if "rl" in kinds:
         lengths["prompt_characters"] = [characters(row.values.get(options.prompt_key)) for row in rows]
-        found += _tokens(rows, options, lengths)
+        findings += _tokens(rows, options, lengths)
     elif "sft" in kinds:
         lengths["conversation_characters"] = [characters(row.values.get(options.messages_key)) for row in rows]
     numbers = statistics(
         rows, prompt_key=options.prompt_key, messages_key=options.messages_key, reward_fn_key=options.reward_fn_key
     )
-    return DatasetReport(kinds, sorted(found, key=lambda f: not f.stops), numbers, lengths)
+    return DatasetReport(kinds, sorted(findings, key=lambda f: not f.stops), numbers, lengths)
 
 
 def _prompts(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[Finding]:
     from hone.rewards.scorers import SCORERS, scorer_for
 
-    found: list[Finding] = []
-    for part in (rows, val):
-        found += checks.prompts(part, options.prompt_key)
-        found += checks.source_names(part, options.reward_fn_key)
-        found += checks.tool_schemas(part, options.prompt_key)
-        found += checks.agent_names(part, options.agents)
-        found += checks.tool_names(part, ())
-        found += checks.ground_truths(part, required=not options.custom_reward)
+    findings: list[Finding] = []
+    for split in (rows, val):
+        findings += checks.prompts(split, options.prompt_key)
+        findings += checks.source_names(split, options.reward_fn_key)
+        findings += checks.tool_schemas(split, options.prompt_key)
+        findings += checks.agent_names(split, options.agents)
+        findings += checks.tool_names(split, ())
+        findings += checks.ground_truths(split, required=not options.custom_reward)
     if not options.custom_reward:
-        known = sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
-        every = [*rows, *val]
-        found += checks.unknown_sources(every, options.reward_fn_key, lambda name: scorer_for(name) is not None, known)
-    found += checks.duplicates(rows, options.prompt_key)
-    found += checks.overlap(rows, val, options.prompt_key)
-    found += checks.rare_sources(rows, options.reward_fn_key, options.batch_size)
+        patterns = sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
+        all_rows = [*rows, *val]
+        findings += checks.unknown_sources(
+            all_rows, options.reward_fn_key, lambda name: scorer_for(name) is not None, patterns
+        )
+    findings += checks.duplicates(rows, options.prompt_key)
+    findings += checks.overlap(rows, val, options.prompt_key)
+    findings += checks.rare_sources(rows, options.reward_fn_key, options.batch_size)
     if len(rows) < options.batch_size:
-        found.append(
+        findings.append(
             Finding(
                 ConfigError(
                     f"{len(rows)} rows do not fill one batch of {options.batch_size}",
-                    why="an incomplete batch is left out, so an epoch would have 0 steps",
+                    why="incomplete batches are dropped, so an epoch would have 0 steps",
                     fix=f"data.train_batch_size={len(rows)} or less (here --batch-size), or more data",
                     where="data.train_batch_size",
                     code="R46",
@@ -126,55 +128,55 @@ def _prompts(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[F
                 stops=False,
             )
         )
-    return found
+    return findings
 
 
 def _conversations(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[Finding]:
-    found: list[Finding] = []
-    for part in (rows, val):
-        found += checks.conversations(part, options.messages_key)
-        found += checks.tool_loops(part, options.messages_key)
-        found += checks.tool_outputs(part, options.messages_key, options.max_tool_characters)
-    found += checks.duplicates(rows, options.messages_key)
-    found += checks.overlap(rows, val, options.messages_key)
-    return found
+    findings: list[Finding] = []
+    for split in (rows, val):
+        findings += checks.conversations(split, options.messages_key)
+        findings += checks.tool_loops(split, options.messages_key)
+        findings += checks.tool_outputs(split, options.messages_key, options.max_tool_characters)
+    findings += checks.duplicates(rows, options.messages_key)
+    findings += checks.overlap(rows, val, options.messages_key)
+    return findings
 
 
 def _pairs(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[Finding]:
-    found: list[Finding] = []
-    for part in (rows, val):
-        same = [row for row in part if row.values.get("chosen") == row.values.get("rejected")]
-        if same:
+    findings: list[Finding] = []
+    for split in (rows, val):
+        unusable = [row for row in split if row.values.get("chosen") == row.values.get("rejected")]
+        if unusable:
             error = DataError(
-                f"{len(same)} of {len(part)} rows: chosen and rejected are equal, or one is missing",
-                why="there is nothing to prefer",
+                f"{len(unusable)} of {len(split)} rows: chosen and rejected are equal, or one is missing",
+                why="equal responses cannot be compared",
                 fix="remove these rows",
-                where=same[0].where,
+                where=unusable[0].where,
                 code="R42",
             )
-            found.append(Finding(error, stops=True))
-    return found
+            findings.append(Finding(error, stops=True))
+    return findings
 
 
 def _tokens(rows: list[Row], options: DatasetOptions, lengths: dict[str, list[int]]) -> list[Finding]:
-    """Lengths in tokens, chat template included, where a tokenizer is given."""
+    """Return the findings about lengths in tokens with the chat template, and record the lengths; none without a tokenizer."""
     if options.tokenizer is None:
         return []
     from hone.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(options.tokenizer)
-    sound = [row for row in rows if row.values.get(options.prompt_key)]
+    rows_with_prompt = [row for row in rows if row.values.get(options.prompt_key)]
     try:
-        measured = checks.prompt_lengths(sound, options.prompt_key, tokenizer, options.max_prompt_length)
-        every = checks.prompt_lengths(sound[:2000], options.prompt_key, tokenizer, 0)
+        measured = checks.prompt_lengths(rows_with_prompt, options.prompt_key, tokenizer, options.max_prompt_length)
+        all_lengths = checks.prompt_lengths(rows_with_prompt[:2000], options.prompt_key, tokenizer, 0)
     except HoneError as error:
         return [Finding(error, stops=True)]
-    lengths["prompt_tokens"] = every.overlong
-    found = list(checks.overlong_prompts(measured, options.truncation))
+    lengths["prompt_tokens"] = all_lengths.overlong
+    findings = list(checks.overlong_prompts(measured, options.truncation))
     if measured.refused:
-        where, said = measured.refused[0]
+        where, message = measured.refused[0]
         error = DataError(
-            said, where=where, fix="check the roles and their order, or take another chat template", code="R39"
+            message, where=where, fix="check the roles and their order, or use another chat template", code="R39"
         )
-        found.append(Finding(error, stops=True))
-    return found
+        findings.append(Finding(error, stops=True))
+    return findings

@@ -1,4 +1,4 @@
-"""Is this machine ready: every check with what was found, and the fix where something is wrong. No configuration is needed."""
+"""Checks of this machine without a configuration: the result of each, and a fix for each problem."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ OPTIONAL = {
     "reasoning_gym": "hone data make reasoning_gym:...",
     "fsspec": "checkpoints at a URL",
     "flash_attn": "other attention kernels",
-    "vllm": "a version here is not used: engines live in environments of their own (hone engines list)",
-    "sglang": "a version here is not used: engines live in environments of their own (hone engines list)",
+    "vllm": "a version here is not used: engines run in separate environments (hone engines list)",
+    "sglang": "a version here is not used: engines run in separate environments (hone engines list)",
 }
-"""Packages that may be there, and what they are for."""
+"""Optional packages and their purpose."""
 PORTS = {6379: "the head of a Ray cluster", 8265: "Ray's dashboard"}
 _DISTRIBUTIONS = {
     "math_verify": "math-verify",
@@ -50,19 +50,23 @@ _LITTLE_MEMORY, _LITTLE_DISK, _LITTLE_SHARED, _FEW_FILES = 4 * GIB, 5 * GIB, GIB
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor: what was looked at, how it is, what was found, and the fix."""
+    """One line of the doctor: name of the check, status, result, and a fix."""
 
     name: str
     status: str
-    found: str
+    result: str
     fix: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """Return the check as plain data."""
+        return {"name": self.name, "status": self.status, "found": self.result, "fix": self.fix}
 
 
 def diagnose(folder: Path = Path()) -> list[Check]:
-    """Return all checks; packages are imported in processes of their own, so a broken one harms nobody.
+    """Run all checks; each package is imported in a separate process, in case the import crashes.
 
     Args:
-        folder: where runs would be written.
+        folder: directory where runs would be written.
     """
     here = machine.look()
     return [
@@ -85,9 +89,9 @@ def diagnose(folder: Path = Path()) -> list[Check]:
 def _python() -> Iterator[Check]:
     from hone import __version__
 
-    found = f"Python {platform.python_version()}, hone {__version__}, {platform.system()} {platform.machine()}"
+    result = f"Python {platform.python_version()}, hone {__version__}, {platform.system()} {platform.machine()}"
     old = sys.version_info < (3, 11)
-    yield Check("python", ERROR if old else OK, found, "use Python 3.11 or newer" if old else "")
+    yield Check("python", ERROR if old else OK, result, "use Python 3.11 or newer" if old else "")
 
 
 def _packages() -> Iterator[Check]:
@@ -108,13 +112,13 @@ def _packages() -> Iterator[Check]:
             fix = f"pip install --force-reinstall {distribution}, or pip uninstall {distribution}"
             yield Check(name, WARNING, f"{version}, cannot be imported: {broken[name]}", fix)
         elif wanted and version[0].isdigit() and not wanted.specifier.contains(version, prereleases=True):
-            yield Check(name, WARNING, f"{version}, and Hone needs {wanted.specifier}", f"pip install '{wanted}'")
+            yield Check(name, WARNING, f"{version}, but Hone needs {wanted.specifier}", f"pip install '{wanted}'")
         else:
             yield Check(name, OK, version)
 
 
 def requirements() -> tuple[list[Requirement], dict[str, Requirement]]:
-    """Return what the installed distribution of Hone requires, and what its extras do, by name."""
+    """Return the requirements of the installed distribution of Hone, and those of its extras by name."""
     try:
         lines = metadata.requires("hone-rl") or []
     except metadata.PackageNotFoundError:  # run from a source tree that was never installed
@@ -124,7 +128,7 @@ def requirements() -> tuple[list[Requirement], dict[str, Requirement]]:
 
 
 def import_error(package: str) -> str:
-    """Return why ``package`` cannot be imported, empty when it can."""
+    """Return why a package cannot be imported; empty when it can."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"import {package}"],
@@ -134,7 +138,7 @@ def import_error(package: str) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"the import did not end within {_IMPORT_SECONDS} s"
+        return f"the import took more than {_IMPORT_SECONDS} s"
     if done.returncode == 0:
         return ""
     return (done.stderr.strip().splitlines() or [f"the import ended with exit code {done.returncode}"])[-1][:300]
@@ -148,8 +152,8 @@ def _required(requirement: Requirement, broken: str | None) -> Check:
         fix = f"pip install --force-reinstall '{requirement}'"
         return Check(requirement.name, ERROR, f"{version}, cannot be imported: {broken}", fix)
     if not requirement.specifier.contains(Version(version), prereleases=True):
-        found = f"{version}, and Hone needs {requirement.specifier}"
-        return Check(requirement.name, ERROR, found, f"pip install '{requirement}'")
+        result = f"{version}, but Hone needs {requirement.specifier}"
+        return Check(requirement.name, ERROR, result, f"pip install '{requirement}'")
     return Check(requirement.name, OK, version)
 
 
@@ -170,30 +174,34 @@ def _device(here: Machine) -> Iterator[Check]:
         for index in range(torch.cuda.device_count()):
             memory = torch.cuda.get_device_properties(index).total_memory / GIB
             half = torch.cuda.is_bf16_supported(including_emulation=False)
-            found = f"{torch.cuda.get_device_name(index)}, {memory:.0f} GiB, float32{', bfloat16' if half else ''}"
-            yield Check(f"gpu {index}", OK if half else WARNING, found, "" if half else "dtype=float32 everywhere")
+            result = f"{torch.cuda.get_device_name(index)}, {memory:.0f} GiB, float32{', bfloat16' if half else ''}"
+            yield Check(f"gpu {index}", OK if half else WARNING, result, "" if half else "dtype=float32 everywhere")
     elif here.gpus:
-        found = f"{len(here.gpus)} GPUs in this machine, and torch {torch.__version__} sees none"
+        result = f"{len(here.gpus)} GPUs in this machine, but torch {torch.__version__} sees none"
         yield Check(
-            "device", ERROR, found, "install a CUDA build of torch that the driver supports, or trainer.device=cpu"
+            "device", ERROR, result, "install a CUDA build of torch that the driver supports, or trainer.device=cpu"
         )
     else:
-        found = f"CPU only: float32, bfloat16 (a product takes {machine.bfloat16_cost():.1f} times as long)"
-        yield Check("device", OK, found)
+        result = f"CPU only: float32, bfloat16 (a matmul takes {machine.bfloat16_cost():.1f} times as long)"
+        yield Check("device", OK, result)
 
 
 def _processor(here: Machine) -> Iterator[Check]:
     quota = f", quota {here.quota:g}" if here.quota else ""
-    found = f"{here.cpus} CPUs, {here.affinity} usable by this process{quota}"
-    few = here.usable_cpus < here.affinity
-    fix = f"trainer.num_threads={here.usable_cpus}: more threads than the quota allows only wait" if few else ""
-    yield Check("cpu", WARNING if few else OK, found, fix)
+    result = f"{here.cpus} CPUs, {here.affinity} usable by this process{quota}"
+    limited = here.usable_cpus < here.affinity
+    fix = f"trainer.num_threads={here.usable_cpus}: more threads than the quota allows are slower" if limited else ""
+    yield Check("cpu", WARNING if limited else OK, result, fix)
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads and threads.isdigit() and int(threads) > here.usable_cpus:
         fix = f"OMP_NUM_THREADS={here.usable_cpus}, or unset it"
         yield Check("OMP_NUM_THREADS", WARNING, f"{threads}, with {here.usable_cpus} usable CPUs", fix)
     little = here.memory < _LITTLE_MEMORY
-    fix = "models beyond some 50M parameters will not fit: hone config check says what a run needs" if little else ""
+    fix = (
+        "models of more than about 50M parameters will not fit: `hone plan` predicts the memory of a run"
+        if little
+        else ""
+    )
     yield Check("memory", WARNING if little else OK, f"{here.memory / GIB:.1f} GiB", fix)
 
 
@@ -201,12 +209,15 @@ def _limits(here: Machine) -> Iterator[Check]:
     shared = here.shared_memory
     small = shared is None or shared < _LITTLE_SHARED
     fix = "only Ray needs it: docker run --shm-size=8g, in Kubernetes an emptyDir of medium Memory at /dev/shm"
-    found = "there is no /dev/shm" if shared is None else f"{shared / GIB:.2g} GiB"
-    yield Check("shared memory", WARNING if small else OK, found, fix if small else "")
-    few = here.open_files < _FEW_FILES
-    found = f"{here.open_files} a process"
+    result = "/dev/shm does not exist" if shared is None else f"{shared / GIB:.2g} GiB"
+    yield Check("shared memory", WARNING if small else OK, result, fix if small else "")
+    limited = here.open_files < _FEW_FILES
+    result = f"{here.open_files} per process"
     yield Check(
-        "open files", WARNING if few else OK, found, "ulimit -n 65535 before a run with many workers" if few else ""
+        "open files",
+        WARNING if limited else OK,
+        result,
+        "ulimit -n 65535 before a run with many workers" if limited else "",
     )
 
 
@@ -217,35 +228,36 @@ def _disk(folder: Path) -> Iterator[Check]:
             yield Check(name, ERROR, f"{existing} is write-protected", "trainer.default_local_dir=DIR, or TMPDIR=DIR")
         else:
             little = free < _LITTLE_DISK
-            fix = "make room, or trainer.default_local_dir=DIR on a larger disk" if little else ""
+            fix = "free disk space, or trainer.default_local_dir=DIR on a larger disk" if little else ""
             yield Check(name, WARNING if little else OK, f"{free / GIB:.1f} GiB free in {existing}", fix)
 
 
 def _ports() -> Iterator[Check]:
     for port, purpose in PORTS.items():
         free = machine.port_is_free(port)
-        found = f"{purpose}: {'free' if free else 'in use'}"
-        fix = "" if free else "a Ray cluster may be running here already: ray.address=auto uses it, `ray stop` ends it"
-        yield Check(f"port {port}", OK if free else WARNING, found, fix)
+        result = f"{purpose}: {'free' if free else 'in use'}"
+        fix = "" if free else "a Ray cluster may already run here: ray.address=auto uses it, `ray stop` ends it"
+        yield Check(f"port {port}", OK if free else WARNING, result, fix)
 
 
 def _leftovers(here: Machine) -> Iterator[Check]:
     import psutil
 
     for user in here.gpu_users:
-        found = f"GPU {user.gpu}: {user.gib:.1f} GiB held by PID {user.pid} ({user.name})"
-        yield Check("gpu process", WARNING, found, f"if it is yours and not wanted: kill {user.pid}")
+        result = f"GPU {user.gpu}: {user.gib:.1f} GiB held by PID {user.pid} ({user.name})"
+        yield Check("gpu process", WARNING, result, f"if it is yours and no longer needed: kill {user.pid}")
     left = [p for p in psutil.process_iter(["pid", "name"]) if _LEFTOVERS.search(p.info["name"] or "")]
     if left:
         shown = ", ".join(f"{p.info['name']} ({p.info['pid']})" for p in left[:5])
         fix = f"if no run needs them: kill {' '.join(str(p.info['pid']) for p in left[:5])}"
         yield Check("other runs", WARNING, f"{len(left)} processes of Ray or an engine: {shown}", fix)
     if not left and not here.gpu_users:
-        yield Check("other runs", OK, "no process of Ray or an engine, nobody on a GPU")
+        yield Check("other runs", OK, "no process of Ray or an engine, no process on a GPU")
 
 
 def _sandbox() -> Iterator[Check]:
-    from hone.rewards.sandbox.backends import available
+    from hone.rewards.sandbox.backends import PROTECTIONS
+    from hone.rewards.sandbox.choice import available
 
     working, missing = available()
     name = "sandbox for code"
@@ -254,27 +266,26 @@ def _sandbox() -> Iterator[Check]:
         return
     best = next(iter(working.values()))
     if not best.unprotected:
-        yield Check(name, OK, f"{best.name}: no network, a read-only system, limits")
+        yield Check(name, OK, f"{best.name} protects {', '.join(PROTECTIONS)}")
         return
-    found = (
-        f"{best.name} (bubblewrap: {missing.get('bubblewrap')}); not kept from programs: {'; '.join(best.unprotected)}"
-    )
-    yield Check(name, WARNING, found, "apt-get install bubblewrap, if runs score or call model-written code")
+    result = f"{best.name} (bubblewrap: {missing.get('bubblewrap')}); not protected: "
+    result += "; ".join(f"{name} ({PROTECTIONS[name]})" for name in best.unprotected)
+    yield Check(name, WARNING, result, "apt-get install bubblewrap, if runs score or call model-written code")
 
 
 def _credentials() -> Iterator[Check]:
     if importlib.util.find_spec("wandb") is not None:
         offline = os.environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun")
         ready = offline or wandb_credentials()
-        found = "offline" if offline else "logged in" if ready else "not logged in"
+        result = "offline" if offline else "logged in" if ready else "not logged in"
         fix = "" if ready else "wandb login, or WANDB_MODE=offline, if you want trainer.logger=[wandb]"
-        yield Check("wandb account", OK if ready else WARNING, found, fix)
+        yield Check("wandb account", OK if ready else WARNING, result, fix)
     if importlib.util.find_spec("mlflow") is not None:
         place = os.environ.get("MLFLOW_TRACKING_URI")
         yield Check("mlflow server", OK, "set by MLFLOW_TRACKING_URI" if place else "files in the run directory")
 
 
 def worst(checks: Sequence[Check]) -> str:
-    """Return the gravest status among the checks."""
+    """Return the worst status of the checks."""
     statuses = {check.status for check in checks}
     return next((status for status in (ERROR, WARNING) if status in statuses), OK)

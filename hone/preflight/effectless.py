@@ -1,4 +1,4 @@
-"""Rules about keys that are set and do nothing, because what they belong to is off or not chosen."""
+"""Rules about keys that have no effect because the feature that they belong to is off or not selected."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hone.config.check import yaml_value
+from hone.config.derived import RunSpec
 from hone.config.keys import documentation, leaf_values
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
-from hone.preflight.needs import correction, estimator, needs_critic, policy_loss
 from hone.preflight.rules import Finding, error, rule, warning
 
 ACTOR = "actor_rollout_ref.actor"
 
 
 class Switch(NamedTuple):
-    """Keys that act only when something else is on; ``on`` is how to switch it on."""
+    """Keys that have an effect only when a feature is on; ``on`` is the override that switches it on."""
 
     keys: tuple[str, ...]
     is_on: bool
@@ -29,9 +29,9 @@ class Switch(NamedTuple):
 
 @rule("R23", RLConfig)
 def effectless_keys(config: RLConfig) -> Iterator[Finding]:
-    """A key that differs from its default does something."""
+    """A key that differs from its default has an effect."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    name, settings = algorithm.adv_estimator, correction(config)
+    name, spec = algorithm.adv_estimator, RunSpec(config)
     switches = [
         Switch(
             ("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.kl_loss_type"),
@@ -55,8 +55,8 @@ def effectless_keys(config: RLConfig) -> Iterator[Finding]:
         ),
         Switch(
             (f"{ACTOR}.recompute_old_log_probs",),
-            not (settings and settings["bypass_mode"]),
-            "the engine's log-probs are the old ones (bypass_mode=true)",
+            not spec.bypass,
+            "the old log-probs come from the engine (bypass_mode=true)",
             "algorithm.rollout_correction.bypass_mode=false",
         ),
         *_estimator_switches(config),
@@ -73,48 +73,45 @@ def effectless_keys(config: RLConfig) -> Iterator[Finding]:
             tuple(
                 key.path for key in documentation(RLConfig) if key.path.startswith("critic.") and key.last != "enable"
             ),
-            needs_critic(config),
+            spec.critic.value,
             f"no critic is trained (adv_estimator={name})",
             "critic.enable=true",
         ),
-        Switch(("trainer.critic_warmup",), needs_critic(config), "no critic is trained", "algorithm.adv_estimator=gae"),
+        Switch(("trainer.critic_warmup",), spec.critic.value, "no critic is trained", "algorithm.adv_estimator=gae"),
         *_order_switches(config),
+        *_runtime_switches(config),
         *_reward_switches(config),
         *_shared_switches(config, "actor_rollout_ref.model", "actor_rollout_ref.actor.optim"),
     ]
-    yield from _without_effect(config, switches)
+    yield from _switched_off_keys(config, switches)
 
 
 @rule("R23", SFTConfig, PreferenceConfig, RewardModelConfig)
 def effectless_sft_keys(config: SFTConfig | PreferenceConfig | RewardModelConfig) -> Iterator[Finding]:
-    """A key that differs from its default does something."""
-    yield from _without_effect(config, _shared_switches(config, "model", "optim"))
+    """A key that differs from its default has an effect."""
+    yield from _switched_off_keys(config, _shared_switches(config, "model", "optim"))
 
 
 def _estimator_switches(config: RLConfig) -> Iterator[Switch]:
-    """Keys under ``algorithm`` that are options of some estimator, and not of the chosen one."""
+    """Yield the keys under ``algorithm`` that are options of other estimators than the chosen one."""
     from hone.algorithms import advantage_estimators
 
-    chosen = estimator(config)
-    if chosen is None:
-        return
-    known = {option for name in advantage_estimators for option in advantage_estimators.get(name).options}
-    for option in sorted(known & set(vars(config.algorithm))):
+    chosen = advantage_estimators.get(config.algorithm.adv_estimator)
+    options_of_all = {option for name in advantage_estimators for option in advantage_estimators.get(name).options}
+    for option in sorted(options_of_all & set(vars(config.algorithm))):
         reason = f"adv_estimator={config.algorithm.adv_estimator} has no such option"
         yield Switch((f"algorithm.{option}",), option in chosen.options, reason, "")
 
 
 def _loss_switches(config: RLConfig) -> Iterator[Switch]:
-    """Keys under ``actor`` and ``actor.policy_loss`` that are options of some loss, and not of the chosen one."""
+    """Yield the keys under ``actor`` and ``actor.policy_loss`` that are options of other losses than the chosen one."""
     from hone.algorithms import policy_losses
 
-    actor, chosen = config.actor_rollout_ref.actor, policy_loss(config)
-    if chosen is None:
-        return
-    known = {option for name in policy_losses for option in policy_losses.get(name).options}
+    actor, chosen = config.actor_rollout_ref.actor, policy_losses.get(RunSpec(config).policy_loss)
+    options_of_all = {option for name in policy_losses for option in policy_losses.get(name).options}
     reason = f"loss_mode={actor.policy_loss.loss_mode} has no such option"
     for block, owner in ((ACTOR, actor), (f"{ACTOR}.policy_loss", actor.policy_loss)):
-        for option in sorted(known & set(vars(owner))):
+        for option in sorted(options_of_all & set(vars(owner))):
             yield Switch((f"{block}.{option}",), option in chosen.options, reason, "")
     clips = {"clip_ratio_low", "clip_ratio_high"}
     yield Switch((f"{ACTOR}.clip_ratio",), bool(clips & chosen.options), reason, "")
@@ -130,30 +127,32 @@ def _engine_switches(config: RLConfig) -> list[Switch]:
 
     rollout, block = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     started = is_served(rollout) and rollout.engine_url is None
-    here = "the engine at engine_url runs already"
-    turn = f"{block}.engine_url=null"
+    reason = "the engine at engine_url is already running"
+    switch_on = f"{block}.engine_url=null"
     if not is_served(rollout):
-        here, turn = f"engine '{rollout.name}' runs in Hone's own process", f"{block}.name=vllm"
+        reason, switch_on = f"engine '{rollout.name}' runs in Hone's own process", f"{block}.name=vllm"
     elif rollout.name not in SERVED:
-        here, turn = f"engine '{rollout.name}' has no such key", f"{block}.name=vllm"
+        reason, switch_on = f"engine '{rollout.name}' has no such key", f"{block}.name=vllm"
     every_engine = {"num_replicas", "server_pool", "engine_url", "engine_start_seconds", "checkpoint_engine"}
     external = set(EngineConfig.__dataclass_fields__) - set(OwnPoolConfig.__dataclass_fields__) - every_engine
     pool = [key.path for key in documentation(RLConfig) if key.path.startswith(f"{block}.server_pool.")]
     return [
-        Switch(tuple(f"{block}.{key}" for key in sorted(external)), started and rollout.name in SERVED, here, turn),
-        Switch((f"{block}.engine_start_seconds",), started, here, turn),
+        Switch(
+            tuple(f"{block}.{key}" for key in sorted(external)), started and rollout.name in SERVED, reason, switch_on
+        ),
+        Switch((f"{block}.engine_start_seconds",), started, reason, switch_on),
         Switch(
             (f"{block}.engine_url", f"{block}.checkpoint_engine.backend", f"{block}.checkpoint_engine.delta", *pool),
             is_served(rollout),
-            here,
+            reason,
             f"{block}.num_replicas=1",
         ),
     ]
 
 
 def _sampling_switches(config: RLConfig) -> list[Switch]:
-    """Keys of the blocks that decide which samples are learned from, and how much each weighs."""
-    settings = correction(config)
+    """Return the keys that select and weight the training samples."""
+    settings = RunSpec(config).correction
     algorithm, overlong = config.algorithm, config.reward.overlong_buffer
     filtering, drawing, buffer = "algorithm.filter_groups", "algorithm.pf_ppo", "reward.overlong_buffer"
     off = "{}=false".format
@@ -180,8 +179,8 @@ def _sampling_switches(config: RLConfig) -> list[Switch]:
         ),
         Switch(
             ("algorithm.rollout_correction.rollout_is_threshold",),
-            settings is None or settings["rollout_is"] is not None,
-            "there are no importance weights",
+            settings["rollout_is"] is not None,
+            "rollout_is=null, so there are no importance weights",
             "algorithm.rollout_correction.rollout_is=token",
             stops=True,
         ),
@@ -196,7 +195,7 @@ def _sampling_switches(config: RLConfig) -> list[Switch]:
 
 
 def _order_switches(config: RLConfig) -> list[Switch]:
-    """Keys of the order of prompts."""
+    """Return the keys of the order of prompts."""
     name, key = config.data.sampler.name, "data.sampler"
     reason = f"{key}.name={name}"
     by_level = name == "difficulty" or (name == "pass_rate" and config.data.sampler.pass_rate_of == "difficulty")
@@ -204,7 +203,19 @@ def _order_switches(config: RLConfig) -> list[Switch]:
         Switch((f"{key}.weights",), name == "mixture", reason, f"{key}.name=mixture", stops=True),
         Switch((f"{key}.difficulty_key",), by_level, reason, f"{key}.name=difficulty", stops=True),
         Switch((f"{key}.pass_rate_of",), name == "pass_rate", reason, f"{key}.name=pass_rate", stops=True),
-        Switch(("data.shuffle",), name == "epoch", f"{reason} draws in an order of its own", f"{key}.name=epoch"),
+        Switch(("data.shuffle",), name == "epoch", f"{reason} has its own order", f"{key}.name=epoch"),
+    ]
+
+
+def _runtime_switches(config: RLConfig) -> list[Switch]:
+    """Keys of Ray without Ray, and of validation without validation rows."""
+    keys = [key.path for key in documentation(RLConfig)]
+    ray = tuple(path for path in keys if path.startswith("ray."))
+    sampling = tuple(path for path in keys if path.startswith("actor_rollout_ref.rollout.val_kwargs."))
+    validation = (*sampling, "trainer.log_val_generations", "data.val_batch_size")
+    return [
+        Switch(ray, config.trainer.runtime == "ray", "trainer.runtime=local starts no Ray", "trainer.runtime=ray"),
+        Switch(validation, bool(config.data.val_files), "data.val_files=null", "data.val_files=FILE"),
     ]
 
 
@@ -222,7 +233,7 @@ def _reward_switches(config: RLConfig) -> list[Switch]:
         Switch(
             ("reward.scorer_kwargs",),
             not custom,
-            "a reward function of your own scores, not the built-in scorer",
+            "a custom reward function replaces the built-in scorer",
             f"{block}.path=null",
         ),
     ]
@@ -236,7 +247,7 @@ def _shared_switches(config: AnyConfig, model_block: str, optim_block: str) -> l
         Switch(
             (f"{model_block}.lora_alpha", f"{model_block}.target_modules"),
             model.lora_rank > 0 and model.lora_adapter_path is None,
-            "no new LoRA adapter is made",
+            "no new LoRA adapter is created",
             f"{model_block}.lora_rank=32",
         ),
         Switch(
@@ -248,7 +259,7 @@ def _shared_switches(config: AnyConfig, model_block: str, optim_block: str) -> l
         Switch(
             (f"{optim_block}.lr_warmup_steps_ratio",),
             optim.lr_warmup_steps < 0,
-            f"{optim_block}.lr_warmup_steps={optim.lr_warmup_steps} decides",
+            f"{optim_block}.lr_warmup_steps={optim.lr_warmup_steps} takes precedence",
             f"{optim_block}.lr_warmup_steps=-1",
         ),
         Switch(
@@ -261,15 +272,15 @@ def _shared_switches(config: AnyConfig, model_block: str, optim_block: str) -> l
     ]
 
 
-def _without_effect(config: AnyConfig, switches: list[Switch]) -> Iterator[Finding]:
+def _switched_off_keys(config: AnyConfig, switches: list[Switch]) -> Iterator[Finding]:
     defaults = {key.path: key.default for key in documentation(type(config))}
     values = dict(leaf_values(config))
     for switch in switches:
         for key in () if switch.is_on else switch.keys:
             if values[key] != defaults[key]:
-                found = error if switch.stops else warning
+                severity = error if switch.stops else warning
                 back = f"{key}={yaml_value(defaults[key])}"
-                yield found(
+                yield severity(
                     f"{key.rpartition('.')[2]}={yaml_value(values[key])} has no effect: {switch.reason}",
                     why="the run would not do what its configuration says",
                     fix=f"{switch.on}, or {back} (the default)" if switch.on else f"{back} (the default)",

@@ -1,4 +1,4 @@
-"""Rules about engines that live in an environment of their own."""
+"""Rules about engines that run in separate environments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.preflight.rules import Finding, Stage, error, rule, warning
 
 @rule("R76", RLConfig, stage=Stage.ENVIRONMENT)
 def engine_is_installed(config: RLConfig) -> Iterator[Finding]:
-    """An external engine has its environment on this machine, unless the run attaches to one that serves already."""
+    """An external engine is installed on this machine, unless the run attaches to a running one."""
     from hone.generation import SERVED
     from hone.generation.environments import interpreter_of
 
@@ -26,14 +26,14 @@ def engine_is_installed(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R76", RLConfig)
 def engine_has_replicas(config: RLConfig) -> Iterator[Finding]:
-    """An engine with replicas can be served by processes of its own."""
+    """An engine with replicas can run in separate processes."""
     from hone.generation import SERVED
 
     rollout = config.actor_rollout_ref.rollout
     if rollout.num_replicas is not None and rollout.name not in ("native", *SERVED):
         yield error(
-            f"engine '{rollout.name}' has no replicas, and rollout.num_replicas={rollout.num_replicas}",
-            why="it runs in the trainer's process only",
+            f"engine '{rollout.name}' does not support replicas, but rollout.num_replicas={rollout.num_replicas}",
+            why="it only runs in the trainer's process",
             fix="actor_rollout_ref.rollout.num_replicas=null, or actor_rollout_ref.rollout.name=native",
             where="actor_rollout_ref.rollout.num_replicas",
         )
@@ -41,7 +41,7 @@ def engine_has_replicas(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R76", RLConfig)
 def engine_takes_the_adapter(config: RLConfig) -> Iterator[Finding]:
-    """An adapter that is sent alone goes to an engine that computes with it, and there is one."""
+    """Sending an adapter alone needs a trained adapter and an engine that computes with it."""
     from hone.generation.options import adapter_shape
 
     try:
@@ -51,7 +51,7 @@ def engine_takes_the_adapter(config: RLConfig) -> Iterator[Finding]:
         return
     if shape is None and not config.actor_rollout_ref.rollout.merge_lora:
         yield warning(
-            "rollout.merge_lora=false, and no adapter is trained",
+            "rollout.merge_lora=false, but no adapter is trained",
             why="all weights are sent, as with merge_lora=true",
             fix="actor_rollout_ref.model.lora_rank=32, or actor_rollout_ref.rollout.merge_lora=true",
             where="actor_rollout_ref.rollout.merge_lora",

@@ -1,4 +1,4 @@
-"""Rules about the machine that a run would start on."""
+"""Rules about the machine that a run starts on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hone.config.tree import RLConfig
-from hone.config.trees import TREES, AnyConfig
-from hone.preflight.evidence import Evidence, model_block
+from hone.config.trees import TREES, AnyConfig, model_block
+from hone.preflight.evidence import Evidence
 from hone.preflight.machine import GIB, free_disk
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
@@ -22,25 +22,25 @@ _LITTLE_DISK = 2 * GIB
 
 @rule("R01", *TREES.values(), stage=Stage.ENVIRONMENT)
 def packages_can_be_imported(config: AnyConfig) -> Iterator[Finding]:
-    """What the run computes with can be imported, not just found."""
+    """The packages that the run needs can be imported."""
     needed = ["torch", "transformers"]
     if model_block(config)[1].lora_rank > 0 or model_block(config)[1].lora_adapter_path:
         needed.append("peft")
     for package in needed:
         try:
             importlib.import_module(package)
-        except (ImportError, OSError) as said:  # OSError: a shared library is missing or of another version
+        except (ImportError, OSError) as problem:  # OSError: a shared library is missing or has another version
             yield error(
-                f"'{package}' cannot be imported: {str(said).splitlines()[0]}",
-                why="nothing can be computed",
-                fix="install the versions that belong together: pip install --force-reinstall hone-rl; `hone doctor` shows more",
+                f"'{package}' cannot be imported: {str(problem).splitlines()[0]}",
+                why="the run needs it",
+                fix="install compatible versions: pip install --force-reinstall hone-rl; `hone doctor` shows details",
                 where="environment",
             )
 
 
 @rule("R03", *TREES.values(), stage=Stage.ENVIRONMENT)
 def threads_fit_the_cores(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
-    """A run starts no more threads than it has cores."""
+    """A run does not start more threads than it has cores."""
     machine = evidence.machine
     threads, usable = config.trainer.num_threads or machine.affinity, machine.usable_cpus
     if threads > usable:
@@ -48,8 +48,8 @@ def threads_fit_the_cores(config: AnyConfig, evidence: Evidence) -> Iterator[Fin
             f"a quota of {machine.quota:g}" if machine.quota and machine.quota < machine.affinity else "its affinity"
         )
         yield warning(
-            f"{threads} threads, and this job may use {usable} of {machine.cpus} CPUs ({limit})",
-            why="threads that wait for each other's cores are slower than fewer threads",
+            f"{threads} threads, but this job may use {usable} of {machine.cpus} CPUs ({limit})",
+            why="threads that share cores are slower than fewer threads",
             fix=f"trainer.num_threads={usable}",
             where="trainer.num_threads",
         )
@@ -57,21 +57,21 @@ def threads_fit_the_cores(config: AnyConfig, evidence: Evidence) -> Iterator[Fin
 
 @rule("R04", RLConfig, stage=Stage.ENVIRONMENT)
 def limits_for_workers(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Worker processes have the shared memory and the open files that they need."""
+    """Worker processes have enough shared memory and open files."""
     machine = evidence.machine
     if config.trainer.runtime != "ray":
         return
     if machine.shared_memory is not None and machine.shared_memory < _SHARED_MEMORY:
         yield warning(
             f"/dev/shm is {machine.shared_memory / GIB:.2g} GiB",
-            why="Ray keeps the columns of a batch there, and falls back to the disk when it is full",
+            why="Ray keeps batches there, and uses the disk when it is full",
             fix="docker run --shm-size=8g (in Kubernetes an emptyDir of medium Memory at /dev/shm)",
             where="environment",
         )
     if machine.open_files < _OPEN_FILES:
         yield warning(
             f"a process may open {machine.open_files} files",
-            why="every worker holds dozens of sockets and files; a run with many of them ends with 'too many open files'",
+            why="every worker opens dozens of sockets and files; a run with many workers fails with 'too many open files'",
             fix=f"ulimit -n {_OPEN_FILES}",
             where="environment",
         )
@@ -79,7 +79,7 @@ def limits_for_workers(config: RLConfig, evidence: Evidence) -> Iterator[Finding
 
 @rule("R05", *TREES.values(), stage=Stage.ENVIRONMENT)
 def gpus_are_free(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Nobody else holds memory of the GPUs."""
+    """No other process holds memory of the GPUs."""
     if config.trainer.device == "cpu":
         return
     for gpu in evidence.machine.gpus:
@@ -88,7 +88,7 @@ def gpus_are_free(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
             names = ", ".join(f"PID {user.pid} ({user.name})" for user in users) or "a process that is not shown here"
             yield warning(
                 f"GPU {gpu.index}: {gpu.used_gib:.1f} of {gpu.total_gib:.0f} GiB held by {names}",
-                why="that memory is missing; it is often a process that an earlier run left behind",
+                why="the run lacks that memory; the process is often a leftover of an earlier run",
                 fix=f"kill {' '.join(str(user.pid) for user in users)}" if users else "see nvidia-smi on the host",
                 where="trainer.device",
             )
@@ -96,22 +96,22 @@ def gpus_are_free(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
 
 @rule("R06", *TREES.values(), stage=Stage.ENVIRONMENT)
 def host_memory_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
-    """On a CPU, every phase of a step fits into the memory."""
-    if not _on_gpu(config, evidence) and not _on_a_cluster(config):
-        yield from _memory(config, evidence, evidence.machine.memory, "memory of this machine", on_cpu=True)
+    """On a CPU, every phase of a step fits into memory."""
+    if not _on_gpu(config, evidence) and not _uses_ray(config):
+        yield from _memory_findings(config, evidence, evidence.machine.memory, "memory of this machine", on_cpu=True)
 
 
 @rule("R31", *TREES.values(), stage=Stage.ENVIRONMENT)
 def device_memory_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     """On one GPU, every phase of a step fits into its memory."""
-    if _on_gpu(config, evidence) and not _on_a_cluster(config):
+    if _on_gpu(config, evidence) and not _uses_ray(config):
         smallest = min(gpu.total_gib for gpu in evidence.machine.gpus) * GIB
-        yield from _memory(config, evidence, smallest, "memory of the GPU", on_cpu=False)
+        yield from _memory_findings(config, evidence, smallest, "memory of the GPU", on_cpu=False)
 
 
 @rule("R57", *TREES.values(), stage=Stage.ENVIRONMENT)
 def disk_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
-    """The checkpoints that are kept fit onto the disk."""
+    """The checkpoints that are kept fit on the disk."""
     from hone.preflight.plan.memory import checkpoint_bytes
 
     trainer = config.trainer
@@ -121,10 +121,12 @@ def disk_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     folder, free = free_disk(Path(urlsplit(place).path if "://" in place else place))
     work = evidence.work(on_cpu=True) if trainer.save_freq else None
     size = None if work is None else checkpoint_bytes(work)
-    kept = (trainer.max_ckpt_to_keep or 1) + 1 if trainer.save_freq > 0 else 1  # one more while the next is written
+    kept = (
+        (trainer.max_ckpt_to_keep or 1) + 1 if trainer.save_freq not in (0, -1) else 1
+    )  # one more while the next is written
     if size is not None and size * kept > free:
         yield warning(
-            f"{kept} checkpoint{'s' * (kept > 1)} of about {size / GIB:.1f} GiB need{'s' * (kept == 1)} {size * kept / GIB:.0f} GiB, and {folder} has "
+            f"{kept} checkpoint{'s' * (kept > 1)} of about {size / GIB:.1f} GiB need{'s' * (kept == 1)} {size * kept / GIB:.0f} GiB, but {folder} has "
             f"{free / GIB:.0f} GiB free",
             why="a checkpoint that cannot be written stops the run",
             fix=("trainer.max_ckpt_to_keep=1, or " if kept > 2 else "")
@@ -135,28 +137,28 @@ def disk_suffices(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
         yield warning(
             f"{folder} has {free / GIB:.2g} GiB free",
             why="metrics, rollouts and checkpoints are written there",
-            fix="make room, or trainer.default_local_dir=DIR on a larger disk",
+            fix="free disk space, or trainer.default_local_dir=DIR on a larger disk",
             where="trainer.default_local_dir",
         )
 
 
 @rule("R56", *TREES.values(), stage=Stage.ENVIRONMENT)
 def trackers_are_logged_in(config: AnyConfig) -> Iterator[Finding]:
-    """A tracking service that is asked for has credentials."""
+    """A configured tracking service has credentials."""
     offline = os.environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun")
     if "wandb" not in config.trainer.logger or importlib.util.find_spec("wandb") is None:
-        return  # not installed: told before
+        return  # the rule about installed trackers reports it
     if not offline and not wandb_credentials():
         yield error(
-            "tracker wandb is not logged in: no WANDB_API_KEY, and no entry in ~/.netrc",
-            why="the run would stop and ask, or fail, after the model is loaded",
-            fix="wandb login, or WANDB_MODE=offline in the environment, or leave wandb out of trainer.logger",
+            "tracker wandb is not logged in: WANDB_API_KEY is not set, and ~/.netrc has no entry",
+            why="the run would prompt for a login, or fail, after loading the model",
+            fix="wandb login, or WANDB_MODE=offline in the environment, or remove wandb from trainer.logger",
             where="trainer.logger",
         )
 
 
 def wandb_credentials() -> bool:
-    """Tell whether Weights & Biases has a key: in the environment, or in ~/.netrc."""
+    """Return whether Weights & Biases has a key, in the environment or in ~/.netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
@@ -170,17 +172,19 @@ def _on_gpu(config: AnyConfig, evidence: Evidence) -> bool:
     return config.trainer.device != "cpu" and bool(evidence.machine.gpus)
 
 
-def _on_a_cluster(config: AnyConfig) -> bool:
-    """Whether several devices, perhaps of other machines, share the work."""
+def _uses_ray(config: AnyConfig) -> bool:
+    """Return whether several devices, possibly of other machines, share the work."""
     return isinstance(config, RLConfig) and config.trainer.runtime == "ray"
 
 
-def _memory(config: AnyConfig, evidence: Evidence, limit: float, what: str, *, on_cpu: bool) -> Iterator[Finding]:
-    """The fullest phase against the memory: on a GPU too much of it stops the run, a CPU's may be lent by the disk."""
+def _memory_findings(
+    config: AnyConfig, evidence: Evidence, limit: float, what: str, *, on_cpu: bool
+) -> Iterator[Finding]:
+    """Compare the peak phase with the memory: too much is an error on a GPU and a warning on a CPU, which can swap."""
     from hone.preflight.plan.fit import TIGHT, Fitter
     from hone.preflight.plan.local import bare_device
-    from hone.preflight.plan.plan import other_shapes
     from hone.preflight.plan.render import describe_phase
+    from hone.preflight.plan.work import other_shapes
 
     work = evidence.work(on_cpu=on_cpu)
     if work is None or evidence.shape is None:
@@ -193,7 +197,7 @@ def _memory(config: AnyConfig, evidence: Evidence, limit: float, what: str, *, o
     knobs = " ".join(knob.setting for knob in fitting.knobs) or "a smaller model"
     yield (error if not on_cpu and peak.total > limit else warning)(
         f"{describe_phase(peak)}; {what} {limit / GIB:.1f} GiB",
-        why="the run would be ended for lack of memory" if peak.total > limit else "holes between blocks may not fit",
-        fix=knobs if fitting.fits else f"{knobs}; that is not enough, it also takes a smaller model or more devices",
+        why="the run would run out of memory" if peak.total > limit else "memory fragmentation may exceed the limit",
+        fix=knobs if fitting.fits else f"{knobs}; this is not enough, so also use a smaller model or more devices",
         where=f"{model_block(config)[0]}.path",
     )

@@ -1,4 +1,4 @@
-"""Rules about what lies on disk: datasets, model directories, checkpoints, the run directory."""
+"""Rules about files: datasets, model directories, checkpoints, the run directory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hone.config.derived import RunSpec
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
-from hone.config.trees import TREES, AnyConfig
-from hone.errors import HoneError
-from hone.preflight.evidence import file_list, model_block, read_json
-from hone.preflight.needs import needs_critic
+from hone.config.trees import TREES, AnyConfig, model_block
+from hone.errors import HoneError, ModelError
+from hone.preflight.reading import file_list, read_json
 from hone.preflight.rules import Finding, Stage, error, rule
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -19,7 +19,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 @rule("R42", *TREES.values(), stage=Stage.FILES)
 def datasets(config: AnyConfig) -> Iterator[Finding]:
-    """Training files are named, and the first row of every file can be read and has its columns."""
+    """Training files are given, and the first row of every file can be read and has the needed columns."""
     from hone.data.files import read_rows
 
     data = config.data
@@ -28,18 +28,18 @@ def datasets(config: AnyConfig) -> Iterator[Finding]:
     elif isinstance(config, SFTConfig):
         columns = (config.data.messages_key,)
     else:
-        columns = ()  # either of two sets; see the rules of preferences
+        columns = ()  # pairs or labels; the rules about preferences check them
     if not file_list(data.train_files):
         yield error(
-            "no training data is given",
-            fix="data.train_files=PATH.parquet; `hone data make arithmetic --out DIR` makes some",
+            "data.train_files is not set",
+            fix="data.train_files=PATH.parquet; `hone data make arithmetic --out DIR` makes an example",
             where="data.train_files",
         )
     for file in [*file_list(data.train_files), *file_list(data.val_files)]:
         try:
             read_rows(file, required=columns, max_rows=1)
-        except HoneError as found:
-            yield Finding(found, stops=True)
+        except HoneError as problem:
+            yield Finding(problem, stops=True)
 
 
 @rule("R08", *TREES.values(), stage=Stage.FILES)
@@ -48,7 +48,7 @@ def model_directory(config: AnyConfig) -> Iterator[Finding]:
     block, model = model_block(config)
     if model.path is None:
         yield error(
-            "no model is given",
+            f"{block}.path is not set",
             fix=f"{block}.path=DIR, a Hugging Face model directory; `hone init` makes a small one",
             where=f"{block}.path",
         )
@@ -58,7 +58,7 @@ def model_directory(config: AnyConfig) -> Iterator[Finding]:
     if Path(tokenizer).is_dir() and not _holds_any(tokenizer, TOKENIZER_FILES):
         yield error(
             f"'{tokenizer}' has no tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...)",
-            why="text cannot be turned into tokens",
+            why="text cannot be tokenized",
             fix=f"{block}.tokenizer_path=DIR with a tokenizer of the same vocabulary",
             where=f"{block}.tokenizer_path" if model.tokenizer_path else f"{block}.path",
         )
@@ -67,21 +67,38 @@ def model_directory(config: AnyConfig) -> Iterator[Finding]:
     if model.lora_adapter_path and not _holds_any(model.lora_adapter_path, ("adapter_config.json",)):
         yield error(
             f"'{model.lora_adapter_path}' is not a PEFT adapter: it has no adapter_config.json",
-            fix=f"{block}.lora_adapter_path=DIR of an adapter, or null for a fresh one",
+            fix=f"{block}.lora_adapter_path=DIR of an adapter, or null for a new one",
             where=f"{block}.lora_adapter_path",
         )
 
 
+@rule("R08", *TREES.values(), stage=Stage.FILES)
+def overridden_settings(config: AnyConfig) -> Iterator[Finding]:
+    """Every name in ``override_config`` is a setting of the model."""
+    from hone.models.loading import require_known, saved_settings  # slow to import
+
+    block, model = model_block(config)
+    if not model.override_config or model.path is None or not (Path(model.path) / "config.json").is_file():
+        return
+    try:
+        require_known(model.override_config, saved_settings(model))
+    except ModelError as unknown:
+        where = unknown.where.replace("model", block, 1)
+        yield Finding(ModelError(unknown.what, why=unknown.why, fix=unknown.fix, where=where), stops=True)
+    except (OSError, ValueError):
+        return  # the rule about the model's directory reports it
+
+
 @rule("R08", RLConfig, stage=Stage.FILES)
 def critic_directory(config: RLConfig) -> Iterator[Finding]:
-    """The critic's own model directory holds config and weights."""
-    if needs_critic(config) and config.critic.model.path is not None:
+    """The critic's model directory holds config and weights."""
+    if RunSpec(config).critic.value and config.critic.model.path is not None:
         yield from weights("critic.model.path", config.critic.model.path)
 
 
 @rule("R39", *TREES.values(), stage=Stage.FILES)
 def chat_template(config: AnyConfig) -> Iterator[Finding]:
-    """Where rows hold messages there is a template that turns them into text."""
+    """Rows of messages have a chat template."""
     block, model = model_block(config)
     tokenizer = model.tokenizer_path or model.path
     custom = model.custom_chat_template
@@ -99,8 +116,8 @@ def chat_template(config: AnyConfig) -> Iterator[Finding]:
         and _rows_hold_messages(config)
     ):
         yield error(
-            f"the tokenizer in '{tokenizer}' has no chat template, and the training rows are chat messages",
-            why="messages cannot be turned into tokens",
+            f"the tokenizer in '{tokenizer}' has no chat template, but the training rows are chat messages",
+            why="messages cannot be rendered as text",
             fix=f"{block}.custom_chat_template=PATH.jinja, or chat_template.jinja in the tokenizer directory",
             where=f"{block}.path",
         )
@@ -108,7 +125,7 @@ def chat_template(config: AnyConfig) -> Iterator[Finding]:
 
 @rule("R30", *TREES.values(), stage=Stage.FILES)
 def model_length(config: AnyConfig) -> Iterator[Finding]:
-    """The model has a position for every token of the longest sequence."""
+    """The longest sequence is within the model's maximum number of positions."""
     block, model = model_block(config)
     file = Path(model.path or "") / "config.json"
     if model.path is None or not file.is_file():
@@ -123,16 +140,16 @@ def model_length(config: AnyConfig) -> Iterator[Finding]:
         needed, keys = config.data.max_length, "data.max_length"
     if isinstance(positions, int) and positions < needed:
         yield error(
-            f"{keys} = {needed} tokens, the model was made for {positions}",
-            why="beyond its positions a model fails or writes nonsense",
-            fix=f"shorter sequences, at most {positions} tokens in all",
+            f"{keys} = {needed} tokens, but the model has max_position_embeddings={positions}",
+            why="a model fails or generates nonsense beyond its positions",
+            fix=f"shorter sequences, at most {positions} tokens in total",
             where=f"{block}.path",
         )
 
 
 @rule("R55", *TREES.values(), stage=Stage.FILES)
 def run_directory(config: AnyConfig) -> Iterator[Finding]:
-    """The run directory can be written, and a checkpoint to resume from is named."""
+    """The run directory can be written, and resume_mode=resume_path has a checkpoint."""
     trainer = config.trainer
     directory = Path(trainer.default_local_dir).expanduser().absolute()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
@@ -145,14 +162,14 @@ def run_directory(config: AnyConfig) -> Iterator[Finding]:
         )
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield error(
-            "trainer.resume_mode=resume_path, and no checkpoint is named",
+            "trainer.resume_mode=resume_path, but trainer.resume_from_path is not set",
             fix="trainer.resume_from_path=RUN/checkpoints/step_N, or trainer.resume_mode=auto",
             where="trainer.resume_from_path",
         )
 
 
 def weights(key: str, path: str) -> Iterator[Finding]:
-    """Yield what a model directory lacks of config.json and weights; nothing is loaded."""
+    """Yield a finding when a model directory lacks config.json or weights; nothing is loaded."""
     directory = Path(path)
     if not directory.is_dir():
         yield _no_directory(key, path)
@@ -175,32 +192,34 @@ def weights(key: str, path: str) -> Iterator[Finding]:
     if missing:
         yield error(
             f"'{path}' lacks {len(missing)} of {len(needed)} weight files: {', '.join(missing[:3])}",
-            fix="copy the missing files into it",
+            fix="copy the missing files into the directory",
             where=key,
         )
     elif not needed and not _holds_any(
         path, ("model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json")
     ):
-        yield error(f"'{path}' has no weights (model.safetensors)", fix="copy the weights into it", where=key)
+        yield error(
+            f"'{path}' has no weights (model.safetensors)", fix="copy the weights into the directory", where=key
+        )
 
 
 def _no_directory(key: str, path: str) -> Finding:
     return error(
         f"directory '{path}' does not exist",
-        why="nothing is downloaded: models and checkpoints are local directories",
-        fix=f"{key}=DIR that exists (current folder: {Path.cwd()})",
+        why="models and checkpoints must be local directories; Hone downloads nothing",
+        fix=f"{key}=DIR that exists (current directory: {Path.cwd()})",
         where=key,
     )
 
 
 def _rows_hold_messages(config: AnyConfig) -> bool:
-    """Tell whether the first training row is a list of messages; an unreadable one is another rule's finding."""
+    """Return whether the first training row is a list of messages; False when it cannot be read (R42)."""
     from hone.data.files import read_rows
 
     if isinstance(config, SFTConfig):
         return True
     if not isinstance(config, RLConfig):
-        return False  # rows may hold text or token ids; the dataset says so when a template is missing
+        return False  # rows may hold text or token ids; loading the dataset reports a missing template
     try:
         (row,) = read_rows(config.data.train_files, required=(config.data.prompt_key,), max_rows=1)
     except (HoneError, TypeError):

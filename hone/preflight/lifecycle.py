@@ -1,4 +1,4 @@
-"""Rules about the life of a run: that it has steps, keeps what it learns, and keeps secrets."""
+"""Rules about the life of a run: it saves checkpoints, and its configuration holds no secrets."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LONG = 500
 
 @rule("R56", *TREES.values(), stage=Stage.FILES)
 def long_runs_are_saved(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
-    """A long run saves on the way."""
+    """A long run saves checkpoints before its end."""
     trainer = config.trainer
     steps = trainer.total_training_steps or trainer.total_epochs * (
         len(evidence.train_rows) // config.data.train_batch_size
     )
     if trainer.save_freq == -1 and steps >= _LONG:
         yield warning(
-            f"{steps} steps, and trainer.save_freq=-1 saves at the end only",
-            why="a run that is killed begins again from nothing",
+            f"{steps} steps, but trainer.save_freq=-1 saves only at the end",
+            why="a run that is killed starts again from step 0",
             fix=f"trainer.save_freq={max(1, steps // 20)}",
             where="trainer.save_freq",
         )
@@ -31,14 +31,14 @@ def long_runs_are_saved(config: AnyConfig, evidence: Evidence) -> Iterator[Findi
 
 @rule("R61", *TREES.values())
 def no_secrets_in_the_configuration(config: AnyConfig) -> Iterator[Finding]:
-    """Credentials stand in the environment, not in the configuration."""
+    """Credentials are in the environment, not in the configuration."""
     for path, value in leaf_values(config):
         named = {path.rpartition(".")[2]: value}
         if redact_tree(named) != named:
             inner = [name for name in value if is_secret_name(str(name))] if isinstance(value, dict) else []
             yield warning(
-                f"{path} holds what looks like a credential{f' ({inner[0]})' if inner else ''}",
-                why="Hone hides it in what it writes, but shells keep their history and scripts are shared",
+                f"{path} seems to hold a credential{f' ({inner[0]})' if inner else ''}",
+                why="Hone redacts it in its files, but shell histories and scripts keep it",
                 fix="read it from the environment where it is used: os.environ['...']",
                 where=path,
             )

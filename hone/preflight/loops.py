@@ -1,4 +1,4 @@
-"""Which agent loop plays a row, looked up once for each name."""
+"""Lookup of the agent loop of a row, once per name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Loops:
-    """The loops of an RL run.
+    """Agent loops of an RL run.
 
     Args:
-        config: its configuration, which names the loop of rows that name none.
+        config: configuration of the run, with the default loop of rows that name none.
     """
 
     def __init__(self, config: RLConfig) -> None:
@@ -27,11 +27,11 @@ class Loops:
         self._classes: dict[str, type[AgentLoop] | None] = {}
 
     def name(self, row: Row) -> str:
-        """The name of the loop that plays ``row``."""
+        """Return the name of the loop that plays a row."""
         return str(row.values.get("agent_name") or self._default)
 
-    def of(self, row: Row) -> type[AgentLoop] | None:
-        """Its class; None where there is none of the name, which R48 tells."""
+    def loop_class(self, row: Row) -> type[AgentLoop] | None:
+        """Return the class of the loop that plays a row; None for an unknown name, which R48 reports."""
         name = self.name(row)
         if name not in self._classes:
             self._classes[name] = self._class(name)

@@ -1,4 +1,4 @@
-"""What this machine offers a run: cores, memory, limits, disk, GPUs and who uses them."""
+"""Facts about this machine: cores, memory, limits, disk, GPUs and the processes on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GpuUser:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as nvidia-smi reports it, memory in GiB."""
+    """A GPU as reported by nvidia-smi, memory in GiB."""
 
     index: int
     name: str
@@ -38,17 +38,17 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of the machine, sizes in bytes.
+    """Facts about the machine, sizes in bytes.
 
     Attributes:
-        cpus: of the machine.
+        cpus: CPUs of the machine.
         affinity: cores that this process may run on.
-        quota: cores that the container's CPU quota allows (may be a fraction), None without one.
-        memory: that a process here may use: of the machine, or the container's limit where that is less.
-        shared_memory: size of /dev/shm, None where there is none.
+        quota: cores that the container's CPU quota allows (may be a fraction); None without a quota.
+        memory: memory that a process may use: that of the machine, or the container's limit if smaller.
+        shared_memory: size of /dev/shm; None when it does not exist.
         open_files: soft limit of open files.
-        gpus: seen by nvidia-smi.
-        gpu_users: processes on them.
+        gpus: GPUs that nvidia-smi reports.
+        gpu_users: processes on the GPUs.
     """
 
     cpus: int
@@ -85,29 +85,27 @@ def look() -> Machine:
 
 
 def cpu_quota(root: Path = _CGROUP) -> float | None:
-    """Return the cores that the control group at ``root`` allows (version 2 or 1), None without a limit."""
+    """Return the cores that the control group at ``root`` allows (version 2 or 1); None without a limit."""
     try:
         quota, _, period = (root / "cpu.max").read_text().partition(" ")
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
-        pass  # version 1, or none
+        pass  # version 1, or no limit
     quota, period = (_number(root / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     return quota / period if quota and period and quota > 0 else None
 
 
 def bfloat16_cost() -> float:
-    """Return how long a product in bfloat16 takes on a core of this processor, as a multiple of one in float32; tried, which
-    takes a tenth of a second.
-    """
+    """Measure the time of a bfloat16 matmul on one core of this CPU, as a multiple of a float32 one; takes 0.1 s."""
     import torch
 
     kinds = (torch.float32, torch.bfloat16)
     operands = {dtype: [torch.ones(rows, 256, dtype=dtype) for rows in (64, 512)] for dtype in kinds}
     shortest = dict.fromkeys(kinds, math.inf)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other where something else runs
+    torch.set_num_threads(1)  # several threads wait for each other when the machine is busy
     try:
-        for dtype in kinds * 20:  # in turns, and the shortest: whatever else runs only makes a try longer
+        for dtype in kinds * 20:  # alternate, and keep the shortest: other load only lengthens a measurement
             started = time.perf_counter()
             torch.nn.functional.linear(*operands[dtype])
             shortest[dtype] = min(shortest[dtype], time.perf_counter() - started)
@@ -117,14 +115,14 @@ def bfloat16_cost() -> float:
 
 
 def free_disk(path: Path) -> tuple[Path, int]:
-    """Return the nearest existing folder of ``path``, and the free bytes there."""
+    """Return the nearest existing parent directory of ``path``, and the free bytes there."""
     absolute = path.expanduser().absolute()
     existing = next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
     return existing, shutil.disk_usage(existing).free
 
 
 def port_is_free(port: int) -> bool:
-    """Tell whether a server on this machine could listen on ``port`` of the loopback interface."""
+    """Return whether a server could listen on a port of the loopback interface."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -137,7 +135,7 @@ def port_is_free(port: int) -> bool:
 def _number(file: Path) -> float | None:
     try:
         return float(file.read_text())
-    except (OSError, ValueError):  # not there, or "max"
+    except (OSError, ValueError):  # missing, or "max"
         return None
 
 
@@ -157,7 +155,7 @@ def _gpu_users() -> list[GpuUser]:
 
 
 def _nvidia_smi(query: str) -> list[list[str]]:
-    """Rows of a query; none where there is no driver."""
+    """Return the rows of a query; none without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     try:

@@ -1,4 +1,4 @@
-"""Rules about names: what a key chooses must exist, and what it needs must be installed."""
+"""Rules about names: a chosen component must exist, and its packages must be installed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def registered_names(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R11", RLConfig)
 def reward_terms(config: RLConfig) -> Iterator[Finding]:
-    """The terms of the reward can be read, and their scorers are registered."""
+    """The reward terms are valid, and their scorers are registered."""
     from hone.rewards.scorers import SCORERS
     from hone.rewards.terms import read_terms
 
@@ -54,13 +54,13 @@ def reward_terms(config: RLConfig) -> Iterator[Finding]:
         for term in read_terms(config.reward.terms):
             if term.scorer is not None:
                 SCORERS.get(term.scorer)
-    except ConfigError as found:
-        yield Finding(found, stops=True)
+    except ConfigError as problem:
+        yield Finding(problem, stops=True)
 
 
 @rule("R11", RLConfig)
 def import_paths(config: RLConfig) -> Iterator[Finding]:
-    """An estimator or loss of the user's own can be imported."""
+    """A custom estimator or loss can be imported."""
     from hone.algorithms import advantage_estimators, policy_losses
 
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
@@ -68,8 +68,8 @@ def import_paths(config: RLConfig) -> Iterator[Finding]:
         if _is_import_path(name):
             try:
                 registry.get(name)
-            except ConfigError as found:
-                yield Finding(found, stops=True)
+            except ConfigError as problem:
+                yield Finding(problem, stops=True)
 
 
 def _is_import_path(name: str) -> bool:
@@ -89,5 +89,5 @@ def trackers(config: AnyConfig) -> Iterator[Finding]:
             yield error(
                 f"tracker '{name}' needs the package {package}, which is not installed",
                 where="trainer.logger",
-                fix=f"pip install 'hone-rl[{name}]', or leave {name} out of trainer.logger",
+                fix=f"pip install 'hone-rl[{name}]', or remove {name} from trainer.logger",
             )

@@ -1,4 +1,4 @@
-"""Rules about learning from preferences."""
+"""Rules about preference training and reward models."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hone.config.feedback import RewardModelUseConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.errors import HoneError, did_you_mean
-from hone.preflight.evidence import file_list, read_json
 from hone.preflight.files import weights
+from hone.preflight.reading import file_list, read_json
 from hone.preflight.rules import Finding, error, rule, warning
 
 
 @rule("R42", PreferenceConfig, RewardModelConfig)
-def preference_columns_there(config: PreferenceConfig | RewardModelConfig) -> Iterator[Finding]:
-    """The first row of every file holds a pair, or a labelled response where the loss takes those."""
+def preference_columns_exist(config: PreferenceConfig | RewardModelConfig) -> Iterator[Finding]:
+    """The first row of every file holds a pair, or a labelled response if the loss supports labels."""
     from hone.algorithms import preference_losses
     from hone.data.files import read_rows
     from hone.data.preferences import holds_pairs, preference_columns
@@ -34,16 +34,16 @@ def preference_columns_there(config: PreferenceConfig | RewardModelConfig) -> It
                 max_rows=1,
             )
             paired = holds_pairs(row, columns)
-        except HoneError as found:
-            yield Finding(found, stops=True)
+        except HoneError as problem:
+            yield Finding(problem, stops=True)
             continue
         if not paired and (
             name is None or (name in preference_losses and "pairs" in preference_losses.get(name).needs)
         ):
             what = "a reward model" if name is None else f"loss.name={name}"
             yield error(
-                f"'{file}' holds labelled single responses, and {what} learns from pairs",
-                why="a comparison needs a chosen and a rejected response to one prompt",
+                f"'{file}' holds single labelled responses, but {what} needs pairs",
+                why="a comparison needs a chosen and a rejected response to the same prompt",
                 fix=("" if name is None else "loss.name=kto, or ") + "data with columns chosen and rejected",
                 where="data.train_files",
             )
@@ -51,7 +51,7 @@ def preference_columns_there(config: PreferenceConfig | RewardModelConfig) -> It
 
 @rule("R11", PreferenceConfig)
 def preference_loss_options(config: PreferenceConfig) -> Iterator[Finding]:
-    """The loss is registered, and takes every key that is set."""
+    """The loss is registered and has every option that is set."""
     from hone.algorithms import preference_losses
 
     if config.loss.name not in preference_losses:
@@ -64,18 +64,18 @@ def preference_loss_options(config: PreferenceConfig) -> Iterator[Finding]:
     loss = preference_losses.get(config.loss.name)
     for option, value in vars(config.loss).items():
         if option != "name" and value is not None and option not in loss.options:
-            takers = [name for name in preference_losses if option in preference_losses.get(name).options]
+            names = [name for name in preference_losses if option in preference_losses.get(name).options]
             yield error(
-                f"{option}={value} is set, and loss.name={config.loss.name} does not take it",
-                why="it would do nothing",
-                fix=f"loss.{option}=null, or loss.name={' or '.join(takers)}",
+                f"{option}={value} is set, but loss.name={config.loss.name} does not have this option",
+                why="it would have no effect",
+                fix=f"loss.{option}=null, or loss.name={' or '.join(names)}",
                 where=f"loss.{option}",
             )
 
 
 @rule("R24", PreferenceConfig)
 def reference_fits(config: PreferenceConfig) -> Iterator[Finding]:
-    """The reference can be had in the way asked for, and is used."""
+    """The mode of the reference is possible, and the loss uses a reference."""
     from hone.algorithms import preference_losses
 
     if config.loss.name not in preference_losses:
@@ -84,8 +84,8 @@ def reference_fits(config: PreferenceConfig) -> Iterator[Finding]:
     if "reference" not in needs:
         if ref.mode != "auto" or ref.model_path is not None:
             yield warning(
-                f"a reference is set up, and loss.name={config.loss.name} does not use one",
-                why="nothing is loaded for it",
+                f"a reference is configured, but loss.name={config.loss.name} does not use one",
+                why="the reference would not be loaded",
                 fix="ref.mode=auto ref.model_path=null, or loss.name=dpo",
                 where="ref.mode",
             )
@@ -93,23 +93,23 @@ def reference_fits(config: PreferenceConfig) -> Iterator[Finding]:
     lora = config.model.lora_rank > 0 or config.model.lora_adapter_path is not None
     if ref.mode == "adapter_off" and (not lora or ref.model_path is not None):
         yield error(
-            "ref.mode=adapter_off needs a LoRA adapter to switch off"
+            "ref.mode=adapter_off needs a LoRA adapter to switch off, but model.lora_rank=0"
             if not lora
-            else f"ref.mode=adapter_off takes the base model, and ref.model_path={ref.model_path} names another",
+            else f"ref.mode=adapter_off uses the base model, but ref.model_path={ref.model_path} is set",
             fix="model.lora_rank=32, or ref.mode=copy" if not lora else "ref.mode=copy, or ref.model_path=null",
             where="ref.mode",
         )
     if ref.mode == "precompute" and "kl" in needs:
         yield error(
-            f"ref.mode=precompute, and loss.name={config.loss.name} asks the reference about responses behind other prompts",
-            why="which ones depends on the batch, so they cannot be precomputed",
+            f"ref.mode=precompute, but loss.name={config.loss.name} needs reference log-probs of responses to other prompts",
+            why="the pairing depends on the batch, so these log-probs cannot be precomputed",
             fix="ref.mode=copy, or ref.mode=adapter_off with LoRA",
             where="ref.mode",
         )
     if "kl" in needs and config.data.train_batch_size < 2:
         yield error(
             f"loss.name={config.loss.name} with data.train_batch_size=1",
-            why="it estimates a KL from responses behind the prompts of other rows of the batch",
+            why="it estimates a KL from responses after the prompts of other rows of the batch",
             fix="data.train_batch_size=64",
             where="data.train_batch_size",
         )
@@ -117,11 +117,11 @@ def reference_fits(config: PreferenceConfig) -> Iterator[Finding]:
 
 @rule("R25", RewardModelConfig)
 def reward_model_is_trained_in_full(config: RewardModelConfig) -> Iterator[Finding]:
-    """LoRA is for causal models."""
+    """A reward model is trained without LoRA."""
     if config.model.lora_rank > 0 or config.model.lora_adapter_path is not None:
         yield error(
-            "a reward model is trained in full, and LoRA is set",
-            why="its new output layer would stay outside the adapter",
+            f"model.lora_rank={config.model.lora_rank}, but a reward model is trained without LoRA",
+            why="its new output layer would not be part of the adapter",
             fix="model.lora_rank=0 model.lora_adapter_path=null",
             where="model.lora_rank",
         )
@@ -129,7 +129,7 @@ def reward_model_is_trained_in_full(config: RewardModelConfig) -> Iterator[Findi
 
 @rule("R11", RLConfig)
 def online_preference_loss(config: RLConfig) -> Iterator[Finding]:
-    """The preference loss of an RL run is registered and learns from pairs, and nothing else claims the update."""
+    """The preference loss of an RL run is registered, learns from pairs, and is the only loss of the update."""
     from hone.algorithms import preference_losses
 
     actor, block = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.preference_loss"
@@ -138,9 +138,9 @@ def online_preference_loss(config: RLConfig) -> Iterator[Finding]:
         for option, value in (("beta", actor.preference_loss.beta), ("margin", actor.preference_loss.margin or None)):
             if value is not None:
                 yield error(
-                    f"{option}={value} is set, and {block}.loss_mode=null",
-                    why="the run learns from advantages; no pair is made",
-                    fix=f"{block}.loss_mode=dpo, or leave {block}.{option} out",
+                    f"{option}={value} is set, but {block}.loss_mode=null",
+                    why="the run trains on advantages and makes no pairs",
+                    fix=f"{block}.loss_mode=dpo, or remove {block}.{option}",
                     where=f"{block}.{option}",
                 )
         return
@@ -151,13 +151,13 @@ def online_preference_loss(config: RLConfig) -> Iterator[Finding]:
         return
     if "pairs" not in preference_losses.get(name).needs:
         yield error(
-            f"{block}.loss_mode={name} learns from labels, and a run makes pairs of answers",
+            f"{block}.loss_mode={name} learns from labels, but a run makes pairs of answers",
             fix=f"{block}.loss_mode=dpo",
             where=f"{block}.loss_mode",
         )
     if config.actor_rollout_ref.rollout.n < 2:
         yield error(
-            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}: one answer is no pair",
+            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n}, but a pair needs 2 answers",
             fix="actor_rollout_ref.rollout.n=8",
             where="actor_rollout_ref.rollout.n",
         )
@@ -176,8 +176,8 @@ def online_preference_loss(config: RLConfig) -> Iterator[Finding]:
     for fix, claimed in claims.items():
         if claimed:
             yield error(
-                f"{fix.partition('=')[0]} is set, and {block}.loss_mode={name} takes the place of the policy loss",
-                why="it would do nothing, or break pairs apart",
+                f"{fix.partition('=')[0]} is set, but {block}.loss_mode={name} replaces the policy loss",
+                why="it would have no effect, or split pairs",
                 fix=f"{fix}, or {block}.loss_mode=null",
                 where=fix.partition("=")[0],
             )
@@ -185,14 +185,14 @@ def online_preference_loss(config: RLConfig) -> Iterator[Finding]:
 
 @rule("R08", RLConfig)
 def reward_model_directory(config: RLConfig) -> Iterator[Finding]:
-    """The reward model that scores is named, lies there, and has a position for every token."""
+    """The reward model has a directory, the right kind, and positions for the longest sequence."""
     settings = config.reward.reward_model
     if not settings.enable:
         return
     key = "reward.reward_model.path"
     if settings.path is None:
         yield error(
-            "reward.reward_model.enable=true, and no model is named",
+            f"reward.reward_model.enable=true, but {key} is not set",
             fix=f"{key}=DIR, for example RUN/checkpoints/step_N/actor of `hone reward-model`",
             where=key,
         )
@@ -202,16 +202,16 @@ def reward_model_directory(config: RLConfig) -> Iterator[Finding]:
     kinds, judges = " ".join(saved.get("architectures") or []), settings.kind == "generative"
     if saved and judges and "Classification" in kinds:
         yield error(
-            f"'{settings.path}' holds a {kinds}, which writes no judgement",
-            why="reward.reward_model.kind=generative reads a score from words",
+            f"'{settings.path}' holds a {kinds}, which cannot generate a judgement",
+            why="reward.reward_model.kind=generative reads the score from generated text",
             fix="reward.reward_model.kind=discriminative, or the directory of a causal language model",
             where=key,
         )
     elif saved and not judges and "Classification" not in kinds:
         yield error(
             f"'{settings.path}' holds a {kinds or 'model of unknown kind'}, not a scalar reward model",
-            why="its score would come from an output layer that was never trained",
-            fix=f"hone reward-model model.path={settings.path} data.train_files=PAIRS.parquet, and its result here; or "
+            why="its score would come from an untrained output layer",
+            fix=f"train one with `hone reward-model model.path={settings.path} data.train_files=PAIRS.parquet`; or "
             "reward.reward_model.kind=generative",
             where=key,
         )
@@ -221,24 +221,25 @@ def reward_model_directory(config: RLConfig) -> Iterator[Finding]:
     )
     if isinstance(positions, int) and positions < needed:
         yield error(
-            f"data.max_prompt_length + data.max_response_length = {needed} tokens, the reward model was made for {positions}",
-            why="beyond its positions a model's score means nothing",
-            fix=f"shorter sequences, at most {positions} tokens in all, or another reward model",
+            f"data.max_prompt_length + data.max_response_length = {needed} tokens, but the reward model has "
+            f"max_position_embeddings={positions}",
+            why="scores are meaningless beyond the model's positions",
+            fix=f"shorter sequences, at most {positions} tokens in total, or another reward model",
             where=key,
         )
 
 
 @rule("R23", RLConfig)
 def reward_model_switched_off(config: RLConfig) -> Iterator[Finding]:
-    """Settings of a reward model act on one."""
+    """Settings of a reward model are used only when it is enabled."""
     settings, defaults = vars(config.reward.reward_model), vars(RewardModelUseConfig())
     if settings["enable"]:
         return
     for name, value in settings.items():
         if value != defaults[name]:
             yield error(
-                f"{name}={value} is set, and reward.reward_model.enable=false",
-                why="no reward model would score, and the run would not do what its configuration says",
+                f"{name}={value} is set, but reward.reward_model.enable=false",
+                why="no reward model would score",
                 fix=f"reward.reward_model.enable=true, or reward.reward_model.{name}={yaml_value(defaults[name])}",
                 where=f"reward.reward_model.{name}",
             )

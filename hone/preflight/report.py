@@ -1,4 +1,4 @@
-"""All findings of one check, those that stop the run first."""
+"""The report of a check: all findings, errors first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.problems import raise_together
-from hone.config.reads import UNREAD
 from hone.config.trees import AnyConfig
 from hone.errors import ConfigError, Finding, did_you_mean
 from hone.preflight.evidence import Evidence
@@ -22,11 +21,11 @@ log = logging.getLogger("hone.preflight")
 
 @dataclass(frozen=True)
 class Report:
-    """What the rules found.
+    """Findings of the rules.
 
     Attributes:
-        findings: errors first, then warnings; within each in the order of the stages.
-        silenced: how many findings of each code ``preflight.allow`` let pass.
+        findings: errors, then warnings; each in the order of the stages.
+        silenced: number of findings per code that ``preflight.allow`` silenced.
     """
 
     findings: list[Finding]
@@ -34,39 +33,39 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
-        """The findings that stop the run."""
-        return [found for found in self.findings if found.stops]
+        """Findings that stop the run."""
+        return [finding for finding in self.findings if finding.stops]
 
     @property
     def warnings(self) -> list[Finding]:
-        """The findings that the run continues with."""
-        return [found for found in self.findings if not found.stops]
+        """Findings that do not stop the run."""
+        return [finding for finding in self.findings if not finding.stops]
 
     @property
     def stops(self) -> bool:
-        """Whether the run may not start."""
+        """True when the run must not start."""
         return bool(self.errors)
 
     def render(self) -> str:
-        """Return every message in the house form, each with its severity, and what was silenced."""
-        lines = [f"{found.severity} {found.error.render()}" for found in self.findings]
+        """Return every message with its severity, and the silenced codes."""
+        lines = [f"{finding.severity} {finding.error.render()}" for finding in self.findings]
         return "\n".join([*lines, *self._silenced_line()])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same as plain data."""
-        return {"findings": [found.as_json() for found in self.findings], "silenced": dict(self.silenced)}
+        """Return the report as plain data."""
+        return {"findings": [finding.as_json() for finding in self.findings], "silenced": dict(self.silenced)}
 
     def _silenced_line(self) -> list[str]:
         if not self.silenced:
             return []
         counts = ", ".join(f"{code} ({count})" for code, count in sorted(self.silenced.items()))
-        return [f"let pass by preflight.allow: {counts}"]
+        return [f"silenced by preflight.allow: {counts}"]
 
 
 def examine(config: AnyConfig, stages: tuple[Stage, ...] = tuple(Stage), evidence: Evidence | None = None) -> Report:
-    """Run all rules of these stages and collect what they find; nothing is raised, no weights are loaded."""
+    """Run all rules of some stages and collect their findings; nothing is raised, no weights are loaded."""
     allowed = set(config.preflight.allow)
-    codes = {entry.code for entry in RULES} | {UNREAD}
+    codes = {entry.code for entry in RULES}
     kept = [
         Finding(
             ConfigError(
@@ -78,19 +77,19 @@ def examine(config: AnyConfig, stages: tuple[Stage, ...] = tuple(Stage), evidenc
     ]
     silenced: Counter[str] = Counter()
     seen = evidence or Evidence(config)
-    with _rows_stay():
-        for found in findings(config, stages, seen):
-            if found.error.code in allowed:
-                silenced[found.error.code] += 1
+    with _without_garbage_collection():
+        for finding in findings(config, stages, seen):
+            if finding.error.code in allowed:
+                silenced[finding.error.code] += 1
             else:
-                kept.append(found)
+                kept.append(finding)
     seen.close()
-    return Report(sorted(kept, key=lambda found: not found.stops), silenced)
+    return Report(sorted(kept, key=lambda finding: not finding.stops), silenced)
 
 
 @contextlib.contextmanager
-def _rows_stay() -> Iterator[None]:
-    """Spare the search for reference cycles, which walks over all rows read so far, again and again while more are read."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Turn off the garbage collector, which would scan all rows again and again while more are read."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -101,14 +100,14 @@ def _rows_stay() -> Iterator[None]:
 
 
 def check(config: AnyConfig) -> None:
-    """Check a configuration and what it names before a run: warnings are logged, errors are raised together.
+    """Check a configuration and its files before a run: log warnings, and raise all errors together.
 
     Raises:
-        HoneError: something that the run cannot start with; with several, one error holds all their messages.
+        HoneError: the run cannot start; one error holds the messages of all problems.
     """
     report = examine(config)
-    for found in report.warnings:
-        log.warning("%s", found.error.render())
+    for finding in report.warnings:
+        log.warning("%s", finding.error.render())
     for line in report._silenced_line():
         log.warning("%s", line)
-    raise_together([found.error for found in report.errors])
+    raise_together([finding.error for finding in report.errors])

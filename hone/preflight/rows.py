@@ -1,4 +1,4 @@
-"""Rules about all rows of the datasets: prompts, kinds of problem, ground truths, repetitions."""
+"""Rules about all rows of the datasets: prompts, data sources, ground truths, duplicates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @rule("R42", RLConfig, stage=Stage.FILES)
 def prompts_are_sound(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Every prompt is text, token ids or messages in order, and every row names its kind of problem."""
+    """Every prompt is text, token ids or messages in order, and every row has a data source."""
     from hone.data import checks
 
     for rows in (evidence.train_rows, evidence.val_rows):
@@ -31,7 +31,7 @@ def prompts_are_sound(config: RLConfig, evidence: Evidence) -> Iterator[Finding]
 
 @rule("R42", SFTConfig, stage=Stage.FILES)
 def conversations_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Every conversation is a list of messages in order, with an answer."""
+    """Every conversation is a list of messages in order, with an assistant message."""
     from hone.data import checks
 
     for rows in (evidence.train_rows, evidence.val_rows):
@@ -40,7 +40,7 @@ def conversations_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[F
 
 @rule("R42", RLConfig, stage=Stage.FILES)
 def sampler_fits_the_rows(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """A mixture names data sources that rows have, and a curriculum finds the difficulty of every row."""
+    """A mixture uses data sources of the rows, and a curriculum has a difficulty for every row."""
     from hone.data.curriculum import check_weights, difficulties
 
     rows, sampler = evidence.train_rows, config.data.sampler
@@ -51,13 +51,13 @@ def sampler_fits_the_rows(config: RLConfig, evidence: Evidence) -> Iterator[Find
             check_weights(sampler.weights, {str(row.values.get(config.data.reward_fn_key)) for row in rows})
         elif sampler.name == "difficulty" or (sampler.name, sampler.pass_rate_of) == ("pass_rate", "difficulty"):
             difficulties([(row.uid, row.values.get("extra_info") or {}) for row in rows], sampler.difficulty_key)
-    except DataError as found:
-        yield Finding(found, stops=True)
+    except DataError as problem:
+        yield Finding(problem, stops=True)
 
 
 @rule("R43", RLConfig, stage=Stage.FILES)
 def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Every kind of problem has a scorer."""
+    """Every data source has a scorer."""
     from hone.data import checks
     from hone.rewards.scorers import SCORERS, scorer_for
 
@@ -73,7 +73,7 @@ def every_source_has_a_reward(config: RLConfig, evidence: Evidence) -> Iterator[
 
 @rule("R44", RLConfig, stage=Stage.FILES)
 def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Rows that a rule scores have a ground truth that it can read."""
+    """Rows that a scorer scores have a ground truth that it can read."""
     from hone.data import checks
 
     if _judged_alone(config):
@@ -82,7 +82,9 @@ def every_row_has_a_ground_truth(config: RLConfig, evidence: Evidence) -> Iterat
     built_in = reward.custom_reward_function.path is None and not reward.terms and _needs_truth(reward.scorer)
     for rows in (evidence.train_rows, evidence.val_rows):
         scored = [row for row in rows if not _brings_reward(evidence, row)]
-        yield from checks.ground_truths(scored, built_in, _complaint(config) if built_in else lambda row, truth: None)
+        yield from checks.ground_truths(
+            scored, built_in, _ground_truth_problem(config) if built_in else lambda row, truth: None
+        )
 
 
 @rule("R46", *TREES.values(), stage=Stage.FILES)
@@ -91,8 +93,8 @@ def an_epoch_has_steps(config: AnyConfig, evidence: Evidence) -> Iterator[Findin
     rows, batch = len(evidence.train_rows), config.data.train_batch_size
     if 0 < rows < batch:
         yield error(
-            f"the training files hold {rows} rows, and a batch takes data.train_batch_size={batch}: 0 steps an epoch",
-            why="an incomplete batch is left out, so nothing would be trained",
+            f"the training files hold {rows} rows, fewer than data.train_batch_size={batch}: 0 steps per epoch",
+            why="incomplete batches are dropped, so nothing would be trained",
             fix=f"data.train_batch_size={rows} or less, or more data",
             where="data.train_batch_size",
         )
@@ -100,12 +102,12 @@ def an_epoch_has_steps(config: AnyConfig, evidence: Evidence) -> Iterator[Findin
 
 @rule("R47", RLConfig, SFTConfig, PreferenceConfig, RewardModelConfig, stage=Stage.FILES)
 def rows_differ(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
-    """Prompts are not repeated, validation is apart from training, and no kind of problem is too rare to be met."""
+    """Prompts are not duplicated, validation and training do not overlap, and no data source is too rare."""
     from hone.data import checks
 
     train, val = evidence.train_rows, evidence.val_rows
     if isinstance(config, PreferenceConfig | RewardModelConfig):
-        return  # several pairs of one prompt are usual
+        return  # several pairs per prompt are usual
     key = config.data.prompt_key if isinstance(config, RLConfig) else config.data.messages_key
     yield from checks.duplicates(train, key)
     yield from checks.overlap(train, val, key)
@@ -114,25 +116,25 @@ def rows_differ(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _brings_reward(evidence: Evidence, row: Row) -> bool:
-    """Whether the loop of a row brings its reward, so that no scorer is needed."""
-    loop = evidence.loops.of(row)
+    """Return whether the agent loop of a row gives the reward, so that no scorer is needed."""
+    loop = evidence.loops.loop_class(row)
     return loop is not None and loop.gives_reward
 
 
 def _judged_alone(config: RLConfig) -> bool:
-    """Whether a reward model alone gives the reward."""
+    """Return whether a reward model alone gives the reward."""
     return config.reward.reward_model.enable and config.reward.reward_model.combine == "replace"
 
 
 def _needs_truth(scorer: str | None) -> bool:
-    """Whether a scorer for all rows, or the one of each row's kind, compares with a ground truth."""
+    """Return whether the scorer of all rows, or that of each data source, compares with a ground truth."""
     from hone.rewards.scorers import SCORERS
 
     return scorer is None or scorer not in SCORERS or SCORERS.get(scorer).needs_truth
 
 
-def _complaint(config: RLConfig) -> Any:
-    """What the scorer of a row says of its ground truth, for scorers that only read text."""
+def _ground_truth_problem(config: RLConfig) -> Any:
+    """Return a function that returns why the scorer of a row rejects its ground truth; for scorers that only read text."""
     from hone.rewards.scorers import SCORERS, scorer_for
 
     forced, key = config.reward.scorer if config.reward.scorer in SCORERS else None, config.data.reward_fn_key
@@ -151,8 +153,8 @@ def _complaint(config: RLConfig) -> Any:
             scorer.compute(
                 data_source=source, solution_str="", ground_truth=truth, extra_info=row.values.get("extra_info")
             )
-        except (ValueError, TypeError, KeyError) as said:
-            return f"{type(said).__name__}: {said}"
+        except (ValueError, TypeError, KeyError) as problem:
+            return f"{type(problem).__name__}: {problem}"
         return None
 
     return complaint

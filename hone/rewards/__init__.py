@@ -1,1 +1,1 @@
-"""What is good: scorers, and the manager that runs them in parallel with timeouts."""
+"""Rewards: scorers, and the manager that runs them in parallel with timeouts."""

@@ -1,4 +1,4 @@
-"""The reward bench: a reward function or scorer tried as a run would use it, in its workers, on answers whose worth is known."""
+"""Reward bench: try a reward function or scorer, in a run's workers, on answers of known quality."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hone.rewards.score import Score
 
 @dataclass(frozen=True)
 class Trial:
-    """A probe and what it got."""
+    """Probe and its score."""
 
     probe: Probe
     score: Score
@@ -28,13 +28,13 @@ class Trial:
 
 @dataclass
 class Bench:
-    """What came of the bench.
+    """Result of a reward bench.
 
     Attributes:
-        trials: all that were made.
-        rows: how many rows they were made on.
-        seconds_per_call: wall time of a call in its worker, the first one left out; 0 when there was only one.
-        stopped: why not all trials were made, or empty.
+        trials: all scored probes.
+        rows: number of rows with trials.
+        seconds_per_call: wall time of a call in its worker, without the first call; 0 for a single call.
+        stopped: reason why the bench ended early, or empty.
     """
 
     trials: list[Trial] = field(default_factory=list)
@@ -42,18 +42,18 @@ class Bench:
     seconds_per_call: float = 0.0
     stopped: str = ""
 
-    def of(self, *kinds: str) -> list[Trial]:
-        """The trials of these kinds."""
+    def of_kinds(self, *kinds: str) -> list[Trial]:
+        """Return the trials of these kinds."""
         return [trial for trial in self.trials if trial.probe.kind in kinds]
 
     def totals(self, *kinds: str) -> list[float]:
-        """The rewards of these kinds, failed trials left out."""
-        return [trial.score.total for trial in self.of(*kinds) if trial.score.error is None]
+        """Return the rewards of these kinds without failed trials."""
+        return [trial.score.total for trial in self.of_kinds(*kinds) if trial.score.error is None]
 
     def best(self, kind: str) -> dict[str, float]:
-        """The best reward of this kind by row, rows without any left out."""
+        """Return the best reward of this kind by row, without rows that have none."""
         best: dict[str, float] = {}
-        for trial in self.of(kind):
+        for trial in self.of_kinds(kind):
             if trial.score.error is None:
                 uid = trial.probe.sample.uid
                 best[uid] = max(best.get(uid, trial.score.total), trial.score.total)
@@ -66,10 +66,10 @@ def run_bench(
     """Score probes of every sample.
 
     Args:
-        config: the block ``reward``; its worker processes and its time limit are used.
-        rows: of a dataset.
-        adversarial: also try traps and ground truths of another type.
-        seconds: take no further row after so much time. A call that runs out of time or ends its process ends the bench too.
+        config: config block ``reward``, which sets worker processes and time limit.
+        rows: rows of a dataset.
+        adversarial: True to add adversarial answers and ground truths of another type.
+        seconds: start no further row after this time. A call that times out or ends its process also ends the bench.
 
     Raises:
         RewardError: the function cannot be loaded or called, or a row's data source has no scorer.
@@ -82,12 +82,12 @@ def run_bench(
             probes = [*ordinary(rows, number), *(traps(row) if adversarial else ())]
             for batch in (
                 [probes[:1], probes[1:]] if number == 0 else [probes]
-            ):  # the first call alone: it may never end
+            ):  # the first call separately: it may never end
                 start = time.monotonic()
                 bench.trials += _score(manager, batch)
                 if bench.trials[0].probe is not batch[0]:
                     calls, busy = calls + len(batch), busy + time.monotonic() - start
-                costly = next((trial for trial in bench.trials if _cost_a_process(trial.score)), None)
+                costly = next((trial for trial in bench.trials if _ended_its_process(trial.score)), None)
                 if costly is not None:
                     bench.stopped = f"{costly.probe.kind} answer, row {costly.probe.sample.uid}: {costly.score.error}"
                     return bench
@@ -107,8 +107,8 @@ def _score(manager: RewardManager, probes: Sequence[Probe]) -> list[Trial]:
     return [Trial(probe, score) for probe, score in zip(probes, scores, strict=True)]
 
 
-def _cost_a_process(score: Score) -> bool:
-    """Whether a worker process had to be replaced for this call: hundreds of them would take minutes."""
+def _ended_its_process(score: Score) -> bool:
+    """Return whether the call cost a worker process; replacing hundreds of them would take minutes."""
     return is_timeout(score) or (score.error is not None and score.error.startswith(ENDED))
 
 
@@ -118,7 +118,7 @@ def _trajectory(probe: Probe, index: int) -> Trajectory:
 
 @contextmanager
 def _quiet(log: logging.Logger) -> Iterator[None]:
-    """Failed calls are expected here, and reported by the bench."""
+    """Disable a logger, since failed calls are expected here and reported by the bench."""
     before, log.disabled = log.disabled, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Showing what came of a reward bench: a table, a histogram in text, and a picture."""
+"""Output of a reward bench: table, text histogram and picture."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BINS = 10
 
 
 def summary(bench: Bench) -> list[dict[str, Any]]:
-    """Return one row a kind of answer: trials, failures, least, mean and greatest reward (None without any)."""
+    """Return one row per kind of answer: trials, failures, and min, mean and max reward (None without any)."""
     rows = []
     for kind in KINDS:
-        trials = bench.of(kind)
+        trials = bench.of_kinds(kind)
         totals = bench.totals(kind)
         if trials:
             rows.append(
@@ -47,16 +47,16 @@ def summary(bench: Bench) -> list[dict[str, Any]]:
 
 
 def forms(bench: Bench) -> dict[str, float]:
-    """Return the mean reward of right answers by the form they are written in."""
+    """Return the mean reward of correct answers by their form."""
     by_form: dict[str, list[float]] = {}
-    for trial in bench.of("golden"):
+    for trial in bench.of_kinds("golden"):
         if trial.score.error is None:
             by_form.setdefault(trial.probe.form, []).append(trial.score.total)
     return {form: sum(totals) / len(totals) for form, totals in by_form.items()}
 
 
 def histogram(totals: Sequence[float], bins: int = BINS) -> list[tuple[float, float, int]]:
-    """Return ``(low, high, count)`` of equal bins over the range of ``totals``; one bin when all are equal."""
+    """Return ``(low, high, count)`` of equal bins over the range of ``totals``; one bin if all are equal."""
     if not totals:
         return []
     low, high = min(totals), max(totals)
@@ -72,14 +72,15 @@ def histogram(totals: Sequence[float], bins: int = BINS) -> list[tuple[float, fl
 def text_histogram(totals: Sequence[float], width: int = 40) -> list[str]:
     """Return a histogram as lines of text."""
     cells = histogram(totals)
-    most = max((count for _, _, count in cells), default=0)
+    largest = max((count for _, _, count in cells), default=0)
     return [
-        f"{low:8.3g} to {high:<8.3g} {'#' * round(width * count / most):<{width}} {count}" for low, high, count in cells
+        f"{low:8.3g} to {high:<8.3g} {'#' * round(width * count / largest):<{width}} {count}"
+        for low, high, count in cells
     ]
 
 
 def draw(bench: Bench, path: Path) -> None:
-    """Write a histogram of each kind of answer as a picture (the ending chooses the format)."""
+    """Write a picture with a histogram per kind of answer; the file extension chooses the format."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What a reward function is called with, and how many calls are awaited together."""
+"""Arguments of reward functions, and concurrent calls of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hone.rewards.worker import ARGUMENTS, PLURALS
 
 
 def arguments(trajectory: Trajectory) -> dict[str, Any]:
-    """The arguments of a reward function.
+    """Return the arguments of a reward function.
 
-    Of an episode of several turns ``extra_info`` also tells ``num_turns`` and ``episode``: its messages, tool calls, rewards
-    and end (:meth:`~hone.data.episode_log.EpisodeLog.summary`).
+    For a multi-turn episode, ``extra_info`` also has ``num_turns`` and ``episode``: its messages, tool calls, rewards and end
+    (:meth:`~hone.data.episode_log.EpisodeLog.summary`).
     """
     sample, extra = trajectory.sample, trajectory.sample.extra_info
     if trajectory.episode is not None and not trajectory.episode.is_plain:
@@ -32,22 +32,25 @@ def arguments(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def batched(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """The arguments of a reward function that scores all responses in one call."""
+    """Return the arguments of a reward function that scores all responses in one call."""
     rows = [arguments(trajectory) for trajectory in trajectories]
     return {plural: [row[name] for row in rows] for name, plural in zip(ARGUMENTS, PLURALS, strict=True)}
 
 
 def split(outcome: Outcome, count: int) -> list[Outcome | None]:
-    """The outcomes of the responses that one call has scored, all failed where the call failed."""
+    """Split the outcome of one call into outcomes of its responses; all fail if the call failed."""
     if outcome.batch is None:
         return [Outcome(copy.deepcopy(outcome.score), outcome.traceback) for _ in range(count)]
     return [Outcome(score) for score in outcome.batch]
 
 
-async def together(
+async def run_calls(
     calls: Sequence[Callable[[], Awaitable[Outcome]]], throttle: Throttle, allowed: int
 ) -> list[Outcome | None]:
-    """Await calls as far as they are let through; what has not begun when more than ``allowed`` have failed is left out."""
+    """Run the calls under the throttle.
+
+    After more than ``allowed`` failures, calls not yet started are skipped (None).
+    """
     outcomes: list[Outcome | None] = [None] * len(calls)
     failures = 0
 

@@ -1,4 +1,4 @@
-"""A language model as the judge of responses, asked through an OpenAI-compatible endpoint."""
+"""Language model as the judge of responses, through an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hone.rewards.rubric import Rubric
 
 
 class JudgementError(RuntimeError):
-    """The judge gave no judgement."""
+    """Error of a judge that gave no usable judgement."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the judge said.
+    """Judgement of one response.
 
     Attributes:
         score: 0 to 1.
-        text: its whole answer.
-        prompt_tokens, completion_tokens: what it cost; 0 when it was remembered.
-        cached: whether it was remembered.
+        text: complete answer of the judge.
+        prompt_tokens, completion_tokens: tokens of the request and answer; 0 for a cached judgement.
+        cached: True if the judgement came from the cache.
     """
 
     score: float
@@ -39,41 +39,41 @@ class Judgement:
 
 
 class Judge:
-    """Asks the judge, and remembers what it said.
+    """Client of a judge with a cache of its judgements.
 
     Args:
-        config: the block ``reward.judge``.
-        timeout: seconds that one try may take.
+        config: config block ``reward.judge``.
+        timeout: seconds per try.
 
     Raises:
-        RewardError: no endpoint or model is named, or the rubric cannot be read or used.
+        RewardError: no endpoint or model is set, or the rubric is unreadable or invalid.
     """
 
     def __init__(self, config: JudgeConfig, *, timeout: float) -> None:
         for key in ("base_url", "model"):
             if not getattr(config, key):
                 raise RewardError(
-                    f"a judge is asked for, and reward.judge.{key} is not set",
-                    why="there is nobody to ask",
+                    f"the reward needs a judge, but reward.judge.{key} is not set",
+                    why="without endpoint and model no response can be judged",
                     fix="reward.judge.base_url=http://HOST:PORT/v1 reward.judge.model=NAME",
                     where=f"reward.judge.{key}",
                 )
-        self.config, self.rubric = config, Rubric.of(config)
+        self.config, self.rubric = config, Rubric.from_config(config)
         self.service = JsonService(
             str(config.base_url), token=os.environ.get(config.api_key_env), timeout=timeout, retries=config.retries
         )
         self._cache = _Cache(config.cache)
 
     async def judge(self, question: str, response: str, ground_truth: Any) -> Judgement:
-        """Have one response judged.
+        """Judge one response.
 
         Raises:
-            JudgementError: the endpoint gives no answer, or the answer holds no score between 0 and ``max_score``.
+            JudgementError: the endpoint gives no answer, or the answer has no score between 0 and ``max_score``.
         """
         config = self.config
         body = {
             "model": config.model,
-            "messages": [{"role": "user", "content": self.rubric.filled(question, response, ground_truth)}],
+            "messages": [{"role": "user", "content": self.rubric.fill(question, response, ground_truth)}],
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,
         }
@@ -88,11 +88,9 @@ class Judge:
         except ServiceError as error:
             raise JudgementError(f"the judge: {error}") from error
         except (KeyError, IndexError, TypeError) as error:
-            raise JudgementError(
-                f"the judge's answer has not the form of a chat completion: {str(answer)[:200]}"
-            ) from error
+            raise JudgementError(f"the judge's answer is not a chat completion: {str(answer)[:200]}") from error
         usage = answer.get("usage") or {}
-        score = self._score(text)  # only what can be read is remembered
+        score = self._score(text)  # only readable judgements are cached
         self._cache.put(key, text)
         return Judgement(score, text, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
 
@@ -108,7 +106,7 @@ class Judge:
 
 
 class _Cache:
-    """Judgements by the hash of what was asked."""
+    """Cache of judgements by the hash of the request."""
 
     def __init__(self, path: str | None) -> None:
         self._lock = threading.Lock()
@@ -118,7 +116,9 @@ class _Cache:
                 self._table.execute("CREATE TABLE IF NOT EXISTS judgements (asked TEXT PRIMARY KEY, said TEXT)")
         except sqlite3.Error as error:
             raise RewardError(
-                f"{path} cannot hold judgements: {error}", fix="another file", where="reward.judge.cache"
+                f"{path} cannot be opened as a cache of judgements: {error}",
+                fix="use another file",
+                where="reward.judge.cache",
             ) from None
 
     def get(self, key: str) -> str | None:

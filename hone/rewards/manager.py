@@ -1,4 +1,4 @@
-"""Scores responses: with a reward function of the user's own, with the built-in scorers, or with several of them added up."""
+"""Reward manager: score responses by a custom reward function, built-in scorers, or a sum of terms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError
 from hone.rewards.outcome import TIMEOUT, failed
-from hone.rewards.placement import add, first_turns, place, turn_ends
+from hone.rewards.placement import first_turns, place, place_rewards, turn_ends
 from hone.rewards.pool import Outcome
 from hone.rewards.score import Score
 from hone.rewards.scorers import SCORERS
@@ -23,19 +23,19 @@ logger = logging.getLogger("hone.rewards")
 
 
 class RewardManager:
-    """Scores trajectories, in parallel and with a limit on the time of each call.
+    """Manager that scores trajectories in parallel, with a time limit for each call.
 
-    A reward function, and built-in scorers that may hang (symbolic mathematics, other packages' verifiers), run in worker
-    processes; scorers that only read text run here; those that ask a sandbox, a judge or a server are awaited together. A
-    call that raises, runs out of time, kills its process or returns no finite number is an error: counted and shown, or the
-    end of the run (``reward.on_error``).
+    Reward functions, and built-in scorers that may hang (symbolic mathematics, verifiers of other packages), run in worker
+    processes. Scorers that only read text run in this process. Scorers that use a sandbox, a judge or a server run concurrently. A
+    call that raises, times out, ends its process or returns no finite number is an error: it is counted, or ends the run
+    (``reward.on_error``).
 
     Args:
-        config: the block ``reward``.
+        config: config block ``reward``.
 
     Raises:
         RewardError: a function cannot be loaded or called, or an option is unknown.
-        ConfigError: ``reward.scorer`` or an entry of ``reward.terms`` is wrong.
+        ConfigError: ``reward.scorer`` or an entry of ``reward.terms`` is invalid.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -44,7 +44,7 @@ class RewardManager:
         self.terms = read_terms(config.terms)
         self._traceback_logged = False
         self._custom = config.custom_reward_function.path is not None
-        _one_way(config, bool(self.terms))
+        _check_exclusive(config, bool(self.terms))
         self.sources: list[Source] = []
         try:
             for term in self.terms:
@@ -56,52 +56,58 @@ class RewardManager:
             raise
 
     @property
-    def _named(self) -> bool:
-        """Whether the configuration says what scores, rather than each row."""
+    def _is_global(self) -> bool:
+        """True if the configuration chooses the scorer, not each row's data source."""
         return self._custom or bool(self.terms) or self.config.scorer is not None
 
     def check(self, data_sources: Mapping[str, int], self_scored: Collection[str] = ()) -> None:
-        """Make sure, before anything is generated, that every kind of problem can be scored.
+        """Check, before any generation, that every data source can be scored.
 
         Args:
-            data_sources: data source to number of rows.
-            self_scored: data sources whose episodes bring their own reward.
+            data_sources: number of rows by data source.
+            self_scored: data sources whose episodes compute their reward.
 
         Raises:
-            RewardError: a data source has no scorer, or its scorer needs a package or a service that is not there.
+            RewardError: a data source has no scorer, or its scorer needs a missing package or service.
         """
         scored = (
-            data_sources if self._named else {name: n for name, n in data_sources.items() if name not in self_scored}
+            data_sources
+            if self._is_global
+            else {name: n for name, n in data_sources.items() if name not in self_scored}
         )
         for source in self.sources:
             source.check(scored)
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
-        """What scores these kinds of problems: names, and hashes of the code."""
+        """Return the names of the scorers of these data sources, with hashes of their code."""
         return {name: version for source in self.sources for name, version in source.identity(data_sources).items()}
 
     async def score(self, trajectories: Sequence[Trajectory], *, training: bool = False) -> list[Score]:
-        """Score each trajectory; scores come back in the same order.
+        """Score each trajectory; scores are in the same order.
 
         Args:
-            trajectories: what was played.
-            training: terms are normalised where ``reward.terms`` says so; validation shows them as they are.
+            trajectories: trajectories to score.
+            training: True to normalise terms as ``reward.terms`` configures; validation leaves them unchanged.
 
         Raises:
             RewardError: a call failed and ``on_error`` is ``stop``, more than ``max_error_rate`` of these failed, or a
                 trajectory's data source has no scorer.
         """
         allowed = self._allowed(len(trajectories))
-        own = [None if self._named else _own_reward(trajectory) for trajectory in trajectories]
-        asked = [t for t, reward in zip(trajectories, own, strict=True) if reward is None and _fault(t) is None]
-        answers = iter(await self._ask(asked, allowed, training) if asked else [])
+        episode_rewards = [None if self._is_global else _episode_reward(trajectory) for trajectory in trajectories]
+        unscored = [
+            t
+            for t, reward in zip(trajectories, episode_rewards, strict=True)
+            if reward is None and _episode_error(t) is None
+        ]
+        answered = iter(await self._outcomes(unscored, allowed, training) if unscored else [])
         outcomes: list[Outcome | None] = []
-        for trajectory, reward, turn in zip(trajectories, own, first_turns(trajectories), strict=True):
-            fault = _fault(trajectory)
-            if fault is not None:
-                outcomes.append(Outcome(failed(f"the episode broke: {fault}")))
+        for trajectory, reward, turn in zip(trajectories, episode_rewards, first_turns(trajectories), strict=True):
+            error = _episode_error(trajectory)
+            if error is not None:
+                outcomes.append(Outcome(failed(f"the episode failed: {error}")))
                 continue
-            outcome = next(answers) if reward is None else Outcome(Score(reward))
+            outcome = next(answered) if reward is None else Outcome(Score(reward))
             if outcome is not None:
                 outcome.score = _with_episode(outcome.score, trajectory, turn)
             outcomes.append(outcome)
@@ -109,7 +115,7 @@ class RewardManager:
         return [outcome.score for outcome in outcomes if outcome is not None]
 
     def close(self) -> None:
-        """End the worker processes and what else was started."""
+        """Stop the worker processes and services."""
         for source in self.sources:
             source.close()
         self.services.close()
@@ -127,7 +133,7 @@ class RewardManager:
             return function_source(term.function, self.config)
         return ScorerSource(SCORERS.get(str(term.scorer)), term.options, self.config, self.services)
 
-    async def _ask(self, trajectories: Sequence[Trajectory], allowed: int, training: bool) -> list[Outcome | None]:
+    async def _outcomes(self, trajectories: Sequence[Trajectory], allowed: int, training: bool) -> list[Outcome | None]:
         columns = await asyncio.gather(*(source.outcomes(trajectories, allowed) for source in self.sources))
         for column in columns:
             for outcome, trajectory in zip(column, trajectories, strict=True):
@@ -136,27 +142,27 @@ class RewardManager:
         if not self.terms:
             return columns[0]
         rows = [[column[row] for column in columns] for row in range(len(trajectories))]
-        whole = [[o for o in row if o is not None] for row in rows]
-        told = [number for number, row in enumerate(whole) if len(row) == len(columns)]
+        complete_rows = [[o for o in row if o is not None] for row in rows]
+        scored = [number for number, row in enumerate(complete_rows) if len(row) == len(columns)]
         scores = combine(
             self.terms,
-            [[whole[number][term].score for number in told] for term in range(len(columns))],
-            [trajectories[number] for number in told],
+            [[complete_rows[number][term].score for number in scored] for term in range(len(columns))],
+            [trajectories[number] for number in scored],
             normalized=training,
         )
         outcomes: list[Outcome | None] = [None] * len(rows)
-        for number, score in zip(told, scores, strict=True):
-            outcomes[number] = Outcome(score, next((o.traceback for o in whole[number] if o.traceback), None))
+        for number, score in zip(scored, scores, strict=True):
+            outcomes[number] = Outcome(score, next((o.traceback for o in complete_rows[number] if o.traceback), None))
         return outcomes
 
     # errors ----------------------------------------------------------------------------------------------------------
 
     def _allowed(self, count: int) -> int:
-        """How many of ``count`` responses may fail to be scored."""
+        """Return how many of ``count`` responses may fail to be scored."""
         return 0 if self.config.on_error == "stop" else int(self.config.max_error_rate * count + 1e-9)
 
     def _tolerate(self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None]) -> None:
-        """Log what failed; raise when it is more than allowed."""
+        """Log failures; raise if more than the allowed number failed."""
         bad = [
             (t, o) for t, o in zip(trajectories, outcomes, strict=True) if o is not None and o.score.error is not None
         ]
@@ -166,16 +172,16 @@ class RewardManager:
         slow = sum(is_timeout(outcome.score) for _, outcome in bad)
         where = f"data_source '{trajectory.sample.data_source}', row {trajectory.sample.uid}"
         at_least = "at least " if any(outcome is None for outcome in outcomes) else ""
-        what = f"{at_least}{len(bad)} of {len(outcomes)} responses could not be scored ({slow} ran out of time)"
-        logger.warning("%s; the first (%s): %s", what, where, first.score.error)
+        summary = f"{at_least}{len(bad)} of {len(outcomes)} responses could not be scored ({slow} timed out)"
+        logger.warning("%s; the first (%s): %s", summary, where, first.score.error)
         self._log_traceback(outcome.traceback for _, outcome in bad)
         if len(bad) <= self._allowed(len(outcomes)):
             return
-        repair = "repair the reward function" if self._custom else "see the first error"
+        repair = "fix the reward function" if self._custom else "see the first error"
         raise RewardError(
-            f"{what}; the first ({where}): {first.score.error}",
-            why="a score that is missing counts as 0 and teaches the policy something false",
-            fix=f"{repair}{f', or reward.timeout={2 * self.config.timeout:g}' if slow else ''}, or tolerate it: "
+            f"{summary}; the first ({where}): {first.score.error}",
+            why="a missing score counts as 0, which trains the policy on a wrong reward",
+            fix=f"{repair}{f', or reward.timeout={2 * self.config.timeout:g}' if slow else ''}, or accept failures: "
             "reward.on_error=count reward.max_error_rate=<share>",
             where="reward",
         )
@@ -188,12 +194,12 @@ class RewardManager:
 
 
 def is_timeout(score: Score) -> bool:
-    """Whether scoring ran out of time."""
+    """Return whether scoring timed out."""
     return score.error is not None and score.error.startswith(TIMEOUT)
 
 
 def error_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """``reward/error_rate`` and ``reward/timeout_rate`` of a batch."""
+    """Return ``reward/error_rate`` and ``reward/timeout_rate`` of a batch."""
     count = max(len(scores), 1)
     return {
         "reward/error_rate": sum(score.error is not None for score in scores) / count,
@@ -201,8 +207,8 @@ def error_metrics(scores: Sequence[Score]) -> dict[str, float]:
     }
 
 
-def _one_way(config: RewardConfig, terms: bool) -> None:
-    """Refuse two answers to the question what scores, and a manager that nothing would use."""
+def _check_exclusive(config: RewardConfig, terms: bool) -> None:
+    """Check that only one kind of reward is configured, and that the reward manager has an effect."""
     custom = config.custom_reward_function.path is not None
     if custom and config.scorer:
         raise RewardError(
@@ -215,32 +221,32 @@ def _one_way(config: RewardConfig, terms: bool) -> None:
         raise RewardError(
             f"both reward.terms and {other} are set",
             why="one of them would be ignored",
-            fix=f"{other}=null, and if it shall count a term of its own",
+            fix=f"{other}=null, or add it as one of the terms",
         )
     functions = custom or any("function" in term for term in config.terms)
     if config.reward_manager == "batch" and not functions:
         raise RewardError(
-            "reward.reward_manager=batch, and there is no reward function of your own",
+            "reward.reward_manager=batch needs a custom reward function, and none is set",
             why="built-in scorers score one response at a time",
             fix="reward.reward_manager=naive or reward.custom_reward_function.path=FILE.py",
             where="reward.reward_manager",
         )
 
 
-def _fault(trajectory: Trajectory) -> str | None:
-    """What broke the episode, in one line."""
+def _episode_error(trajectory: Trajectory) -> str | None:
+    """Return the error of a failed episode in one line, or None."""
     if trajectory.episode is None or trajectory.episode.error is None:
         return None
     return (trajectory.episode.error.strip().splitlines() or ["unknown"])[0]
 
 
-def _own_reward(trajectory: Trajectory) -> float | None:
-    """The reward that the episode brings itself."""
+def _episode_reward(trajectory: Trajectory) -> float | None:
+    """Return the reward that the episode computed itself, or None."""
     return None if trajectory.episode is None else trajectory.episode.reward
 
 
 def _with_episode(score: Score, trajectory: Trajectory, first_turn: int) -> Score:
-    """Add what the episode itself says: rewards of its turns, and numbers that it reports."""
+    """Add the episode's turn rewards and its metrics to a score."""
     log = trajectory.episode
     if log is None or score.error is not None:
         return score
@@ -250,5 +256,5 @@ def _with_episode(score: Score, trajectory: Trajectory, first_turn: int) -> Scor
     if any(earned):
         score.total += sum(earned)
         score.terms.setdefault("turn_rewards", sum(earned))
-        add(score, zip(ends, earned, strict=False))
+        place_rewards(score, zip(ends, earned, strict=False))
     return score

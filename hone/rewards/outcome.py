@@ -1,4 +1,4 @@
-"""From whatever a scorer returned to a :class:`Score`."""
+"""Conversion of a scorer's return value to a :class:`Score`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from hone.rewards.score import Score
 
 TIMEOUT = "timeout"
-"""First word of ``Score.error`` when scoring took too long."""
+"""First word of ``Score.error`` if scoring timed out."""
 PLACED = ("turn_rewards", "token_rewards")
-"""Entries of a returned dict that say where parts of the score stand."""
+"""Keys of a returned dict that assign the score to turns or tokens."""
 
 
 def to_score(value: Any) -> Score:
-    """Read the return value of a scorer: a number, or a dict with ``score``.
+    """Convert the return value of a scorer: a number, or a dict with ``score``.
 
-    Further numeric entries of the dict become terms, the others are kept as extra. What is no finite number is an error,
+    Other numeric entries of the dict become terms, the rest is kept as extra. A value that is not a finite number is an error,
     never a silent 0.
     """
     if isinstance(value, Mapping):
@@ -32,8 +32,9 @@ def to_score(value: Any) -> Score:
 
 
 def to_scores(value: Any, count: int) -> list[Score]:
-    """Read the return value of a function that scored ``count`` responses in one call: a sequence of what
-    :func:`to_score` reads. Anything else makes every one of them an error.
+    """Convert the return value of a function that scored ``count`` responses in one call.
+
+    It must be a sequence of values for :func:`to_score`; otherwise every response is an error.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, list | tuple) or len(value) != count:
@@ -42,12 +43,12 @@ def to_scores(value: Any, count: int) -> list[Score]:
 
 
 def failed(error: str) -> Score:
-    """The score of a response whose scoring failed."""
+    """Return the score of a response whose scoring failed."""
     return Score(0.0, error=error)
 
 
 def as_number(value: Any) -> float | None:
-    """``value`` as a float if it is a number, a bool, or a numpy or torch scalar; else None."""
+    """Convert a number, bool, or numpy or torch scalar to a float; return None for anything else."""
     if isinstance(value, numbers.Real):
         return float(value)
     item = getattr(value, "item", None)
@@ -68,12 +69,12 @@ def _from_mapping(value: Mapping[Any, Any]) -> Score:
         if name == "score":
             continue
         if name in PLACED:
-            parts = _numbers(entry)
-            if parts is None:
+            rewards = _numbers(entry)
+            if rewards is None:
                 return failed(f"'{name}' is {_describe(entry)}, not a list of finite numbers")
-            setattr(score, name, parts)
+            setattr(score, name, rewards)
         elif number is None:
-            score.extra[name] = _plain(entry)
+            score.extra[name] = _plain_data(entry)
         elif math.isfinite(number):
             score.terms[name] = number
         else:
@@ -82,25 +83,25 @@ def _from_mapping(value: Mapping[Any, Any]) -> Score:
 
 
 def _numbers(value: Any) -> list[float] | None:
-    """A list, tuple or array of finite numbers, as a list; else None."""
+    """Convert a sequence or array of finite numbers to a list; return None for anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, list | tuple):
         return None
     numbers = [as_number(entry) for entry in value]
-    found = [number for number in numbers if number is not None and math.isfinite(number)]
-    return found if len(found) == len(numbers) else None
+    finite = [number for number in numbers if number is not None and math.isfinite(number)]
+    return finite if len(finite) == len(numbers) else None
 
 
-def _plain(value: Any) -> Any:
-    """Plain data stays (arrays as lists); anything else is kept as it reads, so that it can be sent and written."""
+def _plain_data(value: Any) -> Any:
+    """Convert a value to plain data, arrays to lists, and other objects to their ``repr``."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): _plain_data(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(entry) for entry in value]
+        return [_plain_data(entry) for entry in value]
     return repr(value)
 
 

@@ -1,4 +1,4 @@
-"""Where a reward stands: on the last sampled token, unless its parts belong to turns or tokens."""
+"""Assignment of rewards to tokens: the last sampled token, unless the reward has turn or token rewards."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from hone.rewards.score import Score
 
 
 def turn_ends(response_mask: Sequence[int]) -> list[int]:
-    """The last token of each assistant turn: turns are runs of sampled tokens.
+    """Return the last token of each assistant turn; a turn is a run of sampled tokens.
 
     >>> turn_ends([1, 1, 0, 0, 1, 0])
     [1, 4]
     """
     last = len(response_mask) - 1
-    return [token for token, own in enumerate(response_mask) if own and (token == last or not response_mask[token + 1])]
+    return [
+        token
+        for token, sampled in enumerate(response_mask)
+        if sampled and (token == last or not response_mask[token + 1])
+    ]
 
 
 def first_turns(trajectories: Sequence[Trajectory]) -> list[int]:
-    """The number, within its episode, of each trajectory's first turn: not 0 where an episode left several parts."""
+    """Return the index of each trajectory's first turn in its episode, above 0 only for later segments."""
     order = sorted(range(len(trajectories)), key=lambda i: trajectories[i].part)
     counted: dict[tuple[str, int], int] = {}
     first = [0] * len(trajectories)
@@ -34,69 +38,74 @@ def first_turns(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def place(score: Score, trajectory: Trajectory) -> Score:
-    """Fill in ``placed`` from what a scorer said of turns and tokens; a response without tokens has no place for them.
+    """Fill ``placed`` from a scorer's turn and token rewards; a response without tokens stays unchanged.
 
     Returns:
-        The score, or a failed one where it speaks of another number of turns or tokens than there are.
+        The score, or a failed one if the number of rewards is not that of turns or tokens.
     """
     if not trajectory.response_ids:
         return score
     ends = turn_ends(trajectory.response_mask)
-    for parts, positions, what in (
+    for rewards, positions, unit in (
         (score.turn_rewards, ends, "turn"),
         (score.token_rewards, range(len(trajectory.response_ids)), "token"),
     ):
-        if parts is None:
+        if rewards is None:
             continue
-        if len(parts) != len(positions):
-            return failed(f"returned {len(parts)} {what}_rewards for a response of {len(positions)} {what}s")
-        add(score, zip(positions, parts, strict=True))
+        if len(rewards) != len(positions):
+            return failed(f"returned {len(rewards)} {unit}_rewards for a response of {len(positions)} {unit}s")
+        place_rewards(score, zip(positions, rewards, strict=True))
     return score
 
 
-def add(score: Score, parts: Iterable[tuple[int, float]]) -> None:
-    """Let parts of the total, pairs of token and reward, stand on their tokens."""
-    for token, reward in parts:
+def place_rewards(score: Score, rewards: Iterable[tuple[int, float]]) -> None:
+    """Assign parts of the total, pairs of token index and reward, to their tokens."""
+    for token, reward in rewards:
         if reward:
             score.placed[token] = score.placed.get(token, 0.0) + reward
 
 
-def shared(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> list[Score]:
-    """Let every episode have its reward once, however many parts it left.
+def share_rewards(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> list[Score]:
+    """Give every segment of an episode the reward of the complete episode.
 
-    All parts of an episode get the score of the whole: what was said of its last part, and what the turns of the others earned.
-    Each of these earnings stands in its own part, all else in the last one.
+    Segments of an episode share one score: the last segment's score plus the turn rewards of the others. Each turn reward is
+    placed in its segment; all else in the last segment.
     """
     rows: dict[tuple[str, int], list[int]] = {}
     for row, trajectory in enumerate(trajectories):
         rows.setdefault((trajectory.uid, trajectory.index), []).append(row)
-    found, first = list(scores), first_turns(trajectories)
-    for own in rows.values():
-        if len(own) > 1:
-            own = sorted(own, key=lambda row: trajectories[row].part)
-            earned = [_earned(trajectories[row], first[row]) if scores[row].placed else {} for row in own]
+    shared, first = list(scores), first_turns(trajectories)
+    for segment_rows in rows.values():
+        if len(segment_rows) > 1:
+            segment_rows = sorted(segment_rows, key=lambda row: trajectories[row].part)
+            earned = [_earned(trajectories[row], first[row]) if scores[row].placed else {} for row in segment_rows]
             before = sum(sum(turns.values()) for turns in earned[:-1])
-            whole = scores[own[-1]]
-            for row, turns in zip(own[:-1], earned, strict=False):
-                found[row] = _part(whole, before, turns, whole.total + before - sum(turns.values()))
-            found[own[-1]] = _part(whole, before, whole.placed, before)
-    return found
+            complete = scores[segment_rows[-1]]
+            for row, turns in zip(segment_rows[:-1], earned, strict=False):
+                shared[row] = _segment_score(complete, before, turns, complete.total + before - sum(turns.values()))
+            shared[segment_rows[-1]] = _segment_score(complete, before, complete.placed, before)
+    return shared
 
 
-def _part(whole: Score, before: float, placed: dict[int, float], elsewhere: float) -> Score:
-    if whole.error is not None:
-        return whole
-    unshaped = None if whole.unshaped is None else whole.unshaped + before
-    terms = dict(whole.terms)
+def _segment_score(complete: Score, before: float, placed: dict[int, float], elsewhere: float) -> Score:
+    if complete.error is not None:
+        return complete
+    unshaped = None if complete.unshaped is None else complete.unshaped + before
+    terms = dict(complete.terms)
     if before:
         terms["turn_rewards"] = terms.get("turn_rewards", 0.0) + before
     return dataclasses.replace(
-        whole, total=whole.total + before, unshaped=unshaped, terms=terms, placed=dict(placed), elsewhere=elsewhere
+        complete,
+        total=complete.total + before,
+        unshaped=unshaped,
+        terms=terms,
+        placed=dict(placed),
+        elsewhere=elsewhere,
     )
 
 
 def _earned(trajectory: Trajectory, first_turn: int) -> dict[int, float]:
-    """What the turns of a part earned by themselves, on their last tokens."""
+    """Return the turn rewards of a segment by the last token of each turn."""
     if trajectory.episode is None:
         return {}
     ends = turn_ends(trajectory.response_mask)
@@ -104,11 +113,11 @@ def _earned(trajectory: Trajectory, first_turn: int) -> dict[int, float]:
 
 
 def token_rewards(score: Score, response_mask: Sequence[int]) -> dict[int, float]:
-    """Every token that bears a reward; their sum is the total, less what stands in other parts of the episode.
+    """Return the reward of every token that has one; they sum to the total without rewards in other segments.
 
-    What is placed on a token that the policy did not sample moves to the last sampled one before it, or else to the first.
+    A reward placed on a token that the policy did not sample moves to the last sampled token before it, else to the first.
     """
-    sampled = [token for token, own in enumerate(response_mask) if own]
+    sampled = [token for token, is_sampled in enumerate(response_mask) if is_sampled]
     last = sampled[-1] if sampled else len(response_mask) - 1
     rewards: dict[int, float] = {}
     for token, reward in score.placed.items():

@@ -1,9 +1,8 @@
-"""A pool of worker processes in which every call has its own time limit.
+"""Pool of worker processes with a time limit for every call.
 
-Calls travel in chunks, so that a cheap function costs little more than its own time; results come back one by one, so the
-pool always knows which call is running and since when. A call that runs out of time, or takes its process down, costs that
-one call: the process is replaced and the rest of its chunk is queued again. Each worker is fed by a thread, hence the pool
-belongs to no event loop.
+Calls are sent in chunks, so that a cheap function has little overhead. Results return one by one, so the pool always knows which
+call is running and since when. If a call times out or ends its process, only that call fails: the process is replaced and the rest
+of its chunk is queued again. A thread feeds each worker, so the pool is independent of event loops.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ START_TIMEOUT = 180.0
 """Seconds a worker may take to import the reward function's file."""
 MAX_CHUNK = 64
 ENDED = "the worker process ended"
-"""Beginning of ``Score.error`` when a call took its process down."""
+"""Beginning of ``Score.error`` if a call ended its process."""
 ASYNC_GRACE = 1.0
-"""Seconds beyond the limit that a worker gets to cancel its own asynchronous calls."""
+"""Seconds beyond the limit that a worker gets to cancel its asynchronous calls."""
 
 
 _ROOT = str(Path(__file__).resolve().parents[2])
-# the worker must find this very package, and then the same modules as any other program
+# the worker must import this copy of the package, and other modules like any program
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); import hone; sys.path.remove({_ROOT!r}); "
     "from hone.rewards.worker import main; main()"
@@ -53,7 +52,7 @@ logger = logging.getLogger("hone.rewards")
 
 @dataclass
 class Outcome:
-    """A score, and the traceback when the function raised; of a call that scored a batch, all its scores."""
+    """Score of a call, with the traceback if it raised, and all scores of a batch call."""
 
     score: Score
     traceback: str | None = None
@@ -62,11 +61,11 @@ class Outcome:
 
 @dataclass
 class Job:
-    """One batch of calls.
+    """Batch of calls.
 
     Attributes:
-        outcomes: of each call; None where the job was given up before.
-        max_failures: give the job up when more calls than this have failed.
+        outcomes: outcome of each call; None if the job was cancelled before.
+        max_failures: cancel the job when more calls than this have failed.
         done: resolves to ``outcomes``.
     """
 
@@ -82,7 +81,7 @@ class _Task:
     job: Job
     index: int
     payload: bytes
-    alone: bool = False
+    single: bool = False
 
 
 @dataclass
@@ -92,7 +91,7 @@ class _Process:
     is_async: bool
 
     def kill(self) -> int:
-        """End it and everything it started; returns the exit code."""
+        """Kill the process and its children; return the exit code."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         activity.forget(self.popen.pid)
@@ -101,11 +100,11 @@ class _Process:
 
 
 class WorkerPool:
-    """Processes that call one target.
+    """Pool of processes that call one target.
 
     Args:
-        target: what they call.
-        num_workers: how many.
+        target: target to call.
+        num_workers: number of processes.
 
     Raises:
         RewardError: the target cannot be loaded.
@@ -138,17 +137,17 @@ class WorkerPool:
         with self._wake:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            self._tasks.extend(task for task in tasks if not _given_up(job))
+            self._tasks.extend(task for task in tasks if not _is_over(job))
             self._wake.notify_all()
         return job
 
-    def give_up(self, job: Job) -> None:
-        """Drop what is still queued of a job."""
+    def drop(self, job: Job) -> None:
+        """Remove the queued calls of a job."""
         with self._wake:
             self._tasks = deque(task for task in self._tasks if task.job is not job)
 
     def close(self) -> None:
-        """End all workers; jobs still running are cancelled."""
+        """End all workers; running jobs are cancelled."""
         with self._wake:
             self._closed = True
             for task in self._tasks:
@@ -176,26 +175,26 @@ class WorkerPool:
             process.kill()
 
     def _take(self) -> list[_Task]:
-        """The next chunk, smaller as the queue runs out so that workers finish together; empty when the pool closes."""
+        """Return the next chunk, smaller near the queue's end so that workers finish together; empty on closing."""
         with self._wake:
             while not self._closed:
-                while self._tasks and _given_up(self._tasks[0].job):
+                while self._tasks and _is_over(self._tasks[0].job):
                     self._tasks.popleft()
                 if self._tasks:
                     break
                 self._wake.wait()
             if self._closed:
                 return []
-            if self._tasks[0].alone:
+            if self._tasks[0].single:
                 return [self._tasks.popleft()]
             size = max(1, min(MAX_CHUNK, len(self._tasks) // (2 * len(self._threads))))
             chunk: list[_Task] = []
-            while self._tasks and len(chunk) < size and not self._tasks[0].alone:
+            while self._tasks and len(chunk) < size and not self._tasks[0].single:
                 chunk.append(self._tasks.popleft())
             return chunk
 
     def _run(self, process: _Process, tasks: list[_Task]) -> _Process | None:
-        """Run a chunk; returns None if the process had to be ended."""
+        """Run a chunk; return None if the process had to be killed."""
         waiting = dict(enumerate(tasks))
         limit = self.target.timeout + (ASYNC_GRACE if process.is_async else 0.0)
         try:
@@ -205,9 +204,9 @@ class WorkerPool:
                     process.kill()
                     self._blame(waiting, process, f"{TIMEOUT}: no answer within {self.target.timeout:g} s")
                     return None
-                number, said, trace = process.connection.recv()
+                number, result, trace = process.connection.recv()
                 task = waiting.pop(number)
-                outcome = Outcome(said[0], trace, said) if isinstance(said, list) else Outcome(said, trace)
+                outcome = Outcome(result[0], trace, result) if isinstance(result, list) else Outcome(result, trace)
                 self._settle(task.job, task.index, outcome)
         except (EOFError, OSError):
             code = process.kill()
@@ -216,7 +215,7 @@ class WorkerPool:
         return process
 
     def _wait(self, connection: Connection, limit: float) -> bool:
-        """Wait for a message; false when ``limit`` seconds pass, or at once when the pool closes."""
+        """Wait for a message; return False after ``limit`` seconds or once the pool closes."""
         deadline = time.monotonic() + limit
         while (left := deadline - time.monotonic()) > 0 and not self._closed:
             if connection.poll(min(left, 0.25)):
@@ -224,10 +223,10 @@ class WorkerPool:
         return connection.poll(0)
 
     def _blame(self, waiting: dict[int, _Task], process: _Process, error: str) -> None:
-        """Charge the call that was running and queue the others again, at the front.
+        """Fail the running call and queue the others again at the front.
 
-        Synchronous calls run in order: the first without a result is the one. Of several asynchronous calls anyone may
-        have blocked the process, so each of them gets a process to itself.
+        Synchronous calls run in order: the first one without a result was running. Any of several asynchronous calls may have
+        blocked the process, so each of them is retried in a separate process.
         """
         tasks = list(waiting.values())
         if self._closed:
@@ -238,7 +237,7 @@ class WorkerPool:
             culprit = tasks.pop(0)
             self._settle(culprit.job, culprit.index, Outcome(failed(error)))
         again = [
-            _Task(task.job, task.index, task.payload, process.is_async) for task in tasks if not _given_up(task.job)
+            _Task(task.job, task.index, task.payload, process.is_async) for task in tasks if not _is_over(task.job)
         ]
         with self._wake:
             self._tasks.extendleft(reversed(again))
@@ -250,45 +249,45 @@ class WorkerPool:
             activity.tick()
             job.missing -= 1
             job.failures += outcome.score.error is not None
-            finished = (job.missing == 0 or _given_up(job)) and not job.done.done()
+            finished = (job.missing == 0 or _is_over(job)) and not job.done.done()
         if finished:
-            self.give_up(job)
+            self.drop(job)
             with contextlib.suppress(InvalidStateError):
                 job.done.set_result(job.outcomes)
 
     def _fail(self, tasks: list[_Task], error: RewardError) -> None:
         for task in tasks:
-            self.give_up(task.job)
+            self.drop(task.job)
             if not task.job.done.done():
                 task.job.done.set_exception(error)
 
 
-def _given_up(job: Job) -> bool:
+def _is_over(job: Job) -> bool:
     return job.failures > job.max_failures or job.done.done()
 
 
 def _start(target: Target) -> _Process:
     """Start a worker and wait until it has loaded the target."""
-    here, there = Pipe()
+    parent_end, worker_end = Pipe()
     folder = activity.folder()
     popen = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(there.fileno()), *([str(folder)] if folder else [])],
-        pass_fds=[there.fileno()],
+        [sys.executable, "-c", _PROGRAM, str(worker_end.fileno()), *([str(folder)] if folder else [])],
+        pass_fds=[worker_end.fileno()],
         stdin=subprocess.DEVNULL,
-        stdout=2,  # what a reward function prints goes to standard error: standard output belongs to the command
+        stdout=2,  # output of a reward function goes to standard error; standard output is the command's
         env={"OMP_NUM_THREADS": "1", **os.environ},
-        start_new_session=True,  # an interrupt at the terminal is the trainer's to handle
+        start_new_session=True,  # the trainer handles an interrupt at the terminal
     )
-    there.close()
-    process = _Process(popen, here, is_async=False)  # pyright: ignore[reportArgumentType]
+    worker_end.close()
+    process = _Process(popen, parent_end, is_async=False)  # pyright: ignore[reportArgumentType]
     try:
-        here.send(target)
-        answer = here.recv() if here.poll(START_TIMEOUT) else None
+        parent_end.send(target)
+        answer = parent_end.recv() if parent_end.poll(START_TIMEOUT) else None
     except (EOFError, OSError):
         code = process.kill()
         raise RewardError(
             f"the worker process of {_shown(target)} ended while loading it (exit code {code})",
-            fix="see what it printed above; importing the file must not exit or crash the process",
+            fix="see its output above; importing the file must not exit or crash the process",
         ) from None
     if isinstance(answer, Ready):
         process.is_async = answer.is_async

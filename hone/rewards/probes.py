@@ -1,4 +1,4 @@
-"""Answers to try a reward with: right ones in every usual form, wrong ones, none at all, and traps."""
+"""Answers that test a reward: correct ones in usual forms, wrong, empty and adversarial ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMS = {
     "Final answer: x": "Some reasoning.\nFinal answer: {}",
     "```x```": "```\n{}\n```",
 }
-"""Ways to write an answer that reward functions read."""
+"""Usual forms of a final answer."""
 KINDS = {
     "golden": "the right answer, in each usual form; a row counts with its best",
     "wrong": "the right answer of another row, in the same forms",
@@ -38,7 +38,7 @@ _WORDS = "lorem dolor amet quartz nimbus velvet oblong tango pixel ember"
 
 @dataclass(frozen=True)
 class Probe:
-    """One answer to score: its kind (of :data:`KINDS`), its form or trap, the row asked and the answer."""
+    """Answer to score: its kind (of :data:`KINDS`), its form, the dataset row and the text."""
 
     kind: str
     form: str
@@ -47,14 +47,14 @@ class Probe:
 
 
 def golden(row: ScoredRow) -> list[tuple[str, str]]:
-    """Return ``(form, text)`` of right answers to a row: its worked answers, and its ground truth in every form."""
+    """Return ``(form, text)`` of correct answers: a row's worked answers, and its ground truth in every form."""
     worked = [("worked answer", text) for text in row.worked]
     plain = [text for truth in _truths(row.sample.ground_truth) for text in [str(truth)] if text.strip()]
     return worked + [(name, form.format(text)) for text in plain[:3] for name, form in FORMS.items()]
 
 
 def ordinary(rows: Sequence[ScoredRow], number: int) -> Iterator[Probe]:
-    """The probes of row ``number`` that any reward should take: right, wrong, garbage, empty and truncated answers."""
+    """Yield the ordinary probes of row ``number``: correct, wrong, garbage, empty and truncated answers."""
     sample, right = rows[number].sample, golden(rows[number])
     for form, text in right:
         yield Probe("golden", form, sample, text)
@@ -71,7 +71,7 @@ def ordinary(rows: Sequence[ScoredRow], number: int) -> Iterator[Probe]:
 
 
 def traps(row: ScoredRow) -> Iterator[Probe]:
-    """Adversarial probes, and the right answer beside ground truths of another type."""
+    """Yield adversarial probes, and the correct answer with ground truths of another type."""
     sample, right = row.sample, golden(row)
     text = right[0][1] if right else "42"
     every = " ".join(f"#### {number}" for number in range(201))
@@ -90,7 +90,7 @@ def traps(row: ScoredRow) -> Iterator[Probe]:
 
 
 def _truths(truth: Any) -> list[Any]:
-    """The answers that a ground truth stands for: itself, its entries, the answer inside, or a solved countdown."""
+    """Return the answers of a ground truth: itself, its entries, the answer in it, or a solved countdown."""
     if isinstance(truth, str) and truth.lstrip().startswith("{"):
         try:
             truth = json.loads(truth)
@@ -110,22 +110,22 @@ def _truths(truth: Any) -> list[Any]:
 def solve(numbers: Sequence[int], target: Fraction) -> str | None:
     """Return an expression in + - * / that uses each number once and equals ``target``, or None; up to six numbers."""
 
-    def search(parts: list[tuple[Fraction, str]]) -> str | None:
-        if len(parts) == 1:
-            return parts[0][1] if parts[0][0] == target else None
-        for i, (a, left) in enumerate(parts):
-            for j, (b, right) in enumerate(parts):
+    def search(terms: list[tuple[Fraction, str]]) -> str | None:
+        if len(terms) == 1:
+            return terms[0][1] if terms[0][0] == target else None
+        for i, (a, left) in enumerate(terms):
+            for j, (b, right) in enumerate(terms):
                 if i == j:
                     continue
-                rest = [part for k, part in enumerate(parts) if k not in (i, j)]
+                rest = [term for k, term in enumerate(terms) if k not in (i, j)]
                 joined = [(a - b, f"({left}-{right})")]
                 if i < j:
                     joined += [(a + b, f"({left}+{right})"), (a * b, f"({left}*{right})")]
                 if b:
                     joined.append((a / b, f"({left}/{right})"))
-                for part in joined:
-                    if found := search([*rest, part]):
-                        return found
+                for term in joined:
+                    if expression := search([*rest, term]):
+                        return expression
         return None
 
     return search([(Fraction(number), str(number)) for number in numbers]) if len(numbers) <= 6 else None

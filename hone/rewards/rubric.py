@@ -1,4 +1,4 @@
-"""What a language model is asked when it judges an answer, and how its score is read."""
+"""Rubric of a judge: its prompt, and parsing of its score."""
 
 from __future__ import annotations
 
@@ -34,63 +34,63 @@ _MARKS = ("<<<answer", "answer>>>")
 
 @dataclass(frozen=True)
 class Rubric:
-    """How answers are to be judged.
+    """Prompt and scale of a judge.
 
     Attributes:
-        text: with {question}, {response} and {ground_truth}.
-        max_score: of a perfect response.
+        text: prompt with {question}, {response} and {ground_truth}.
+        max_score: score of a perfect response.
     """
 
     text: str
     max_score: float
 
     @classmethod
-    def of(cls, config: JudgeConfig) -> Rubric:
-        """That of the block ``reward.judge``.
+    def from_config(cls, config: JudgeConfig) -> Rubric:
+        """Return the rubric of the config block ``reward.judge``.
 
         Raises:
-            RewardError: its file cannot be read, or does not show the response.
+            RewardError: its file is unreadable or lacks {response}.
         """
         return cls(RUBRIC if config.prompt is None else _read(config.prompt), config.max_score)
 
-    def filled(self, question: str, response: str, ground_truth: Any) -> str:
-        """What the judge is asked; what is no text is shown as JSON."""
-        known = "" if ground_truth is None else ground_truth
-        truth = known if isinstance(known, str) else json.dumps(known, ensure_ascii=False)
-        return filled(self.text, question, response, truth)
+    def fill(self, question: str, response: str, ground_truth: Any) -> str:
+        """Return the prompt for a response; a ground truth that is not text is written as JSON."""
+        value = "" if ground_truth is None else ground_truth
+        truth = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return fill_rubric(self.text, question, response, truth)
 
     def score(self, judgement: str) -> float | None:
-        """The score in a judgement, 0 to 1; None where there is none from 0 to ``max_score``."""
-        found = parsed(judgement)
-        return None if found is None or not 0 <= found <= self.max_score else found / self.max_score
+        """Return the score of a judgement scaled to 0..1; None without one from 0 to ``max_score``."""
+        parsed = parse_score(judgement)
+        return None if parsed is None or not 0 <= parsed <= self.max_score else parsed / self.max_score
 
     def missing(self, judgement: str) -> str:
-        """What is wrong with a judgement that has no score."""
+        """Describe a judgement without a score."""
         return f"no score between 0 and {self.max_score:g}: it ended with {judgement[-100:]!r}"
 
 
 def question_of(messages: Sequence[Mapping[str, Any]] | None, extra_info: Mapping[str, Any] | None) -> str:
-    """What the user says in the messages of a prompt, or where there are none ``extra_info.question``."""
-    said = [str(message.get("content") or "") for message in messages or [] if message.get("role") == "user"]
-    return "\n\n".join(said) or str((extra_info or {}).get("question", ""))
+    """Return the user's text in a prompt's messages; without messages, ``extra_info.question``."""
+    texts = [str(message.get("content") or "") for message in messages or [] if message.get("role") == "user"]
+    return "\n\n".join(texts) or str((extra_info or {}).get("question", ""))
 
 
-def filled(rubric: str, question: str, response: str, ground_truth: str) -> str:
-    """The rubric with its parts; a response cannot close the marks that it stands between."""
+def fill_rubric(rubric: str, question: str, response: str, ground_truth: str) -> str:
+    """Fill a rubric's placeholders; marks in the response are removed so that it cannot close its quotation."""
     for mark in _MARKS:
         response = response.replace(mark, mark[:3])
-    parts = {"{question}": question, "{response}": response, "{ground_truth}": ground_truth}
-    return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found.group()], rubric)
+    values = {"{question}": question, "{response}": response, "{ground_truth}": ground_truth}
+    return re.sub("|".join(map(re.escape, values)), lambda match: values[match.group()], rubric)
 
 
-def parsed(text: str) -> float | None:
-    """The last score in a judgement: ``Score: 7``, ``"score": 7``, ``**Score:** 7/10`` or ``[[7]]``; None without one.
+def parse_score(text: str) -> float | None:
+    """Return the last score in a judgement: ``Score: 7``, ``"score": 7``, ``**Score:** 7/10`` or ``[[7]]``; None without one.
 
-    >>> parsed("Score: 3, no: better. **Score:** 7.5/10"), parsed('{"score": 4}'), parsed("fine")
+    >>> parse_score("Score: 3, no: better. **Score:** 7.5/10"), parse_score('{"score": 4}'), parse_score("fine")
     (7.5, 4.0, None)
     """
-    found = _SCORE.findall(text)
-    return float(found[-1][0] or found[-1][1]) if found else None
+    scores = _SCORE.findall(text)
+    return float(scores[-1][0] or scores[-1][1]) if scores else None
 
 
 def _read(path: str) -> str:
@@ -101,8 +101,8 @@ def _read(path: str) -> str:
     if "{response}" not in text:
         raise RewardError(
             f"the rubric {path} has no {{response}}",
-            why="the judge would not see what it judges",
-            fix="write {response} where the answer shall stand; {question} and {ground_truth} may stand too",
+            why="the judge would not see the response",
+            fix="write {response} at the place of the answer; {question} and {ground_truth} are optional",
             where="reward.judge.prompt",
         )
     return text

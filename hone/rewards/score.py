@@ -1,4 +1,4 @@
-"""The outcome of scoring one response."""
+"""Score of one response."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import Any
 
 @dataclass
 class Score:
-    """What a scorer said of one response.
+    """Score of one response.
 
     Attributes:
-        total: the reward of the whole response.
-        terms: named numeric parts of it, each logged as ``reward/<name>/mean`` (for example ``acc``, ``format``).
-        extra: anything else the scorer returned (for example ``pred``, used by maj@n), kept with the sample.
-        error: why scoring failed, or None. A failed score has total 0, is counted in ``reward/error_rate`` and shown.
-        unshaped: the reward before the trainer punished its length, None when it did not.
-        turn_rewards: parts of the total earned by each assistant turn, as the scorer gave them.
-        token_rewards: parts of the total earned by each token of the response, as the scorer gave them.
-        placed: where those parts stand: token of the response to reward. What they do not hold of the total stands on the
-            last sampled token.
-        elsewhere: what of the total stands in other parts of the episode, where it left several.
+        total: reward of the complete response.
+        terms: named numbers of the scorer, each logged as ``reward/<name>/mean`` (for example ``acc``, ``format``).
+        extra: other values that the scorer returned (for example ``pred``, used by maj@n), kept with the sample.
+        error: error of failed scoring, or None. A failed score has total 0 and counts in ``reward/error_rate``.
+        unshaped: reward before the trainer's length penalty; None without one.
+        turn_rewards: parts of the total earned by each assistant turn, as returned by the scorer.
+        token_rewards: parts of the total earned by each token of the response, as returned by the scorer.
+        placed: rewards by token of the response. The rest of the total is placed on the last sampled token.
+        elsewhere: share of the total that is placed in other segments of the episode.
     """
 
     total: float
@@ -35,5 +34,5 @@ class Score:
 
     @property
     def quality(self) -> float:
-        """The reward that the reward function gave."""
+        """Reward that the reward function returned."""
         return self.total if self.unshaped is None else self.unshaped

@@ -1,4 +1,4 @@
-"""What scorers may ask outside the trainer, made when it is first needed."""
+"""Services for scorers outside the trainer, created on first use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hone.rewards.sandbox.fusion import FusionSandbox
 
 
 class Services:
-    """The sandbox and the judge of a run.
+    """Sandbox and judge of a run.
 
     Args:
-        config: the block ``reward``.
+        config: config block ``reward``.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -22,21 +22,21 @@ class Services:
 
     @cached_property
     def sandbox(self) -> Sandbox | FusionSandbox:
-        """Where programs run."""
-        here, there = self.config.sandbox, self.config.sandbox_fusion
-        if there.url is not None:
-            limits = Limits(seconds=here.timeout, memory_mb=there.memory_limit_mb)
-            return FusionSandbox(there.url, limits=limits, max_concurrent=there.max_concurrent)
-        limits = Limits(seconds=here.timeout, memory_mb=here.memory_mb, processes=here.processes)
-        return Sandbox(backend=here.backend, limits=limits, max_concurrent=here.max_concurrent)
+        """Sandbox for programs."""
+        local, fusion = self.config.sandbox, self.config.sandbox_fusion
+        if fusion.url is not None:
+            limits = Limits(seconds=local.timeout, memory_mb=fusion.memory_limit_mb)
+            return FusionSandbox(fusion.url, limits=limits, max_concurrent=fusion.max_concurrent)
+        limits = Limits(seconds=local.timeout, memory_mb=local.memory_mb, processes=local.processes)
+        return Sandbox(backend=local.backend, require=local.require, limits=limits, max_concurrent=local.max_concurrent)
 
     @cached_property
     def judge(self) -> Judge:
-        """Who judges."""
+        """Judge of responses."""
         return Judge(self.config.judge, timeout=self.config.timeout)
 
     def close(self) -> None:
-        """Close what was made."""
+        """Close the created services."""
         for name in ("sandbox", "judge"):
             if name in vars(self):
                 getattr(self, name).close()

@@ -1,4 +1,4 @@
-"""Where scores come from: a function of the user's own, a server, or the built-in scorers."""
+"""Sources of scores: a custom function, a server, or the built-in scorers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError, did_you_mean
 from hone.insight import activity
-from hone.rewards.calls import arguments, batched, split, together
+from hone.rewards.calls import arguments, batched, run_calls, split
 from hone.rewards.http import JsonService, ServiceError
 from hone.rewards.outcome import failed, to_score, to_scores
 from hone.rewards.pool import ASYNC_GRACE, Outcome, WorkerPool
@@ -24,46 +24,46 @@ from hone.rewards.throttle import Throttle
 from hone.rewards.worker import Target
 
 SERVICE_CALLS = 64
-"""Calls of services at one time where no limit is set."""
+"""Default limit of concurrent service calls."""
 
 
 class Source(ABC):
-    """Scores responses, each call with its own outcome."""
+    """Source of scores, with one outcome per response."""
 
     @abstractmethod
     async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
-        """Score each trajectory, in order; None where it was given up because more than ``allowed`` had failed."""
+        """Score each trajectory, in order; None if skipped after more than ``allowed`` failures."""
 
     def check(self, data_sources: Mapping[str, int]) -> None:  # noqa: B027 - most take every kind
-        """Raise RewardError if some kind of problem (with its number of rows) cannot be scored."""
+        """Raise RewardError if a data source (given with its number of rows) cannot be scored."""
 
     @abstractmethod
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
-        """Name and version (hash of the code, or address) of what scores these kinds of problems."""
+        """Return name and version (code hash or address) of the scorers of these data sources."""
 
     def close(self) -> None:  # noqa: B027 - not every source starts something
-        """End what was started."""
+        """Stop processes that the source started."""
 
 
 def is_address(path: str) -> bool:
-    """Whether a reward function is named by the URL of a server."""
+    """Return whether a reward function's path is the URL of a server."""
     return path.startswith(("http://", "https://"))
 
 
 def function_source(function: CustomRewardConfig, config: RewardConfig) -> Source:
-    """The source for a reward function of the user's own: a file, or a server."""
+    """Return the source for a custom reward function: a file or a server."""
     return (RemoteSource if is_address(str(function.path)) else FunctionSource)(function, config)
 
 
 class FunctionSource(Source):
-    """A function in a file, called in worker processes with a time limit for each call.
+    """Function in a file, called in worker processes with a time limit for each call.
 
     Args:
-        function: file, name and further arguments.
-        config: the block ``reward``.
+        function: file, name and additional arguments.
+        config: config block ``reward``.
 
     Raises:
-        RewardError: it cannot be loaded or called.
+        RewardError: the function cannot be loaded or called.
     """
 
     def __init__(self, function: CustomRewardConfig, config: RewardConfig) -> None:
@@ -71,11 +71,11 @@ class FunctionSource(Source):
         if not self.path.is_file():
             near = [file.name for file in self.path.parent.glob("*.py")] if self.path.parent.is_dir() else []
             raise RewardError(
-                f"there is no file {function.path}",
+                f"file {function.path} does not exist",
                 why="without it no response can be scored",
                 fix=did_you_mean(self.path.name, near)
                 if near
-                else f"the directory {self.path.parent} holds no Python file",
+                else f"put it there: the directory {self.path.parent} has no Python file",
                 where="reward.custom_reward_function.path",
             )
         self.timeout, self.batch = config.timeout, config.reward_manager == "batch"
@@ -84,22 +84,22 @@ class FunctionSource(Source):
         self.pool = WorkerPool(target, 1 if self.batch else config.num_workers)
 
     async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
-        """See :class:`Source`."""
+        """Score each trajectory in the worker processes."""
         if self.batch:
             with self._waiting(1):
                 return split(await self._call(batched(trajectories)), len(trajectories))
         calls = [arguments(trajectory) for trajectory in trajectories]
         with self._waiting(len(calls)):
             if self.throttle.limits:
-                return await together([partial(self._call, call) for call in calls], self.throttle, allowed)
+                return await run_calls([partial(self._call, call) for call in calls], self.throttle, allowed)
             return await asyncio.wrap_future(self.pool.submit(calls, max_failures=allowed).done)
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
-        """See :class:`Source`."""
+        """Return the function's path with the hash of its file."""
         return {f"{self.path}:{self.name}": file_hash(self.path)}
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         self.pool.close()
 
     async def _call(self, call: dict[str, Any]) -> Outcome:
@@ -108,16 +108,16 @@ class FunctionSource(Source):
         return outcome
 
     def _waiting(self, calls: int) -> Any:
-        limit = self.timeout + ASYNC_GRACE + self.throttle.wait_of(1)
+        limit = self.timeout + ASYNC_GRACE + self.throttle.wait_seconds(1)
         return activity.waiting(f"{calls} scores", on=["reward worker"], limit=limit)
 
 
 class RemoteSource(Source):
-    """A function behind a URL: the arguments are posted as JSON, and the answer is what a function would return.
+    """Function at a URL, which receives the arguments as JSON and answers with a function's return value.
 
     Args:
-        function: its address (``path``) and further arguments.
-        config: the block ``reward``.
+        function: its address (``path``) and additional arguments.
+        config: config block ``reward``.
     """
 
     def __init__(self, function: CustomRewardConfig, config: RewardConfig) -> None:
@@ -127,14 +127,14 @@ class RemoteSource(Source):
         self.throttle = Throttle(config.max_concurrent or SERVICE_CALLS, config.requests_per_minute)
 
     async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
-        """See :class:`Source`."""
+        """Score each trajectory by a request."""
         if self.batch:
             return split(await self._call(batched(trajectories), len(trajectories)), len(trajectories))
         calls = [partial(self._call, arguments(trajectory)) for trajectory in trajectories]
-        return await together(calls, self.throttle, allowed)
+        return await run_calls(calls, self.throttle, allowed)
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
-        """See :class:`Source`."""
+        """Return the server's address."""
         return {self.address: "remote"}
 
     async def _call(self, call: Mapping[str, Any], count: int | None = None) -> Outcome:
@@ -143,7 +143,7 @@ class RemoteSource(Source):
         except ServiceError as error:
             return Outcome(failed(f"ServiceError: {error}"))
         except (TypeError, ValueError) as error:
-            return Outcome(failed(f"the arguments are no JSON: {error}"))
+            return Outcome(failed(f"the arguments are not JSON: {error}"))
         if count is None:
             return Outcome(to_score(answer))
         scores = to_scores(answer, count)
@@ -153,17 +153,17 @@ class RemoteSource(Source):
 class ScorerSource(Source):
     """Built-in scorers: one for every row, or the one registered for the row's ``data_source``.
 
-    Those that only read text run here, those that may run long in worker processes, and those that ask a service run
-    together in the event loop.
+    Scorers that only read text run in this process, those that may hang in worker processes, and those that use a service
+    concurrently in the event loop.
 
     Args:
-        scorer: for every row, or None.
-        options: keyword arguments; each scorer is given those it knows.
-        config: the block ``reward``.
-        services: what scorers may ask.
+        scorer: scorer for every row, or None.
+        options: keyword arguments; each scorer receives those it supports.
+        config: config block ``reward``.
+        services: services for scorers.
 
     Raises:
-        RewardError: no scorer knows an option.
+        RewardError: no scorer supports an option.
     """
 
     def __init__(
@@ -175,21 +175,25 @@ class ScorerSource(Source):
         self._check_options([scorer] if scorer else [SCORERS.get(name) for name in SCORERS])
 
     def check(self, data_sources: Mapping[str, int]) -> None:
-        """See :class:`Source`."""
-        found = {source: self.forced or scorer_for(source) for source in data_sources}
-        missing = sorted((source for source, scorer in found.items() if scorer is None), key=lambda s: -data_sources[s])
+        """Check that every data source has an installed scorer with its services."""
+        scorers = {source: self.forced or scorer_for(source) for source in data_sources}
+        missing = sorted(
+            (source for source, scorer in scorers.items() if scorer is None), key=lambda s: -data_sources[s]
+        )
         if missing:
             rows = ", ".join(f"'{source}' ({data_sources[source]} rows)" for source in missing[:5])
-            known = ", ".join(sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources}))
+            known_sources = ", ".join(
+                sorted({pattern for name in SCORERS for pattern in SCORERS.get(name).data_sources})
+            )
             raise RewardError(
-                f"no reward for data_source {rows}{' and more' if len(missing) > 5 else ''}. Known: {known}",
-                why="their responses could not be scored",
-                fix=f"reward.scorer=<one of {', '.join(SCORERS.names())}> for all rows, or a function of your own: "
+                f"no scorer for data_source {rows}{' and more' if len(missing) > 5 else ''}. Known data sources: {known_sources}",
+                why="responses to these rows could not be scored",
+                fix=f"reward.scorer=<one of {', '.join(SCORERS.names())}> for all rows, or your function: "
                 "reward.custom_reward_function.path=<file>.py",
                 code="R43",
                 where="data",
             )
-        used = {scorer.name: scorer for scorer in found.values() if scorer is not None}
+        used = {scorer.name: scorer for scorer in scorers.values() if scorer is not None}
         for scorer in used.values():
             scorer.check_installed()
             if scorer.check is not None:
@@ -197,7 +201,7 @@ class ScorerSource(Source):
         self._check_options(list(used.values()))
 
     async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
-        """See :class:`Source`."""
+        """Score each trajectory by its scorer."""
         chosen = [self._scorer(trajectory) for trajectory in trajectories]
         outcomes: list[Outcome | None] = [None] * len(chosen)
         sent = [index for index, scorer in enumerate(chosen) if scorer.may_hang]
@@ -211,9 +215,9 @@ class ScorerSource(Source):
                 outcomes[index] = _score_here(scorer, self._arguments(trajectories[index], scorer))
                 activity.tick()
         if asking:
-            calls = [partial(_ask, chosen[i], self._arguments(trajectories[i], chosen[i])) for i in asking]
+            calls = [partial(_score_async, chosen[i], self._arguments(trajectories[i], chosen[i])) for i in asking]
             with activity.waiting(f"{len(asking)} scores", on=["services"]):
-                answers = await together(calls, self.throttle, allowed)
+                answers = await run_calls(calls, self.throttle, allowed)
             for index, outcome in zip(asking, answers, strict=True):
                 outcomes[index] = outcome
         if job is not None:
@@ -225,12 +229,12 @@ class ScorerSource(Source):
         return outcomes
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
-        """See :class:`Source`."""
+        """Return the names of the scorers of these data sources with hashes of their files."""
         used = [self.forced] if self.forced else [scorer_for(source) for source in data_sources]
         return {scorer.name: file_hash(Path(scorer.file)) for scorer in used if scorer is not None}
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -256,19 +260,19 @@ class ScorerSource(Source):
         return arguments(trajectory) | options | {name: context[name] for name in scorer.context}
 
     def _check_options(self, scorers: Sequence[Scorer]) -> None:
-        known = {option for scorer in scorers for option in scorer.options}
+        known_options = {option for scorer in scorers for option in scorer.options}
         for option in self.options:
-            if option not in known:
+            if option not in known_options:
                 names = ", ".join(scorer.name for scorer in scorers)
                 raise RewardError(
                     f"no scorer in use ({names}) has an option '{option}'",
                     where="reward.scorer_kwargs",
-                    fix=did_you_mean(option, known),
+                    fix=did_you_mean(option, known_options),
                 )
 
 
 def file_hash(path: Path) -> str:
-    """The SHA-256 of a file's content, as run.json records it."""
+    """Return the SHA-256 of a file's content, as recorded in run.json."""
     return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
@@ -279,7 +283,7 @@ def _score_here(scorer: Scorer, call: dict[str, Any]) -> Outcome:
         return Outcome(failed(f"{type(error).__name__}: {error}"))
 
 
-async def _ask(scorer: Scorer, call: dict[str, Any]) -> Outcome:
+async def _score_async(scorer: Scorer, call: dict[str, Any]) -> Outcome:
     try:
         return Outcome(to_score(await scorer.compute(**call)))
     except UNSCORABLE as error:
@@ -287,4 +291,4 @@ async def _ask(scorer: Scorer, call: dict[str, Any]) -> Outcome:
 
 
 UNSCORABLE = (ValueError, TypeError, KeyError, RuntimeError)
-"""What a built-in scorer raises of a ground truth that it cannot read, or of a service that gives no answer."""
+"""Exceptions of a built-in scorer for an invalid ground truth or an unavailable service."""

@@ -1,4 +1,4 @@
-"""A reward of several terms (``reward.terms``): each scored apart, then normalised, clipped, weighed and added."""
+"""Reward of several terms (``reward.terms``): each is scored, normalised, clipped, weighted and added."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hone.rewards.outcome import as_number, failed
 from hone.rewards.score import Score
 
 NORMALIZATIONS = ("group", "batch")
-"""Over which responses a term is brought to mean 0 and deviation 1: those to the same prompt, or all."""
-_LEAST_DEVIATION = 1e-6
+"""Sets of responses over which a term is normalised to mean 0 and deviation 1: one prompt's, or all."""
+_MIN_DEVIATION = 1e-6
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term.
+    """Term of a reward.
 
     Attributes:
-        name: it is logged as ``reward/<name>/mean``.
+        name: name of the term, logged as ``reward/<name>/mean``.
         scorer: built-in scorer, None for a function.
-        function: function of the user's own, None for a scorer.
-        weight: factor.
-        clip: least and greatest value, after normalisation and before the weight.
-        normalize: one of :data:`NORMALIZATIONS`, or None. Validation shows terms as they are.
+        function: custom function, None for a scorer.
+        weight: factor of the term in the sum.
+        clip: minimum and maximum, after normalisation and before the weight.
+        normalize: one of :data:`NORMALIZATIONS`, or None. Validation does not normalise.
         options: keyword arguments of the scorer.
     """
 
@@ -47,19 +47,19 @@ _KEYS = ("name", "scorer", "function", "weight", "clip", "normalize", "options")
 
 
 def read_terms(entries: Sequence[Any]) -> list[Term]:
-    """Read ``reward.terms``.
+    """Parse ``reward.terms``.
 
     Raises:
-        ConfigError: an entry is no mapping, has an unknown key or a wrong value, or two have the same name.
+        ConfigError: an entry is not a mapping, has an unknown key or an invalid value, or two have the same name.
     """
-    terms = [_read(entry, f"reward.terms[{number}]") for number, entry in enumerate(entries)]
+    terms = [_parse_term(entry, f"reward.terms[{number}]") for number, entry in enumerate(entries)]
     names = [term.name for term in terms]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
         raise ConfigError(
-            f"two terms are called '{twice}'",
-            why="they could not be told apart in the metrics",
-            fix="give each a name of its own: name: ...",
+            f"two terms have the name '{duplicate}'",
+            why="their metrics would have the same name",
+            fix="give each term a unique name: name: ...",
             where="reward.terms",
         )
     return terms
@@ -68,13 +68,13 @@ def read_terms(entries: Sequence[Any]) -> list[Term]:
 def combine(
     terms: Sequence[Term], scores: Sequence[Sequence[Score]], trajectories: Sequence[Trajectory], *, normalized: bool
 ) -> list[Score]:
-    """The scores of all terms as one.
+    """Combine the scores of all terms into one score per trajectory.
 
     Args:
-        terms: what they are.
-        scores: of each term, the score of each trajectory.
-        trajectories: what was scored.
-        normalized: whether terms are normalised where they say so.
+        terms: terms of the reward.
+        scores: score of each trajectory, for each term.
+        trajectories: scored trajectories.
+        normalized: True to normalise terms as configured.
     """
     values = [
         _normalised(term, column, trajectories) if normalized else [score.total for score in column]
@@ -89,29 +89,31 @@ def combine(
 def _combined(terms: Sequence[Term], scores: Sequence[Score], values: Sequence[float]) -> Score:
     bad = next(((term, score) for term, score in zip(terms, scores, strict=True) if score.error is not None), None)
     if bad is not None:
-        return failed(_told(bad[0].name, str(bad[1].error)))
-    whole = Score(0.0)
+        return failed(_with_term(bad[0].name, str(bad[1].error)))
+    combined = Score(0.0)
     for term, score, value in zip(terms, scores, values, strict=True):
         low, high = term.clip or (value, value)
-        whole.total += term.weight * min(max(value, low), high)
+        combined.total += term.weight * min(max(value, low), high)
         for token, reward in score.placed.items():
-            whole.placed[token] = whole.placed.get(token, 0.0) + term.weight * reward
-        whole.terms[term.name] = score.total
+            combined.placed[token] = combined.placed.get(token, 0.0) + term.weight * reward
+        combined.terms[term.name] = score.total
     for term, score in zip(terms, scores, strict=True):
-        for entries, found in ((whole.terms, score.terms), (whole.extra, score.extra)):
-            for name, entry in found.items():
-                entries[name if name not in whole.terms and name not in whole.extra else f"{term.name}_{name}"] = entry
-    return whole
+        for entries, added in ((combined.terms, score.terms), (combined.extra, score.extra)):
+            for name, entry in added.items():
+                entries[
+                    name if name not in combined.terms and name not in combined.extra else f"{term.name}_{name}"
+                ] = entry
+    return combined
 
 
-def _told(name: str, error: str) -> str:
-    """The error with the name of its term, where its first word (that it was a time-out) stays first."""
+def _with_term(name: str, error: str) -> str:
+    """Add a term's name to an error; the word ``timeout`` stays first."""
     first, sign, rest = error.partition(":")
     return f"{first}: term {name}:{rest}" if sign and first == "timeout" else f"term {name}: {error}"
 
 
 def _normalised(term: Term, scores: Sequence[Score], trajectories: Sequence[Trajectory]) -> list[float]:
-    """Values brought to mean 0 and deviation 1 where there are two or more; failed scores take no part."""
+    """Normalise values to mean 0 and deviation 1 in sets of two or more; ignore failed scores."""
     if term.normalize is None:
         return [score.total for score in scores]
     groups: dict[str, list[int]] = defaultdict(list)
@@ -122,34 +124,35 @@ def _normalised(term: Term, scores: Sequence[Score], trajectories: Sequence[Traj
     for rows in groups.values():
         if len(rows) < 2:
             continue
-        found = [values[row] for row in rows]
-        mean, deviation = statistics.fmean(found), statistics.stdev(found)
+        group_values = [values[row] for row in rows]
+        mean, deviation = statistics.fmean(group_values), statistics.stdev(group_values)
         for row in rows:
-            values[row] = (values[row] - mean) / deviation if deviation > _LEAST_DEVIATION else 0.0
+            values[row] = (values[row] - mean) / deviation if deviation > _MIN_DEVIATION else 0.0
     return values
 
 
-def _read(entry: Any, where: str) -> Term:
+def _parse_term(entry: Any, where: str) -> Term:
     if not isinstance(entry, Mapping):
-        raise _wrong(where, f"{entry!r} is no mapping")
+        raise _invalid_term(where, f"{entry!r} is not a mapping")
     unknown = next((key for key in entry if key not in _KEYS), None)
     if unknown is not None:
-        raise ConfigError(f"a term has no '{unknown}'", fix=did_you_mean(str(unknown), _KEYS), where=where)
+        raise ConfigError(f"unknown key '{unknown}' of a term", fix=did_you_mean(str(unknown), _KEYS), where=where)
     scorer, function = entry.get("scorer"), entry.get("function")
     if (scorer is None) == (function is None):
-        raise _wrong(
-            where, "it has both a scorer and a function" if scorer else "it has neither a scorer nor a function"
+        raise _invalid_term(
+            where,
+            "the term has both a scorer and a function" if scorer else "the term has neither a scorer nor a function",
         )
     weight, clip, normalize = entry.get("weight", 1.0), entry.get("clip"), entry.get("normalize")
     options = entry.get("options") or {}
     if as_number(weight) is None or isinstance(weight, bool):
-        raise _wrong(where, f"weight={weight!r} is no number")
+        raise _invalid_term(where, f"weight={weight!r} is not a number")
     if clip is not None and not _is_range(clip):
-        raise _wrong(where, f"clip={clip!r} is not [low, high]")
+        raise _invalid_term(where, f"clip={clip!r} is not [low, high]")
     if normalize not in (None, *NORMALIZATIONS):
-        raise _wrong(where, f"normalize={normalize!r} is none of {', '.join(NORMALIZATIONS)}")
+        raise _invalid_term(where, f"normalize={normalize!r} is not one of {', '.join(NORMALIZATIONS)}")
     if not isinstance(options, Mapping):
-        raise _wrong(where, f"options={options!r} is no mapping")
+        raise _invalid_term(where, f"options={options!r} is not a mapping")
     custom = None if function is None else _function(str(function), dict(options))
     name = entry.get("name") or scorer or (custom and PurePath(str(custom.path)).stem)
     return Term(
@@ -179,10 +182,10 @@ def _is_range(clip: Any) -> bool:
     )
 
 
-def _wrong(where: str, what: str) -> ConfigError:
+def _invalid_term(where: str, problem: str) -> ConfigError:
     return ConfigError(
-        what,
-        fix="a term is {scorer: NAME} or {function: FILE.py:NAME}, with weight, clip: [low, high], normalize: group or batch, "
-        "options: {...} and name as wished",
+        problem,
+        fix="write {scorer: NAME} or {function: FILE.py:NAME}, with weight, clip: [low, high], normalize: group or batch, "
+        "options: {...} and name as needed",
         where=where,
     )

@@ -1,4 +1,4 @@
-"""Limits on calls of a service: how many at one time, and how many a minute."""
+"""Limits on service calls: concurrent calls, and calls per minute."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 
 
 class Throttle:
-    """Lets calls through: ``async with throttle: ...``.
+    """Throttle of calls: ``async with throttle: ...``.
 
-    It may be used in one event loop after another, as programs that call ``asyncio.run`` several times do. Calls of a minute
-    are spaced evenly, so that a service never sees a burst.
+    It may be used in successive event loops, as programs that call ``asyncio.run`` several times do. Calls per minute are spaced
+    evenly, so that a service never receives a burst.
 
     Args:
-        max_concurrent: calls at one time; None is no limit.
-        per_minute: calls begun in a minute; None is no limit.
+        max_concurrent: maximum concurrent calls; None means unlimited.
+        per_minute: maximum calls started per minute; None means unlimited.
     """
 
     def __init__(self, max_concurrent: int | None = None, per_minute: float | None = None) -> None:
@@ -22,20 +22,20 @@ class Throttle:
         self._pause = 60.0 / per_minute if per_minute else 0.0
         self._next = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._places = asyncio.Semaphore(1)
+        self._semaphore = asyncio.Semaphore(1)
 
     @property
     def limits(self) -> bool:
-        """Whether anything is limited."""
+        """True if there is any limit."""
         return self.max_concurrent is not None or self._pause > 0
 
-    def wait_of(self, calls: int) -> float:
-        """Seconds until the last of so many calls may begin, as far as their number a minute decides."""
+    def wait_seconds(self, calls: int) -> float:
+        """Return the seconds until the last of ``calls`` calls may start under the limit per minute."""
         return self._pause * calls
 
     async def __aenter__(self) -> None:
         if self.max_concurrent is not None:
-            await self._here().acquire()
+            await self._loop_semaphore().acquire()
         if self._pause:
             now = time.monotonic()
             begin = max(now, self._next)
@@ -49,12 +49,12 @@ class Throttle:
     async def __aexit__(self, *_: object) -> None:
         self._release()
 
-    def _here(self) -> asyncio.Semaphore:
+    def _loop_semaphore(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop, self._places = loop, asyncio.Semaphore(self.max_concurrent or 1)
-        return self._places
+            self._loop, self._semaphore = loop, asyncio.Semaphore(self.max_concurrent or 1)
+        return self._semaphore
 
     def _release(self) -> None:
         if self.max_concurrent is not None:
-            self._places.release()
+            self._semaphore.release()

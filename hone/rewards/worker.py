@@ -1,8 +1,8 @@
-"""The worker process: loads one reward function and calls it for whatever the parent sends.
+"""Worker process that loads one reward function and runs the calls that the parent sends.
 
-Run with the number of an inherited file descriptor as its argument, the folder in which the run's processes publish what
-they do; it speaks over the first and leaves standard output to the reward function. It is started as a fresh program, not forked: no locks or threads of the trainer come along, and a
-script without ``if __name__ == "__main__"`` is not run twice.
+Its arguments are the number of an inherited file descriptor, over which it communicates, and the folder in which the run's
+processes publish their activity. Standard output remains for the reward function. It starts as a new program, not by fork: it has no
+locks or threads of the trainer, and a script without ``if __name__ == "__main__"`` does not run twice.
 
     parent -> worker    a Target, once; then chunks: lists of (number, pickled keyword arguments)
     worker -> parent    Ready or LoadFailure, once; then (number, Score, traceback or None) as each call ends, and a list of
@@ -38,15 +38,15 @@ PLURALS = tuple(f"{name}s" for name in ARGUMENTS)
 
 @dataclass(frozen=True)
 class Target:
-    """What a worker calls.
+    """Function or scorers that a worker calls.
 
     Attributes:
-        timeout: seconds one call may take (asynchronous functions are cancelled here; the parent ends the others).
+        timeout: seconds per call (asynchronous calls are cancelled here; the parent kills the worker for others).
         path: file of a reward function; None for the built-in scorers.
-        name: of the function in the file.
-        kwargs: further keyword arguments of every call of it.
-        scorers: built-in scorers to make ready.
-        batch: a call scores many responses: each argument is a list, and so is what it returns.
+        name: name of the function in the file.
+        kwargs: additional keyword arguments of every call.
+        scorers: built-in scorers to prepare.
+        batch: True if a call scores many responses: arguments and return value are lists.
     """
 
     timeout: float
@@ -58,33 +58,33 @@ class Target:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the arguments of each call, beside ``kwargs``."""
+        """Names of the arguments of each call, without ``kwargs``."""
         return PLURALS if self.batch else ARGUMENTS
 
     @property
     def signature(self) -> str:
-        """How its function may be written."""
+        """Signature that the function should have."""
         return f"def compute_score({', '.join(self.arguments)}, **kwargs)"
 
     def read(self, value: Any, call: dict[str, Any]) -> Score | list[Score]:
-        """The score, or the scores of a batch, that a call returned."""
+        """Convert a call's return value to a score, or to the scores of a batch."""
         return to_scores(value, len(call[PLURALS[0]])) if self.batch else to_score(value)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The function is loaded."""
+    """Message that the function is loaded."""
 
     is_async: bool
 
 
 class LoadFailure(Exception):
-    """The function cannot be loaded.
+    """Message that the function cannot be loaded.
 
     Attributes:
-        what: what is wrong.
-        fix: how to mend it.
-        traceback: of the user's file, when it raised.
+        what: description of the problem.
+        fix: fix of the problem.
+        traceback: traceback of the user's file, if it raised.
     """
 
     def __init__(self, what: str, fix: str, traceback: str = "") -> None:
@@ -93,7 +93,7 @@ class LoadFailure(Exception):
 
 
 def main() -> None:
-    """Serve the parent until it goes away."""
+    """Serve the parent until it closes the connection."""
     _exit_with_parent()
     connection = Connection(int(sys.argv[1]))
     target: Target = connection.recv()
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def _load(target: Target) -> tuple[Callable[..., Any], bool]:
-    """The function to call, and whether it is asynchronous."""
+    """Load the function to call; also return whether it is asynchronous."""
     if target.path is None:
         return _load_scorers(target.scorers), False
     module = _load_module(Path(target.path))
@@ -154,11 +154,11 @@ def _load_module(path: Path) -> Any:
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's file raises is reported to the parent
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's file is reported to the parent
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = f" at line {lines[-1]}" if lines else ""
         raise LoadFailure(
-            f"importing {path} failed{line}: {_last_line(error)}", "repair the file", traceback.format_exc()
+            f"importing {path} failed{line}: {_last_line(error)}", "fix the file", traceback.format_exc()
         ) from error
     return module
 
@@ -172,7 +172,7 @@ def _check_signature(function: Callable[..., Any], target: Target) -> None:
             f"'{target.name}' of {target.path} cannot be called with {given}: {error}", target.signature
         ) from error
     except ValueError:
-        return  # a builtin without a signature; the first call will tell
+        return  # a builtin without a signature; the first call reports a mismatch
 
 
 def _load_scorers(names: tuple[str, ...]) -> Callable[..., Any]:
@@ -200,7 +200,7 @@ def _run_one(
         if inspect.isawaitable(value):
             value = loop.run_until_complete(asyncio.wait_for(value, target.timeout))
         return target.read(value, call), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a reward function raises is a counted error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a reward function is counted
         return _failure(error, time.monotonic() - begun, target.timeout)
 
 
@@ -236,7 +236,7 @@ def _reply(connection: Connection, number: int, score: Score | list[Score], trac
 
 
 def _exit_with_parent() -> None:
-    """End with the parent even if it was killed while a reward function runs on here."""
+    """End with the parent, even if it was killed while a reward function still runs here."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -1,1 +1,1 @@
-"""The programs: rl and sft."""
+"""Trainers: RL, imitation (SFT), preferences and reward models."""

@@ -1,4 +1,4 @@
-"""Which episodes `hone eval` plays: as the run did whose model it is, or as keys on the command line say."""
+"""Keys of the episodes that `hone eval` plays, from the model's run and the command line."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 
 @dataclass
 class EpisodeKeys:
-    """How episodes are played.
+    """Configuration of episodes.
 
     Attributes:
-        multi_turn: the block ``multi_turn``.
-        agent: the block ``agent``.
+        multi_turn: config block ``multi_turn``.
+        agent: config block ``agent``.
         template_kwargs: extra arguments of the chat template.
-        run: the run whose configuration was taken up, None without.
+        run: directory of the run whose configuration is used, or None.
     """
 
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
@@ -36,17 +36,17 @@ class EpisodeKeys:
 
 
 def episode_keys(model: Path, overrides: Sequence[str]) -> EpisodeKeys:
-    """The keys that hold for a model: those of the run that made it, and over them the overrides.
+    """Return the episode keys of a model: those of its run, changed by the overrides.
 
     Args:
-        model: its directory.
+        model: directory of the model.
         overrides: keys of the blocks ``multi_turn`` and ``agent``, as in ``multi_turn.enable=true``.
 
     Raises:
-        ConfigError: a key of another block, or a value that does not do.
+        ConfigError: a key of another block, or an invalid value.
     """
     run = run_of(model)
-    words = [_whole(word) for word in overrides]
+    words = [_full_override(word) for word in overrides]
     where = {} if run is None else {"config_path": run, "config_name": "config"}
     config = load_config(RLConfig, words, **where)
     rollout = config.actor_rollout_ref.rollout
@@ -54,22 +54,22 @@ def episode_keys(model: Path, overrides: Sequence[str]) -> EpisodeKeys:
 
 
 def run_of(model: Path) -> Path | None:
-    """The directory of the `hone train` run in which a model lies, or None."""
+    """Return the directory of the `hone train` run that contains a model, or None."""
     for folder in model.absolute().parents:
-        kept = folder / "config.yaml"
-        if kept.is_file() and (folder / "run.json").is_file():
-            return folder if "actor_rollout_ref" in (yaml.safe_load(kept.read_text()) or {}) else None
+        config_file = folder / "config.yaml"
+        if config_file.is_file() and (folder / "run.json").is_file():
+            return folder if "actor_rollout_ref" in (yaml.safe_load(config_file.read_text()) or {}) else None
     return None
 
 
-def _whole(word: str) -> str:
-    """An override by its whole path."""
+def _full_override(word: str) -> str:
+    """Return an override with its full key."""
     key = word.lstrip("+~").removeprefix(_ROLLOUT)
     if key.partition(".")[0] not in _BLOCKS:
         raise ConfigError(
-            f"'{word}' is no key of episodes",
-            why="`hone eval` takes a model, data and options; keys say how episodes of several turns are played",
-            fix="a key of multi_turn or agent, as in multi_turn.enable=true multi_turn.tool_config_path=tools.yaml",
+            f"'{word}' is not a key of episodes",
+            why="`hone eval` takes a model, data and options; its keys configure only multi-turn episodes",
+            fix="use a key of multi_turn or agent, as in multi_turn.enable=true multi_turn.tool_config_path=tools.yaml",
         )
     sign = word[: len(word) - len(word.lstrip("+~"))]
     return f"{sign}{_ROLLOUT}{key}"

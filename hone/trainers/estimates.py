@@ -1,4 +1,4 @@
-"""From a batch to advantages: the inputs that an estimator asks for, taken from the columns of the batch."""
+"""Advantages of a batch: the columns of the batch are the inputs of the estimator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hone.data.ragged import Ragged
 from hone.data.types import Trajectory
 from hone.errors import ConfigError
 from hone.rewards.score import Score
-from hone.trainers.split_episodes import apart, is_split, joined
+from hone.trainers.split_episodes import is_split, join_segments, split_column
 
 COLUMNS = {
     "groups": "uid",
@@ -30,24 +30,24 @@ COLUMNS = {
     "turns": "response_mask",
     "turn_groups": "trajectory",
 }
-"""What an estimator may take, and the column that it is made of."""
+"""Inputs that an estimator may need, with the column of each."""
 
 
 def needed_columns(estimator: AdvantageEstimator) -> tuple[str, ...]:
-    """The columns that the advantages cannot do without."""
+    """Return the columns that the advantages require."""
     return ("token_level_rewards", *(COLUMNS[need] for need in sorted(estimator.needs)))
 
 
 def suppliers(estimator: AdvantageEstimator) -> str:
-    """What the user can set so that the estimator gets what it needs, for an error message."""
+    """Return the settings that provide the estimator's inputs, for an error message."""
     return "; ".join(INPUTS[need][1] for need in sorted(estimator.needs) if need not in ("groups", "old_log_probs"))
 
 
 def estimate(estimator: AdvantageEstimator, batch: Batch, algorithm: AlgorithmConfig) -> tuple[Ragged, Ragged]:
-    """Return advantages and returns of the whole batch, aligned with ``response_mask``; an episode counts once, whatever the number
-    of its parts.
+    """Return advantages and returns of the batch, aligned with ``response_mask``; each episode counts once.
 
-    Options of the estimator take the value of the key of their name under ``algorithm``, or in ``algorithm.adv_kwargs``.
+    The segments of an episode are joined before. An option of the estimator has the value of the key of the same name under
+    ``algorithm``, or in ``algorithm.adv_kwargs``.
     """
     if is_split(batch):
         columns = {
@@ -55,42 +55,47 @@ def estimate(estimator: AdvantageEstimator, batch: Batch, algorithm: AlgorithmCo
             "token_level_rewards",
             *(COLUMNS[name] for name in estimator.needs | estimator.uses),
         }
-        whole = estimate(estimator, joined(batch, columns), algorithm)
-        return apart(whole[0], batch), apart(whole[1], batch)
+        joined = estimate(estimator, join_segments(batch, columns), algorithm)
+        return split_column(joined[0], batch), split_column(joined[1], batch)
     mask = batch.ragged("response_mask")
-    taken = [name for name in estimator.needs | estimator.uses if COLUMNS[name] in batch]
+    inputs = [name for name in estimator.needs | estimator.uses if COLUMNS[name] in batch]
     advantages, returns = estimator(
         batch.ragged("token_level_rewards").to_padded(),
         mask.to_padded(),
-        **{INPUTS[name][0]: _input(name, batch, algorithm) for name in taken},
+        **{INPUTS[name][0]: _input(name, batch, algorithm) for name in inputs},
         **estimator_options(estimator, algorithm),
     )
     return Ragged.from_padded(advantages, mask.lengths), Ragged.from_padded(returns, mask.lengths)
 
 
 def estimator_options(estimator: AdvantageEstimator, algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """The options of an estimator as configured; what ``adv_kwargs`` names wins."""
+    """Return the configured options of an estimator; ``adv_kwargs`` takes precedence."""
     settings = vars(algorithm)
     return {name: settings[name] for name in estimator.options if name in settings} | algorithm.adv_kwargs
 
 
 def reward_components(scores: Sequence[Score], keys: Sequence[str]) -> dict[str, Tensor]:
-    """The terms ``keys`` of the scores, each ``[B]``; ``score`` is the reward itself. A response without a score has 0.
+    """Return the terms ``keys`` of the scores, each ``[B]``; ``score`` is the reward. A missing score counts as 0.
 
     Raises:
-        ConfigError: no key is named, or a score lacks one.
+        ConfigError: there are no keys, or a score lacks one.
     """
     names = sorted({"score"}.union(*(score.terms for score in scores)))
     where, fix = "algorithm.gdpo_reward_keys", f"algorithm.gdpo_reward_keys=[{','.join(names)}]"
     if not keys:
-        raise ConfigError("no reward component is named", why="each is normalised by itself", fix=fix, where=where)
+        raise ConfigError(
+            "algorithm.gdpo_reward_keys is empty",
+            why="GDPO normalises each reward component separately",
+            fix=fix,
+            where=where,
+        )
     terms_of = [{"score": score.quality} | score.terms for score in scores]
     for key in keys:
         lacking = sum(score.error is None and key not in terms for score, terms in zip(scores, terms_of, strict=True))
         if lacking:
             raise ConfigError(
-                f"{lacking} of {len(scores)} scores have no term '{key}'; there are {names}",
-                why="each component is normalised by itself, so every response needs a value of it",
+                f"{lacking} of {len(scores)} scores have no term '{key}'; terms: {names}",
+                why="each component is normalised separately, so every response needs its value",
                 fix=fix,
                 where=where,
             )
@@ -98,31 +103,31 @@ def reward_components(scores: Sequence[Score], keys: Sequence[str]) -> dict[str,
 
 
 def turn_ids(mask: Tensor) -> Tensor:
-    """The turn of each token, ``[B, T]``: a turn is an unbroken run of tokens that the policy sampled."""
-    chosen = mask.bool()
-    before = torch.nn.functional.pad(chosen, (1, 0))[:, :-1]
-    return ((chosen & ~before).cumsum(-1) - 1).clamp(min=0)
+    """Return the turn index of each token, ``[B, T]``; a turn is a run of sampled tokens."""
+    is_sampled = mask.bool()
+    before = torch.nn.functional.pad(is_sampled, (1, 0))[:, :-1]
+    return ((is_sampled & ~before).cumsum(-1) - 1).clamp(min=0)
 
 
 def turn_states(trajectory: Trajectory) -> list[tuple]:
-    """What names the state before each turn: the prompt, then what the environment said last."""
-    states, seen, place = [], (trajectory.uid,), 0
+    """Return a key of the state before each turn: the prompt, then also the environment's last tokens."""
+    states, state, position = [], (trajectory.uid,), 0
     for sampled, run in itertools.groupby(trajectory.response_mask):
         length = len(list(run))
         if sampled:
-            states.append(seen)
+            states.append(state)
         else:
-            seen = (trajectory.uid, *trajectory.response_ids[place : place + length])
-        place += length
+            state = (trajectory.uid, *trajectory.response_ids[position : position + length])
+        position += length
     return states
 
 
 def _input(name: str, batch: Batch, algorithm: AlgorithmConfig) -> Any:
-    made: dict[str, Callable[[], Any]] = {
+    inputs: dict[str, Callable[[], Any]] = {
         "groups": lambda: batch.objects("uid"),
         "greedy_baseline": lambda: batch.tensor("reward_baselines"),
         "reward_components": lambda: reward_components(batch.objects("score"), algorithm.gdpo_reward_keys),
         "turns": lambda: turn_ids(batch.ragged("response_mask").to_padded()),
         "turn_groups": lambda: [turn_states(trajectory) for trajectory in batch.objects("trajectory")],
     }
-    return made[name]() if name in made else batch.ragged(COLUMNS[name]).to_padded()
+    return inputs[name]() if name in inputs else batch.ragged(COLUMNS[name]).to_padded()

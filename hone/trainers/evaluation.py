@@ -1,4 +1,4 @@
-"""Asking a finished model: one question, or a whole dataset with scores."""
+"""Evaluation of a trained model: on single questions, or on a dataset with scores."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
 from hone.agents.prompts import tools_of
-from hone.agents.setting import Setting
 from hone.cluster.context import prepare_torch
 from hone.config.model import ModelConfig
 from hone.config.reward import RewardConfig
@@ -33,18 +33,18 @@ from hone.generation import ENGINES
 from hone.generation.protocol import Engine, SamplingParams
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.traces import trace
+from hone.models.loading import load_policy
 from hone.rewards.manager import RewardManager
-from hone.rewards.placement import shared
+from hone.rewards.placement import share_rewards
 from hone.trainers.episode_keys import EpisodeKeys
 from hone.trainers.inputs import self_scored_by
-from hone.trainers.validation import Evaluation, measured
+from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.export import base_of_adapter, find_actor
-from hone.training.model import load_policy
 
 
 @dataclass
 class EvaluationRequest:
-    """What `hone eval` asks; the attributes are its options."""
+    """Request of `hone eval`; the attributes are its options."""
 
     model: str
     files: list[str]
@@ -63,14 +63,14 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
     """Answer every prompt ``n`` times and score the answers.
 
     Raises:
-        HoneError: model, data or reward cannot be used.
+        HoneError: model, data or reward is invalid.
     """
     if request.n > 1 and request.temperature == 0:
-        raise ConfigError(f"n={request.n} greedy answers would all be the same", fix="--temperature 1", code="R32")
-    context = request.max_prompt_length + request.max_response_length
-    engine, tokenizer = open_model(request.model, context)
+        raise ConfigError(f"n={request.n} greedy answers would be identical", fix="--temperature 1", code="R32")
+    max_model_len = request.max_prompt_length + request.max_response_length
+    engine, tokenizer = open_model(request.model, max_model_len)
     keys = request.episodes
-    setting = Setting(tokenizer, keys.multi_turn, keys.agent, keys.template_kwargs, context)
+    context = EpisodeContext(tokenizer, keys.multi_turn, keys.agent, keys.template_kwargs, max_model_len)
     dataset = PromptDataset(
         request.files,
         tokenizer,
@@ -80,69 +80,69 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         truncation="error",
         max_samples=request.max_samples,
         chat_template_kwargs=keys.template_kwargs,
-        tools_of=tools_of(setting),
+        tools_of=tools_of(context),
     )
     samples = [dataset[row] for row in range(len(dataset))]
     rewards = RewardManager(request.reward)
     try:
-        rewards.check(dataset.data_sources(), self_scored_by(setting, samples))
+        rewards.check(dataset.data_sources(), self_scored_by(context, samples))
         sampling = SamplingParams(
             max_tokens=request.max_response_length,
             temperature=request.temperature,
             top_p=request.top_p,
             stop_token_ids=stop_tokens(tokenizer, weights_of(request.model)),
         )
-        played = answer(samples, engine, setting, sampling, n=request.n, seeding=(request.seed, "validation"))
-        found = measured(played, shared(played, asyncio.run(rewards.score(played))), request.n)
-        found.metrics |= episode_metrics(played, [score.total for score in found.scores])
-        return found
+        played = answer(samples, engine, context, sampling, n=request.n, seeding=(request.seed, "validation"))
+        evaluation = evaluate_answers(played, share_rewards(played, asyncio.run(rewards.score(played))), request.n)
+        evaluation.metrics |= episode_metrics(played, [score.total for score in evaluation.scores])
+        return evaluation
     finally:
         rewards.close()
-        setting.close()
+        context.close()
 
 
 def answer(
     samples: Sequence[Sample],
     engine: Engine,
-    setting: Setting,
+    context: EpisodeContext,
     sampling: SamplingParams,
     *,
     n: int,
     seeding: tuple[Any, ...],
 ) -> list[Trajectory]:
-    """Ask every sample ``n`` times; answers come in the order of the samples. The draws depend on ``seeding`` and the row."""
+    """Play every sample ``n`` times, in order. The random streams depend on ``seeding`` and the row."""
 
     def seed_of(uid: str, index: int) -> int:
         return derive_seed(*seeding, uid, index)
 
-    return asyncio.run(Player(engine, setting).play(samples, sampling, n=n, seed_of=seed_of))
+    return asyncio.run(Player(engine, context).play(samples, sampling, n=n, seed_of=seed_of))
 
 
 def ask(
     model: str, prompts: Sequence[str], sampling: SamplingParams, *, n: int, raw: bool, seed: int
 ) -> list[Trajectory]:
-    """Answer prompts given as text; ``raw`` leaves the chat template out."""
+    """Answer prompts given as text; ``raw`` skips the chat template."""
     tokenizer_only = load_tokenizer(str(find_actor(model)))
     samples = []
     for row, prompt in enumerate(prompts):
         messages = None if raw else [{"role": "user", "content": prompt}]
         ids = tokenizer_only.encode(prompt) if messages is None else render_prompt(tokenizer_only, messages)
         samples.append(Sample(uid=str(row), prompt_ids=ids, messages=messages, data_source="ask"))
-    longest = max(len(sample.prompt_ids) for sample in samples)
-    engine, tokenizer = open_model(model, longest + sampling.max_tokens)
+    max_prompt_length = max(len(sample.prompt_ids) for sample in samples)
+    engine, tokenizer = open_model(model, max_prompt_length + sampling.max_tokens)
     sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer, weights_of(model))})
 
-    return answer(samples, engine, Setting(tokenizer), sampling, n=n, seeding=(seed, "ask"))
+    return answer(samples, engine, EpisodeContext(tokenizer), sampling, n=n, seeding=(seed, "ask"))
 
 
 def weights_of(path: str) -> str:
-    """The Hugging Face directory of a model, checkpoint or run directory: of an adapter, its base."""
+    """Return the Hugging Face directory of a model, checkpoint or run; for an adapter, of its base model."""
     actor = find_actor(path)
     return str(base_of_adapter(actor) or actor)
 
 
 def open_model(path: str, max_model_len: int) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """A native engine over the model in a model, adapter, checkpoint or run directory, and its tokenizer."""
+    """Load a model, adapter, checkpoint or run into a native engine; also return its tokenizer."""
     actor = find_actor(path)
     base = base_of_adapter(actor)
     device = prepare_torch(RunConfig())
@@ -163,7 +163,7 @@ def open_model(path: str, max_model_len: int) -> tuple[Engine, PreTrainedTokeniz
 
 
 def report(evaluation: Evaluation, *, show: int, as_json: bool, output: Path | None) -> None:
-    """Print metrics and a few answers; write all of them to ``output``."""
+    """Print metrics and a few answers; write all answers to ``output``."""
     records = evaluation.records()
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

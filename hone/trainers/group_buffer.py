@@ -1,12 +1,12 @@
-"""The buffer between rollout and learner, which bounds how stale a trained group may be.
+"""Buffer between rollout and learner, which bounds the staleness of trained groups.
 
     Rollouter --groups--> GroupBuffer --ready batch--> Learner --weights v+1--> engines
        ^  admits a prompt group only while a slot is free                |
        +----------------- slots released after the weight update <-------+
 
-A group holds a slot from its admission until the weight update that it took part in. There are
-``(max_staleness + 1) x groups_per_batch`` slots: so when a group is trained on, at most ``max_staleness`` updates have
-happened since it was admitted. With bound 0 rollout and learner take strict turns: synchronous training.
+A group holds a slot from its admission until the weight update that trains on it. There are ``(max_staleness + 1) x
+groups_per_batch`` slots, so at most ``max_staleness`` updates happen between a group's admission and its training. With bound 0,
+rollout and learner alternate strictly: synchronous training.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hone.data.types import Sample
 
 @dataclass(frozen=True)
 class Group:
-    """All episodes of one prompt.
+    """Group of all episodes of one prompt.
 
     Attributes:
-        sample: the prompt.
+        sample: row of the prompt.
         version: weight version at admission.
-        batch: a row an episode, or on a cluster the references to them.
+        batch: one row per episode, or references to rows on a cluster.
     """
 
     sample: Sample
@@ -35,18 +35,18 @@ class Group:
 
     @property
     def uid(self) -> str:
-        """The prompt's."""
+        """Uid of the prompt."""
         return self.sample.uid
 
 
 class GroupBuffer:
-    """Admits prompt groups, collects finished ones, hands out batches in order of admission.
+    """Buffer that admits prompt groups, collects finished ones, and returns batches in order of admission.
 
-    Order of admission, not of completion: so that short responses do not crowd into early batches, and a run repeats.
+    The order is not that of completion, so that early batches are not biased to short responses and runs are reproducible.
 
     Args:
-        groups_per_batch: prompts a step.
-        max_staleness: weight updates that may happen between a group's admission and its training.
+        groups_per_batch: prompts per step.
+        max_staleness: weight updates allowed between a group's admission and its training.
     """
 
     def __init__(self, groups_per_batch: int, max_staleness: int = 0) -> None:
@@ -61,13 +61,13 @@ class GroupBuffer:
 
     @property
     def free_slots(self) -> int:
-        """Groups that may be admitted now."""
+        """Number of groups that can be admitted now."""
         used = len(self._waiting) + len(self._training)
         return (self.max_staleness + 1) * self.groups_per_batch - used
 
     @property
     def ready(self) -> bool:
-        """Whether the next batch is complete."""
+        """True if the next batch is complete."""
         head = list(self._waiting)[: self.groups_per_batch]
         return not self._training and len(head) == self.groups_per_batch and all(uid in self._finished for uid in head)
 
@@ -75,45 +75,45 @@ class GroupBuffer:
         """Give each group a slot.
 
         Raises:
-            ValueError: not enough free slots, or a uid is inside already; then none is admitted.
+            ValueError: not enough free slots, or a uid is already in the buffer; then none is admitted.
         """
         if len(uids) > self.free_slots:
             raise ValueError(f"{len(uids)} groups for {self.free_slots} free slots")
-        twice = [uid for place, uid in enumerate(uids) if uid in self._admitted_at or uid in uids[:place]]
-        if twice:
-            raise ValueError(f"group '{twice[0]}' is in the buffer already")
+        duplicates = [uid for index, uid in enumerate(uids) if uid in self._admitted_at or uid in uids[:index]]
+        if duplicates:
+            raise ValueError(f"group '{duplicates[0]}' is already in the buffer")
         for uid in uids:
             self._waiting.append(uid)
             self._admitted_at[uid] = self._version
 
     def put(self, sample: Sample, batch: AnyBatch) -> Group:
-        """The group of a prompt has finished.
+        """Store the finished group of a prompt.
 
         Raises:
-            KeyError: it was never admitted.
-            ValueError: it has finished before.
+            KeyError: the group was not admitted.
+            ValueError: the group has already finished.
         """
         uid = sample.uid
         if uid not in self._admitted_at:
             raise KeyError(f"group '{uid}' was not admitted")
         if uid in self._finished or uid in self._training:
-            raise ValueError(f"group '{uid}' has finished before")
+            raise ValueError(f"group '{uid}' has already finished")
         self._finished[uid] = Group(sample, self._admitted_at[uid], batch)
         return self._finished[uid]
 
     def evict(self, uid: str) -> None:
-        """Drop a finished group; its slot is free again.
+        """Remove a finished group and free its slot.
 
         Raises:
-            KeyError: no finished group of that uid waits here.
+            KeyError: there is no finished group with this uid.
         """
         if uid not in self._finished:
-            raise KeyError(f"no finished group '{uid}' waits")
+            raise KeyError(f"group '{uid}' is not a finished group of the buffer")
         del self._finished[uid], self._admitted_at[uid]
         self._waiting.remove(uid)
 
     def take(self) -> list[Group]:
-        """The next batch; its slots stay taken until :meth:`release`.
+        """Return the next batch; its slots stay occupied until :meth:`release`.
 
         Raises:
             RuntimeError: no batch is ready.
@@ -124,11 +124,11 @@ class GroupBuffer:
         return [self._finished.pop(uid) for uid in self._training]
 
     def staleness(self, group: Group) -> int:
-        """Weight updates since the group was admitted."""
+        """Return the number of weight updates since the group was admitted."""
         return self._version - group.version
 
     def release(self, version: int) -> None:
-        """The weights have been updated to ``version`` with the batch taken: its slots are free again."""
+        """Free the slots of the taken batch after the weight update to ``version``."""
         self._version = version
         for uid in self._training:
             del self._admitted_at[uid]

@@ -1,9 +1,8 @@
-"""Dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2): groups that teach nothing are replaced.
+"""Dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2): replacement of groups without learning signal.
 
-A group whose answers are all equally good has advantage 0 everywhere. Without it the batch would be smaller than it looks;
-with it replaced by the group of another prompt, every group counts. Prompts are tried in the order of the data, and exactly
-as many as are missing: the batch is the first useful groups of that order, whatever was finished first, and none is thrown
-away.
+A group of equally good answers has advantage 0 everywhere, so the effective batch would be smaller. The groups of further prompts
+replace such groups. Prompts are tried in data order, and only as many as are missing. So the batch is the first useful groups of
+that order, independent of completion order, and no useful group is discarded.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from hone.config.algorithm import FilterGroupsConfig
 from hone.errors import ConfigError
 from hone.insight.metrics import MetricStore
 
-SHOWN = 4
+MAX_SHOWN_VALUES = 4
 
 
 class GroupFilter:
-    """Scores groups as they are finished, says which to evict, and stops when too many were tried.
+    """Filter that scores finished groups, selects those to evict, and stops after too many tries.
 
     Args:
-        config: the block ``algorithm.filter_groups``.
-        score: adds the scores to a batch.
-        values_of: of a scored batch and the name of a metric the value of each row; and, when no score has the metric, the
-            names of those there are.
-        batch_size: groups a step.
+        config: config block ``algorithm.filter_groups``.
+        score: function that adds the scores to a batch.
+        values_of: function of a scored batch and a metric's name that returns the value of each row. If no score has the metric,
+            it also returns the names of the existing ones.
+        batch_size: groups per step.
     """
 
     def __init__(
@@ -39,55 +38,55 @@ class GroupFilter:
     ) -> None:
         self.config, self.score, self.values_of, self.batch_size = config, score, values_of, batch_size
         self.tried = 0
-        """Groups judged this step."""
+        """Number of groups judged in this step."""
         self.judged: tuple[list[str], list[float]] = ([], [])
-        """Uid and value of every answer judged last, those of evicted groups too."""
+        """Uid and value of every answer judged last, including evicted groups."""
         self._evicted: Counter[float] = Counter()  # the value that all answers of an evicted group share
         self._samples = 0
 
     def begin(self) -> None:
-        """A new step: nothing has been tried."""
+        """Start a new step with no groups tried."""
         self.tried = self._samples = 0
         self._evicted.clear()
 
     async def judge(self, batch: AnyBatch) -> tuple[AnyBatch, list[str]]:
-        """Score finished groups; returns them with their scores, and the uids of those to evict.
+        """Score finished groups; return the scored batch and the uids to evict.
 
         Raises:
-            ConfigError: the reward function returns no term of the name ``metric``.
+            ConfigError: the reward function returns no term named ``metric``.
             RewardError: too many answers cannot be scored.
         """
         batch = await self.score(batch)
-        values, instead = await self.values_of(batch, self.config.metric)
-        self._check_metric(instead)
+        values, alternatives = await self.values_of(batch, self.config.metric)
+        self._check_metric(alternatives)
         self.judged = list(batch.uids), values
         groups: dict[str, list[float]] = {}
         for uid, value in zip(batch.uids, values, strict=True):
             groups.setdefault(uid, []).append(value)
-        useless = [uid for uid, found in groups.items() if len(set(found)) == 1]
-        self._evicted.update(groups[uid][0] for uid in useless)
-        self._samples += sum(len(groups[uid]) for uid in useless)
+        evicted = [uid for uid, group_values in groups.items() if len(set(group_values)) == 1]
+        self._evicted.update(groups[uid][0] for uid in evicted)
+        self._samples += sum(len(groups[uid]) for uid in evicted)
         self.tried += len(groups)
-        return batch, useless
+        return batch, evicted
 
     def check_budget(self, missing: int) -> None:
-        """Make sure that ``missing`` more groups may be tried.
+        """Check that ``missing`` more groups may be tried.
 
         Raises:
-            ConfigError: they would be more than ``max_num_gen_batches`` allows.
+            ConfigError: the total would exceed ``max_num_gen_batches`` allows.
         """
         limit = self.config.max_num_gen_batches * self.batch_size
         if self.tried + missing <= limit:
             return
-        common = ", ".join(f"{count} all {value:g}" for value, count in self._evicted.most_common(SHOWN))
-        others = len(self._evicted) - SHOWN
+        common = ", ".join(f"{count} all {value:g}" for value, count in self._evicted.most_common(MAX_SHOWN_VALUES))
+        others = len(self._evicted) - MAX_SHOWN_VALUES
         raise ConfigError(
-            f"dynamic sampling: {self.tried} groups were tried for one step, and in {self.batch_size - missing} of the "
-            f"{self.batch_size} needed the answers differ in '{self._name}'. Of the others: {common}"
+            f"dynamic sampling: {self.tried} groups were tried for one step, but only in {self.batch_size - missing} of the "
+            f"{self.batch_size} needed do the answers differ in '{self._name}'. The others: {common}"
             + (f", and {others} more values" if others > 0 else ""),
             why="a group whose answers are all equally good has advantage 0; "
-            f"max_num_gen_batches={self.config.max_num_gen_batches} allows {limit} groups a step",
-            fix="problems that are neither too hard nor solved, or a larger actor_rollout_ref.rollout.n; or "
+            f"max_num_gen_batches={self.config.max_num_gen_batches} allows {limit} groups per step",
+            fix="use problems that are neither too hard nor solved, or a larger actor_rollout_ref.rollout.n; or "
             f"algorithm.filter_groups.max_num_gen_batches={2 * self.config.max_num_gen_batches}; or "
             "algorithm.filter_groups.enable=false",
             where="algorithm.filter_groups",
@@ -95,7 +94,7 @@ class GroupFilter:
         )
 
     def report(self, metrics: MetricStore) -> None:
-        """Add the numbers of the step as ``training/filter_groups/*``."""
+        """Add the metrics of the step as ``training/filter_groups/*``."""
         evicted = sum(self._evicted.values())
         metrics.add("training/filter_groups/tried_groups", self.tried)
         metrics.add("training/filter_groups/evicted_samples", self._samples)
@@ -108,12 +107,12 @@ class GroupFilter:
     def _name(self) -> str:
         return self.config.metric or "reward"
 
-    def _check_metric(self, instead: list[str] | None) -> None:
-        if instead is None:
+    def _check_metric(self, alternatives: list[str] | None) -> None:
+        if alternatives is None:
             return
         raise ConfigError(
-            f"the reward function returns no term '{self.config.metric}'; it returns {instead or 'a plain number'}",
-            why="dynamic sampling could not tell a useful group from a useless one",
-            fix=f"algorithm.filter_groups.metric={instead[0] if instead else 'null'}",
+            f"the reward function returns no term '{self.config.metric}'; it returns {alternatives or 'a plain number'}",
+            why="dynamic sampling needs this term to find groups without learning signal",
+            fix=f"algorithm.filter_groups.metric={alternatives[0] if alternatives else 'null'}",
             where="algorithm.filter_groups.metric",
         )

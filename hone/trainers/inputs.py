@@ -1,4 +1,4 @@
-"""From configuration to datasets and sampling parameters."""
+"""Datasets and sampling parameters of a configuration."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hone.agents.context import EpisodeContext
 from hone.agents.prompts import loop_class, tools_of
-from hone.agents.setting import Setting
 from hone.config.data import DataConfig
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset, ToolsOf
@@ -18,17 +18,17 @@ from hone.generation.protocol import SamplingParams
 
 
 def file_list(files: Any) -> list[str]:
-    """A path or a list of paths, as a list."""
+    """Convert a path or a list of paths to a list."""
     return [files] if isinstance(files, str) else list(files)
 
 
 def prompt_dataset(config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int) -> PromptDataset:
-    """The prompts in ``files``, a path or a list of paths, with the tools that the loops of their rows show."""
-    setting = Setting.of(config, tokenizer)
+    """Load the prompts in ``files`` (a path or list of paths), with the tools of each row's agent loop."""
+    context = EpisodeContext.from_config(config, tokenizer)
     try:
-        return _prompt_dataset(config.data, files, tokenizer, max_samples, tools_of(setting))
+        return _prompt_dataset(config.data, files, tokenizer, max_samples, tools_of(context))
     finally:
-        setting.close()
+        context.close()
 
 
 def _prompt_dataset(
@@ -50,19 +50,19 @@ def _prompt_dataset(
 def self_scored(
     config: RLConfig, tokenizer: PreTrainedTokenizerBase, *datasets: PromptDataset | None
 ) -> frozenset[str]:
-    """The data sources all of whose rows are played by loops that bring rewards of their own."""
+    """Return the data sources whose rows are all played by loops that compute rewards."""
     samples = [dataset[row] for dataset in datasets if dataset is not None for row in range(len(dataset))]
-    return self_scored_by(Setting.of(config, tokenizer), samples)
+    return self_scored_by(EpisodeContext.from_config(config, tokenizer), samples)
 
 
-def self_scored_by(setting: Setting, samples: Sequence[Sample]) -> frozenset[str]:
-    """The data sources of samples all of which are played by loops that bring rewards of their own."""
-    scored = {sample.data_source for sample in samples if not loop_class(setting, sample).gives_reward}
+def self_scored_by(context: EpisodeContext, samples: Sequence[Sample]) -> frozenset[str]:
+    """Return the data sources whose samples are all played by loops that compute rewards."""
+    scored = {sample.data_source for sample in samples if not loop_class(context, sample).gives_reward}
     return frozenset({sample.data_source for sample in samples} - scored)
 
 
 def training_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """How training responses are drawn."""
+    """Return the sampling parameters of training responses."""
     rollout = config.actor_rollout_ref.rollout
     return SamplingParams(
         max_tokens=config.data.max_response_length,
@@ -78,7 +78,7 @@ def training_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> S
 
 
 def validation_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """How validation responses are drawn."""
+    """Return the sampling parameters of validation responses."""
     rollout = config.actor_rollout_ref.rollout
     return SamplingParams(
         max_tokens=config.data.max_response_length,

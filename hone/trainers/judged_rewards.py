@@ -1,4 +1,4 @@
-"""Rewards of a reward model, alone or together with those of the reward function."""
+"""Rewards of a reward model, alone or combined with the reward function."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class JudgedRewards(RewardManager):
-    """The rewards of a run: of the reward function or the built-in scorers, and where a reward model is used
-    (``reward.reward_model``), of that, alone or added.
+    """Reward manager that also uses the scores of a reward model (``reward.reward_model``), alone or added.
 
-    Terms of a score with a reward model: ``rm``, the model's score as it is; ``rule``, what the reward function or the built-in
-    scorer says, where there is one; and the terms of that. A model that judges in words leaves them as ``judgement`` beside.
+    With a reward model, the terms of a score are ``rm``, the model's raw score; ``rule``, the reward function's or built-in scorer's
+    total, if any; and its terms. A generative reward model adds its text as ``judgement``.
 
     Args:
-        config: the block ``reward``.
+        config: config block ``reward``.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -38,11 +37,11 @@ class JudgedRewards(RewardManager):
 
     @functools.cached_property
     def rubric(self) -> Rubric:
-        """What a generative reward model was asked."""
-        return Rubric.of(self.config.judge)
+        """Rubric of a generative reward model."""
+        return Rubric.from_config(self.config.judge)
 
     def check(self, data_sources: Mapping[str, int], self_scored: Collection[str] = ()) -> None:
-        """Make sure that every kind of problem can be scored; with ``combine=replace`` the model alone can do it.
+        """Check that every data source can be scored; with ``combine=replace`` the model alone suffices.
 
         Raises:
             RewardError: with ``combine=add`` a data source has no scorer, or a scorer's package is missing.
@@ -50,11 +49,11 @@ class JudgedRewards(RewardManager):
         unknown = [
             source
             for source in data_sources
-            if not self._named and source not in self_scored and scorer_for(source) is None
+            if not self._is_global and source not in self_scored and scorer_for(source) is None
         ]
         if self.settings.enable and self.settings.combine == "replace" and unknown:
             self.with_rules = False
-            log.info("no scorer knows data_source %s: the reward model alone scores", ", ".join(sorted(unknown)))
+            log.info("no scorer for data_source %s: only the reward model scores", ", ".join(sorted(unknown)))
         else:
             super().check(data_sources, self_scored)
 
@@ -63,49 +62,53 @@ class JudgedRewards(RewardManager):
         trajectories: Sequence[Trajectory],
         judged: Sequence[float] | None = None,
         *,
-        words: Sequence[str] | None = None,
+        judgements: Sequence[str] | None = None,
         training: bool = False,
     ) -> list[Score]:
-        """Score each trajectory; scores come back in the same order.
+        """Score each trajectory; scores are in the same order.
 
         Args:
-            trajectories: what was played.
-            judged: the reward model's score of each; None where there is no reward model.
-            words: the judgements that a generative one wrote; a score that they do not hold is an error.
-            training: whether terms are normalised.
+            trajectories: trajectories to score.
+            judged: reward model's score of each; None without a reward model.
+            judgements: texts of a generative reward model; a text without a score is an error.
+            training: True to normalise terms.
 
         Raises:
-            RewardError: as of the manager, or a score of the model is not finite.
+            RewardError: as :meth:`RewardManager.score`, or a score of the model is not finite.
         """
         if judged is None:
             return await super().score(trajectories, training=training)
         for value, trajectory in zip(judged, trajectories, strict=True):
-            if words is None and not math.isfinite(value):
+            if judgements is None and not math.isfinite(value):
                 raise RewardError(
-                    f"the reward model gives {value} to row {trajectory.uid}",
-                    why="a reward that is no number cannot be learned from",
-                    fix="train it again with a lower optim.lr, or actor_rollout_ref.actor.dtype=float32",
+                    f"the reward model gives row {trajectory.uid} the score {value}",
+                    why="training needs finite rewards",
+                    fix="train the reward model again with a lower optim.lr, or actor_rollout_ref.actor.dtype=float32",
                     where="reward.reward_model.path",
                 )
         scores = [Score(0.0) for _ in judged]
         if self.with_rules:
             scores = await super().score(trajectories, training=training)
         scores = [self._combined(value, score) for value, score in zip(judged, scores, strict=True)]
-        return scores if words is None else self._worded(trajectories, scores, judged, words)
+        return scores if judgements is None else self._with_judgements(trajectories, scores, judged, judgements)
 
-    def _worded(
-        self, trajectories: Sequence[Trajectory], scores: Sequence[Score], judged: Sequence[float], words: Sequence[str]
+    def _with_judgements(
+        self,
+        trajectories: Sequence[Trajectory],
+        scores: Sequence[Score],
+        judged: Sequence[float],
+        judgements: Sequence[str],
     ) -> list[Score]:
-        """The scores with their judgements; an error where none was read, as of a scorer that fails."""
-        read, unread = [], []
-        for score, value, said in zip(scores, judged, words, strict=True):
-            found = dataclasses.replace(score, extra=score.extra | {"judgement": said[-500:]})
+        """Add the judgements to the scores; a judgement without a score is an error, as for a failing scorer."""
+        results, outcomes = [], []
+        for score, value, judgement in zip(scores, judged, judgements, strict=True):
+            result = dataclasses.replace(score, extra=score.extra | {"judgement": judgement[-500:]})
             if not math.isfinite(value):
-                found = failed(score.error or f"the reward model gave {self.rubric.missing(said)}")
-            read.append(found)
-            unread.append(Outcome(found if score.error is None else Score(0.0)))  # the others are counted already
-        self._tolerate(trajectories, unread)
-        return read
+                result = failed(score.error or f"the reward model gave {self.rubric.missing(judgement)}")
+            results.append(result)
+            outcomes.append(Outcome(result if score.error is None else Score(0.0)))  # other errors are already counted
+        self._tolerate(trajectories, outcomes)
+        return results
 
     def _combined(self, value: float, rule: Score) -> Score:
         if not self.with_rules:

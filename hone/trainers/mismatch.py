@@ -1,4 +1,4 @@
-"""`hone engines mismatch`: how far an engine's log-probs are from the trainer's, before anything is trained."""
+"""Comparison of an engine's log-probs with the trainer's before training (`hone engines mismatch`)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ from hone.generation.environments import interpreter_of
 from hone.generation.protocol import Completion, Engine, GenerationRequest, SamplingParams
 from hone.generation.remote import LaunchPlan, ServedEngine
 from hone.insight.engine_gap import THRESHOLDS, Verdict, judge
-from hone.training.engine import TrainEngine
-from hone.training.heads import PolicyHead
-from hone.training.model import load_policy
+from hone.models.heads import PolicyHead
+from hone.models.loading import load_policy
+from hone.training.backends.local import LocalBackend
+from hone.training.backends.protocol import TrainBackend
+from hone.training.engine import TrainSettings
 
 QUESTIONS = (
     "What is 17 + 25? Think step by step.",
@@ -46,7 +48,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class MismatchRequest:
-    """What is measured; the attributes are the command's options."""
+    """Request of `hone engines mismatch`; the attributes are its options."""
 
     model: str
     engine: str = "native"
@@ -60,14 +62,14 @@ class MismatchRequest:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What was found.
+    """Result of the comparison.
 
     Attributes:
-        request: what was measured.
-        tokens: sampled tokens that were compared.
-        metrics: by name, as a training run reports them.
-        verdict: what they mean.
-        reasons: what led to it.
+        request: request of the comparison.
+        tokens: number of compared sampled tokens.
+        metrics: metrics by name, as in a training run.
+        verdict: verdict on the metrics.
+        reasons: reasons of the verdict.
     """
 
     request: MismatchRequest
@@ -78,66 +80,76 @@ class Mismatch:
 
 
 def measure(request: MismatchRequest) -> Mismatch:
-    """Let the engine sample answers, and the trainer say how likely it finds them.
+    """Sample answers with the engine, and compute their log-probs with the trainer.
 
     Raises:
         HoneError: the model cannot be loaded, or the engine cannot serve it.
     """
     if request.temperature <= 0:
-        raise ConfigError("temperature 0 samples only the likeliest tokens", fix="--temperature 1")
+        raise ConfigError("temperature 0 samples only the most likely tokens", fix="--temperature 1")
     device, tokenizer = prepare_torch(RunConfig()), load_tokenizer(request.model)
     model = load_policy(ModelConfig(path=request.model), device=device, seed=0, trainable=False)
     prompts = [_prompt(tokenizer, QUESTIONS[number % len(QUESTIONS)]) for number in range(request.samples)]
-    longest = max(map(len, prompts)) + request.tokens
-    engine = _engine(request, model, tokenizer, device, longest)
+    max_model_len = max(map(len, prompts)) + request.tokens
+    engine = _engine(request, model, tokenizer, device, max_model_len)
     try:
         completions = asyncio.run(_sample(engine, prompts, request))
     finally:
         engine.close()
     dtype = request.trainer_dtype or request.dtype
-    trainer = TrainEngine(model, PolicyHead(request.temperature), device=device, dtype=dtype)
+    trainer = LocalBackend(model, PolicyHead(request.temperature), TrainSettings(device, dtype=dtype))
     return compare(request, trainer, prompts, completions)
 
 
 def compare(
-    request: MismatchRequest, trainer: TrainEngine, prompts: list[list[int]], completions: list[Completion]
+    request: MismatchRequest, trainer: TrainBackend, prompts: list[list[int]], completions: list[Completion]
 ) -> Mismatch:
-    """Compare what the engine reported with what the trainer computes."""
+    """Compare the engine's log-probs with the trainer's."""
     response = _column([completion.token_ids for completion in completions], torch.int64)
     mask = response.with_values(torch.ones_like(response.values))
     batch = Batch({"prompt_ids": _column(prompts, torch.int64), "response_ids": response, "response_mask": mask})
-    theirs = _column([completion.log_probs for completion in completions], torch.float32)
-    ours = trainer.infer_batch(batch)["log_probs"]
+    engine_log_probs = _column([completion.log_probs for completion in completions], torch.float32)
+    trainer_log_probs = trainer.infer_batch(batch)["log_probs"]
     metrics = {
         name: float(value)
-        for name, value in off_policy_metrics(ours.to_padded(), theirs.to_padded(), mask.to_padded()).items()
+        for name, value in off_policy_metrics(
+            trainer_log_probs.to_padded(), engine_log_probs.to_padded(), mask.to_padded()
+        ).items()
     }
-    for name, gap in (("probs", ours.values.exp() - theirs.values.exp()), ("log_probs", ours.values - theirs.values)):
+    for name, gap in (
+        ("probs", trainer_log_probs.values.exp() - engine_log_probs.values.exp()),
+        ("log_probs", trainer_log_probs.values - engine_log_probs.values),
+    ):
         metrics[f"training/rollout_{name}_diff_mean"] = float(gap.abs().mean())
         metrics[f"training/rollout_{name}_diff_max"] = float(gap.abs().max())
     verdict, reasons = judge(metrics)
     return Mismatch(request, len(mask.values), metrics, verdict, reasons)
 
 
-def report(found: Mismatch, *, as_json: bool) -> None:
-    """Print what was found."""
-    request = found.request
+def report(mismatch: Mismatch, *, as_json: bool) -> None:
+    """Print the result."""
+    request = mismatch.request
     if as_json:
-        result = {"verdict": found.verdict.value, "reasons": found.reasons, "tokens": found.tokens, **vars(request)}
-        sys.stdout.write(json.dumps({**result, "metrics": found.metrics}) + "\n")
+        result = {
+            "verdict": mismatch.verdict.value,
+            "reasons": mismatch.reasons,
+            "tokens": mismatch.tokens,
+            **vars(request),
+        }
+        sys.stdout.write(json.dumps({**result, "metrics": mismatch.metrics}) + "\n")
         return
-    looks = {threshold.metric: threshold for threshold in THRESHOLDS}
+    thresholds = {threshold.metric: threshold for threshold in THRESHOLDS}
     table = Table("metric", "value", "look from", "act from")
     for name in (
-        *looks,
+        *thresholds,
         "training/rollout_log_probs_diff_max",
         "rollout_corr/log_ratio_q01",
         "rollout_corr/log_ratio_q99",
     ):
-        limits = looks.get(name)
+        limits = thresholds.get(name)
         table.add_row(
             name,
-            f"{found.metrics[name]:.3g}",
+            f"{mismatch.metrics[name]:.3g}",
             f"{limits.look:g}" if limits else "",
             f"{limits.act:g}" if limits else "",
         )
@@ -146,10 +158,10 @@ def report(found: Mismatch, *, as_json: bool) -> None:
     trainer = request.trainer_dtype or request.dtype
     console.print(
         f"{request.model}: {request.engine} in {request.dtype} against the trainer in {trainer}, "
-        f"{found.tokens} tokens: {found.verdict.value.upper()}",
+        f"{mismatch.tokens} tokens: {mismatch.verdict.value.upper()}",
         highlight=False,
     )
-    for reason in found.reasons:
+    for reason in mismatch.reasons:
         console.print(f"  {reason}", highlight=False)
 
 
@@ -164,7 +176,7 @@ def _engine(
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    longest: int,
+    max_model_len: int,
 ) -> Engine:
     if request.engine in SERVED:
         path = str(Path(request.model).absolute())
@@ -175,7 +187,7 @@ def _engine(
             tokenizer=path,
             dtype=request.dtype,
             max_num_seqs=64,
-            max_model_len=longest,
+            max_model_len=max_model_len,
             log=Path("engine-mismatch.log"),
         )
         return ServedEngine.start(plan)
@@ -186,7 +198,7 @@ def _engine(
         dtype=request.dtype,
         max_num_seqs=64,
         max_cache_tokens=None,
-        max_model_len=longest,
+        max_model_len=max_model_len,
     )
 
 
@@ -196,8 +208,8 @@ async def _sample(engine: Engine, prompts: list[list[int]], request: MismatchReq
         GenerationRequest(str(number), prompt, sampling, derive_seed(request.seed, "mismatch", number))
         for number, prompt in enumerate(prompts)
     ]
-    found = {completion.request_id: completion async for completion in engine.generate(requests)}
-    return [found[asked.request_id] for asked in requests]
+    completions = {completion.request_id: completion async for completion in engine.generate(requests)}
+    return [completions[request.request_id] for request in requests]
 
 
 def _column(rows: list[list[int]] | list[list[float]], dtype: torch.dtype) -> Ragged:

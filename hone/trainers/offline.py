@@ -1,7 +1,7 @@
-"""The loop of the trainers whose data lie there before: imitation, preferences, reward models.
+"""Training loop over a fixed dataset: imitation, preferences and reward models.
 
-A step is one optimizer update over data.train_batch_size rows. Run directory, checkpoints, resume and trackers are those of RL.
-What is trained, on what, and how it is measured stands in :mod:`hone.trainers.sft` and :mod:`hone.trainers.preference`.
+A step is one optimizer update over ``data.train_batch_size`` rows. Run directory, checkpoints, resume and trackers are those of RL.
+Model, objective and validation metrics are in :mod:`hone.trainers.sft` and :mod:`hone.trainers.preference`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from hone.cluster.context import prepare_torch
 from hone.config.model import ModelConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
-from hone.config.reads import watch
 from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
@@ -24,30 +23,30 @@ from hone.data.seeding import derive_seed
 from hone.data.tokenizer import load_tokenizer
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
+from hone.models.kernels.cpu.memory import MemoryUse
+from hone.models.loading import saved_model
 from hone.trainers.reporting import memory_metrics, update_metrics
 from hone.trainers.session import RunSession, session_steps
+from hone.training.backends.protocol import TrainBackend
 from hone.training.checkpoints.checkpoint import model_directory
-from hone.training.engine import LossFn, TrainEngine
-from hone.training.memory import MemoryUse
-from hone.training.model import saved_model
+from hone.training.updates import LossFn
 
 ConfigT = TypeVar("ConfigT", SFTConfig, PreferenceConfig | RewardModelConfig)
 DataT = TypeVar("DataT")
 
 
 class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
-    """One run over a dataset.
+    """Trainer of one run over a dataset.
 
     Args:
-        config: the resolved configuration.
+        config: resolved configuration.
     """
 
-    engine: TrainEngine
+    engine: TrainBackend
     objective: LossFn
 
     def __init__(self, config: ConfigT) -> None:
         self.config: ConfigT = config
-        self.reads = watch(config)
         self.session = RunSession(config)
         device = prepare_torch(config.trainer)
         self.memory = MemoryUse()
@@ -71,11 +70,11 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
             self.sampler.load_state_dict(resume.state["sampler"])
             self.step = resume.step
 
-    # what differs ----------------------------------------------------------------------------------------------------
+    # abstract methods ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def open_dataset(self, files: Any, max_samples: int) -> DataT:
-        """The rows in ``files``, a path or a list of paths."""
+        """Load the rows in ``files``, a path or a list of paths."""
 
     @abstractmethod
     def build(self, model: ModelConfig, device: torch.device) -> None:
@@ -83,23 +82,23 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
 
     @abstractmethod
     def batch(self, rows: Sequence[Any]) -> Batch:
-        """Rows of the dataset as columns."""
+        """Convert dataset rows to columns."""
 
     @abstractmethod
     def measure(self, batch: Batch) -> dict[str, float]:
-        """``val/<metric>`` of the held-out rows."""
+        """Return ``val/<metric>`` of the validation rows."""
 
     def prepare(self, batch: Batch, metrics: MetricStore) -> Batch:
-        """Add what the objective needs besides the rows; nothing, unless a trainer says otherwise."""
+        """Add further inputs of the objective to the batch; the default adds none."""
         del metrics
         return batch
 
-    # what does not ---------------------------------------------------------------------------------------------------
+    # shared loop -----------------------------------------------------------------------------------------------------
 
     def fit(self) -> int:
-        """Train to the last step, or until told to stop; return the exit code."""
+        """Train to the last step, or until a stop request; return the exit code."""
         trainer, session = self.config.trainer, self.session
-        with session.running(self.total_steps):
+        with session.running(self.total_steps, self.sampler.steps_per_epoch):
             if self.step == 0 and trainer.val_before_train and self.validation is not None:
                 session.log(0, self.validate())
             while self.step < self.total_steps and not session.stop_requested:
@@ -108,17 +107,13 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
                     session.log(self.step, self.train_step())
                 if session.save_due(self.step):
                     self.save()
-                if session.resumed_from:
-                    self.reads.stop()  # what is done at the beginning only was read by the first attempt
-                else:
-                    self.reads.finish()
             if session.last_save_due:
                 self.save()
             session.completed(self.step, {"main[0]": self.memory()})
         return session.exit_code
 
     def train_step(self) -> dict[str, float]:
-        """One update; returns its metrics."""
+        """Perform one update and return its metrics."""
         started, metrics = time.perf_counter(), MetricStore()
         torch.manual_seed(derive_seed(self.config.trainer.seed, "step", self.step))
         batch = self.prepare(self.batch([self.dataset[row] for row in self.sampler.next_batch()]), metrics)
@@ -135,12 +130,13 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
                     metrics.add(name, value)
         memory_metrics(metrics)
         seconds = time.perf_counter() - started
+        metrics.add("timing_s/step", seconds)
         metrics.add("perf/time_per_step", seconds)
         metrics.add("perf/throughput", tokens / seconds)
         return metrics.reduce()
 
     def validate(self) -> dict[str, float]:
-        """Metrics of the held-out rows."""
+        """Return the metrics of the validation rows."""
         return self.measure(self.batch([self.validation[row] for row in range(len(self.validation))]))
 
     def save(self) -> None:

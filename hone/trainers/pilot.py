@@ -1,8 +1,8 @@
-"""One real generation before a run: how long answers are, how many are right, how many groups would teach nothing.
+"""Pilot of a run: one real generation, to measure lengths, pass rate and groups without learning signal.
 
-The probability that all n answers to a prompt are equally good (a dead group: no advantage, no gradient) comes from a
-beta-binomial model of the pass rates: prompts differ, so it is more than ``p^n + (1 - p)^n`` of the mean pass rate p. Mean and
-spread are fitted by moments to the answers seen; with one answer a prompt the spread is taken as 0.
+The probability that all n answers to a prompt are equally good (a dead group: no advantage, no gradient) comes from a beta-binomial
+model of the pass rates. Prompts differ, so it exceeds ``p^n + (1 - p)^n`` of the mean pass rate p. Mean and spread are fitted to the
+answers by moments; with one answer per prompt the spread is taken as 0.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from typing import Any
 
 import torch
 
+from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
-from hone.agents.setting import Setting
 from hone.algorithms import advantage_estimators
 from hone.cluster.context import prepare_torch
 from hone.config.tree import RLConfig
 from hone.data.episode_log import CallStatus
 from hone.data.seeding import derive_seed
-from hone.data.statistics import spread
+from hone.data.statistics import mean_and_quantiles
 from hone.data.tokenizer import load_tokenizer
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, Finding
 from hone.generation.build import build_engine
+from hone.models.loading import load_policy
 from hone.rewards.manager import RewardManager
 from hone.rewards.score import Score
 from hone.trainers.inputs import prompt_dataset, training_sampling
-from hone.training.model import load_policy
 
 PROMPTS = 32
 GROUP_SIZES = (2, 4, 8, 16, 32)
-_MOST_ANSWERS = 8
-_MANY_DEAD, _MANY_CUT, _LONG_SCORING = 0.5, 0.25, 0.3
-_MANY_CALLS = 0.1
+_MAX_ANSWERS = 8
+_MAX_DEAD_SHARE, _MAX_CUT_SHARE, _MAX_SCORING_SHARE = 0.5, 0.25, 0.3
+_MAX_LIMITED_CALLS_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How tools were used.
+    """Statistics of the tool calls of episodes.
 
     Attributes:
-        calls: made in all episodes together.
-        episodes: share of the episodes that made one.
-        cut: share of the calls whose result was cut.
-        over_limit: share of the calls that were not carried out, because of a limit on their number.
-        most_in_a_turn: calls of the turn that made most.
+        calls: number of calls in all episodes.
+        episodes: share of the episodes with at least one call.
+        cut: share of the calls whose result was truncated.
+        over_limit: share of the calls that were not executed because of a limit.
+        most_in_a_turn: largest number of calls in a turn.
     """
 
     calls: int = 0
@@ -61,39 +61,39 @@ class ToolUse:
     most_in_a_turn: int = 0
 
     @classmethod
-    def of(cls, played: Sequence[Trajectory]) -> ToolUse:
+    def count(cls, played: Sequence[Trajectory]) -> ToolUse:
         """Count the calls of episodes."""
         logs = [t.episode for t in played if t.part == 0]
-        made = [(number, call) for number, log in enumerate(logs) if log is not None for call in log.calls]
-        if not made:
+        calls = [(number, call) for number, log in enumerate(logs) if log is not None for call in log.calls]
+        if not calls:
             return cls()
         return cls(
-            calls=len(made),
-            episodes=len({number for number, _ in made}) / len(logs),
-            cut=sum(call.truncated for _, call in made) / len(made),
-            over_limit=sum(call.status is CallStatus.OVER_LIMIT for _, call in made) / len(made),
-            most_in_a_turn=max(Counter((number, call.turn) for number, call in made).values()),
+            calls=len(calls),
+            episodes=len({number for number, _ in calls}) / len(logs),
+            cut=sum(call.truncated for _, call in calls) / len(calls),
+            over_limit=sum(call.status is CallStatus.OVER_LIMIT for _, call in calls) / len(calls),
+            most_in_a_turn=max(Counter((number, call.turn) for number, call in calls).values()),
         )
 
 
 @dataclass(frozen=True)
 class Pilot:
-    """What the generation showed.
+    """Result of the pilot.
 
     Attributes:
-        prompts: asked.
-        answers: to each of them.
-        prompt_lengths: tokens, by quantile.
-        response_lengths: tokens, by quantile.
+        prompts: number of prompts.
+        answers: answers per prompt.
+        prompt_lengths: prompt lengths in tokens, by quantile.
+        response_lengths: response lengths in tokens, by quantile.
         cut: share of responses that reached the limit.
-        pass_rate: share of responses that are right: with ``acc`` = 1, or a positive reward where there is no ``acc``.
+        pass_rate: share of responses that pass: ``acc`` = 1, or a positive reward without ``acc``.
         reward: mean reward.
         failed: share of responses that could not be scored.
-        dead_groups: probability that a group of n teaches nothing, by n.
-        generation_seconds: of the whole pilot.
-        reward_seconds: of the whole pilot.
-        tokens: generated.
-        tools: how they were used.
+        dead_groups: probability that a group of n has no learning signal, by n.
+        generation_seconds: seconds of generation in the pilot.
+        reward_seconds: seconds of scoring in the pilot.
+        tokens: number of generated tokens.
+        tools: statistics of tool calls.
     """
 
     prompts: int
@@ -115,7 +115,7 @@ def run_pilot(config: RLConfig, prompts: int = PROMPTS) -> Pilot:
     """Load the policy, answer the first prompts as training would, and score the answers.
 
     Raises:
-        HoneError: model, data or reward cannot be used.
+        HoneError: model, data or reward is invalid.
     """
     model_config = config.actor_rollout_ref.model
     device = prepare_torch(config.trainer)
@@ -124,8 +124,10 @@ def run_pilot(config: RLConfig, prompts: int = PROMPTS) -> Pilot:
         trust_remote_code=model_config.trust_remote_code,
         custom_chat_template=model_config.custom_chat_template,
     )
-    most = config.data.train_max_samples
-    dataset = prompt_dataset(config, config.data.train_files, tokenizer, prompts if most < 0 else min(prompts, most))
+    max_samples = config.data.train_max_samples
+    dataset = prompt_dataset(
+        config, config.data.train_files, tokenizer, prompts if max_samples < 0 else min(prompts, max_samples)
+    )
     samples = [dataset[index] for index in range(len(dataset))]
 
     def model() -> Any:
@@ -143,18 +145,18 @@ def run_pilot(config: RLConfig, prompts: int = PROMPTS) -> Pilot:
 
 
 async def _pilot(config: RLConfig, samples: list[Sample], engine: Any, tokenizer: Any, manager: RewardManager) -> Pilot:
-    n = min(config.actor_rollout_ref.rollout.n, _MOST_ANSWERS)
+    n = min(config.actor_rollout_ref.rollout.n, _MAX_ANSWERS)
 
     def seed_of(uid: str, index: int) -> int:
         return derive_seed(config.trainer.seed, "pilot", uid, index)
 
     begun = time.monotonic()
     sampling = training_sampling(config, tokenizer)
-    setting = Setting.of(config, tokenizer)
+    context = EpisodeContext.from_config(config, tokenizer)
     try:
-        played = await Player(engine, setting).play(samples, sampling, n=n, seed_of=seed_of)
+        played = await Player(engine, context).play(samples, sampling, n=n, seed_of=seed_of)
     finally:
-        setting.close()
+        context.close()
     generated = time.monotonic()
     scores = await manager.score(played)
     return summarise(played, scores, n, generated - begun, time.monotonic() - generated)
@@ -163,48 +165,48 @@ async def _pilot(config: RLConfig, samples: list[Sample], engine: Any, tokenizer
 def summarise(
     played: Sequence[Trajectory], scores: Sequence[Score], n: int, generation_seconds: float, reward_seconds: float
 ) -> Pilot:
-    """Return the numbers of answers that stand in groups, ``n`` to a prompt."""
-    right = [is_right(score) for score in scores]
+    """Summarise answers that are ordered in groups of ``n`` per prompt."""
+    passed = [is_right(score) for score in scores]
     groups = [
-        [passed for _, passed in group] for _, group in groupby(zip(played, right, strict=True), lambda p: p[0].uid)
+        [is_pass for _, is_pass in group] for _, group in groupby(zip(played, passed, strict=True), lambda p: p[0].uid)
     ]
     passes = [sum(group) for group in groups]
     lengths = [len(t.response_ids) for t in played]
     return Pilot(
         prompts=len(groups),
         answers=n,
-        prompt_lengths=spread([len(t.prompt_ids) for t in played]),
-        response_lengths=spread(lengths),
+        prompt_lengths=mean_and_quantiles([len(t.prompt_ids) for t in played]),
+        response_lengths=mean_and_quantiles(lengths),
         cut=sum(t.stop_reason is StopReason.LENGTH for t in played) / len(played),
-        pass_rate=sum(right) / len(right),
+        pass_rate=sum(passed) / len(passed),
         reward=sum(score.total for score in scores) / len(scores),
         failed=sum(score.error is not None for score in scores) / len(scores),
         dead_groups={size: dead_probability(passes, n, size) for size in GROUP_SIZES},
         generation_seconds=generation_seconds,
         reward_seconds=reward_seconds,
         tokens=sum(lengths),
-        tools=ToolUse.of(played),
+        tools=ToolUse.count(played),
     )
 
 
 def is_right(score: Score) -> bool:
-    """Tell whether a response passes: ``acc`` is 1, or without ``acc`` the reward is positive."""
+    """Return whether a response passes: ``acc`` is 1, or without ``acc`` the reward is positive."""
     return score.terms.get("acc", float(score.total > 0)) >= 1.0
 
 
 def dead_probability(passes: Sequence[int], k: int, n: int) -> float:
-    """Probability that n answers to one prompt all pass or all fail.
+    """Return the probability that n answers to one prompt all pass or all fail.
 
     Args:
-        passes: how many of ``k`` answers passed, for each prompt seen.
+        passes: number of passing answers out of ``k``, for each prompt.
         k: answers to each prompt.
         n: size of the group.
     """
     mean = sum(passes) / (k * len(passes))
     if mean in (0.0, 1.0):
         return 1.0
-    spread_of = sum((count / k - mean) ** 2 for count in passes) / max(1, len(passes) - 1)
-    correlation = (k * spread_of / (mean * (1 - mean)) - 1) / (k - 1) if k > 1 else 0.0
+    variance = sum((count / k - mean) ** 2 for count in passes) / max(1, len(passes) - 1)
+    correlation = (k * variance / (mean * (1 - mean)) - 1) / (k - 1) if k > 1 else 0.0
     if correlation <= 1e-6:
         return mean**n + (1 - mean) ** n
     strength = 1 / min(correlation, 0.999) - 1
@@ -213,64 +215,64 @@ def dead_probability(passes: Sequence[int], k: int, n: int) -> float:
 
 
 def pilot_findings(pilot: Pilot, config: RLConfig) -> list[Finding]:
-    """Return what the numbers warn of."""
-    found: list[Finding] = []
+    """Return warnings about the pilot's numbers."""
+    findings: list[Finding] = []
 
-    def warn(code: str, what: str, why: str, fix: str, where: str) -> None:
-        found.append(_warning(code, what, why, fix, where))
+    def warn(code: str, problem: str, why: str, fix: str, where: str) -> None:
+        findings.append(_warning(code, problem, why, fix, where))
 
     n, key = config.actor_rollout_ref.rollout.n, "actor_rollout_ref.rollout.n"
     dead = _at(pilot, n)
-    if "groups" in advantage_estimators.get(config.algorithm.adv_estimator).needs and dead > _MANY_DEAD:
-        better = next((size for size in GROUP_SIZES if size > n and pilot.dead_groups[size] <= _MANY_DEAD), None)
+    if "groups" in advantage_estimators.get(config.algorithm.adv_estimator).needs and dead > _MAX_DEAD_SHARE:
+        better = next((size for size in GROUP_SIZES if size > n and pilot.dead_groups[size] <= _MAX_DEAD_SHARE), None)
         fix = (
             f"{key}={better} ({pilot.dead_groups[better]:.0%})"
             if better
-            else "easier prompts, or a better starting model"
+            else "use easier prompts, or a better starting model"
         )
-        what = f"pass rate {pilot.pass_rate:.0%}, n={n}: {dead:.0%} of the groups would give no gradient"
-        warn("R20", what, "their answers are all right or all wrong, so none is better than its group", fix, key)
-    if pilot.cut > _MANY_CUT:
+        problem = f"pass rate {pilot.pass_rate:.0%}, n={n}: {dead:.0%} of the groups would give no gradient"
+        warn("R20", problem, "all answers of such a group pass or all fail, so all advantages are 0", fix, key)
+    if pilot.cut > _MAX_CUT_SHARE:
         limit = config.data.max_response_length
-        what = f"{pilot.cut:.0%} of the responses reach data.max_response_length={limit} tokens"
-        why = "an answer that is cut is seldom right, and the policy learns to hurry"
-        warn("R64", what, why, f"data.max_response_length={2 * limit}", "data.max_response_length")
+        problem = f"{pilot.cut:.0%} of the responses reach data.max_response_length={limit} tokens"
+        why = "truncated answers are rarely right, so the policy learns to be short"
+        warn("R64", problem, why, f"data.max_response_length={2 * limit}", "data.max_response_length")
     together = pilot.generation_seconds + pilot.reward_seconds
-    if pilot.reward_seconds > _LONG_SCORING * together and pilot.reward_seconds > 1:
-        what = f"scoring takes {pilot.reward_seconds:.1f} s, generation {pilot.generation_seconds:.1f} s"
-        fix = f"reward.num_workers={2 * config.reward.num_workers}, or an asynchronous function"
-        warn("R53", what, "the model waits for it", fix, "reward.num_workers")
-    return [*found, *_tool_findings(pilot.tools, config)]
+    if pilot.reward_seconds > _MAX_SCORING_SHARE * together and pilot.reward_seconds > 1:
+        problem = f"scoring takes {pilot.reward_seconds:.1f} s, generation {pilot.generation_seconds:.1f} s"
+        fix = f"reward.num_workers={2 * config.reward.num_workers}, or use an asynchronous function"
+        warn("R53", problem, "training waits for scoring", fix, "reward.num_workers")
+    return [*findings, *_tool_findings(pilot.tools, config)]
 
 
 def _tool_findings(tools: ToolUse, config: RLConfig) -> list[Finding]:
-    """What limits on tools took away (R37)."""
-    found: list[Finding] = []
+    """Return warnings about tool calls affected by limits (R37)."""
+    findings: list[Finding] = []
     several, block = config.actor_rollout_ref.rollout.multi_turn, "actor_rollout_ref.rollout.multi_turn"
-    if tools.cut > _MANY_CALLS:
+    if tools.cut > _MAX_LIMITED_CALLS_SHARE:
         limit, key = several.max_tool_response_length, f"{block}.max_tool_response_length"
-        what = f"{tools.cut:.0%} of {tools.calls} tool results were cut to {limit} tokens"
-        why = "the model reads a part of what it asked for"
-        found.append(_warning("R37", what, why, f"{key}={2 * limit}, or tools that answer in fewer words", key))
-    if tools.over_limit > _MANY_CALLS:
+        problem = f"{tools.cut:.0%} of {tools.calls} tool results were cut to {limit} tokens"
+        why = "the model sees only a part of each result"
+        findings.append(_warning("R37", problem, why, f"{key}={2 * limit}, or use tools with shorter results", key))
+    if tools.over_limit > _MAX_LIMITED_CALLS_SHARE:
         crowded = tools.most_in_a_turn > several.max_parallel_calls
         name = "max_parallel_calls" if crowded else "max_tool_calls"
         limit = getattr(several, name)
         enough = tools.most_in_a_turn if crowded else 2 * (limit or 1)
-        what = f"{tools.over_limit:.0%} of {tools.calls} tool calls were not carried out: {name}={limit}"
+        problem = f"{tools.over_limit:.0%} of {tools.calls} tool calls were not executed: {name}={limit}"
         if crowded:
-            what += f", and a turn made {tools.most_in_a_turn}"
-        why = "the model waits for results that it does not get, and is told so in their place"
-        found.append(_warning("R37", what, why, f"{block}.{name}={enough}", f"{block}.{name}"))
-    return found
+            problem += f", and a turn made {tools.most_in_a_turn}"
+        why = "the model receives an error in place of these results"
+        findings.append(_warning("R37", problem, why, f"{block}.{name}={enough}", f"{block}.{name}"))
+    return findings
 
 
-def _warning(code: str, what: str, why: str, fix: str, where: str) -> Finding:
-    return Finding(ConfigError(what, why=why, fix=fix, where=where, code=code), stops=False)
+def _warning(code: str, problem: str, why: str, fix: str, where: str) -> Finding:
+    return Finding(ConfigError(problem, why=why, fix=fix, where=where, code=code), stops=False)
 
 
 def describe(pilot: Pilot, config: RLConfig) -> str:
-    """Return the numbers as lines of text."""
+    """Return the pilot's numbers as text."""
     count = pilot.prompts * pilot.answers
     sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     quantiles = ("p50", "p90", "p99", "p100")
@@ -286,7 +288,7 @@ def describe(pilot: Pilot, config: RLConfig) -> str:
         use = pilot.tools
         tools = [
             f"  tool calls         {use.calls}, in {use.episodes:.0%} of the episodes; {use.cut:.0%} of the results cut, "
-            f"{use.over_limit:.0%} not carried out"
+            f"{use.over_limit:.0%} not executed"
         ]
     return "\n".join(
         [
@@ -297,14 +299,14 @@ def describe(pilot: Pilot, config: RLConfig) -> str:
             f"  dead groups by n   {dead}",
             *tools,
             f"  generation         {pilot.generation_seconds:.1f} s, {rate:,.0f} tokens/s",
-            f"  scoring            {1000 * pilot.reward_seconds / count:.2g} ms a response",
-            f"  a step of {sequences} sequences: about {generation:.0f} s of generation and {reward:.2g} s of scoring",
+            f"  scoring            {1000 * pilot.reward_seconds / count:.2g} ms per response",
+            f"  step of {sequences} sequences: about {generation:.0f} s of generation and {reward:.2g} s of scoring",
         ]
     )
 
 
 def _at(pilot: Pilot, n: int) -> float:
-    """The dead-group probability at ``n``, between the sizes that were computed on a line."""
+    """Return the dead-group probability at ``n``, interpolated linearly between computed sizes."""
     sizes = sorted(pilot.dead_groups)
     low = max((size for size in sizes if size <= n), default=sizes[0])
     high = min((size for size in sizes if size >= n), default=sizes[-1])
@@ -313,5 +315,5 @@ def _at(pilot: Pilot, n: int) -> float:
 
 
 def _rising(a: float, total: float, n: int) -> float:
-    """E[p^n] of a beta distribution: the ratio of gamma functions, in logarithms."""
+    """Return E[p^n] of a beta distribution by log-gamma functions."""
     return math.exp(math.lgamma(a + n) - math.lgamma(a) + math.lgamma(total) - math.lgamma(total + n))

@@ -1,4 +1,4 @@
-"""The trainer of `hone prefer` and `hone reward-model`: learning from preferences, of a policy or of a scalar model.
+"""Trainer of `hone prefer` and `hone reward-model`: a policy or scalar model learns from preferences.
 
 A row is a pair of responses or a labelled response.
 """
@@ -26,10 +26,10 @@ def train(config: PreferenceConfig | RewardModelConfig) -> int:
 
 
 class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, PreferenceDataset]):
-    """One run over preferences; the kind of configuration decides what is trained."""
+    """Trainer of one run over preferences; the configuration's class decides what is trained."""
 
     def open_dataset(self, files: Any, max_samples: int) -> PreferenceDataset:
-        """Preferences in ``files``."""
+        """Load the preferences in ``files``."""
         data = self.config.data
         margin = None if isinstance(self.config, PreferenceConfig) else self.config.loss.margin_key
         return PreferenceDataset(
@@ -43,17 +43,16 @@ class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, Pre
         )
 
     def build(self, model: ModelConfig, device: torch.device) -> None:
-        """The learner, once the data turn out to be of the kind that it learns from.
+        """Build the learner and check that the data fit it.
 
         Raises:
-            DataError: they are not.
+            DataError: the data do not fit the learner.
         """
         config = self.config
         if isinstance(config, PreferenceConfig):
             self.learner = PolicyLearner(config, model, device, self.total_steps)
         else:
-            self.learner = RewardModelLearner(config, model, device, self.total_steps)
-            self.learner.pad_with(self.tokenizer)
+            self.learner = RewardModelLearner(config, model, device, self.total_steps, self.tokenizer)
         self.engine, self.objective = self.learner.engine, self.learner.objective
         require_fitting(self.learner, self.dataset, "data.train_files")
         if self.validation is not None:
@@ -61,15 +60,15 @@ class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, Pre
         self.learner.read(*(data for data in (self.dataset, self.validation) if data is not None))
 
     def batch(self, rows: Sequence[Any]) -> Batch:
-        """See :func:`~hone.data.preferences.preference_batch`."""
+        """Convert rows to columns with :func:`~hone.data.preferences.preference_batch`."""
         return preference_batch(rows)
 
     def prepare(self, batch: Batch, metrics: MetricStore) -> Batch:
-        """Add what the learner needs of its reference."""
+        """Add the reference's columns that the learner needs."""
         with metrics.timer("ref"):
             return self.learner.prepare(batch)
 
     def measure(self, batch: Batch) -> dict[str, float]:
-        """``val/loss``, and the metrics of the loss as ``val/<metric>``."""
+        """Return ``val/loss``, and the metrics of the loss as ``val/<metric>``."""
         loss, metrics = self.learner.evaluate(batch)
         return {"val/loss": float(loss), **{f"val/{name}": float(value) for name, value in metrics.items()}}

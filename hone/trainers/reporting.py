@@ -1,4 +1,4 @@
-"""What a step reports: numbers of the batch, of the updates, and the samples themselves."""
+"""Metrics and records of a step: of the batch, of the updates, and the samples."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hone.insight.run_directory import trajectory_record
 from hone.rewards.manager import error_metrics
 from hone.rewards.score import Score
 from hone.trainers.split_episodes import is_split
-from hone.training.engine import UpdateResult
-from hone.training.objectives import without_ratio
+from hone.training.objectives import declared_metrics
+from hone.training.updates import UpdateResult
 
 
 def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int, max_response_length: int) -> None:
-    """Lengths, rewards, advantages, stop reasons, and how far engine and trainer disagree."""
+    """Add metrics of lengths, rewards, advantages, stop reasons, and the gap between engine and trainer."""
     mask = batch.ragged("response_mask").values.bool()
     _spread(metrics, "prompt_length", batch.ragged("prompt_ids").lengths.float(), limit=max_prompt_length)
     _spread(metrics, "response_length", batch.ragged("response_ids").lengths.float(), limit=max_response_length)
-    scores, first = batch.tensor("reward"), first_parts(batch)
+    scores, first = batch.tensor("reward"), first_segments(batch)
     _spread(metrics, "critic/score", scores[first])
     _spread(metrics, "critic/rewards", episode_sums(batch, "token_level_rewards"))
     for name in ("advantages", "returns", "values"):
@@ -42,8 +42,8 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
             metrics.add(f"actor/{name}", batch.ragged(name).values[mask].mean())
     if "reward_baselines" in batch:
         _spread(metrics, "critic/greedy_baseline", batch.tensor("reward_baselines"))
-    told = [batch.objects("score")[row] for row in first]
-    _reward_metrics(metrics, told, [batch.uids[row] for row in first], scores[first])
+    episode_scores = [batch.objects("score")[row] for row in first]
+    _reward_metrics(metrics, episode_scores, [batch.uids[row] for row in first], scores[first])
     _stop_metrics(metrics, batch.objects("trajectory"))
     metrics.update(episode_metrics(batch.objects("trajectory"), scores.tolist()))
     _mismatch_metrics(metrics, batch, mask)
@@ -53,13 +53,13 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
     )
 
 
-def first_parts(batch: Batch) -> list[int]:
-    """The first row of every episode: what is said of episodes counts each once."""
+def first_segments(batch: Batch) -> list[int]:
+    """Return the first row of every episode, so that episode metrics count each episode once."""
     return [rows[0] for rows in episode_rows(batch)] if is_split(batch) else list(range(len(batch)))
 
 
 def episode_sums(batch: Batch, name: str) -> Tensor:
-    """The sum of a column of tokens over every episode, ``[episodes]``."""
+    """Sum a token column over every episode, ``[episodes]``."""
     sums = batch.ragged(name).to_padded().sum(-1)
     if not is_split(batch):
         return sums
@@ -67,38 +67,39 @@ def episode_sums(batch: Batch, name: str) -> Tensor:
 
 
 def update_metrics(metrics: MetricStore, results: Sequence[UpdateResult], role: str, learning_rate: float) -> None:
-    """Statistics of a role's optimizer updates."""
+    """Add the statistics of a role's optimizer updates."""
     for result in results:
-        for seen in result.statistics:
-            for name, (value, weight) in without_ratio(seen).items():
+        for micro_batch in result.statistics:
+            for name, (value, weight) in declared_metrics(micro_batch).items():
                 metrics.add(name, value, weight=weight)
         metrics.add(f"{role}/grad_norm", result.grad_norm)
     metrics.add(f"{role}/lr", learning_rate)
 
 
 def memory_metrics(metrics: MetricStore) -> None:
-    """Memory of this process and of the GPU."""
+    """Add the memory of this process and of the GPU."""
     metrics.add("perf/cpu_memory_used_gb", psutil.Process().memory_info().rss / 2**30)
     if torch.cuda.is_available():
         metrics.add("perf/max_memory_allocated_gb", torch.cuda.max_memory_allocated() / 2**30)
 
 
 def overhead_metrics(metrics: MetricStore, seconds: float, model: float) -> None:
-    """Time of the step, throughput, and the share of it that is neither generation, nor model, nor reward.
+    """Add step time, throughput, and the share of time outside generation, models and rewards.
 
     Args:
-        seconds: of the step.
-        model: of them, those in which models computed.
+        seconds: seconds of the step.
+        model: seconds in which models computed.
     """
-    seen = metrics.reduce()
-    busy = model + seen.get("timing_s/gen", 0.0) + seen.get("timing_s/reward", 0.0)
+    reduced = metrics.reduce()
+    busy = model + reduced.get("timing_s/gen", 0.0) + reduced.get("timing_s/reward", 0.0)
+    metrics.add("timing_s/step", seconds)
     metrics.add("perf/time_per_step", seconds)
-    metrics.add("perf/throughput", seen["perf/total_num_tokens"] / seconds)
+    metrics.add("perf/throughput", reduced["perf/total_num_tokens"] / seconds)
     metrics.add("perf/driver_overhead_ratio", max(0.0, 1 - busy / seconds))
 
 
 def rollout_records(batch: Batch) -> list[dict[str, Any]]:
-    """One JSON object a sequence: tokens, text, mask and scores."""
+    """Return one JSON object per sequence: tokens, text, mask and scores."""
     advantages = batch.ragged("advantages") if "advantages" in batch else None
     scores = batch.objects("score") if "score" in batch else [Score(0.0)] * len(batch)
     records = []
@@ -112,7 +113,7 @@ def rollout_records(batch: Batch) -> list[dict[str, Any]]:
 
 
 def sample_record(trajectory: Trajectory, score: Score) -> dict[str, Any]:
-    """A scored sample as written to rollouts/ and validation/."""
+    """Return a scored sample as written to rollouts/ and validation/."""
     messages = trajectory.sample.messages
     return trajectory_record(
         trajectory,
@@ -147,7 +148,7 @@ def _reward_metrics(metrics: MetricStore, scores: Sequence[Score], uids: Sequenc
     for uid, reward in zip(uids, rewards.tolist(), strict=True):
         groups[uid].add(reward)
     if len(groups) < len(scores):
-        metrics.add("reward/zero_std_group_ratio", sum(len(seen) == 1 for seen in groups.values()) / len(groups))
+        metrics.add("reward/zero_std_group_ratio", sum(len(values) == 1 for values in groups.values()) / len(groups))
 
 
 def _stop_metrics(metrics: MetricStore, trajectories: Sequence[Trajectory]) -> None:

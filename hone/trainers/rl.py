@@ -1,6 +1,6 @@
-"""The RL trainer: one loop for every algorithm, engine, reward and runtime.
+"""RL trainer: one loop for every algorithm, engine, reward and runtime.
 
-A step is a list of stages; this is the whole algorithm (``*`` where the algorithm may not need it):
+A step is a list of stages; this is the complete algorithm (``*`` marks optional stages):
 
     generate -> score -> greedy baseline* -> old log-probs* -> rollout correction* -> reference log-probs* -> values*
              -> KL in reward* -> advantages -> update critic* -> update actor -> publish weights -> validate* -> log
@@ -9,8 +9,8 @@ A step is a list of stages; this is the whole algorithm (``*`` where the algorit
 Estimators, losses, rewards and engines come from registries: adding one never edits this file. Synchronous training is
 asynchronous training with a staleness bound of zero; the bound lives in :mod:`hone.trainers.group_buffer`.
 
-The program asks roles, and never touches a token: with ``trainer.runtime=local`` the roles are objects in this process and a
-batch holds its columns, with ``ray`` they are processes on a cluster and a batch holds references. It reads the same.
+The trainer calls roles and never touches a token. With ``trainer.runtime=local`` the roles are objects in this process and a batch
+holds its columns; with ``ray`` they are processes on a cluster and a batch holds references. The code is the same for both.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from hone.cluster.context import RoleSpec, run_tokenizer
 from hone.cluster.dispatch import RowGroups
 from hone.cluster.failures import WorkerLost
 from hone.cluster.plan import model_roles
-from hone.cluster.publish import Publisher
 from hone.cluster.roles import RoleUpdate, mini_batches
 from hone.cluster.runtime import AnyBatch, Group, Runtime
-from hone.cluster.supervisor import Supervisor, going_on
-from hone.config.reads import watch
+from hone.cluster.supervisor import Supervisor, resuming_config
+from hone.cluster.weight_sync import WeightSync
+from hone.config.derived import OldLogProbs, RunSpec
 from hone.config.tree import RLConfig
 from hone.data.curriculum import make_sampler
 from hone.data.seeding import derive_seed
 from hone.generation import is_served
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
-from hone.trainers.episodes import Episodes, joined
+from hone.trainers.batch_ops import BatchOps
+from hone.trainers.episodes import Episodes, concat_batches
 from hone.trainers.estimates import needed_columns, suppliers
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
@@ -46,11 +47,8 @@ from hone.trainers.reporting import memory_metrics, overhead_metrics, update_met
 from hone.trainers.rollouter import Rollouter
 from hone.trainers.session import RunSession, session_steps
 from hone.trainers.stages import Stage, check_stages, run_stages
-from hone.trainers.step_work import StepWork
 from hone.trainers.update_view import learnt_tokens
 from hone.trainers.validator import Validator
-from hone.training.correction import correction_settings
-from hone.training.old_log_probs import needs_old_log_probs
 
 SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs")
 SCORED = ("score", "token_level_scores", "token_level_rewards")
@@ -60,11 +58,10 @@ def train(config: RLConfig, program: type[RLTrainer] | None = None) -> int:
     """Run `hone train`: build the run, train it to its last step, and return the exit code.
 
     Args:
-        config: the resolved configuration.
-        program: a trainer with stages or roles of its own; None is :class:`RLTrainer`.
+        config: resolved configuration.
+        program: trainer class with other stages or roles; None means :class:`RLTrainer`.
     """
     program = program or RLTrainer
-    watch(config)
     supervisor = Supervisor(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
     try:
         while True:
@@ -72,32 +69,29 @@ def train(config: RLConfig, program: type[RLTrainer] | None = None) -> int:
                 return asyncio.run(program(config, supervisor).fit())
             except WorkerLost as lost:
                 supervisor.restart(lost)
-                config = going_on(config)
+                config = resuming_config(config)
     finally:
         supervisor.close()
 
 
 class RLTrainer:
-    """Everything that one run holds, and its stages.
+    """Trainer of one RL run: its roles, state and stages.
 
     Args:
-        config: the resolved configuration.
-        supervisor: holds the processes of the run, from one attempt to the next; None for a run of one attempt.
+        config: resolved configuration.
+        supervisor: owner of the run's processes across restarts; None for a run without restarts.
 
     Raises:
-        HoneError: anything the user can mend, before the first token is generated.
+        HoneError: any mistake of the user, before the first token is generated.
     """
 
     def __init__(self, config: RLConfig, supervisor: Supervisor | None = None) -> None:
-        self.config, self.reads, self.supervisor = config, watch(config), supervisor or Supervisor(Path(), 0)
+        self.config, self.supervisor = config, supervisor or Supervisor(Path(), 0)
         self.session = RunSession(config, on_hang=self.supervisor.on_hang)
         resume = self.session.resumed_from
         self.tokenizer = run_tokenizer(config)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
-        self.bypass: bool = correction_settings(config.algorithm.rollout_correction)["bypass_mode"]
-        self.with_old_log_probs = self.bypass or needs_old_log_probs(config)
-        squares = config.actor_rollout_ref.actor.calculate_sum_pi_squared
-        self.with_sum_pi_squared = "sum_pi_squared" in self.estimator.needs if squares is None else squares
+        self.spec = RunSpec(config)
         self.metrics = MetricStore()
         self.step = resume.step if resume else 0
 
@@ -109,20 +103,20 @@ class RLTrainer:
         self.runtime: Runtime = self.supervisor.runtime(
             config, self.roles(), total_steps=self.total_steps, resume=str(resume) if resume else None
         )
-        self.actor, self.work = self.runtime.group("actor"), self.runtime.group("work")
+        self.actor, self.batch_ops = self.runtime.group("actor"), self.runtime.group("work")
         self.reference, self.critic = self._optional("reference"), self._optional("critic")
-        self.episodes = Episodes(self.runtime.group("rollout"), self.work, self._optional("reward_model"))
-        self.publisher = Publisher(config, self.actor, self.runtime.group("rollout"), dataset[0])
+        self.episodes = Episodes(self.runtime.group("rollout"), self.batch_ops, self._optional("reward_model"))
+        self.weight_sync = WeightSync(config, self.actor, self.runtime.group("rollout"), dataset[0])
         self.validator = Validator(config, self.tokenizer, self.episodes)
         sources = dataset.data_sources() + self.validator.data_sources()
-        own = self_scored(config, self.tokenizer, dataset, self.validator.dataset)
-        self.session.rewards = self.work.check_rewards(sources, own).result()
+        self_scored_sources = self_scored(config, self.tokenizer, dataset, self.validator.dataset)
+        self.session.rewards = self.batch_ops.check_rewards(sources, self_scored_sources).result()
         self.sampling = training_sampling(config, self.tokenizer)
         self.buffer = GroupBuffer(config.data.train_batch_size)
         filtering = config.algorithm.filter_groups
         self.group_filter = None
         if filtering.enable:
-            score, values_of = self.episodes.score, self.work.values_of
+            score, values_of = self.episodes.score, self.batch_ops.values_of
             self.group_filter = GroupFilter(filtering, score, values_of, config.data.train_batch_size)
         n, agent = config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.rollout.agent
         self.rollouter = Rollouter(
@@ -141,12 +135,12 @@ class RLTrainer:
             self._load_state(resume.state)
 
     def roles(self) -> list[RoleSpec]:
-        """The roles of the run, in the order in which they are made."""
-        return [*model_roles(self.config), RoleSpec("work", StepWork)]
+        """Return the roles of the run in order of creation."""
+        return [*model_roles(self.config), RoleSpec("work", BatchOps)]
 
     async def broken_groups(self, batch: AnyBatch) -> list[str]:
-        """The groups with an episode that failed."""
-        return await self.work.broken_groups(batch.select("uid", "broken"))
+        """Return the groups with a failed episode."""
+        return await self.batch_ops.broken_groups(batch.select("uid", "broken"))
 
     def _optional(self, role: str) -> Group | None:
         return self.runtime.group(role) if role in self.runtime else None
@@ -154,25 +148,39 @@ class RLTrainer:
     # the algorithm ---------------------------------------------------------------------------------------------------
 
     def stages(self) -> list[Stage]:
-        """One step, in order."""
+        """Return the stages of a step, in order."""
         in_reward, greedy = self.config.algorithm.use_kl_in_reward, "greedy_baseline" in self.estimator.needs
         kl = ("ref_log_probs",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
-        squares = ("sum_pi_squared",) if self.with_sum_pi_squared else ()
+        squares = ("sum_pi_squared",) if self.spec.sum_pi_squared else ()
         learn_policy = self.critic is None or not 0 < self.step <= self.config.trainer.critic_warmup
-        once = learn_policy and not self.with_old_log_probs  # the one update gives the old log-probs
+        source = self.spec.old_log_probs.value
+        if source is OldLogProbs.UPDATE_PASS and not learn_policy:
+            source = (
+                OldLogProbs.OWN_PASS
+            )  # a step that updates only the critic has no policy pass that could provide them
+        own_pass = Stage(
+            "old_log_prob",
+            self.old_log_probs,
+            needs=("response_ids",),
+            adds=("old_log_probs", *squares),
+            when=source is OldLogProbs.OWN_PASS,
+            switch="actor_rollout_ref.actor.recompute_old_log_probs=true",
+        )
+        engine = Stage("old_log_prob", self.engine_log_probs, needs=("rollout_log_probs",), adds=("old_log_probs",))
+        correct = Stage("rollout_corr", self.correct, needs=("old_log_probs",))
+        before_update: list[Stage]
+        match source:
+            case OldLogProbs.OWN_PASS:
+                before_update, from_update, after_update = [own_pass, correct], False, []
+            case OldLogProbs.ENGINE:
+                before_update, from_update, after_update = [engine], False, []
+            case OldLogProbs.UPDATE_PASS:
+                before_update, from_update, after_update = [own_pass], True, [correct]
         return [
             Stage("gen", self.generate, adds=SAMPLED),
             Stage("reward", self.score, needs=("response_ids",), adds=SCORED),
             Stage("gen_max", self.greedy_baseline, adds=("reward_baselines",), when=greedy),
-            Stage(
-                "old_log_prob",
-                self.old_log_probs,
-                needs=("response_ids",),
-                adds=("old_log_probs", *squares),
-                when=not once,
-                switch="actor_rollout_ref.actor.recompute_old_log_probs=true",
-            ),
-            Stage("rollout_corr", self.correct, needs=("old_log_probs",), when=not (once or self.bypass)),
+            *before_update,
             Stage("ref", self.reference_log_probs, adds=("ref_log_probs",), when=self.reference is not None),
             Stage("values", self.values, adds=("values",), when=self.critic is not None),
             Stage("kl_in_reward", self.kl_in_reward, needs=("old_log_probs", "ref_log_probs"), when=in_reward),
@@ -187,13 +195,11 @@ class RLTrainer:
             Stage(
                 "update_actor",
                 self.update_actor,
-                needs=("old_log_probs", "advantages", *kl),
-                when=learn_policy and not once,
+                needs=("advantages", *kl, *(() if from_update else ("old_log_probs",))),
+                adds=("old_log_probs",) if from_update else (),
+                when=learn_policy,
             ),
-            Stage(
-                "update_actor", self.update_actor_once, needs=("advantages", *kl), adds=("old_log_probs",), when=once
-            ),
-            Stage("rollout_corr", self.correct, needs=("old_log_probs",), when=once),
+            *after_update,
             Stage("update_weights", self.publish),
         ]
 
@@ -205,53 +211,55 @@ class RLTrainer:
             self.group_filter.report(self.metrics)
         if self.rollouter.broken_in is not None:
             self.metrics.add("episode/dropped_groups", self.rollouter.dropped)
-        batch = joined([group.batch for group in self.groups])
-        await self.work.check_sampled(batch)
+        batch = concat_batches([group.batch for group in self.groups])
+        await self.batch_ops.check_sampled(batch)
         return batch
 
     async def score(self, batch: AnyBatch) -> AnyBatch:
-        """Score every trajectory, unless dynamic sampling has; the reward stands on its last token."""
+        """Score every trajectory, unless dynamic sampling already has; the reward is placed on its last token."""
         if "score" not in batch:
             batch = await self.episodes.score(batch)
             if self.sampler.learns:
-                self.rollouter.report(batch.uids, (await self.work.values_of(batch, None))[0])
-        return batch.updated(await self.work.place_rewards(batch))
+                self.rollouter.report(batch.uids, (await self.batch_ops.values_of(batch, None))[0])
+        return batch.updated(await self.batch_ops.place_rewards(batch))
 
     async def greedy_baseline(self, batch: AnyBatch) -> AnyBatch:
         """Score the greedy response to every prompt."""
         greedy = await self.episodes.answer_greedily([group.sample for group in self.groups], self.sampling)
-        return batch.updated(await self.work.baselines(batch, greedy))
+        return batch.updated(await self.batch_ops.baselines(batch, greedy))
 
     async def old_log_probs(self, batch: AnyBatch) -> AnyBatch:
-        """Log-probs of the policy that sampled: the trainer's, or (bypass) as the engine reported them."""
-        if self.bypass:
-            return batch.updated(batch.select("rollout_log_probs").rename({"rollout_log_probs": "old_log_probs"}))
-        found = await self.actor.log_probs(batch, with_entropy=True, with_sum_pi_squared=self.with_sum_pi_squared)
-        batch = batch.updated(found.rename({"log_probs": "old_log_probs"}))
-        await self.work.check_engine(batch)
+        """Compute the log-probs of the policy that sampled, under the trainer's weights."""
+        columns = await self.actor.log_probs(batch, with_entropy=True, with_sum_pi_squared=self.spec.sum_pi_squared)
+        batch = batch.updated(columns.rename({"log_probs": "old_log_probs"}))
+        await self.batch_ops.check_engine(batch)
         return batch
 
+    async def engine_log_probs(self, batch: AnyBatch) -> AnyBatch:
+        """Take the engine's log-probs as the old ones (bypass mode)."""
+        return batch.updated(batch.select("rollout_log_probs").rename({"rollout_log_probs": "old_log_probs"}))
+
     async def correct(self, batch: AnyBatch) -> AnyBatch:
-        """Measure, and where asked correct, the gap between the engine that sampled and the trainer."""
-        return batch.updated(await self.work.correct(batch))
+        """Measure the gap between engine and trainer, and correct it if configured."""
+        return batch.updated(await self.batch_ops.correct(batch))
 
     async def reference_log_probs(self, batch: AnyBatch) -> AnyBatch:
-        """Log-probs of the reference policy."""
+        """Compute the log-probs of the reference policy."""
         assert self.reference is not None
         return batch.updated(await self.reference.log_probs(batch))
 
     async def values(self, batch: AnyBatch) -> AnyBatch:
-        """The critic's values."""
+        """Compute the critic's values."""
         assert self.critic is not None
         return batch.updated(await self.critic.values(batch))
 
     async def kl_in_reward(self, batch: AnyBatch) -> AnyBatch:
-        """Subtract the KL penalty from the token rewards, and let the controller adapt."""
-        return batch.updated(await self.work.kl_in_reward(batch))
+        """Subtract the KL penalty from the token rewards, and adapt its coefficient."""
+        return batch.updated(await self.batch_ops.kl_in_reward(batch))
 
     async def advantages(self, batch: AnyBatch) -> AnyBatch:
-        """Run the advantage estimator over the whole batch."""
-        return batch.updated(await self.work.advantages(batch))
+        """Run the advantage estimator over the complete batch."""
+        return batch.updated(await self.batch_ops.advantages(batch))
 
     async def update_critic(self, batch: AnyBatch) -> AnyBatch:
         """Fit the critic to the returns."""
@@ -264,71 +272,58 @@ class RLTrainer:
         return batch
 
     async def update_actor(self, batch: AnyBatch) -> AnyBatch:
-        """Improve the policy."""
+        """Update the policy; missing old log-probs are taken from the forward pass of the only update."""
         actor = self.config.actor_rollout_ref.actor
-        await self.work.check_ids(batch)
+        from_update = "old_log_probs" not in batch
+        await self.batch_ops.check_ids(batch)
         view = await self.update_view(batch, pairs=actor.preference_loss.loss_mode is not None)
-        update = self.actor.update(view, self._policy_minis(view), self.step - 1)
-        self.metrics.update(update.balance())
-        await self._record("actor", await update, batch)
-        return batch
-
-    async def update_actor_once(self, batch: AnyBatch) -> AnyBatch:
-        """Improve the policy by one update, whose own forward pass gives the old log-probs: nothing needs them before."""
-        await self.work.check_ids(batch)
-        if len(updates := self._policy_minis(batch)) != 1:
-            raise RuntimeError(
-                f"the batch gives {len(updates)} updates, and only the first knows its own old log-probs"
-            )
-        asked = self.actor.update_once(batch, self.step - 1)
-        self.metrics.update(asked.balance())
-        found = await asked
-        update = found.meta.pop("update")
-        batch = batch.updated(found.rename({"log_probs": "old_log_probs"}))
-        await self.work.check_engine(batch)
+        minis = self._minis(view, actor.ppo_mini_batch_size, actor.ppo_epochs, "mini-batches")
+        pending = self.actor.update(view, minis, self.step - 1, keep_outputs=from_update)
+        self.metrics.update(pending.balance())
+        outputs = await pending
+        update = outputs.meta.pop("update")
+        if from_update:
+            batch = batch.updated(outputs.rename({"log_probs": "old_log_probs"}))
+            await self.batch_ops.check_engine(batch)
         await self._record("actor", update, batch)
         return batch
 
     async def update_view(self, batch: AnyBatch, *, pairs: bool) -> AnyBatch:
-        """What the updates learn from: tokens not rejected; with PF-PPO rows drawn anew, or pairs of answers."""
+        """Return the rows and tokens for the updates: not rejected, resampled (PF-PPO), or paired."""
         if pairs or self.config.algorithm.use_pf_ppo:
-            return await self.work.update_view(batch, self.step, pairs=pairs)
+            return await self.batch_ops.update_view(batch, self.step, pairs=pairs)
         return learnt_tokens(batch)
 
-    def _policy_minis(self, view: AnyBatch) -> RowGroups:
-        actor = self.config.actor_rollout_ref.actor
-        return self._minis(view, actor.ppo_mini_batch_size, actor.ppo_epochs, "mini-batches")
-
     def _minis(self, view: AnyBatch, prompts: int, epochs: int, purpose: str) -> RowGroups:
-        """The mini-batches of a role's updates in this step."""
+        """Return the mini-batches of a role's updates in this step."""
         shuffle, seed = self.config.actor_rollout_ref.actor.shuffle, self.config.trainer.seed
         return mini_batches(view.uids, prompts, epochs, derive_seed(seed, purpose, self.step - 1) if shuffle else None)
 
     async def _record(self, role: str, update: RoleUpdate, batch: AnyBatch) -> None:
         update_metrics(self.metrics, update.results, role, update.learning_rate)
         skipped = any(not result.applied for result in update.results)
-        await self.work.check_update(batch if skipped else None, role, update)
+        await self.batch_ops.check_update(batch if skipped else None, role, update)
 
     async def publish(self, batch: AnyBatch) -> AnyBatch:
-        """Hand the new weights to the engine; the groups trained on give their slots back."""
+        """Send the new weights to the engines, and free the slots of the trained groups."""
         await self._publish()
         self.buffer.release(self.step)
         return batch
 
     async def _publish(self) -> None:
-        canary = await self.publisher.publish(self.step)
-        for part, seconds in self.publisher.seconds.items():
+        canary = await self.weight_sync.sync(self.step)
+        for part, seconds in self.weight_sync.seconds.items():
             self.metrics.add(f"timing_s/update_weights_{part}", seconds)
         if canary is not None:
-            await self.work.check_published(canary)
+            await self.batch_ops.check_published(canary)
 
     # the loop --------------------------------------------------------------------------------------------------------
 
     async def fit(self) -> int:
-        """Train to the last step, or until told to stop; return the exit code."""
+        """Train to the last step, or until a stop request; return the exit code."""
         trainer, session = self.config.trainer, self.session
-        with session.running(self.total_steps):
-            if self.publisher.copies:
+        with session.running(self.total_steps, self.sampler.steps_per_epoch):
+            if self.weight_sync.copies:
                 await self._publish()
             if self.step == 0 and trainer.val_before_train:
                 metrics = await self.validate()
@@ -340,24 +335,20 @@ class RLTrainer:
                     session.log(self.step, await self.train_step())
                 if session.save_due(self.step):
                     await self.save()
-                if self.supervisor.restarts or session.resumed_from:
-                    self.reads.stop()  # what is done at the beginning only was read by the first attempt
-                else:
-                    self.reads.finish(self.runtime.reads)
             if session.last_save_due:
                 await self.save()
             session.completed(self.step, self.runtime.memory())
         return session.exit_code
 
     async def train_step(self) -> dict[str, float]:
-        """One step: the stages, then validation when due. Returns the metrics of the step."""
+        """Run the stages of a step, then validation if due; return the metrics."""
         started, trainer = time.perf_counter(), self.config.trainer
         self.runtime.begin_step(derive_seed(trainer.seed, "step", self.step))
         self.metrics = MetricStore()
         batch = await run_stages(self.stages(), self.metrics)
-        self.metrics.merge(await self.work.report(batch))
+        self.metrics.merge(await self.batch_ops.report(batch))
         if trainer.rollout_dump_freq and (self.step == 1 or self.step % trainer.rollout_dump_freq == 0):
-            await self.work.write_rollouts(batch, self.step)
+            await self.batch_ops.write_rollouts(batch, self.step)
         self.metrics.add("training/global_step", self.step)
         self.metrics.add("training/epoch", self.sampler.epoch)
         memory_metrics(self.metrics)
@@ -370,31 +361,31 @@ class RLTrainer:
         return metrics
 
     async def _busy_seconds(self) -> float:
-        """Seconds that models computed in this step."""
-        asked: list[Awaitable[float]] = [
+        """Return the seconds in which models computed in this step."""
+        pending: list[Awaitable[float]] = [
             role.take_busy_seconds() for role in (self.actor, self.reference, self.critic) if role is not None
         ]
-        return sum([await seconds for seconds in asked])
+        return sum([await seconds for seconds in pending])
 
     async def validate(self) -> dict[str, float]:
-        """Answer the validation prompts with the present weights; returns their metrics (none without a dataset)."""
+        """Answer the validation prompts with the current weights; return the metrics, empty without a dataset."""
         started = time.perf_counter()
-        found = await self.validator.run()
-        if found is None:
+        result = await self.validator.run()
+        if result is None:
             return {}
-        metrics, shown = found
+        metrics, shown = result
         if shown:
             self.session.directory.write_validation(self.step, shown)
         return {**metrics, "timing_s/testing": time.perf_counter() - started}
 
     def close(self) -> None:
-        """End the processes that the run has started."""
+        """Stop the processes that the run has started."""
         self.supervisor.close()
 
     # state -----------------------------------------------------------------------------------------------------------
 
     async def save(self) -> None:
-        """Write a checkpoint of this step: everything that an exact resume needs. Files are written while the run goes on."""
+        """Write a checkpoint of this step: all state for an exact resume. Files are written in the background."""
         location = self.session.begin_save(self.step)
         if location is None:
             return
@@ -405,7 +396,7 @@ class RLTrainer:
             "step": self.step,
             "sampler": self.sampler.state_dict(),
             "rollouter": self.rollouter.state_dict(),
-            **await self.work.state_dict(),
+            **await self.batch_ops.state_dict(),
         }
 
         def write() -> None:
@@ -417,5 +408,5 @@ class RLTrainer:
     def _load_state(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
         self.rollouter.load_state_dict(state["rollouter"])
-        self.work.load_state_dict(state).result()
+        self.batch_ops.load_state_dict(state).result()
         self.buffer.release(self.step)

@@ -1,4 +1,4 @@
-"""Rewards as training uses them: the scores of the reward function, and what is taken off for length."""
+"""Training rewards: scores of the reward function minus a length penalty."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hone.trainers.judged_rewards import JudgedRewards
 
 
 class TrainingRewards:
-    """Scores trajectories and punishes responses that come near the length limit.
+    """Scoring of trajectories with a penalty for responses near the length limit.
 
     Args:
-        rewards: the reward function.
-        overlong: the block ``reward.overlong_buffer``.
-        max_response_length: the limit, in tokens.
+        rewards: rewards without the penalty.
+        overlong: config block ``reward.overlong_buffer``.
+        max_response_length: maximum tokens of a response.
     """
 
     def __init__(self, rewards: JudgedRewards, overlong: OverlongBufferConfig, max_response_length: int) -> None:
@@ -34,35 +34,37 @@ class TrainingRewards:
         trajectories: Sequence[Trajectory],
         judged: Sequence[float] | None = None,
         *,
-        words: Sequence[str] | None = None,
+        judgements: Sequence[str] | None = None,
     ) -> list[Score]:
-        """Score each trajectory; scores come back in the same order.
+        """Score each trajectory; scores are in the same order.
 
         Args:
-            judged: the reward model's score of each, where there is one.
-            words: its judgements, where it writes them.
+            judged: reward model's score of each; None without a reward model.
+            judgements: texts of a generative reward model, or None.
 
         Raises:
-            RewardError: as :meth:`~hone.rewards.manager.RewardManager.score`.
+            RewardError: see :meth:`~hone.rewards.manager.RewardManager.score`.
         """
-        scores = await self.rewards.score(trajectories, judged, words=words, training=True)
+        scores = await self.rewards.score(trajectories, judged, judgements=judgements, training=True)
         if not self.enabled:
             return scores
         lengths = torch.tensor(episode_lengths(trajectories))
         penalties = self._penalties(lengths).tolist()
-        return [self._punished(score, penalty) for score, penalty in zip(scores, penalties, strict=True)]
+        return [self._with_penalty(score, penalty) for score, penalty in zip(scores, penalties, strict=True)]
 
     def _penalties(self, lengths: Tensor) -> Tensor:
         overlong = self.overlong
         return overlong_penalty(lengths, self.max_response_length, overlong.len, overlong.penalty_factor)
 
-    def _punished(self, score: Score, penalty: float) -> Score:
-        logged = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if self.overlong.log else {}
-        return dataclasses.replace(score, total=score.total + penalty, unshaped=score.total, terms=score.terms | logged)
+    def _with_penalty(self, score: Score, penalty: float) -> Score:
+        penalty_terms = {"overlong_reward": penalty, "overlong": float(penalty < 0)} if self.overlong.log else {}
+        return dataclasses.replace(
+            score, total=score.total + penalty, unshaped=score.total, terms=score.terms | penalty_terms
+        )
 
 
 def episode_lengths(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Tokens behind the prompt of each trajectory's episode: those of all its parts, which share one limit."""
+    """Return the response tokens of each trajectory's episode, over all segments, which share one limit."""
     total: Counter[tuple[str, int]] = Counter()
     for trajectory in trajectories:
         total[trajectory.uid, trajectory.index] += len(trajectory.response_ids)

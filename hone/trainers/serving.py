@@ -1,4 +1,4 @@
-"""`hone serve`: a model behind an OpenAI-compatible endpoint, until a signal ends it."""
+"""Serving of a model through an OpenAI-compatible endpoint, until a signal (`hone serve`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """What `hone serve` is asked; the attributes are its options."""
+    """Request of `hone serve`; the attributes are its options."""
 
     model: str
     name: str | None = None
@@ -42,10 +42,10 @@ class ServeRequest:
 
 
 def serve(request: ServeRequest) -> None:
-    """Load the model, then serve it in the foreground.
+    """Load the model and serve it in the foreground.
 
     Raises:
-        HoneError: the model cannot be loaded, or the address cannot be served.
+        HoneError: the model cannot be loaded, or the address is not available.
     """
     try:
         from hone.agents.serving.server import HttpServer, check_access
@@ -56,27 +56,27 @@ def serve(request: ServeRequest) -> None:
         ) from error
     from hone.agents.client import EngineClient
     from hone.agents.serving.app import Endpoint
-    from hone.agents.serving.asking import Service
     from hone.agents.serving.gateway import Gateway
+    from hone.agents.serving.service import Service
     from hone.data.tokenizer import stop_tokens
     from hone.trainers.evaluation import weights_of
 
     token = request.token or None
     check_access(request.host, token)
-    longest = request.max_model_len or context_length(weights_of(request.model))
+    max_model_len = request.max_model_len or context_length(weights_of(request.model))
     with engine_loop() as loop:
-        engine, tokenizer = _called(loop, lambda: open_engine(request, longest))
+        engine, tokenizer = _call_on_loop(loop, lambda: open_engine(request, max_model_len))
         service = Service(
             model=request.name or Path(request.model).resolve().name,
             tokenizer=tokenizer,
             gateway=Gateway(EngineClient(engine), loop),
-            max_model_len=longest,
+            max_model_len=max_model_len,
             stop_token_ids=stop_tokens(tokenizer, weights_of(request.model)),
             renderer=request.renderer,
             parser=request.parser,
         )
         server = HttpServer(Endpoint(service, token=token).app, host=request.host, port=request.port)
-        log.info("serving '%s' at %s/v1 (%s)", service.model, server.url, "token asked for" if token else "no token")
+        log.info("serving '%s' at %s/v1 (%s)", service.model, server.url, "token required" if token else "no token")
         try:
             server.run()
         finally:
@@ -84,7 +84,7 @@ def serve(request: ServeRequest) -> None:
 
 
 def open_engine(request: ServeRequest, max_model_len: int) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """The native engine in this process; or, where another engine or a number of replicas is asked for, processes of their own.
+    """Open the native engine in this process; for another engine or with replicas, start separate processes.
 
     Raises:
         HoneError: the model cannot be loaded, or the engine does not start.
@@ -99,10 +99,10 @@ def open_engine(request: ServeRequest, max_model_len: int) -> tuple[Engine, PreT
 def open_replicas(
     path: str, max_model_len: int, *, engine: str, count: int
 ) -> tuple[EnginePool, PreTrainedTokenizerBase]:
-    """Replicas of an engine, each a process with its share of the cores, and the tokenizer.
+    """Start replicas of an engine as processes with disjoint cores; also return the tokenizer.
 
     Raises:
-        HoneError: the directory holds an adapter alone, the engine is not installed or does not start.
+        HoneError: the directory has only an adapter, or the engine is not installed or does not start.
     """
     import torch
 
@@ -116,11 +116,11 @@ def open_replicas(
 
     actor = find_actor(path)
     if engine not in ("native", *SERVED):
-        raise ConfigError(f"no engine '{engine}' can be served", fix=did_you_mean(engine, ("native", *SERVED)))
+        raise ConfigError(f"engine '{engine}' cannot be served", fix=did_you_mean(engine, ("native", *SERVED)))
     if base_of_adapter(actor) is not None:
         raise ConfigError(
-            f"{actor} holds an adapter alone, and replicas load whole weights",
-            fix=f"hone export --model {path} --out DIR --merge, then --model DIR; or no --replicas",
+            f"{actor} has only an adapter, but replicas load complete weights",
+            fix=f"hone export --model {path} --out DIR --merge, then --model DIR; or omit --replicas",
         )
     logs = Path(tempfile.mkdtemp(prefix="hone-serve-"))
     threads = threads_of(count)
@@ -146,34 +146,34 @@ def open_replicas(
 
 
 def context_length(directory: str) -> int:
-    """Most tokens that the model in a Hugging Face directory was made for; at most 32768, unless asked for more.
+    """Return the context length of the model in a Hugging Face directory, at most 32768.
 
     Raises:
-        ConfigError: its configuration does not say.
+        ConfigError: its configuration has no context length.
     """
     config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    found = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
-    if not found:
+    length = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    if not length:
         raise ConfigError(
-            f"the configuration in {directory} has no max_position_embeddings", fix="--max-model-len 4096"
+            f"the configuration in {directory} has no max_position_embeddings", fix="set --max-model-len 4096"
         )
-    return min(int(found), 32768)
+    return min(int(length), 32768)
 
 
-def _called(loop: asyncio.AbstractEventLoop, make: Callable[[], T]) -> T:
-    """What ``make`` returns or raises on the loop's thread."""
+def _call_on_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], T]) -> T:
+    """Call ``make`` on the loop's thread; return its result or raise its error."""
 
-    async def made() -> T:
+    async def call() -> T:
         return make()
 
-    return asyncio.run_coroutine_threadsafe(made(), loop).result()
+    return asyncio.run_coroutine_threadsafe(call(), loop).result()
 
 
 @contextmanager
 def engine_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread of its own, on which an engine is opened and runs while HTTP has this thread.
+    """Run an event loop for the engine in a separate thread, while HTTP uses this one.
 
-    That is the thread that computes (:mod:`hone.threads`).
+    The engine's thread is the one that computes (:mod:`hone.threads`).
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="hone-engine", daemon=True)

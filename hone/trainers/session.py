@@ -1,4 +1,4 @@
-"""The life cycle shared by all trainers: run directory, trackers, checkpoints, signals, schedule of side activities."""
+"""Life cycle of all trainers: run directory, trackers, checkpoints, signals and schedules."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from hone.cluster.failures import is_out_of_memory, out_of_memory
 from hone.cluster.watchdog import Hang, Watchdog, end_run
 from hone.config import to_yaml
+from hone.config.fields import AFTER_EACH_EPOCH
 from hone.config.run import RunConfig
 from hone.config.trees import AnyConfig
 from hone.errors import HoneError
@@ -26,12 +27,12 @@ log = logging.getLogger("hone")
 
 
 class RunSession:
-    """One run from start to finish.
+    """Session of one run, from start to end.
 
     Usage::
 
         session = RunSession(config)
-        with session.running(total_steps):
+        with session.running(total_steps, steps_per_epoch):
             while step < total_steps and not session.stop_requested:
                 ...
                 session.log(step, metrics)
@@ -41,11 +42,11 @@ class RunSession:
             session.completed(step, memory)
 
     Args:
-        config: the resolved configuration.
-        on_hang: what to do when nothing moves any more; see :class:`hone.cluster.watchdog.Watchdog`.
+        config: resolved configuration.
+        on_hang: reaction to a hang; see :class:`hone.cluster.watchdog.Watchdog`.
 
     Attributes:
-        rewards: what scores responses, with a hash of its code, for run.json; set before the run starts.
+        rewards: scorers with a hash of their code, for run.json; set before the run starts.
     """
 
     def __init__(self, config: AnyConfig, on_hang: Callable[[Hang], bool] = end_run) -> None:
@@ -59,11 +60,11 @@ class RunSession:
         self.rewards: dict[str, str] = {}
         self._signal: int | None = None
         self._logged_step = self.resumed_from.step if self.resumed_from else 0
-        self._outcome = ("failed", "the loop ended without saying why", 0)
+        self._outcome = ("failed", "the loop ended without a recorded reason", 0)
         self._memory: dict[str, dict[str, float]] = {}
 
     def _watch(self, on_hang: Callable[[Hang], bool]) -> Watchdog | None:
-        """Publish what this process does, and have it watched from now on."""
+        """Publish this process's activity, and start the watchdog."""
         folder = self.directory.path / activity.FOLDER
         activity.clear(folder)
         activity.begin(folder, "driver")
@@ -76,7 +77,7 @@ class RunSession:
     # running ---------------------------------------------------------------------------------------------------------
 
     def _start(self, total_steps: int) -> None:
-        """Write the configuration, cut back what a killed run wrote after its last checkpoint, and begin tracking."""
+        """Write the configuration, remove records after the last checkpoint of a killed run, and start the trackers."""
         self.total_steps = total_steps
         config_yaml = to_yaml(self.config)
         self.checkpoints.set_aside_later()
@@ -100,73 +101,78 @@ class RunSession:
             raise KeyboardInterrupt
         self._signal = number
         log.warning(
-            "%s: finishing this step, saving, and stopping (again to stop at once)", signal.Signals(number).name
+            "%s: finishing this step, saving, and stopping (repeat to stop immediately)", signal.Signals(number).name
         )
 
     @property
     def stop_requested(self) -> bool:
-        """Whether SIGINT or SIGTERM has arrived."""
+        """True once SIGINT or SIGTERM has arrived."""
         return self._signal is not None
 
-    def due(self, frequency: int, step: int) -> bool:
-        """Whether an activity of this frequency (every k steps; -1 only at the end; 0 never) is due after ``step``."""
-        last = step == self.total_steps
-        return frequency != 0 and (last or (frequency > 0 and step % frequency == 0))
+    def due(self, frequency: int | str, step: int) -> bool:
+        """Return whether an activity is due after ``step``: every k steps, -1 only at the end, 0 never, or after each epoch."""
+        every = self.steps_per_epoch if frequency == AFTER_EACH_EPOCH else int(frequency)
+        return every != 0 and (step == self.total_steps or (every > 0 and step % every == 0))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line of metrics.jsonl and tell the trackers."""
+        """Write a line of metrics.jsonl and log to the trackers."""
         self._logged_step = step
-        self.checkpoints.saw(step, metrics)
+        self.checkpoints.note_metrics(step, metrics)
         if seconds := self.checkpoints.take_seconds():
             metrics = {**metrics, "timing_s/save_checkpoint": seconds}
         self.trackers.log(step, metrics)
 
     def begin_save(self, step: int) -> str | None:
-        """Where checkpoint ``step`` is to be written, None when it exists; waits for the save before."""
+        """Return where to write checkpoint ``step``, or None if it exists; wait for the previous save."""
         return self.checkpoints.begin(step)
 
     def finish_save(self, step: int, state: dict[str, Any], write: Callable[[], object]) -> None:
-        """Let checkpoint ``step`` appear as soon as ``write()`` has filled its directory; training goes on meanwhile."""
+        """Publish checkpoint ``step`` once ``write()`` has filled its directory, in the background."""
         self.checkpoints.publish(step, state, write)
 
     def save_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after ``step``: by trainer.save_freq, or because the run was told to stop."""
+        """Return whether a checkpoint is due after ``step``: by trainer.save_freq, or because of a stop request."""
         return self.due(self.trainer.save_freq, step) or self.last_save_due
 
     @property
     def last_save_due(self) -> bool:
-        """Whether the loop, told to stop, must leave a checkpoint of the step it came to."""
+        """True if the loop must save its last step after a stop request."""
         return self.stop_requested and self.trainer.save_freq != 0
 
     def completed(self, step: int, memory: dict[str, dict[str, float]]) -> None:
-        """Note how far the run came and why it ends; called once at the end of the loop.
+        """Record the last step and the reason of the end; called once at the end of the loop.
 
         Args:
-            step: the last.
-            memory: what each process has held, see :class:`hone.training.memory.MemoryUse`.
+            step: last step.
+            memory: memory of each process, see :class:`hone.models.kernels.cpu.memory.MemoryUse`.
         """
         self._memory = memory
         if self._signal is None:
             self._outcome = ("finished", f"all {self.total_steps} steps done", step)
         else:
             name = signal.Signals(self._signal).name
-            self._outcome = ("interrupted", f"{name} after step {step} of {self.total_steps}; run again to go on", step)
+            self._outcome = (
+                "interrupted",
+                f"{name} after step {step} of {self.total_steps}; run the command again to resume",
+                step,
+            )
 
     @property
     def exit_code(self) -> int:
-        """0, or 128 + the signal that stopped the run."""
+        """Exit code: 0, or 128 + the signal that stopped the run."""
         return 0 if self._signal is None else 128 + self._signal
 
     @contextlib.contextmanager
-    def running(self, total_steps: int) -> Iterator[None]:
-        """Start the run; on leaving, whatever happened, close the trackers and record how it ended."""
+    def running(self, total_steps: int, steps_per_epoch: int) -> Iterator[None]:
+        """Start the run; on exit, also after an error, close the trackers and record the run's end."""
+        self.steps_per_epoch = steps_per_epoch
         self._start(total_steps)
         try:
             yield
             self.checkpoints.wait()
         except BaseException as error:
             self._outcome = ("failed", f"{type(error).__name__}: {error}", self._logged_step)
-            if isinstance(error, Exception):  # told to stop at once, it does not wait
+            if isinstance(error, Exception):  # an immediate stop does not wait
                 self.checkpoints.settle()
             if is_out_of_memory(error) and not isinstance(error, HoneError):
                 raise out_of_memory(error, self.config, activity.stage_of(error)) from error
@@ -187,10 +193,10 @@ class RunSession:
         except HoneError as error:
             if status != "failed":
                 raise
-            log.warning("the end of the run could not be recorded: %s", error.what)  # what made it fail is raised
+            log.warning("the end of the run could not be recorded: %s", error.what)  # the error of the run is raised
 
 
 def session_steps(trainer: RunConfig, steps_per_epoch: int) -> int:
-    """Steps of the run: total_training_steps, or total_epochs over the data."""
+    """Return the steps of the run: total_training_steps, else total_epochs over the data."""
     by_epochs = trainer.total_epochs * steps_per_epoch
     return by_epochs if trainer.total_training_steps is None else trainer.total_training_steps

@@ -1,4 +1,4 @@
-"""The SFT trainer: imitate the assistant turns of conversations. The loss is the mean over assistant tokens."""
+"""SFT trainer: imitate the assistant turns of conversations; the loss is the mean over assistant tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.conversations import Conversation, ConversationDataset
 from hone.data.ragged import Ragged
+from hone.models.heads import PolicyHead
+from hone.models.loading import load_policy
 from hone.trainers.inputs import file_list
 from hone.trainers.offline import OfflineTrainer
-from hone.training.engine import TrainEngine
-from hone.training.heads import PolicyHead
-from hone.training.model import load_policy
+from hone.training.backends.local import LocalBackend
+from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective
 
 
@@ -26,10 +27,10 @@ def train(config: SFTConfig) -> int:
 
 
 class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
-    """One supervised run."""
+    """Trainer of one supervised run."""
 
     def open_dataset(self, files: Any, max_samples: int) -> ConversationDataset:
-        """Conversations in ``files``."""
+        """Load the conversations in ``files``."""
         data = self.config.data
         return ConversationDataset(
             file_list(files),
@@ -43,32 +44,34 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
         )
 
     def build(self, model: ModelConfig, device: torch.device) -> None:
-        """The policy, and the likelihood of what it imitates."""
+        """Load the policy and set the imitation objective."""
         config = self.config
         self.objective = imitation_objective()
-        self.engine = TrainEngine(
+        self.engine = LocalBackend(
             load_policy(model, device=device, seed=config.trainer.seed),
             PolicyHead(),
-            optim=config.optim,
-            device=device,
-            dtype=config.dtype,
-            max_tokens=config.data.max_token_len_per_gpu,
-            offload_activations=config.model.enable_activation_offload,
-            total_steps=self.total_steps,
+            TrainSettings(
+                device,
+                optim=config.optim,
+                dtype=config.dtype,
+                max_tokens=config.data.max_token_len_per_gpu,
+                offload_activations=config.model.enable_activation_offload,
+                total_steps=self.total_steps,
+            ),
         )
 
     def batch(self, rows: Sequence[Conversation]) -> Batch:
-        """See :func:`conversation_batch`."""
+        """Convert rows to columns with :func:`conversation_batch`."""
         return conversation_batch(rows)
 
     def measure(self, batch: Batch) -> dict[str, float]:
-        """Mean negative log-likelihood of the assistant tokens."""
+        """Return the mean negative log-likelihood of the assistant tokens."""
         mask = batch.ragged("response_mask").values.bool()
         return {"val/loss": float(-self.engine.infer_batch(batch)["log_probs"].values[mask].mean())}
 
 
 def conversation_batch(conversations: Sequence[Conversation]) -> Batch:
-    """A batch in which the "prompt" ends before the first token of the loss; what follows the last is left out."""
+    """Build a batch whose "prompt" ends before the first loss token; tokens after the last loss token are dropped."""
     prompts, responses, masks = [], [], []
     for conversation in conversations:
         first = conversation.loss_mask.index(1)

@@ -1,8 +1,8 @@
-"""Episodes that left several parts, put together for what looks at whole episodes, and taken apart again.
+"""Episodes with several segments: joined for computations over episodes, and split again.
 
-Where a chat template rewrites history, an episode leaves a row a part. What estimators compare and add up are episodes: a group's
-mean counts each once, and a reward at the end reaches the turns of earlier parts. So they are given one row an episode, its
-parts behind one another, and what they say of each token goes back to the token's own row.
+If a chat template rewrites history, an episode has one row per segment. Estimators compare and sum episodes: a group's mean counts
+each once, and a reward at the end reaches the turns of earlier segments. Therefore they receive one row per episode with its
+segments concatenated, and their per-token results go back to each token's row.
 """
 
 from __future__ import annotations
@@ -18,53 +18,62 @@ from hone.data.trajectories import episode_rows
 from hone.data.types import Trajectory
 
 GAP = 1
-"""Places between two parts, which the policy did not sample: without them two turns would become one."""
+"""Unsampled positions between two segments, without which two turns would merge into one."""
 
 
 def is_split(batch: Batch) -> bool:
-    """Whether an episode of the batch left several parts."""
+    """Return whether an episode of the batch has several segments."""
     return "part" in batch and bool((batch.tensor("part") > 0).any())
 
 
-def joined(batch: Batch, columns: Collection[str]) -> Batch:
-    """One row an episode, with these columns: of tokens, the parts behind one another; of anything else, what the first part has."""
+def join_segments(batch: Batch, columns: Collection[str]) -> Batch:
+    """Return one row per episode with these columns.
+
+    Token columns are the concatenated segments; other columns are those of the first segment.
+    """
     rows = episode_rows(batch)
-    first = batch.select(*(name for name in columns if name in batch)).reorder([own[0] for own in rows])
-    made: dict[str, Column] = {}
+    first = batch.select(*(name for name in columns if name in batch)).reorder(
+        [episode_row_ids[0] for episode_row_ids in rows]
+    )
+    joined_columns: dict[str, Column] = {}
     for name in first.names():
         column = batch[name]
         if isinstance(column, Ragged):
-            made[name] = Ragged.from_rows([_behind_one_another(column, own) for own in rows], column.values.dtype)
+            joined_columns[name] = Ragged.from_rows(
+                [_concatenated(column, segment_rows) for segment_rows in rows], column.values.dtype
+            )
         elif name == "trajectory":
-            parts = batch.objects("trajectory")
-            made[name] = [_one([parts[row] for row in own]) for own in rows]
-    return first.with_columns(**made)
+            segments = batch.objects("trajectory")
+            joined_columns[name] = [
+                _joined_trajectory([segments[row] for row in segment_rows]) for segment_rows in rows
+            ]
+    return first.with_columns(**joined_columns)
 
 
-def apart(column: Ragged, batch: Batch) -> Ragged:
-    """Give each row of the batch its part of a column of :func:`joined`."""
+def split_column(column: Ragged, batch: Batch) -> Ragged:
+    """Split a column of :func:`join_segments` into the rows of the batch."""
     lengths = batch.ragged("response_mask").lengths
-    found: list[torch.Tensor] = [torch.empty(0)] * len(batch)
-    for episode, own in enumerate(episode_rows(batch)):
+    values_by_row: list[torch.Tensor] = [torch.empty(0)] * len(batch)
+    for episode, segment_rows in enumerate(episode_rows(batch)):
         values, start = column.row(episode), 0
-        for row in own:
-            found[row] = values[start : start + int(lengths[row])]
+        for row in segment_rows:
+            values_by_row[row] = values[start : start + int(lengths[row])]
             start += int(lengths[row]) + GAP
-    return Ragged.from_rows(found, column.values.dtype)
+    return Ragged.from_rows(values_by_row, column.values.dtype)
 
 
-def _behind_one_another(column: Ragged, rows: Sequence[int]) -> torch.Tensor:
+def _concatenated(column: Ragged, rows: Sequence[int]) -> torch.Tensor:
     gap = column.values.new_zeros(GAP)
-    pieces = [piece for row in rows for piece in (gap, column.row(row))]
-    return torch.cat(pieces[1:])
+    spans = [span for row in rows for span in (gap, column.row(row))]
+    return torch.cat(spans[1:])
 
 
-def _one(parts: Sequence[Trajectory]) -> Trajectory:
-    """A trajectory whose turns are those of all parts, each behind what it was sampled behind: a part's prompt stands before it."""
-    if len(parts) == 1:
-        return parts[0]
-    ids, mask = list(parts[0].response_ids), list(parts[0].response_mask)
-    for part in parts[1:]:
-        ids += [*part.prompt_ids, *part.response_ids]
-        mask += [0] * len(part.prompt_ids) + part.response_mask
-    return dataclasses.replace(parts[0], response_ids=ids, response_mask=mask)
+def _joined_trajectory(segments: Sequence[Trajectory]) -> Trajectory:
+    """Join segments into one trajectory; each further segment follows its prompt."""
+    if len(segments) == 1:
+        return segments[0]
+    ids, mask = list(segments[0].response_ids), list(segments[0].response_mask)
+    for segment in segments[1:]:
+        ids += [*segment.prompt_ids, *segment.response_ids]
+        mask += [0] * len(segment.prompt_ids) + segment.response_mask
+    return dataclasses.replace(segments[0], response_ids=ids, response_mask=mask)

@@ -1,4 +1,4 @@
-"""A training step as a list of stages: each callable alone, timed, and left out explicitly."""
+"""Training step as a list of stages, each callable separately, timed, and skipped explicitly."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ StageFn = Callable[[AnyBatch], AnyBatch | Awaitable[AnyBatch]]
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a step.
+    """Stage of a training step.
 
     Attributes:
-        name: as it appears in ``timing_s/<name>``.
-        run: takes the batch and returns it, with more columns or unchanged.
-        needs: columns that must be there.
+        name: name of the stage, as in ``timing_s/<name>``.
+        run: function that takes the batch and returns it, with more columns or unchanged.
+        needs: required columns.
         adds: columns that it adds.
-        when: whether the algorithm needs it; a stage that it does not need is never run.
-        supplied_by: what the user can set so that a missing column is supplied, for the error message.
-        switch: what the user can set so that the stage runs.
+        when: True if the algorithm needs the stage; otherwise it is not run.
+        supplied_by: settings that supply a missing column, for the error message.
+        switch: setting that activates the stage.
     """
 
     name: str
@@ -39,22 +39,22 @@ class Stage:
 
 
 def check_stages(stages: Sequence[Stage]) -> None:
-    """Check that every active stage finds its columns, before the first token is generated.
+    """Check that every active stage has its columns, before the first token is generated.
 
     Raises:
-        ConfigError: a column that a stage needs is added by none before it.
+        ConfigError: no earlier stage adds a column that a stage needs.
     """
     present: set[str] = set()
     for stage in (stage for stage in stages if stage.when):
         missing = [name for name in stage.needs if name not in present]
         if missing:
-            makers = [maker for maker in stages if set(missing) & set(maker.adds)]
-            switches = ", ".join(maker.switch for maker in makers if maker.switch and not maker.when)
-            names = ", ".join(maker.name for maker in makers)
+            adding_stages = [maker for maker in stages if set(missing) & set(maker.adds)]
+            switches = ", ".join(maker.switch for maker in adding_stages if maker.switch and not maker.when)
+            names = ", ".join(maker.name for maker in adding_stages)
             raise ConfigError(
                 f"stage '{stage.name}' needs {missing}, which no active stage adds",
                 why="the step would fail after generation",
-                fix=stage.supplied_by or switches or f"switch on the stage that adds it: {names or 'none exists'}",
+                fix=stage.supplied_by or switches or f"enable the stage that adds it: {names or 'none exists'}",
             )
         present.update(stage.adds)
 

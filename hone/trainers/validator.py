@@ -1,4 +1,4 @@
-"""Validation as a run does it: its prompts are answered and scored by the roles."""
+"""Validation during a run: the roles answer and score its prompts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset
-from hone.trainers.episodes import Episodes, joined
+from hone.trainers.episodes import Episodes, concat_batches
 from hone.trainers.inputs import prompt_dataset, validation_sampling
 
 
 class Validator:
-    """Asks the validation prompts; does nothing when the run has no validation files.
+    """Validation of a run; does nothing without validation files.
 
     Args:
-        config: of the run.
-        tokenizer: of the run.
-        episodes: plays and scores.
+        config: configuration of the run.
+        tokenizer: tokenizer of the run.
+        episodes: playing and scoring of episodes.
     """
 
     def __init__(self, config: RLConfig, tokenizer: PreTrainedTokenizerBase, episodes: Episodes) -> None:
@@ -30,13 +30,13 @@ class Validator:
         self.sampling = validation_sampling(config, tokenizer)
 
     def data_sources(self) -> Counter[str]:
-        """How many rows each data source has."""
+        """Return the number of rows by data source."""
         return self.dataset.data_sources() if self.dataset else Counter()
 
     async def run(self) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
-        """Ask every prompt ``val_kwargs.n`` times, ``data.val_batch_size`` prompts at a time, with the present weights.
+        """Answer every prompt ``val_kwargs.n`` times with the current weights, ``data.val_batch_size`` prompts at a time.
 
-        The draws depend on the seed and the row only. Returns the metrics, and the first answers as they are written.
+        The random streams depend only on seed and row. Return the metrics and the first records.
         """
         if self.dataset is None:
             return None
@@ -47,5 +47,5 @@ class Validator:
             await self.episodes.play(samples[start : start + size], self.sampling, n=n, seeding=seeding)
             for start in range(0, len(samples), size)
         ]
-        scored = await self.episodes.score(joined(played), training=False)
-        return await self.episodes.work.validation(scored, n, config.trainer.log_val_generations)
+        scored = await self.episodes.score(concat_batches(played), training=False)
+        return await self.episodes.batch_ops.validation(scored, n, config.trainer.log_val_generations)

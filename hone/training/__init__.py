@@ -1,1 +1,1 @@
-"""How weights change: model loading, packing, LoRA, optimizer and checkpoints."""
+"""Training: packing, objectives, optimizer, backends and checkpoints."""

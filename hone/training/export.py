@@ -1,4 +1,4 @@
-"""From a run or checkpoint, wherever it lies, to a plain Hugging Face (or PEFT) directory."""
+"""Export of a run or checkpoint, local or remote, to a plain Hugging Face (or PEFT) directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.training.checkpoints.checkpoint import MANIFEST, find_checkpoint, model_directory
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.tensor_files import TensorSpec, write_tensors
-from hone.training.checkpoints.weights import LARGEST_FILE, Shelf
+from hone.training.checkpoints.weights import LARGEST_FILE, FileLayout
 from hone.training.weight_files import PlainLora, WeightFolder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,13 +27,13 @@ SIZES = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
 def find_actor(source: str | Path) -> Path:
-    """The local model directory meant by ``source``: itself, a checkpoint's actor, or that of a run's newest checkpoint.
+    """Return the local model directory of a source: itself, a checkpoint's actor, or that of a run's newest checkpoint.
 
     Args:
         source: path or URL; ``RUN/checkpoints/best`` is the best checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no model, or it is damaged.
     """
     storage = Storage(source)
     if storage.is_file("config.json") or storage.is_file("adapter_config.json"):
@@ -44,11 +44,11 @@ def find_actor(source: str | Path) -> Path:
     try:
         checkpoint = find_checkpoint(source)
     except CheckpointError as error:
-        if storage.is_local and (storage / "actor").names():  # not finished, but asked for by name
+        if storage.is_local and (storage / "actor").names():  # an unfinished checkpoint, given by its path
             return storage.local_path / "actor"
         if error.where == "trainer.resume_from_path" and "neither" in error.what:
             raise CheckpointError(
-                f"'{source}' is neither a model directory, nor a checkpoint, nor a run with checkpoints",
+                f"'{source}' is not a model directory, a checkpoint, or a run with checkpoints",
                 fix="give a directory with config.json, .../checkpoints/step_<N>, or a run directory (`hone runs list`)",
             ) from error
         raise
@@ -56,13 +56,13 @@ def find_actor(source: str | Path) -> Path:
 
 
 def base_of_adapter(actor: Path) -> Path | None:
-    """The base model's directory when ``actor`` is a PEFT adapter, else None."""
+    """Return the base model's directory if ``actor`` is a PEFT adapter, else None."""
     config = actor / "adapter_config.json"
     return Path(json.loads(config.read_text())["base_model_name_or_path"]) if config.is_file() else None
 
 
 def model_class(directory: Path) -> Any:
-    """The class that loads what ``directory`` holds: a reward model keeps its scalar output, all else is a causal model."""
+    """Return the class that loads ``directory``: a sequence classifier for a reward model, else a causal model."""
     kinds = " ".join(json.loads((directory / "config.json").read_text()).get("architectures") or [])
     return AutoModelForSequenceClassification if "SequenceClassification" in kinds else AutoModelForCausalLM
 
@@ -75,27 +75,29 @@ def export(
     dtype: str = "float32",
     largest_file: int = LARGEST_FILE,
 ) -> str:
-    """Write the model in ``source`` to ``out``, a tensor at a time.
+    """Write the model in ``source`` to ``out``, one tensor at a time.
 
     Args:
         source: run, checkpoint or model directory, or its URL.
-        out: directory or URL to write; it must not exist, or be empty.
+        out: directory or URL to write; must be empty or not exist.
         merge: for a LoRA run, merge the adapter into its base; otherwise copy the adapter.
         dtype: of the weights written.
-        largest_file: bytes of one safetensors file.
+        largest_file: maximum of bytes in a safetensors file.
 
     Returns:
-        Where it lies.
+        The path or URL of the written directory.
 
     Raises:
-        CheckpointError: no model there, or ``out`` is not empty or cannot be written.
+        CheckpointError: ``source`` has no model, or ``out`` is not empty or cannot be written.
         ConfigError: unknown dtype.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype '{dtype}'", fix=f"--dtype {'|'.join(DTYPES)}")
     target = Storage(out)
     if target.names():
-        raise CheckpointError(f"'{out}' is not empty", why="files of two models would mix", fix="--out <new directory>")
+        raise CheckpointError(
+            f"'{out}' is not empty", why="files of two models would be mixed", fix="--out <new directory>"
+        )
     actor = find_actor(source)
     base = base_of_adapter(actor)
     try:
@@ -105,30 +107,32 @@ def export(
             _write_model(actor, base, target, DTYPES[dtype], largest_file)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write '{out}': {error}", why="what stands there is not a whole model", fix="--out <another place>"
+            f"cannot write '{out}': {error}",
+            why="the directory has an incomplete model",
+            fix="--out <another directory>",
         ) from error
     return str(out)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB", "500MB", "2GiB".
+    """Return the number of bytes in a text such as "5GB", "500MB" or "2GiB".
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text has another form.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB|MiB|GiB)", text.strip(), re.IGNORECASE)
-    if not found or float(found[1]) == 0:
-        raise ConfigError(f"'{text}' is no size of a file", fix="--max-shard-size 5GB (MB, GB, MiB and GiB are known)")
-    return int(float(found[1]) * SIZES[found[2].upper()])
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB|MiB|GiB)", text.strip(), re.IGNORECASE)
+    if not size or float(size[1]) == 0:
+        raise ConfigError(f"'{text}' is not a file size", fix="--max-shard-size 5GB (units: MB, GB, MiB, GiB)")
+    return int(float(size[1]) * SIZES[size[2].upper()])
 
 
 def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, largest_file: int) -> None:
     model = base or actor
     if not (model / "config.json").is_file():
         raise CheckpointError(
-            f"the base of the adapter in '{actor}' is '{model}', and there is no model",
+            f"the adapter in '{actor}' has the base model '{model}', which has no config.json",
             why="merging needs the base's weights",
-            fix="--no-merge, or put the base there, or name its place as base_model_name_or_path in adapter_config.json",
+            fix="--no-merge, or set base_model_name_or_path in adapter_config.json to the directory of the base model",
         )
     lora = PlainLora.read(actor) if base is not None else None
     with contextlib.ExitStack() as stack:
@@ -137,9 +141,9 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
             _write_loaded(actor, base, target, dtype, largest_file)
             return
         specs = {name: _cast(weights.specs[name], dtype) for name in weights.specs if name not in _tied(model)}
-        shelf = Shelf("model", 1, largest_file)
+        layout = FileLayout("model", 1, largest_file)
         for name, spec in specs.items():
-            shelf.place(name, spec)
+            layout.add(name, spec)
 
         def value(name: str) -> torch.Tensor:
             tensor = weights.read(name)
@@ -147,10 +151,10 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
                 tensor = lora.merged(name, tensor)
             return tensor.to(specs[name].dtype)
 
-        for file, held in shelf.files_of(0).items():
+        for file, file_specs in layout.files_of(0).items():
             with target.create(file) as stream:
-                write_tensors(stream, held, value)
-    if index := shelf.index():
+                write_tensors(stream, file_specs, value)
+    if index := layout.index():
         target.write_text("model.safetensors.index.json", json.dumps(index, indent=1))
     config = json.loads((model / "config.json").read_text())
     config.pop("torch_dtype", None)
@@ -162,7 +166,7 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
 
 
 def _write_loaded(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, largest_file: int) -> None:
-    """The way over memory, for what cannot be streamed: weights that are no safetensors, adapters other than plain LoRA."""
+    """Load and write the whole model, for other weights than safetensors and other adapters than plain LoRA."""
     model = model_class(base or actor).from_pretrained(base or actor, dtype=dtype, local_files_only=True)
     if base is not None:
         model = PeftModel.from_pretrained(model, str(actor)).merge_and_unload()
@@ -189,11 +193,11 @@ def _cast(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
 
 
 def _tied(directory: Path) -> set[str]:
-    """Weights that are another's by the model's own word; what a file says of them is not used."""
+    """Return the names of weights that the model ties to others, whose entries in files are not used."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with torch.device("meta"):
             model = model_class(directory).from_config(config)
     except (ValueError, ImportError, KeyError) as error:
-        raise HoneError(f"'{directory}' holds no model that transformers knows: {error}") from error
+        raise HoneError(f"transformers cannot build the model in '{directory}': {error}") from error
     return set(model.all_tied_weights_keys)

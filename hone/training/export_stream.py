@@ -1,4 +1,4 @@
-"""Whole parameters out of a model, divided or not: bucket by bucket, one collective a bucket, never more than one in memory."""
+"""Streams of whole parameters of a sharded or replicated model: one collective per bucket, one bucket in memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hone.training.model import causal_lm
-from hone.training.streaming import piece, sharded_dim
-
-BUCKET_BYTES = 256 * 2**20
-"""Of whole parameters; a parameter that is larger is a bucket of its own."""
+from hone.config.limits import GATHER_BUCKET_BYTES
+from hone.models.loading import causal_lm
+from hone.models.streaming import piece, sharded_dim
 
 
-def whole_weights(model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by the module's own name."""
+def whole_weights(model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter by its name in the module."""
     yield from in_buckets(model.named_parameters(), bucket_bytes)
 
 
-def adapter_weights(model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Only the parameters of LoRA adapters."""
+def adapter_weights(model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of LoRA adapters."""
     yield from in_buckets((pair for pair in model.named_parameters() if ".lora_" in pair[0]), bucket_bytes)
 
 
-def merged_weights(model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the model without adapters that computes the same: ``W + scale * B @ A`` for an adapted ``W``."""
+def merged_weights(model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of the model with merged adapters: ``W + scale * B @ A`` for an adapted ``W``."""
     inner = causal_lm(model)
     layers = {
         f"{name}.base_layer.weight": layer for name, layer in inner.named_modules() if isinstance(layer, LoraLayer)
@@ -47,65 +45,66 @@ def merged_weights(model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> Iterat
 
 @torch.no_grad()
 def in_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """The same names with whole tensors. Collective: every rank of the tensors' meshes takes them all."""
+    """Yield the names with whole tensors. Collective: every rank of the tensors' meshes iterates to the end."""
     bucket: list[tuple[str, Tensor]] = []
     used = 0
     for name, tensor in named:
         size = tensor.numel() * tensor.element_size()
         if bucket and used + size > bucket_bytes:
-            yield from _gathered(bucket)
+            yield from _gather_bucket(bucket)
             bucket, used = [], 0
         bucket.append((name, tensor.detach()))
         used += size
-    yield from _gathered(bucket)
+    yield from _gather_bucket(bucket)
 
 
-def _gathered(bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """What :func:`hone.training.streaming.local_part` cut is put together: the outermost dimension of the mesh first."""
-    found = {name: _local(tensor) for name, tensor in bucket}
-    divided = {name: tensor for name, tensor in bucket if isinstance(tensor, DTensor)}
-    for dimension in range(max((tensor.device_mesh.ndim for tensor in divided.values()), default=0)):
-        together: dict[tuple[str, torch.dtype], list[str]] = {}
-        for name, tensor in divided.items():
+def _gather_bucket(bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """All-gather the shards of :func:`hone.models.streaming.local_part`, over the outermost mesh dimension first."""
+    tensors = {name: _local(tensor) for name, tensor in bucket}
+    sharded = {name: tensor for name, tensor in bucket if isinstance(tensor, DTensor)}
+    for dimension in range(max((tensor.device_mesh.ndim for tensor in sharded.values()), default=0)):
+        by_group: dict[tuple[str, torch.dtype], list[str]] = {}
+        for name, tensor in sharded.items():
             if dimension < tensor.device_mesh.ndim and sharded_dim(tensor, dimension) is not None:
                 ranks = tensor.device_mesh.get_group(dimension).group_name
-                together.setdefault((ranks, tensor.dtype), []).append(name)
-        for names in together.values():
-            found |= _gather({name: (found[name], divided[name]) for name in names}, dimension)
-    yield from found.items()
+                by_group.setdefault((ranks, tensor.dtype), []).append(name)
+        for names in by_group.values():
+            tensors |= _gather({name: (tensors[name], sharded[name]) for name in names}, dimension)
+    yield from tensors.items()
 
 
-def _gather(parts: dict[str, tuple[Tensor, DTensor]], dimension: int) -> dict[str, Tensor]:
-    """Put ``(this rank's part, the parameter)`` together over one dimension of the mesh, all in one message."""
-    _, first = next(iter(parts.values()))
+def _gather(shards: dict[str, tuple[Tensor, DTensor]], dimension: int) -> dict[str, Tensor]:
+    """All-gather ``(this rank's shard, parameter)`` over one mesh dimension, in one collective."""
+    _, first = next(iter(shards.values()))
     mesh = first.device_mesh
     ranks = mesh.size(dimension)
-    padded = {name: _padded(part, parameter, dimension) for name, (part, parameter) in parts.items()}
-    own = torch.cat([part.flatten() for part in padded.values()])
-    received = own.new_empty(ranks * own.numel())
-    dist.all_gather(list(received.chunk(ranks)), own, group=mesh.get_group(dimension))
+    padded = {name: _padded(shard, parameter, dimension) for name, (shard, parameter) in shards.items()}
+    local = torch.cat([shard.flatten() for shard in padded.values()])
+    received = local.new_empty(ranks * local.numel())
+    dist.all_gather(list(received.chunk(ranks)), local, group=mesh.get_group(dimension))
     whole: dict[str, Tensor] = {}
     start = 0
-    for name, part in padded.items():
-        _, parameter = parts[name]
-        dim, size = _cut(parameter, dimension)
-        rows = received.view(ranks, -1)[:, start : start + part.numel()].reshape(ranks, *part.shape)
+    for name, shard in padded.items():
+        _, parameter = shards[name]
+        dim, size = _sharded_size(parameter, dimension)
+        rows = received.view(ranks, -1)[:, start : start + shard.numel()].reshape(ranks, *shard.shape)
         whole[name] = torch.cat([rows[rank].narrow(dim, 0, piece(size, ranks, rank)[1]) for rank in range(ranks)], dim)
-        start += part.numel()
+        start += shard.numel()
     return whole
 
 
-def _padded(part: Tensor, parameter: DTensor, dimension: int) -> Tensor:
-    """The part as long as the longest of its dimension of the mesh."""
-    dim, size = _cut(parameter, dimension)
+def _padded(shard: Tensor, parameter: DTensor, dimension: int) -> Tensor:
+    """Pad a shard to the length of the longest shard over its mesh dimension."""
+    dim, size = _sharded_size(parameter, dimension)
     _, longest = piece(size, parameter.device_mesh.size(dimension), 0)
-    padding = part.new_zeros(*part.shape[:dim], longest - part.shape[dim], *part.shape[dim + 1 :])
-    return torch.cat([part, padding], dim)
+    padding = shard.new_zeros(*shard.shape[:dim], longest - shard.shape[dim], *shard.shape[dim + 1 :])
+    return torch.cat([shard, padding], dim)
 
 
-def _cut(parameter: DTensor, dimension: int) -> tuple[int, int]:
-    """Which dimension of the tensor is cut over ``dimension`` of the mesh, and what it measures before that cut: the inner
-    dimensions of the mesh have been cut before.
+def _sharded_size(parameter: DTensor, dimension: int) -> tuple[int, int]:
+    """Return the tensor dimension that is sharded over mesh ``dimension``, and its size before that sharding.
+
+    Inner mesh dimensions are sharded first.
     """
     dim, mesh = sharded_dim(parameter, dimension), parameter.device_mesh
     assert dim is not None
@@ -117,9 +116,9 @@ def _cut(parameter: DTensor, dimension: int) -> tuple[int, int]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, on the device where its mesh talks (offloaded shards are elsewhere)."""
+    """Return this rank's shard on the device of its mesh (offloaded shards are on the host)."""
     return tensor.to_local().to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor
 
 
 STREAMS = {"all": whole_weights, "adapter": adapter_weights, "merged": merged_weights}
-"""What may be exported, by name."""
+"""Export functions by the name of the weights."""

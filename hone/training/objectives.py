@@ -1,79 +1,91 @@
-"""What an update minimises: the policy objective, the value objective, and imitation.
+"""Objectives of an update: policy, value, and imitation.
 
-Each returns a loss function for :meth:`hone.training.engine.TrainEngine.train_batch`. A micro-batch's loss is its share
-of the mini-batch's, normalised by the mini-batch's totals. Statistics are written so that their token-weighted mean
-over micro-batches is the value over the mini-batch.
+Each is a loss function for :meth:`hone.training.backends.protocol.TrainBackend.train_batch`. A micro-batch's loss is its
+share of the mini-batch's loss, normalised by the mini-batch's totals. The token-weighted mean of a statistic over
+micro-batches is its value over the mini-batch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hone.algorithms import PolicyLoss, aggregate_loss, kl_penalty, policy_losses, value_loss
 from hone.config.actor import ActorConfig
+from hone.config.correction import policy_loss_name
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.insight.invariants import RATIO_MAX, RATIO_MEAN
+from hone.insight.invariants import MASKED_GRADIENT, RATIO_MAX, RATIO_MEAN
 from hone.insight.metrics import MetricSpec, Reduction, declare, is_declared
-from hone.training.correction import loss_name
-from hone.training.engine import LossFn, Statistics, Totals, WholeBatch
+from hone.training.token_keys import token_keys
+from hone.training.updates import GatheredRows, GatherRows, LossFn, Statistics, Totals
 
 PREPARED = "prepared/"
-"""Beginning of the names of columns that a policy loss settled over the whole mini-batch."""
+"""Name prefix of columns that a policy loss prepared over the whole mini-batch."""
+
+
+def _single_rank(batch: Batch) -> GatheredRows:
+    return GatheredRows(batch, range(len(batch)))
 
 
 class PolicyObjective:
     """Policy loss - entropy_coeff x entropy + kl_loss_coef x KL(policy, reference).
 
-    Reads columns ``advantages``, ``response_mask``, where there are ``old_log_probs`` and ``rollout_is_weights``, with
-    use_kl_loss ``ref_log_probs``, and what :meth:`prepare` added. Without old log-probs the policy itself is the old one: the ratio
-    is 1, and its gradient that of the log-probs.
+    Reads columns ``advantages`` and ``response_mask``; if present ``old_log_probs`` and ``rollout_is_weights``; with
+    use_kl_loss ``ref_log_probs``; and the columns of :meth:`prepare`. Without old log-probs the ratio is 1, with the
+    gradient of the log-probs.
 
     Args:
-        actor: the block ``actor_rollout_ref.actor``.
-        correction: every key of ``algorithm.rollout_correction``; the loss takes those that it has options for.
-        max_response_length: divisor of seq-mean-token-sum-norm when the actor names none.
+        actor: configuration block ``actor_rollout_ref.actor``.
+        correction: all keys of ``algorithm.rollout_correction``; the loss uses those that are its options.
+        max_response_length: divisor of seq-mean-token-sum-norm if the actor sets none.
 
     Raises:
-        ConfigError: no such policy loss, or it has no option of a name in ``loss_kwargs``.
+        ConfigError: the policy loss is unknown, or ``loss_kwargs`` has an unknown option.
     """
 
     def __init__(self, actor: ActorConfig, correction: dict[str, Any], *, max_response_length: int) -> None:
         self.actor = actor
-        self.loss = policy_losses.get(loss_name(actor.policy_loss.loss_mode, correction))
+        self.loss = policy_losses.get(policy_loss_name(actor.policy_loss.loss_mode, correction))
         self.options = loss_options(self.loss, actor, correction)
         self.scale = actor.loss_scale_factor or max_response_length
 
     @property
     def needs_preparation(self) -> bool:
-        """Whether the loss compares tokens across the mini-batch, so that :meth:`prepare` must come first."""
+        """True if the loss compares tokens across the mini-batch and needs :meth:`prepare` first."""
         return self.loss.needs_preparation
 
-    def prepare(self, batch: Batch, log_probs: Ragged, whole: WholeBatch = lambda own: (own, range(len(own)))) -> Batch:
-        """Add what the loss settles over a whole mini-batch.
+    def prepare(self, batch: Batch, log_probs: Ragged, gather: GatherRows = _single_rank) -> Batch:
+        """Add the columns that the loss computes over a whole mini-batch.
 
         Args:
-            batch: the mini-batch, or this rank's rows of it.
-            log_probs: the policy's at this moment.
-            whole: brings the rows of all ranks together (:meth:`TrainEngine.whole_batch`).
+            batch: this rank's rows of the mini-batch.
+            log_probs: of the current policy.
+            gather: returns the rows of all data-parallel ranks (:meth:`TrainBackend.gather_rows`).
         """
-        compared = batch.select("old_log_probs", "advantages", "response_mask").with_columns(log_probs=log_probs)
-        everything, own = whole(compared)
-        mask = everything.ragged("response_mask")
+        keys = token_keys(batch.ragged("prompt_ids"), batch.ragged("response_ids"))
+        compared = batch.select("old_log_probs", "advantages", "response_mask").with_columns(
+            log_probs=log_probs, keys=keys
+        )
+        gathered = gather(compared)
+        rows = gathered.batch
+        mask = rows.ragged("response_mask")
         prepared = self.loss.prepare(
-            everything.ragged("old_log_probs").to_padded(),
-            everything.ragged("log_probs").to_padded(),
-            everything.ragged("advantages").to_padded(),
+            rows.ragged("old_log_probs").to_padded(),
+            rows.ragged("log_probs").to_padded(),
+            rows.ragged("advantages").to_padded(),
             mask.to_padded(),
+            keys=rows.ragged("keys").to_padded(),
             **self.options,
         )
-        columns = {name: Ragged.from_padded(x, mask.lengths).select(list(own)) for name, x in prepared.items()}
+        local = list(gathered.local)
+        columns = {name: Ragged.from_padded(x, mask.lengths).select(local) for name, x in prepared.items()}
         return batch.with_columns(**{f"{PREPARED}{name}": column for name, column in columns.items()})
 
     def __call__(self, outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
-        """A micro-batch's share of the loss, and its statistics."""
+        """Return a micro-batch's share of the loss, and its statistics."""
         actor, mask = self.actor, _padded(batch, "response_mask", outputs)
         log_probs = outputs["log_probs"].to_padded()
         old = _padded(batch, "old_log_probs", outputs) if "old_log_probs" in batch else log_probs.detach()
@@ -109,12 +121,15 @@ class PolicyObjective:
                 declare(
                     MetricSpec(name, "mean", Reduction.MEAN, f"A statistic of {self.loss.name}: mean over its tokens.")
                 )
-        return loss, _statistics(shares, metrics, mask, totals) | _ratio(log_probs, old, mask)
+        masked = _masked_gradient(outputs["log_probs"].values, batch.ragged("response_mask").values)
+        return loss, _statistics(shares, metrics, mask, totals) | _ratio(log_probs, old, mask) | masked
 
 
 def loss_options(loss: PolicyLoss, actor: ActorConfig, correction: dict[str, Any]) -> dict[str, Any]:
-    """The options of a loss as configured: each is the key of its name under ``actor``, ``actor.policy_loss`` or
-    ``algorithm.rollout_correction``; what ``loss_kwargs`` names wins.
+    """Return the configured options of a loss.
+
+    An option is the key of its name in ``actor``, ``actor.policy_loss`` or ``algorithm.rollout_correction``; ``loss_kwargs``
+    wins.
     """
     settings = correction | vars(actor) | vars(actor.policy_loss)
     for side in ("clip_ratio_low", "clip_ratio_high"):
@@ -123,7 +138,7 @@ def loss_options(loss: PolicyLoss, actor: ActorConfig, correction: dict[str, Any
 
 
 def value_objective(*, cliprange_value: float, loss_agg_mode: str, loss_scale_factor: float) -> LossFn:
-    """Clipped value loss. Reads columns ``values``, ``returns`` and ``response_mask``."""
+    """Return the clipped value loss. It reads columns ``values``, ``returns`` and ``response_mask``."""
 
     def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
         predictions, mask = outputs["values"].to_padded(), _padded(batch, "response_mask", outputs)
@@ -141,7 +156,7 @@ def value_objective(*, cliprange_value: float, loss_agg_mode: str, loss_scale_fa
 
 
 def imitation_objective() -> LossFn:
-    """Mean negative log-likelihood of the tokens with ``response_mask`` 1."""
+    """Return the mean negative log-likelihood of the tokens with ``response_mask`` 1."""
 
     def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
         log_probs = outputs["log_probs"].values
@@ -183,6 +198,24 @@ def _ratio(log_probs: Tensor, old: Tensor, mask: Tensor) -> Statistics:
     return {RATIO_MAX: (gap.max(), tokens), RATIO_MEAN: (gap.sum() / mask.sum(), tokens)}
 
 
-def without_ratio(statistics: Statistics) -> Statistics:
-    """Only what is a declared metric."""
-    return {name: value for name, value in statistics.items() if name not in (RATIO_MAX, RATIO_MEAN)}
+def _masked_gradient(log_probs: Tensor, mask: Tensor) -> Statistics:
+    """Measure in the backward pass the largest gradient of the log-probs ``[N]`` of tokens with mask 0.
+
+    The statistic is 0 until the backward pass has reached the log-probs.
+    """
+    if not log_probs.requires_grad:
+        return {}
+    masked = mask.to(log_probs.device) == 0
+    largest = torch.zeros((), device=log_probs.device)
+
+    def measure(gradient: Tensor) -> None:
+        largest.copy_(torch.where(masked, gradient.abs(), 0.0).max())
+
+    log_probs.register_hook(measure)
+    return {MASKED_GRADIENT: (largest, float(masked.numel()))}
+
+
+def declared_metrics(statistics: Statistics) -> Statistics:
+    """Return the statistics that are metrics, without those that only invariants read."""
+    checked = (RATIO_MAX, RATIO_MEAN, MASKED_GRADIENT)
+    return {name: value for name, value in statistics.items() if name not in checked}

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hone.config.model import OptimConfig
@@ -17,11 +17,62 @@ from hone.registry import imported
 KEY = "optim.optimizer"
 
 
+class ScheduledOptimizer:
+    """An optimizer over the trainable parameters of a module, stepped by the learning-rate schedule.
+
+    Args:
+        module: its parameters may be shards.
+        config: optimizer settings.
+        total_steps: horizon of the schedule.
+
+    Attributes:
+        inner: the optimizer of torch.
+        parameters: the trainable parameters, in the module's order.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimConfig, total_steps: int) -> None:
+        self.config, self.total_steps = config, total_steps
+        self.inner = build_optimizer(module, config)
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def begin(self) -> None:
+        """Clear the gradients."""
+        self.inner.zero_grad(set_to_none=True)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of schedule position ``step``."""
+        return learning_rate(self.config, step, self.total_steps)
+
+    def step(self, step: int, grad_norm: float) -> bool:
+        """Update the parameters at schedule position ``step`` and clear the gradients.
+
+        Args:
+            grad_norm: of the gradient; if it is not finite, the update is skipped.
+
+        Returns:
+            Whether the parameters were updated.
+        """
+        finite = math.isfinite(grad_norm)
+        if finite:
+            for group in self.inner.param_groups:
+                group["lr"] = self.learning_rate(step)
+            self.inner.step()
+        self.begin()
+        return finite
+
+    def move_state(self, device: torch.device) -> None:
+        """Move the optimizer's state to a device."""
+        for state in self.inner.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and key != "step":
+                    state[key] = value.to(device)
+
+
 def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
-    """The optimizer over the trainable parameters; weight decay acts on matrices only (Loshchilov and Hutter 2019).
+    """Create the optimizer of the trainable parameters; weight decay applies to matrices only (Loshchilov and Hutter 2019).
 
     Raises:
-        ConfigError: no such optimizer, or it does not take an argument.
+        ConfigError: the optimizer is unknown, or does not take an argument.
     """
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
@@ -33,9 +84,9 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
         return cls([group for group in groups if group["params"]], **_arguments(cls, config))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{config.optimizer} cannot be made: {error}",
+            f"{config.optimizer} cannot be created: {error}",
             where=KEY,
-            fix="change optim.override_optimizer_config, or take optim.optimizer=AdamW",
+            fix="change optim.override_optimizer_config, or set optim.optimizer=AdamW",
         ) from error
 
 
@@ -46,19 +97,19 @@ def _optimizer_class(name: str) -> type[Optimizer]:
         cls = getattr(torch.optim, name, None)
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls is Optimizer:
         known = [
-            n for n, found in vars(torch.optim).items() if isinstance(found, type) and issubclass(found, Optimizer)
+            n for n, value in vars(torch.optim).items() if isinstance(value, type) and issubclass(value, Optimizer)
         ]
         raise ConfigError(
-            f"'{name}' is no optimizer of torch.optim, and no import path of one",
+            f"'{name}' is not an optimizer of torch.optim or the import path of an optimizer",
             where=KEY,
-            fix=f"{did_you_mean(name, known)} One of your own is named my_module:MyOptimizer.",
+            fix=f"{did_you_mean(name, known)} For a custom class: my_module:MyOptimizer.",
         )
     return cls
 
 
 def _arguments(cls: type[Optimizer], config: OptimConfig) -> dict[str, Any]:
-    """What of the configuration the constructor takes; a fused kernel where there is one."""
-    fused = cls in (torch.optim.Adam, torch.optim.AdamW)  # those whose kernel takes shards too
+    """Return the constructor's arguments from the configuration, with a fused kernel if there is one."""
+    fused = cls in (torch.optim.Adam, torch.optim.AdamW)  # their kernels support shards
     offered = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
     offered |= {"fused": True} if fused else {}
     taken = inspect.signature(cls).parameters
@@ -66,7 +117,7 @@ def _arguments(cls: type[Optimizer], config: OptimConfig) -> dict[str, Any]:
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of step ``step`` (0 is the first): linear warm-up, then constant or cosine to min_lr_ratio x lr."""
+    """Return the learning rate of a step (from 0): linear warm-up, then constant or cosine to min_lr_ratio x lr."""
     warmup = config.lr_warmup_steps
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * total_steps)

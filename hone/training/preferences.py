@@ -1,6 +1,4 @@
-"""Preference optimisation of a policy: the objective of an update, the reference policy, and the same numbers on held-out
-data.
-"""
+"""Preference optimisation of a policy: the objective of an update, its metrics, and the reference policy."""
 
 from __future__ import annotations
 
@@ -18,32 +16,39 @@ from hone.config.preference import PreferenceConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight.invariants import RATIO_MAX, RATIO_MEAN
-from hone.training.engine import LossFn, Statistics, Totals, TrainEngine
-from hone.training.heads import PolicyHead
-from hone.training.model import adapter_off, load_policy
+from hone.models.heads import PolicyHead
+from hone.models.loading import load_policy
+from hone.training.backends.local import LocalBackend
+from hone.training.backends.protocol import TrainBackend
+from hone.training.engine import TrainSettings
+from hone.training.updates import LossFn, Statistics, Totals
 
 
 def preference_objective(loss: PreferenceLoss, options: dict[str, Any], name: str = "train/loss") -> LossFn:
-    """A preference loss over responses, reported under ``name``. Reads columns ``response_mask``, ``label``, ``unit``, where
-    the loss needs a reference ``ref_log_probs``, and the batch's ``kl`` where it needs one.
+    """Return a preference loss over responses, reported as ``name``.
+
+    It reads columns ``response_mask``, ``label`` and ``unit``; if the loss needs them, ``ref_log_probs`` and the batch's ``kl``.
     """
 
     def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
         units = totals.sequences // 2 if "pairs" in loss.needs else totals.sequences
         share, metrics, counts = measure(loss, outputs["log_probs"], batch, options, units)
-        here = counts["units"]
-        found: Statistics = {name: (share.detach() * (units / here), here)}
-        return share, found | {key: (value, counts[COUNTED_BY.get(key, "units")]) for key, value in metrics.items()}
+        local_units = counts["units"]
+        statistics: Statistics = {name: (share.detach() * (units / local_units), local_units)}
+        return share, statistics | {
+            key: (value, counts[COUNTED_BY.get(key, "units")]) for key, value in metrics.items()
+        }
 
     return objective
 
 
 def online_objective(config: OnlinePreferenceConfig) -> LossFn:
-    """The preference loss of an RL run over pairs of the policy's own answers; also reports how far the policy has moved
-    from the one that sampled (column ``old_log_probs``).
+    """Return the preference loss of an RL run over pairs of the policy's responses.
+
+    It also reports the ratio of the policy to the one that sampled (column ``old_log_probs``).
 
     Raises:
-        ConfigError: no such loss.
+        ConfigError: the loss is unknown.
     """
     options = {} if config.beta is None else {"beta": config.beta}
     learn = preference_objective(preference_losses.get(str(config.loss_mode)), options, "actor/pg_loss")
@@ -60,8 +65,9 @@ def online_objective(config: OnlinePreferenceConfig) -> LossFn:
 
 
 def own_pairs(batch: Batch, margin: float) -> Batch:
-    """Of each prompt group (column ``uid``) the best and the worst answer by ``reward``, beside each other, with columns
-    ``label`` and ``unit``; groups without a difference of ``margin`` are left out.
+    """Return the best and the worst response of each prompt group (column ``uid``) by ``reward``, next to each other.
+
+    Columns ``label`` and ``unit`` are added; groups with a difference below ``margin`` are left out.
     """
     best, worst = best_worst_pairs(batch.tensor("reward"), batch.objects("uid"), margin=margin)
     pairs = torch.arange(len(best))
@@ -73,10 +79,10 @@ def own_pairs(batch: Batch, margin: float) -> Batch:
 def measure(
     loss: PreferenceLoss, log_probs: Ragged, batch: Batch, options: dict[str, Any], units: int | None = None
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
-    """Loss, metrics and what the metrics are means over, of the responses in ``batch``.
+    """Return loss, metrics, and the counts that the metrics are means over.
 
-    Where rows are pairs but the loss looks at single responses (kto), accuracy and margin are those of the pairs, so that
-    numbers of different losses can be compared.
+    If rows are pairs but the loss uses single responses (kto), accuracy and margin are those of the pairs, so that
+    different losses can be compared.
     """
     device = log_probs.values.device
     mask, labels = batch.ragged("response_mask").to_padded().to(device), batch.tensor("label").to(device)
@@ -105,38 +111,37 @@ def measure(
 
 
 class Reference:
-    """The frozen policy: the trained model with its adapter off, or a second model.
+    """The reference policy: the trained model without its adapter, or a second model.
 
     Args:
         config: of the run.
-        policy: the engine that trains.
+        policy: the backend of the trained policy.
+        device: of a second model.
     """
 
-    def __init__(self, config: PreferenceConfig, policy: TrainEngine) -> None:
+    def __init__(self, config: PreferenceConfig, policy: TrainBackend, device: torch.device) -> None:
         mode, model = config.ref.mode, config.model
         lora = model.lora_rank > 0 or model.lora_adapter_path is not None
         self.shared = mode == "adapter_off" or (mode == "auto" and lora and config.ref.model_path is None)
-        self.engine = policy
+        self.engine: TrainBackend = policy
         if not self.shared:
             path = config.ref.model_path or model.path
             frozen = dataclasses.replace(model, path=path, lora_rank=0, lora_adapter_path=None)
-            self.engine = TrainEngine(
-                load_policy(frozen, device=policy.device, seed=config.trainer.seed, trainable=False),
+            self.engine = LocalBackend(
+                load_policy(frozen, device=device, seed=config.trainer.seed, trainable=False),
                 PolicyHead(),
-                device=policy.device,
-                dtype=policy.dtype,
-                max_tokens=policy.max_tokens,
+                TrainSettings(device, dtype=config.dtype, max_tokens=config.data.max_token_len_per_gpu),
             )
         self._budget = config.ref.log_prob_max_token_len_per_gpu
 
     def log_probs(self, batch: Batch) -> Ragged:
-        """Of the response tokens, on the CPU."""
-        with adapter_off(self.engine.model) if self.shared else contextlib.nullcontext():
+        """Return the log-probs of the response tokens, on the CPU."""
+        with self.engine.reference_mode() if self.shared else contextlib.nullcontext():
             return self.engine.infer_batch(batch, max_tokens=self._budget)["log_probs"]
 
 
-def kl_estimate(policy: TrainEngine, reference: Reference, batch: Batch) -> float:
-    """KTO's estimate of the KL of the present policy: every response is scored behind the prompt of another row."""
+def kl_estimate(policy: TrainBackend, reference: Reference, batch: Batch) -> float:
+    """Return KTO's estimate of the policy's KL: every response is scored after the prompt of another row."""
     sides = int(batch.tensor("unit").bincount().max())
     rows = torch.arange(len(batch)).roll(sides)
     columns = {name: batch.ragged(name).select(rows) for name in ("response_ids", "response_mask")}

@@ -1,4 +1,4 @@
-"""Scalar reward models: the score of a response, read after its last token."""
+"""Scalar reward models, whose score of a response is the output after its last token."""
 
 from __future__ import annotations
 
@@ -11,41 +11,44 @@ from hone.algorithms import bradley_terry_loss
 from hone.algorithms.preference_losses import pair_rows
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.training.engine import LossFn, Statistics, Totals, TrainEngine
-from hone.training.heads import hidden_states
-from hone.training.model import causal_lm, value_head
-from hone.training.packing import PackedSequences
+from hone.models.heads import hidden_states
+from hone.models.inputs import PackedSequences
+from hone.models.loading import causal_lm, value_head
+from hone.training.backends.protocol import TrainBackend
+from hone.training.updates import LossFn, Statistics, Totals
 
 
 class ScoreHead:
-    """``scores``: the model's output after each response token; that after the last one is the response's score."""
+    """Computes ``scores``, the model's output after each response token."""
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
         total, responses = packed.input_ids.shape[1], len(packed.targets)
-        own = torch.arange(total - responses, total, device=packed.input_ids.device)  # responses stand at the row's end
-        hidden = hidden_states(causal_lm(model), dataclasses.replace(packed, output_index=own))
+        places = torch.arange(
+            total - responses, total, device=packed.input_ids.device
+        )  # responses are at the row's end
+        hidden = hidden_states(causal_lm(model), dataclasses.replace(packed, output_index=places))
         return {"scores": value_head(model)(hidden).squeeze(-1).float()}
 
 
-def response_scores(engine: TrainEngine, batch: Batch) -> Tensor:
-    """The score of every response of ``batch``, ``[B]``, on the CPU."""
+def response_scores(engine: TrainBackend, batch: Batch) -> Tensor:
+    """Return the score of every response of ``batch``, ``[B]``, on the CPU."""
     return last_scores(engine.infer_batch(batch)["scores"])
 
 
 def last_scores(scores: Ragged) -> Tensor:
-    """Of every row the last value, ``[B]``."""
+    """Return the last value of every row, ``[B]``."""
     return scores.values[scores.offsets[1:].to(scores.values.device) - 1]
 
 
 def bradley_terry_objective(centering_coeff: float) -> LossFn:
-    """The Bradley-Terry loss over pairs. Reads columns ``label``, ``unit`` and ``margin``."""
+    """Return the Bradley-Terry loss over pairs. It reads columns ``label``, ``unit`` and ``margin``."""
 
     def objective(outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
         pairs = totals.sequences // 2
         loss, metrics = bradley_terry(last_scores(outputs["scores"]), batch, centering_coeff, pairs)
-        here = len(batch) // 2
-        share: Statistics = {"train/loss": (loss.detach() * (pairs / here), float(here))}
-        return loss, share | {name: (value, float(here)) for name, value in metrics.items()}
+        local_pairs = len(batch) // 2
+        share: Statistics = {"train/loss": (loss.detach() * (pairs / local_pairs), float(local_pairs))}
+        return loss, share | {name: (value, float(local_pairs)) for name, value in metrics.items()}
 
     return objective
 
@@ -53,7 +56,7 @@ def bradley_terry_objective(centering_coeff: float) -> LossFn:
 def bradley_terry(
     scores: Tensor, batch: Batch, centering_coeff: float, pairs: int | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics of the pairs of ``batch``, given the scores ``[B]`` of its responses."""
+    """Return loss and metrics of the pairs in ``batch``, given the scores ``[B]`` of its responses."""
     chosen, rejected = pair_rows(batch.tensor("label"), batch.tensor("unit"))
     return bradley_terry_loss(
         scores[chosen.to(scores.device)],

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face directory as one table of tensors, and a plain LoRA adapter merged into it."""
+"""Tensors of a Hugging Face directory's safetensors files, and a plain LoRA adapter to merge into them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIX = "base_model.model."
 
 
 class WeightFolder:
-    """All tensors of a model directory, read one at a time."""
+    """Tensors of a model directory, read one at a time."""
 
     def __init__(self, files: dict[str, TensorFile]) -> None:
         self._files = files
@@ -26,7 +26,7 @@ class WeightFolder:
 
     @classmethod
     def open(cls, directory: Path, stack: contextlib.ExitStack) -> WeightFolder | None:
-        """Open the files until ``stack`` closes them; None when the directory has no safetensors."""
+        """Open the files until ``stack`` closes them; return None if the directory has no safetensors."""
         index = directory / "model.safetensors.index.json"
         if index.is_file():
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -41,17 +41,17 @@ class WeightFolder:
         return cls(files)
 
     def read(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return one tensor."""
         return self._files[name].read(name)
 
 
 @dataclass(frozen=True)
 class PlainLora:
-    """An adapter that does nothing but add ``scaling * B @ A`` to linear layers (Hu et al. 2021).
+    """A LoRA adapter that only adds ``scaling * B @ A`` to linear layers (Hu et al. 2021).
 
     Attributes:
-        sides: A and B of each weight of the base.
-        scaling: alpha / r, or alpha / sqrt(r) when rank-stabilised.
+        sides: A and B of each adapted weight.
+        scaling: alpha / r, or alpha / sqrt(r) if rank-stabilised.
     """
 
     sides: dict[str, tuple[Tensor, Tensor]]
@@ -59,28 +59,28 @@ class PlainLora:
 
     @classmethod
     def read(cls, directory: Path) -> PlainLora | None:
-        """The adapter in a PEFT directory, None when it does something else besides."""
+        """Read the adapter of a PEFT directory; return None if it is not plain."""
         config = json.loads((directory / "adapter_config.json").read_text())
         file = directory / "adapter_model.safetensors"
         if not _is_plain(config) or not file.is_file():
             return None
-        parts: dict[str, dict[str, Tensor]] = {}
+        layers: dict[str, dict[str, Tensor]] = {}
         for name, tensor in load_file(file).items():
             layer, _, side = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
             if side not in ("lora_A", "lora_B") or tensor.dim() != 2:
                 return None
-            parts.setdefault(f"{layer}.weight", {})[side] = tensor.float()
+            layers.setdefault(f"{layer}.weight", {})[side] = tensor.float()
         rank = config["r"]
         scaling = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        return cls({name: (sides["lora_A"], sides["lora_B"]) for name, sides in parts.items()}, scaling)
+        return cls({name: (sides["lora_A"], sides["lora_B"]) for name, sides in layers.items()}, scaling)
 
     def fits(self, weights: WeightFolder) -> bool:
-        """Whether the files hold every weight that it changes, under its name and with its shape."""
+        """Return whether the files have every adapted weight with its name and shape."""
         shapes = {name: (up.shape[0], down.shape[1]) for name, (down, up) in self.sides.items()}
         return all(name in weights.specs and weights.specs[name].shape == shape for name, shape in shapes.items())
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """The weight with its adapter, in float32; another weight as it is."""
+        """Return the weight with its adapter, in float32; other weights unchanged."""
         if name not in self.sides:
             return weight
         down, up = self.sides[name]

@@ -121,7 +121,7 @@ def test_tools_are_called_and_a_broken_one_drops_its_group(game: Path, run, tmp_
         "from hone.agents.tool_agent import ToolAgent\n"
         "class Calls(ToolAgent):\n"
         "    async def play(self, episode):\n"
-        "        async with self.setting.toolbox.session(episode, self.setting) as tools:\n"
+        "        async with self.context.toolbox.session(episode, self.context.tokenizer) as tools:\n"
         "            await self.take_turn(episode, tools.schemas)\n"
         "            call = ToolCall('call_0', 'calculator', {'expression': '6*7'}, '', None)\n"
         "            episode.log.messages[-1]['tool_calls'] = [call.as_openai()]\n"

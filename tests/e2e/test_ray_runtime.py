@@ -19,11 +19,13 @@ from hone.trainers.rl import train
 pytestmark = pytest.mark.long
 
 RATE = "actor_rollout_ref.actor.optim.lr=1e-3"
+CLIP_COV = ("loss_mode=clip_cov", "clip_cov_ratio=0.2", "clip_cov_lb=0.0", "clip_cov_ub=100.0")
 KINDS = {
     "grpo": ("grpo", RATE),
     "once": ("grpo", RATE, "actor_rollout_ref.actor.ppo_mini_batch_size=12"),
     "ppo": ("ppo", RATE),
     "lora": ("grpo", RATE, "actor_rollout_ref.model.lora_rank=4"),
+    "clip_cov": ("grpo", RATE, *(f"actor_rollout_ref.actor.policy_loss.{key}" for key in CLIP_COV)),
 }
 COPIED = "rollout/canary_gap"
 
@@ -101,7 +103,7 @@ def test_rollout_apart_gets_merged_adapters(nodes, world, local, tmp_path):
     assert_close(found, local("lora"), 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "once"])
+@pytest.mark.parametrize("kind", ["grpo", "once", "clip_cov"])
 def test_two_workers_on_two_nodes_train_as_one(nodes, world, local, tmp_path, kind):
     found = run(world, tmp_path / "run", kind, "trainer.runtime=ray", "trainer.nnodes=2", "trainer.save_freq=5")
     balance = [row.pop(name) for row in found for name in [n for n in row if n.startswith("global_seqlen/")]]

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from support import forked_engines
 from support.launch import Command
+from support.messages import mentioned
 from support.patience import SOON
 from support.templates import tokenizer
 from support.tool_model import NAME, make_tool_model
@@ -92,4 +93,4 @@ def test_replicas_share_the_work_and_one_is_drained_or_killed_without_a_lost_ans
 def test_a_replica_that_is_not_there_is_named(server: tuple[Command, str]) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         told(server[1], "/replicas/2/drain", "POST")
-    assert refused.value.code == 404 and "only 0 to 1" in refused.value.read().decode()
+    assert refused.value.code == 404 and mentioned("0 to 1", refused.value.read().decode())

@@ -14,6 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from support.ranks import Ranks
 
+pytest.register_assert_rewrite("support.train_backend_suite", "support.backend_checks")
+
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
@@ -23,10 +25,18 @@ def two_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    from support.ranks import Ranks
+
+    with Ranks(4) as ranks:
+        yield ranks
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories by name: tied and untied embeddings, experts of two kinds."""
-    from support.sharded_cases import save_model
+    from support.backend_cases import save_model
 
     root = tmp_path_factory.mktemp("models")
     return {

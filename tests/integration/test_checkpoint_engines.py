@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.backend_cases import Case, save_model
 from support.checkpoint_cases import same_tensors
 from support.checkpoint_engines import go_on, resume, train_and_save
 from support.ranks import Ranks
-from support.sharded_cases import Case, save_model
 
 pytestmark = pytest.mark.long
 

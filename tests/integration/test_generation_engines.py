@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedMo
 
 from hone.data.types import StopReason
 from hone.generation import ENGINES
-from hone.generation.attention import attention_of, use_hone_attention
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.models.routing import attention_of, use_hone_attention
 
 LETTERS = [chr(code) for code in range(62, 123)]
 SIZES = {

@@ -15,8 +15,8 @@ from hone.cluster.failures import OutOfMemory, WorkerLost
 from hone.cluster.ray.connection import SETTINGS
 from hone.cluster.ray.runtime import RayRuntime
 from hone.config import RLConfig, load_config
+from hone.config.limits import CPU_MICRO_BATCH_TOKENS
 from hone.errors import EXIT_FAILED, ConfigError
-from hone.training.engine import CPU_TOKENS
 
 pytestmark = pytest.mark.long
 
@@ -99,4 +99,6 @@ def test_memory_that_is_refused_names_the_plan_and_the_knob(runtime: RayRuntime)
         runtime.group("fragile").suffer("want_too_much_memory").result()
     shown = caught.value.render()
     assert "main[1]: fragile.suffer" in shown and "The plan: " in shown
-    assert f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={CPU_TOKENS // 2}" in shown  # half of what went together
+    assert (
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={CPU_MICRO_BATCH_TOKENS // 2}" in shown
+    )  # half of what went together

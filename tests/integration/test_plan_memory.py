@@ -14,7 +14,8 @@ from support.plan_cases import hold, plan_config, save_plan_model
 from support.ranks import Ranks
 
 from hone.preflight.plan.memory import memory_of
-from hone.preflight.plan.work import shape_of, work_of
+from hone.preflight.plan.model import shape_of
+from hone.preflight.plan.work import work_of
 
 pytestmark = pytest.mark.long
 
@@ -60,7 +61,7 @@ def test_prediction_is_what_a_process_holds(two_ranks: Ranks, models: dict[str, 
                 f"rank {rank}: {measured / 2**20:.0f} MiB measured, predicted "
                 + "; ".join(
                     f"{phase.name} {phase.total / 2**20:.0f}: "
-                    + ", ".join(f"{part.name} {part.size / 2**20:.0f}" for part in phase.parts)
+                    + ", ".join(f"{name} {size / 2**20:.0f}" for name, size in phase.parts.items())
                     for phase in predicted.phases
                 )
             )

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import raises
 from support.patience import LONG, SOON
 from support.scripted import ScriptedEngine
 from support.templates import tokenizer
 
+from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
-from hone.agents.program.process import Outcome, ProgramFailed, last_json
+from hone.agents.program.process import ProgramFailed, ProgramOutcome, last_json
 from hone.agents.rendering import renderer_for
-from hone.agents.setting import Setting
 from hone.config.agents import AgentConfig, MultiTurnConfig, ProgramConfig
 from hone.data.episode_log import EpisodeEnd
 from hone.data.types import Sample, Trajectory
@@ -68,7 +69,7 @@ def rows(count: int = 1, prompt: str = "What is 2 + 3?") -> list[Sample]:
 def play(engine: Any, samples: list[Sample], n: int = 1, tokens: int = 400, **program: Any) -> list[Trajectory]:
     agent = AgentConfig(program=ProgramConfig(**program), on_error="drop", max_retries=0)
     turns = MultiTurnConfig(enable=True)
-    player = Player(engine, Setting(TOKENIZER, turns, agent, context=4096))
+    player = Player(engine, EpisodeContext(TOKENIZER, turns, agent, max_model_len=4096))
     sampling = SamplingParams(max_tokens=tokens, temperature=0.7)
     playing = player.play(samples, sampling, n=n, seed_of=lambda uid, index: hash((uid, index)) % 2**31)
     return asyncio.run(asyncio.wait_for(playing, LONG))
@@ -183,7 +184,7 @@ def test_calls_made_at_once_have_draws_of_their_own_that_a_rerun_repeats(monkeyp
         ("echo oh no >&2; exit 3", r"ended with code 3: oh no"),
         ("kill -9 $$", "killed by signal 9"),
         ("sleep 60", "more than 3 s"),
-        ("exit 0", "without asking the model"),
+        ("exit 0", "ended without a request"),
         ("echo '[1, 2]'", "result is"),
     ],
 )
@@ -217,26 +218,26 @@ def test_an_agent_that_wants_more_than_its_budget_ends_with_what_it_has(tmp_path
 
 
 def test_a_command_that_does_not_exist_is_the_user_s_mistake() -> None:
-    with pytest.raises(ConfigError, match="cannot be started"):
+    with raises(ConfigError, where="actor_rollout_ref.rollout.agent.program.command"):
         play(ScriptedEngine(adder), rows(), command=["/no/such/agent"])
 
 
 @pytest.mark.parametrize(
     ("said", "outcome"),
     [
-        ("", Outcome()),
-        ("some words", Outcome()),
-        ("x\n1\n\n", Outcome(reward=1.0)),
-        ('{"reward": true}', Outcome(reward=1.0)),
-        ('"the answer"', Outcome(text="the answer")),
-        ('{"text": "a", "facts": {"x": 2}}', Outcome(text="a", facts={"x": 2.0})),
+        ("", ProgramOutcome()),
+        ("some words", ProgramOutcome()),
+        ("x\n1\n\n", ProgramOutcome(reward=1.0)),
+        ('{"reward": true}', ProgramOutcome(reward=1.0)),
+        ('"the answer"', ProgramOutcome(text="the answer")),
+        ('{"text": "a", "facts": {"x": 2}}', ProgramOutcome(text="a", facts={"x": 2.0})),
     ],
 )
-def test_what_an_agent_says_last(said: str, outcome: Outcome) -> None:
-    assert Outcome.of(last_json(said)) == outcome
+def test_the_result_on_the_last_line(said: str, outcome: ProgramOutcome) -> None:
+    assert ProgramOutcome.parse(last_json(said)) == outcome
 
 
 @pytest.mark.parametrize("said", [[1], {"rewrd": 1}, {"reward": "high"}, {"facts": {"x": "y"}}, {"text": 3}])
 def test_what_is_no_result_is_refused(said: Any) -> None:
-    with pytest.raises(ProgramFailed, match="result is"):
-        Outcome.of(said)
+    with raises(ProgramFailed, "reward", "text", "facts"):
+        ProgramOutcome.parse(said)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import mentioned, raises
 from support.patience import SOON
 
 from hone.config.reward import CustomRewardConfig, RewardConfig
@@ -133,7 +134,7 @@ def test_each_failure_costs_one_counted_error_and_the_rest_is_right(tmp_path: Pa
             assert result.extra["pred"] == word and result.extra["thing"].startswith("<module 'threading'")
     assert error_metrics(scores) == {"reward/error_rate": 12 / 52, "reward/timeout_rate": 3 / 52}
     assert time.monotonic() - begun < 6 * TIMEOUT  # two workers, three time-outs
-    assert "12 of 52 responses could not be scored (3 ran out of time)" in caplog.text
+    assert mentioned("12 of 52", caplog.text) and mentioned("(3", caplog.text)
     assert caplog.text.count("Traceback") == 1 and "boom" in caplog.text
 
 
@@ -184,7 +185,7 @@ def test_a_manager_serves_many_event_loops_and_empty_batches(tmp_path: Path) -> 
 def test_on_error_stop_ends_at_the_first_error(tmp_path: Path) -> None:
     words = ["1", "raise", *["sleep"] * 50]
     begun = time.monotonic()
-    with pytest.raises(RewardError, match=r"ValueError: boom") as caught:
+    with raises(RewardError, "ValueError: boom") as caught:
         score(config(tmp_path, "sync", on_error="stop", timeout=100.0, num_workers=2), words)
     assert time.monotonic() - begun < 15
     assert "row val:1" in str(caught.value) and "reward.on_error=count" in caught.value.fix
@@ -193,7 +194,7 @@ def test_on_error_stop_ends_at_the_first_error(tmp_path: Path) -> None:
 def test_too_many_errors_end_the_run(tmp_path: Path) -> None:
     words = ["1"] * 5 + ["nan"] * 5
     assert sum(s.error is not None for s in score(config(tmp_path, "sync", max_error_rate=0.5), words)) == 5
-    with pytest.raises(RewardError, match="6 of 11 responses could not be scored"):
+    with raises(RewardError, "6 of 11"):
         score(config(tmp_path, "sync", max_error_rate=0.5), [*words, "nan"])
 
 
@@ -219,14 +220,14 @@ def test_what_cannot_be_loaded_is_said_at_construction(tmp_path: Path, name: str
 
 
 def test_wrong_reward_kwargs_missing_file_and_contradictions(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="scale"):
+    with raises(RewardError, "scale"):
         RewardManager(config(tmp_path, "everything", reward_kwargs={"scales": 1}))
     settings = config(tmp_path, "sync")
     settings.scorer = "gsm8k"
-    with pytest.raises(RewardError, match="both"):
+    with raises(RewardError, "reward.scorer=null"):
         RewardManager(settings)
     settings.scorer, settings.custom_reward_function.path = None, str(tmp_path / "my_rewards.py")
-    with pytest.raises(RewardError, match=r"Did you mean my_reward\.py"):
+    with raises(RewardError, "my_reward.py"):
         RewardManager(settings)
 
 
@@ -271,16 +272,16 @@ def test_unknown_data_sources_options_and_scorers() -> None:
             rewards.check({"data/gsm8k-local": 7473, "gsm8k": 5})
         assert caught.value.code == "R43"
         assert "'data/gsm8k-local' (7473 rows)" in str(caught.value) and "reward.scorer=" in caught.value.fix
-        with pytest.raises(RewardError, match="R43"):
+        with raises(RewardError, code="R43"):
             asyncio.run(rewards.score([trajectory("x", source="nope")]))
     with manager(RewardConfig(scorer="gsm8k", scorer_kwargs={"method": "flexible"})) as rewards:
         rewards.check({"data/gsm8k-local": 7473})
         assert asyncio.run(rewards.score([trajectory("so 18.", "18", "nope")]))[0].total == 1.0
-    with pytest.raises(ConfigError, match="gsm8k"):
+    with raises(ConfigError, "gsm8k"):
         RewardManager(RewardConfig(scorer="gsm8"))
-    with pytest.raises(RewardError, match="method"):
+    with raises(RewardError, "method"):
         RewardManager(RewardConfig(scorer_kwargs={"metod": "flexible"}))
-    with pytest.raises(RewardError, match="no scorer in use"):
+    with raises(RewardError, where="reward.scorer_kwargs"):
         RewardManager(RewardConfig(scorer_kwargs={"format_score": 0.1})).check({"digit_sequence": 1})
 
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from support.backend_cases import Case, bucketed
 from support.ranks import Ranks
-from support.sharded_cases import Case, exported
 
 from hone.config.model import ModelConfig
-from hone.training.model import load_policy
+from hone.models.loading import load_policy
 
 pytestmark = pytest.mark.long
 
@@ -29,7 +29,7 @@ TENSOR = {"tensor_model_parallel_size": 2}
 )
 def test_buckets_are_what_single_gathering_gives(bucket_bytes, model, parallel, two_ranks: Ranks, tiny_models):
     case = Case(tiny_models[model], parallel=parallel, updates=1)
-    for found, singly in two_ranks.run(exported, case, "whole", bucket_bytes):
+    for found, singly in two_ranks.run(bucketed, case, "whole", bucket_bytes):
         assert list(found) == list(singly)
         for name, value in singly.items():
             assert torch.equal(found[name], value), name
@@ -39,7 +39,7 @@ def test_buckets_are_what_single_gathering_gives(bucket_bytes, model, parallel, 
 def test_merged_weights_are_those_that_peft_merges(parallel: dict[str, Any], two_ranks: Ranks, tiny_models):
     settings = {"lora_rank": 4, "lora_alpha": 12}
     case = Case(tiny_models["tied"], parallel=parallel, model_settings=settings, updates=2)
-    for merged, whole in two_ranks.run(exported, case, "merged", 5000):
+    for merged, whole in two_ranks.run(bucketed, case, "merged", 5000):
         peft = load_policy(ModelConfig(path=str(case.model), **settings), device=torch.device("cpu"), seed=0)
         peft.load_state_dict(whole, strict=False)
         assert isinstance(peft, PeftModel)
@@ -51,6 +51,6 @@ def test_merged_weights_are_those_that_peft_merges(parallel: dict[str, Any], two
 
 def test_an_adapter_goes_alone(two_ranks: Ranks, tiny_models):
     case = Case(tiny_models["tied"], model_settings={"lora_rank": 4}, updates=1)
-    for adapter, whole in two_ranks.run(exported, case, "adapter", 5000):
+    for adapter, whole in two_ranks.run(bucketed, case, "adapter", 5000):
         assert adapter.keys() == {name for name in whole if ".lora_" in name}
         assert all(torch.equal(adapter[name], whole[name]) for name in adapter)

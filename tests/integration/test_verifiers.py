@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from support.agents import call
 from support.environments import foreign_python
+from support.messages import raises
 from support.scripted import ScriptedEngine
 from support.templates import tokenizer
 
+from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
 from hone.agents.program.bridge import verifiers_bridge
 from hone.agents.program.process import ProgramFailed
 from hone.agents.rendering import renderer_for
-from hone.agents.setting import Setting
 from hone.agents.tasks.verifiers import make
 from hone.config.agents import AgentConfig, MultiTurnConfig, VerifiersConfig
 from hone.data.episode_log import EpisodeEnd
@@ -63,8 +64,8 @@ class World:
     def __init__(self, python: str) -> None:
         self.engine = ScriptedEngine(lambda request: [])
         agent = AgentConfig(verifiers=VerifiersConfig(python=python, timeout=200), on_error="drop", max_retries=0)
-        self.setting = Setting(TOKENIZER, MultiTurnConfig(enable=True), agent, context=4096)
-        self.player = Player(self.engine, self.setting)  # type: ignore[arg-type]
+        self.context = EpisodeContext(TOKENIZER, MultiTurnConfig(enable=True), agent, max_model_len=4096)
+        self.player = Player(self.engine, self.context)  # type: ignore[arg-type]
 
     def play(self, script: Script, problems: list[Problem], tokens: int = 400) -> list[Trajectory]:
         self.engine.script, self.engine.asked = script, []
@@ -78,7 +79,7 @@ class World:
 def world(python: str) -> Iterator[World]:
     made = World(python)
     yield made
-    made.setting.close()
+    made.context.close()
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_tools_of_verifiers_are_called(world: World) -> None:
     assert log.facts["add_calls"] == 1.0
 
 
-def test_limits_end_an_episode_and_what_breaks_is_told(world: World, games: list[Problem]) -> None:
+def test_limits_end_an_episode_and_errors_are_logged(world: World, games: list[Problem]) -> None:
     (short,) = world.play(lambda request: ids("9"), games[:1], tokens=12)
     assert short.episode is not None and (short.episode.error, short.episode.end) == (None, EpisodeEnd.TOKENS)
     (broken,) = world.play(lambda request: ids("crash"), games[:1])
@@ -139,17 +140,17 @@ def test_limits_end_an_episode_and_what_breaks_is_told(world: World, games: list
 
 
 def test_a_program_that_ends_or_was_never_there(python: str) -> None:
-    with pytest.raises(ConfigError, match="there is no Python"):
+    with raises(ConfigError, "/nowhere/python", "python=/path/to/venv/bin/python"):
         next(make(["dataset=hone_numbers", "python=/nowhere/python"]).problems(seed=1))
     bridge = verifiers_bridge(python, "python")
-    with pytest.raises(ProgramFailed, match="nowhere"):
+    with raises(ProgramFailed, "nowhere"):
         bridge.ask("rows", environment="nowhere", arguments={}, count=1, seed=1).result(250)
     pending = bridge.ask("rows", environment="hone_numbers", arguments={}, count=1, seed=1)
     os.killpg(bridge.process.pid, 9)
-    with pytest.raises(ProgramFailed, match="ended with code -9"):
+    with raises(ProgramFailed, "-9"):
         pending.result(60)
-    with pytest.raises(ProgramFailed, match="ended with code -9"):
+    with raises(ProgramFailed, "-9"):
         bridge.ask("rows", environment="hone_numbers", arguments={}, count=1, seed=1).result(60)
     bridge.close()
-    with pytest.raises(ConfigError, match="no rows of the environment"):
+    with raises(ConfigError, "nowhere", where="verifiers/nowhere"):
         next(make(["dataset=nowhere", "python=/bin/false"]).problems(seed=1))

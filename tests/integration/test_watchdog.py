@@ -87,7 +87,7 @@ def test_the_hung_rank_is_named_before_the_collective_gives_up(run: Path):
         with activity.waiting("update_actor", on=["actor"], limit=None):
             hang = seen.wait()
             seen.hangs.clear()
-            assert seen.wait().culprits == hang.culprits, "what stands still is reported again"
+            assert seen.wait().culprits == hang.culprits, "a hang that continues is reported again"
     finally:
         watchdog.close()
         for rank in ranks:
@@ -146,7 +146,7 @@ def test_a_wait_with_a_limit_of_its_own_is_no_hang_before_that(run: Path):
             hang = seen.wait()
     finally:
         watchdog.close()
-    assert hang.culprits[0].name == "driver" and "reward worker, which is not there" in hang.reason
+    assert hang.culprits[0].name == "driver" and "reward worker" in hang.reason
 
 
 DRIVER = """
@@ -182,14 +182,14 @@ def test_a_run_that_hangs_ends_with_its_own_code(tmp_path: Path):
 def test_a_run_that_hangs_is_ended_where_its_end_cannot_be_written(tmp_path: Path):
     ended = drive(tmp_path, "(run / f'.run.json.{os.getpid()}.tmp').mkdir(); time.sleep(600)")
     assert ended.returncode == EXIT_FAILED, ended.stderr
-    assert "could not be told that the run has failed: [Errno 21] Is a directory" in ended.stderr
+    assert "[Errno 21] Is a directory" in ended.stderr
 
 
 def test_a_run_that_hangs_is_ended_where_no_report_can_be_written(tmp_path: Path):
     (tmp_path / "hangs").touch()  # no folder
     ended = drive(tmp_path, HOLDS_THE_INTERPRETER)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert "--- stacks of driver" in ended.stderr and "cannot write" in ended.stderr
+    assert "--- stacks of driver" in ended.stderr and "E-run-directory" in ended.stderr
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["status"] == "failed" and "the output of the run" in record["exit_reason"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from support.templates import tokenizer as template_tokenizer
 
+from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
-from hone.agents.setting import Setting
 from hone.config.agents import AgentConfig, MultiTurnConfig
 from hone.data.chat import render_prompt
 from hone.data.types import Sample, StopReason, Trajectory
@@ -73,12 +73,12 @@ def sample(question: str = "What is 6*7?", uid: str = "row", tools: Sequence[dic
     return Sample(uid, ids, messages, "calculator", "42", extra, agent)
 
 
-def setting(tools: Sequence[Any] = (), agent: dict[str, Any] | None = None, **multi_turn: Any) -> Setting:
+def setting(tools: Sequence[Any] = (), agent: dict[str, Any] | None = None, **multi_turn: Any) -> EpisodeContext:
     """A setting with these tools."""
     from hone.agents.tools.toolbox import Toolbox
 
     several = MultiTurnConfig(**{"enable": True, **multi_turn})
-    made = Setting(
+    made = EpisodeContext(
         template_tokenizer("qwen2_5"), several, AgentConfig(**{"default_agent_loop": "tool_agent", **(agent or {})})
     )
     made.toolbox = Toolbox(tools, several)
@@ -86,7 +86,7 @@ def setting(tools: Sequence[Any] = (), agent: dict[str, Any] | None = None, **mu
 
 
 def play(
-    made: Setting, script: Script, samples: Sequence[Sample], *, n: int = 1, max_tokens: int = 400
+    made: EpisodeContext, script: Script, samples: Sequence[Sample], *, n: int = 1, max_tokens: int = 400
 ) -> tuple[list[Trajectory], ScriptedEngine]:
     """Play the samples; returns the trajectories and the engine."""
     engine = ScriptedEngine(made.tokenizer, script)

@@ -8,7 +8,7 @@ class Calls(ToolAgent):
     """A turn, a call, its result, a turn."""
 
     async def play(self, episode):
-        async with self.setting.toolbox.session(episode, self.setting) as tools:
+        async with self.context.toolbox.session(episode, self.context.tokenizer) as tools:
             await self.take_turn(episode, tools.schemas)
             call = ToolCall("call_0", "calculator", {"expression": "6*7"}, "", None)
             episode.log.messages[-1]["tool_calls"] = [call.as_openai()]

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from support.backend_cases import Case, backend_of, continued, trained
 from support.checkpoint_cases import whole_state
-from support.sharded_cases import Case, batch_of, engine_of, objective_of, share_of
 from torch import Tensor
 
 from hone.config.model import ModelConfig
-from hone.training.engine import TrainEngine
-from hone.training.model import saved_model
+from hone.models.loading import saved_model
+from hone.training.backends.protocol import TrainBackend
 
 
 def train_and_save(case: Case, directory: Path) -> dict[str, Tensor]:
     """Some updates and a checkpoint; what it should hold."""
-    engine, layout = engine_of(case)
-    _train(engine, layout, case, range(case.updates))
+    engine, *_ = trained(case, range(case.updates))
     engine.stage(str(directory), "actor")()
     return _state(engine)
 
@@ -32,25 +31,20 @@ def resume(case: Case, directory: Path) -> dict[str, Tensor]:
 def go_on(case: Case, directory: Path) -> dict[str, Tensor]:
     """As many updates more."""
     engine, layout = _resumed(case, directory)
-    _train(engine, layout, case, range(case.updates, 2 * case.updates))
+    continued(engine, layout, case, range(case.updates, 2 * case.updates))
     return _state(engine)
 
 
-def _resumed(case: Case, directory: Path) -> tuple[TrainEngine, Any]:
+def _resumed(case: Case, directory: Path) -> tuple[TrainBackend, Any]:
     saved = saved_model(ModelConfig(path=str(case.model), **case.model_settings), directory / "actor")
     settings = {key: value for key, value in vars(saved).items() if key != "path"}
-    engine, layout = engine_of(dataclasses.replace(case, model=Path(str(saved.path)), model_settings=settings))
+    engine, layout = backend_of(dataclasses.replace(case, model=Path(str(saved.path)), model_settings=settings))
     engine.restore(str(directory), "actor")
     return engine, layout
 
 
-def _train(engine: TrainEngine, layout: Any, case: Case, updates: range) -> None:
-    for update in updates:
-        engine.train_batch(share_of(batch_of(case, update), layout), objective_of(case), step=update, with_entropy=True)
-
-
-def _state(engine: TrainEngine) -> dict[str, Tensor]:
+def _state(engine: Any) -> dict[str, Tensor]:
     assert engine.optimizer is not None
     if dist.is_initialized():
         dist.barrier()
-    return whole_state(engine.model, engine.optimizer)
+    return whole_state(engine.model, engine.optimizer.inner)

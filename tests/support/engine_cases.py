@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 from hone.generation import ENGINES
-from hone.generation.attention import attention_of, use_hone_attention
 from hone.generation.environments import interpreter_of
 from hone.generation.protocol import Completion, Engine, GenerationRequest, SamplingParams
 from hone.generation.remote import LaunchPlan, ServedEngine
+from hone.models.routing import attention_of, use_hone_attention
 
 MAX_MODEL_LEN = 256
 EOS = 256

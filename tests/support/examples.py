@@ -1,6 +1,8 @@
-"""How many examples a property is tried with: all that its test states with `scripts/test --all`, as CI does, else half of them.
+"""How many examples a property test tries, and whether they are the same in every run.
 
-They are drawn anew in every run, so what one run misses another finds.
+By default examples are derandomised: a test tries the same ones in every run, so a failure repeats. `scripts/test --random`
+draws new ones from a seed that it prints; HONE_TEST_SEED=<seed> draws them again. CI and `scripts/test --all` try every
+example that a test states, `scripts/test --unit` an eighth, other runs half of them.
 """
 
 from __future__ import annotations
@@ -12,10 +14,18 @@ from hypothesis import settings
 
 ALL_VARIABLE = "HONE_TEST_ALL"
 """Environment variable that `scripts/test --all` sets."""
+UNIT_VARIABLE = "HONE_TEST_UNIT"
+"""Environment variable that `scripts/test --unit` sets."""
+SEED_VARIABLE = "HONE_TEST_SEED"
+"""Environment variable that `scripts/test --random` sets: seed of the drawn examples."""
 USUAL = 100
-"""Of a property that does not state a number."""
+"""Examples of a property that states no number."""
 
 
 def examples(count: int = USUAL, **more: Any) -> settings:
-    """Settings with ``count`` examples, or half of them; ``more`` as in hypothesis.settings."""
-    return settings(max_examples=count if os.environ.get(ALL_VARIABLE) else -(-count // 2), deadline=None, **more)
+    """Return settings with ``count`` examples or a share of them; ``more`` as in hypothesis.settings."""
+    share = 1 if os.environ.get(ALL_VARIABLE) else 8 if os.environ.get(UNIT_VARIABLE) else 2
+    wanted = -(-count // share)
+    random = os.environ.get(SEED_VARIABLE) is not None
+    storage = {} if random else {"database": None}
+    return settings(max_examples=wanted, deadline=None, derandomize=not random, **storage, **more)

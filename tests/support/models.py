@@ -5,7 +5,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.generation.attention import use_hone_attention
+from hone.models.routing import use_hone_attention
 
 VOCABULARY = 61
 

@@ -14,13 +14,14 @@ from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import RowGroups
 from hone.cluster.roles import PolicyWorker, ReferenceWorker
 from hone.config import RLConfig, load_config
+from hone.config.parallel_layout import Layout
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import GenerationRequest, SamplingParams
-from hone.training.layout import Layout
-from hone.training.memory import MemoryUse, trim_memory
-from hone.training.model import load_policy
+from hone.models.kernels.cpu.memory import MemoryUse, trim_memory
+from hone.models.loading import load_policy
+from hone.training.layout import build_meshes
 
 VOCABULARY, PROMPT, RESPONSE, SAMPLES = 300, 16, 96, 4
 
@@ -82,11 +83,11 @@ def _let_go() -> None:
 def _two_steps(config: RLConfig) -> None:
     world = config.trainer.n_gpus_per_node
     layout = Layout.plan(world, config.actor_rollout_ref.actor)
-    meshes = layout.meshes("cpu") if world > 1 else None
+    meshes = build_meshes(layout, "cpu") if world > 1 else None
     rank = dist.get_rank() if world > 1 else 0
     context = WorkerContext(config, torch.device("cpu"), rank, layout, meshes)
     context.roles["actor"] = actor = PolicyWorker(context)
-    model = actor.engine.model
+    model = actor.engine.shared_module()
     if meshes is not None:  # as hone.cluster.rollout has it
         model = load_policy(config.actor_rollout_ref.model, device=context.device, seed=1, trainable=False)
     rollout, data = config.actor_rollout_ref.rollout, config.data
@@ -109,8 +110,8 @@ def _two_steps(config: RLConfig) -> None:
         trim_memory()
         noise = torch.randn(len(batch.ragged("response_ids").values), generator=torch.Generator().manual_seed(step))
         batch = batch.with_columns(advantages=batch.ragged("response_ids").with_values(noise))
-        result = actor.update(batch, RowGroups([list(range(len(batch)))]), step)
-        assert all(update.applied for update in result.results)
+        answer = actor.update(batch, RowGroups([list(range(len(batch)))]), step)
+        assert all(update.applied for update in answer.meta["update"].results)
         trim_memory()
         weights = actor.engine.export_weights("merged") if meshes is not None else []
         asyncio.run(engine.load_weights(weights, step + 1))

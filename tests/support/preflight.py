@@ -1,4 +1,4 @@
-"""Datasets, configurations and heads of weight files for tests of preflight."""
+"""Datasets, configurations and headers of weight files for tests of preflight."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SMALL_MODEL: dict[str, Any] = {
 """config.json of a model of a few thousand parameters."""
 
 SOUND_MACHINE = Machine(cpus=8, affinity=8, quota=None, memory=64 * GIB, shared_memory=8 * GIB, open_files=1 << 20)
-"""A machine that lacks nothing."""
+"""A machine without problems."""
 
 
 def safetensors_head(shapes: dict[str, list[int]]) -> bytes:
-    """The beginning of a weight file: its tensors without their values."""
+    """Return the header of a weight file, without values of tensors."""
     head = json.dumps(
         {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
     )
@@ -35,7 +35,7 @@ def safetensors_head(shapes: dict[str, list[int]]) -> bytes:
 
 
 def rows(count: int = 10) -> list[dict[str, Any]]:
-    """Rows of chat messages that both trainers read."""
+    """Return rows of chat messages for `hone train` and `hone sft`."""
     return [
         {
             "prompt": [{"role": "user", "content": f"{number} + 1 = ?"}],
@@ -57,7 +57,7 @@ def write_rows(file: Path, content: list[dict[str, Any]]) -> Path:
 
 
 def change(config: Any, changes: dict[str, Any]) -> Any:
-    """Set keys by their paths."""
+    """Set keys by their paths and return the configuration."""
     for path, value in changes.items():
         *blocks, last = path.split(".")
         owner = config

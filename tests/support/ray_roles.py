@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hone.cluster.context import WorkerContext
-from hone.cluster.dispatch import Collect, Kept, RowGroups, Split, dispatch
+from hone.cluster.dispatch import Collect, RemoteTensors, RowGroups, Split, dispatch
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.errors import ConfigError
@@ -76,7 +76,7 @@ class Prober:
         """Process and an environment variable."""
         return os.getpid(), os.environ.get(name)
 
-    @dispatch(Split.ALL, Collect.KEPT)
+    @dispatch(Split.ALL, Collect.REMOTE)
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         """Something to be kept out there."""
         return [("w", torch.arange(5.0))]
@@ -84,7 +84,7 @@ class Prober:
     @dispatch(Split.ALL, Collect.EACH)
     def take(self, weights: list[tuple[str, torch.Tensor]]) -> float:
         """What another has kept."""
-        assert not isinstance(weights, Kept)
+        assert not isinstance(weights, RemoteTensors)
         return float(dict(weights)["w"].sum())
 
     @dispatch(Split.ZERO)

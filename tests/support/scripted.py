@@ -10,9 +10,9 @@ from typing import Any
 
 from hone.agents.client import EngineClient
 from hone.agents.serving.app import Endpoint
-from hone.agents.serving.asking import Service
 from hone.agents.serving.gateway import Gateway
 from hone.agents.serving.server import HttpServer
+from hone.agents.serving.service import Service
 from hone.data.types import StopReason
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest
 from hone.trainers.serving import engine_loop

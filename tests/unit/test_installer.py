@@ -30,7 +30,7 @@ def test_uv_is_told_what_pip_was_told(program: Any) -> None:
         ":env:.find-links='/env/a /env/b'\nglobal.cert='/ca.pem'\nglobal.extra-index-url='\\nhttps://one\\nhttps://two'\n"
         "global.find-links='/file'\nglobal.index-url='https://main'\nglobal.timeout='60'\n"
     )
-    assert program.told_to_uv(listing, {"HOME": "/home", "UV_DEFAULT_INDEX": "https://mine"}) == {
+    assert program.uv_environment(listing, {"HOME": "/home", "UV_DEFAULT_INDEX": "https://mine"}) == {
         "UV_INDEX_STRATEGY": "unsafe-best-match",
         "UV_DEFAULT_INDEX": "https://mine",
         "UV_INDEX": "https://one https://two",
@@ -42,7 +42,7 @@ def test_uv_is_told_what_pip_was_told(program: Any) -> None:
 
 @pytest.mark.parametrize("setting", ["no-index='1'", "proxy='http://p:1'", "trusted-host='h'"])
 def test_what_only_pip_follows_leaves_it_to_pip(program: Any, setting: str) -> None:
-    assert program.told_to_uv(f"global.timeout='60'\n:env:.{setting}\n", {}) is None
+    assert program.uv_environment(f"global.timeout='60'\n:env:.{setting}\n", {}) is None
 
 
 @pytest.fixture(scope="module")
@@ -89,4 +89,4 @@ def test_packages_are_installed(
     found = site / "hone_probe-1.0.dist-info" / "INSTALLER"
     assert (done.returncode == 0) == (installer is not None), done.stderr
     assert installer == (found.read_text().strip() if found.exists() else None), done.stderr
-    assert ("now with pip" in done.stderr) == ("UV_FIND_LINKS" in settings or installer is None)
+    assert ("installing with pip" in done.stderr) == ("UV_FIND_LINKS" in settings or installer is None)

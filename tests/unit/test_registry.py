@@ -35,13 +35,13 @@ def test_an_import_path_is_found_in_the_current_directory(registry: Registry[int
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("number_of_mine:seven", ["no module 'number_of_mine'", "Did you mean numbers_of_mine"]),
-        ("numbers_of_mine:cal", ["numbers_of_mine.py has no 'cal'", "Did you mean call"]),
-        ("numbers_of_mine:word", ["is no number", "it is a str, not an int"]),
-        ("broken_of_mine:x", ["'broken_of_mine' cannot be imported, line 2: RuntimeError: no"]),
-        ("needy_of_mine:x", ["'needy_of_mine' cannot be imported, line 1", "not_installed_anywhere"]),
-        ("numbers_of_mine:", ["no import path", "module:attribute"]),
-        (":seven", ["no import path"]),
+        ("number_of_mine:seven", ["'number_of_mine'", "numbers_of_mine"]),
+        ("numbers_of_mine:cal", ["numbers_of_mine.py", "'cal'", "call"]),
+        ("numbers_of_mine:word", ["'numbers_of_mine:word'", "str", "int"]),
+        ("broken_of_mine:x", ["'broken_of_mine'", "line 2: RuntimeError: no"]),
+        ("needy_of_mine:x", ["'needy_of_mine'", "line 1", "not_installed_anywhere"]),
+        ("numbers_of_mine:", ["'numbers_of_mine:'", "module:attribute"]),
+        (":seven", ["':seven'", "module:attribute"]),
     ],
 )
 def test_what_an_import_path_may_lack(registry: Registry[int], path: str, words: list[str]) -> None:
@@ -53,5 +53,5 @@ def test_what_an_import_path_may_lack(registry: Registry[int], path: str, words:
 
 
 def test_without_adoption_a_colon_is_part_of_a_name() -> None:
-    with pytest.raises(ConfigError, match="unknown number 'os:path'"):
+    with pytest.raises(ConfigError, match="'os:path'"):
         Registry("number").get("os:path")

@@ -14,7 +14,8 @@ from hone.config.run import RunConfig
 @pytest.fixture(autouse=True)
 def threshold() -> Iterator[int]:
     before = gc.get_threshold()
-    yield before[0]
+    gc.set_threshold(startup._USUAL)  # a command that an earlier test ran in this process may have left it raised
+    yield startup._USUAL
     gc.set_threshold(*before)
 
 

@@ -1,4 +1,4 @@
-"""Environments: small worlds that answer the model's turns, and adapters of other libraries' environments."""
+"""Environments that answer the model's turns, and adapters for other libraries' environments."""
 
 from hone.agents.environments.base import ENVIRONMENTS, Environment, Step, make_environment
 

@@ -1,4 +1,4 @@
-"""What an environment is: it shows something, takes a turn, and says what the turn was worth."""
+"""Base class of environments, which show an observation, take a policy turn and return a reward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hone.registry import Registry
 
 @dataclass(frozen=True)
 class Step:
-    """What a turn led to.
+    """Result of one policy turn in an environment.
 
     Attributes:
-        messages: what the environment says to it; not read when it is done.
-        reward: of the turn.
-        done: whether the episode is over.
-        facts: named numbers, logged as means over episodes; ``solved`` is 1 where the task is.
+        messages: the environment's answer; ignored when ``done``.
+        reward: reward of the turn.
+        done: True if the episode is over.
+        facts: named numbers, logged as means over episodes; ``solved`` is 1 for a solved task.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -31,12 +31,12 @@ class Step:
 
     @classmethod
     def says(cls, text: str, **rest: Any) -> Step:
-        """A step that answers with one user message."""
+        """Return a step that answers with one user message."""
         return cls([{"role": "user", "content": text}], **rest)
 
 
 class Environment(ABC):
-    """The world of one episode.
+    """Environment of one episode.
 
     >>> class Echo(Environment):
     ...     async def reset(self, seed):
@@ -46,34 +46,34 @@ class Environment(ABC):
     ...         return Step(reward=float("hello" in turn.content.lower()), done=True)
 
     Attributes:
-        tools: schemas of functions that it offers; calls come in ``turn.calls``, and each is answered by a tool message.
+        tools: schemas of the functions it offers. Calls arrive in ``turn.calls``; each must be answered by a tool message.
     """
 
     tools: tuple[dict[str, Any], ...] = ()
 
     @abstractmethod
     async def reset(self, seed: int) -> list[Message]:
-        """Begin anew; what the policy is shown depends on ``seed`` and the options only."""
+        """Begin an episode; the returned messages depend only on ``seed`` and the options."""
 
     @abstractmethod
     async def step(self, turn: AssistantTurn) -> Step:
-        """Take a turn of the policy."""
+        """Process one turn of the policy."""
 
     async def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """The episode is over."""
+        """Free resources at the end of the episode."""
 
 
 Factory = Callable[..., Environment]
 
 
-def _adopt(found: Any, path: str) -> Factory:
-    if not (inspect.isclass(found) and issubclass(found, Environment)):
+def _adopt(factory: Any, path: str) -> Factory:
+    if not (inspect.isclass(factory) and issubclass(factory, Environment)):
         raise TypeError("it should be a class derived from hone.agents.environments.Environment")
-    return found
+    return factory
 
 
 ENVIRONMENTS: Registry[Factory] = Registry("environment", key="extra_info.environment.name", adopt=_adopt)
-"""Environments by name: functions of their options."""
+"""Environment factories by name; each takes the options as keyword arguments."""
 
 
 def _built_in(module: str, name: str) -> Factory:
@@ -96,10 +96,10 @@ for _name, _module, _class in (
 
 
 def make_environment(name: str, options: Mapping[str, Any]) -> Environment:
-    """A new environment.
+    """Return a new environment.
 
     Raises:
-        ConfigError: no such environment, or an option that it does not take.
+        ConfigError: the name is unknown, or an option is invalid.
     """
     factory = ENVIRONMENTS.get(name)
     try:
@@ -110,5 +110,5 @@ def make_environment(name: str, options: Mapping[str, Any]) -> Environment:
         raise ConfigError(
             f"environment '{name}' cannot be made with {dict(options)}: {error}",
             where="extra_info.environment.options",
-            fix="mend the options, see docs/agents.md",
+            fix="correct the options, see docs/agents.md",
         ) from error

@@ -1,8 +1,8 @@
-"""Environments of the library gymnasium whose states can be told in words.
+"""Adapter for gymnasium environments whose observations can be written as text.
 
-The observation is the environment's own text: what it renders with ``render_mode="ansi"``, an observation of the space ``Text``,
-or the printed value. Actions of a ``Text`` space are the turn itself; of a ``Discrete`` space a number, or one of the names
-that ``actions`` gives.
+The observation is the environment's text: the rendering of ``render_mode="ansi"``, an observation of a ``Text`` space, or the
+printed value. An action of a ``Text`` space is the turn itself; an action of a ``Discrete`` space is a number, or one of the
+names in ``actions``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Gymnasium(Environment):
     """One gymnasium environment.
 
     Args:
-        id: as of ``gymnasium.make``, for example ``FrozenLake-v1``.
+        id: id for ``gymnasium.make``, for example ``FrozenLake-v1``.
         actions: names of the actions of a ``Discrete`` space, in their order.
-        prompt: what stands before the first observation; None names the actions.
-        max_steps: the episode ends after as many; None leaves it to the environment.
+        prompt: text before the first observation; None lists the actions.
+        max_steps: maximum number of steps of an episode; None uses the environment's limit.
         kwargs: further arguments of ``gymnasium.make``.
 
     Raises:
@@ -59,7 +59,7 @@ class Gymnasium(Environment):
             self.env = gymnasium.make(id, **settings)
         except (gymnasium.error.Error, ImportError, AttributeError) as error:
             raise ConfigError(
-                f"gymnasium cannot make '{id}': {error}", where="extra_info.environment.options", fix="mend the id"
+                f"gymnasium cannot make '{id}': {error}", where="extra_info.environment.options", fix="check the id"
             ) from error
         self._renders = self.env.render_mode == "ansi"
         space = self.env.action_space
@@ -67,13 +67,16 @@ class Gymnasium(Environment):
             self.names = [str(name) for name in actions or range(int(space.start), int(space.start + space.n))]
             self._first: int | None = int(space.start)
             if len(self.names) != space.n:
-                raise ConfigError(f"'{id}' has {space.n} actions, and {len(self.names)} are named", fix="name them all")
+                raise ConfigError(
+                    f"'{id}' has {space.n} actions, but 'actions' has {len(self.names)} names",
+                    fix=f"give {space.n} names",
+                )
         elif isinstance(space, gymnasium.spaces.Text):
             self.names, self._first = [], None
         else:
             raise ConfigError(
-                f"the actions of '{id}' are {space}, which a text cannot name",
-                fix="an environment with Discrete or Text actions",
+                f"the actions of '{id}' are {space}, which cannot be written as text",
+                fix="use an environment with Discrete or Text actions",
             )
         self.intro = prompt if prompt is not None else self._intro(id)
         self._total, self._steps = 0.0, 0
@@ -84,13 +87,13 @@ class Gymnasium(Environment):
         return f"You play {id}. Answer with one of: {', '.join(self.names)}."
 
     async def reset(self, seed: int) -> list[Message]:
-        """Begin anew."""
+        """Reset the environment."""
         observation, _ = await asyncio.to_thread(self.env.reset, seed=seed)
         self._total, self._steps = 0.0, 0
         return [{"role": "user", "content": f"{self.intro}\n{self._shown(observation)}".strip()}]
 
     async def step(self, turn: AssistantTurn) -> Step:
-        """Take the action that the turn names last."""
+        """Take the last action named in the turn."""
         action = self._action(turn.content)
         self._steps += 1
         if action is None:
@@ -104,20 +107,20 @@ class Gymnasium(Environment):
         return Step.says(self._shown(observation), reward=float(reward), facts=facts)
 
     async def close(self) -> None:
-        """Free what the environment holds."""
+        """Close the gymnasium environment."""
         self.env.close()
 
     def _action(self, text: str) -> Any:
         if self._first is None:
             return text
         words = "|".join(re.escape(name) for name in sorted(self.names, key=len, reverse=True))
-        found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text, re.IGNORECASE)
+        actions = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text, re.IGNORECASE)
         lowered = [name.lower() for name in self.names]
-        return self._first + lowered.index(found[-1].lower()) if found else None
+        return self._first + lowered.index(actions[-1].lower()) if actions else None
 
     def _shown(self, observation: Any) -> str:
         if not self._renders:
             return str(observation)
-        # the place of the player is shown in colour, which a text has not: it is put into brackets
+        # the player's position is marked by colour, which plain text lacks: put it into brackets
         rendered = str(self.env.render()).strip()
         return _ANSI.sub(lambda mark: "]" if mark[1] in ("", "0") else "[", rendered)

@@ -1,8 +1,8 @@
-"""Environments that live on an OpenEnv server: every episode has a session of its own, over one WebSocket.
+"""Adapter for environments on an OpenEnv server; every episode has its session on its WebSocket.
 
-How a turn becomes an action follows from the schema that the server publishes:
+The schema that the server publishes determines how a turn becomes an action:
 
-- an action with one text (``{"message": "..."}``) is the turn itself;
+- an action with one text (``{"message": "..."}``) takes the text of the turn;
 - the tools of an MCP environment are offered to the policy, and its calls are the actions;
 - any other action is offered as a function tool, ``act``, with the action's fields as its parameters.
 """
@@ -18,32 +18,32 @@ from typing import Any
 from hone.agents.environments.base import Environment, Step
 from hone.agents.environments.openenv_wire import (
     WHERE,
-    NoPlace,
     OpenEnvError,
     RefusedAction,
-    interface_of,
-    observed,
-    opened,
+    ServerFullError,
+    action_interface,
+    connect,
+    read_observation,
 )
 from hone.agents.messages import AssistantTurn, Message, ToolCall, tool_message
 from hone.errors import ConfigError
 
-PLACE_SECONDS = 5.0
-"""How long to wait for a place on a server that is full: that of an episode that has just ended is freed a little later."""
-_UNSAID = ("metadata", "reward", "done")
+SESSION_WAIT_SECONDS = 5.0
+"""Seconds to wait for a session on a full server, which frees ended sessions with a delay."""
+_HIDDEN_FIELDS = ("metadata", "reward", "done")
 
 
 class OpenEnv(Environment):
-    """One session on a server.
+    """Environment with one session on an OpenEnv server.
 
     Args:
-        url: of the server, as in ``http://127.0.0.1:8000``.
-        text: field of the action that takes the turn; None finds it in the server's schema.
-        shown: field of the observation that the policy is shown; None is its only text, else all of it as JSON.
-        prompt: what stands before the first observation.
+        url: address of the server, for example ``http://127.0.0.1:8000``.
+        text: action field that takes the turn; None chooses it by the server's schema.
+        shown: observation field that the policy sees; None means its only text field, else all fields as JSON.
+        prompt: text before the first observation.
         reset: further arguments of the server's ``reset``.
 
-    Facts: ``solved`` (the rewards add up to more than 0), ``steps``, ``invalid_action`` (the last action was refused).
+    Facts: ``solved`` (the rewards sum to more than 0), ``steps``, ``invalid_action`` (the server refused the last action).
 
     Raises:
         ConfigError: the package websockets is not installed, the server does not answer, or an argument does not fit it.
@@ -59,28 +59,28 @@ class OpenEnv(Environment):
         reset: dict[str, Any] | None = None,
     ) -> None:
         self.url, self.shown, self.prompt, self.arguments = url.rstrip("/"), shown, prompt, reset or {}
-        self.interface = interface_of(self.url, text)
+        self.interface = action_interface(self.url, text)
         self.tools = self.interface.tools
         self._socket: Any = None
         self._total, self._steps = 0.0, 0
 
     async def reset(self, seed: int) -> list[Message]:
-        """Open a session, and begin anew in it."""
+        """Open a session and reset it."""
         self._total, self._steps = 0.0, 0
         await self.close()
         answer = await self._begin({**self.arguments, "seed": seed})
         words = f"{self.prompt}\n{self._words(answer['observation'])}".strip()
         if not words:
             raise ConfigError(
-                f"the OpenEnv server {self.url} shows nothing when an episode begins",
-                why="the policy would be asked nothing",
-                fix='"prompt": "what is to be done" in the options of the environment',
+                f"the OpenEnv server {self.url} returns an empty observation on reset",
+                why="the policy would receive an empty prompt",
+                fix='add "prompt": "DESCRIBE THE TASK" to the options of the environment',
                 where=WHERE,
             )
         return [{"role": "user", "content": words}]
 
     async def step(self, turn: AssistantTurn) -> Step:
-        """Take the action, or the actions, of a turn."""
+        """Take the action or actions of a turn."""
         if self.interface.text is not None:
             answer, refusal = await self._act({self.interface.text: turn.content})
             words = refusal if answer is None else self._words(answer["observation"])
@@ -97,19 +97,19 @@ class OpenEnv(Environment):
         return self._step(messages, answers)
 
     async def close(self) -> None:
-        """End the session; the server frees its world."""
+        """End the session; the server frees its environment."""
         socket, self._socket = self._socket, None
         if socket is not None:
             from websockets.exceptions import WebSocketException
 
-            with contextlib.suppress(WebSocketException, OSError):  # it is over in any case
+            with contextlib.suppress(WebSocketException, OSError):  # the connection may already be closed
                 await socket.send(json.dumps({"type": "close"}))
                 await socket.close()
 
     # ---------------------------------------------------------------------------------------------------------------
 
     async def _call(self, call: ToolCall) -> tuple[dict[str, Any] | None, str]:
-        """The server's answer to a call, None where it refused it, and the words for the policy."""
+        """Return the server's answer (None if it refused the call) and the text for the policy."""
         names = [schema["function"]["name"] for schema in self.tools]
         if call.arguments is None or call.name not in names:
             return None, call.error or f"there is no function {call.name}; there are: {', '.join(names)}"
@@ -119,8 +119,8 @@ class OpenEnv(Environment):
         answer, refusal = await self._act(action)
         if answer is None:
             return None, refusal
-        seen = answer["observation"]
-        return answer, _mcp_words(seen) if self.interface.mcp else self._words(seen)
+        observation = answer["observation"]
+        return answer, _mcp_words(observation) if self.interface.mcp else self._words(observation)
 
     async def _act(self, action: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
         self._steps += 1
@@ -141,19 +141,19 @@ class OpenEnv(Environment):
         return Step(messages, reward, done or any(answer.get("done") for answer in taken), facts)
 
     async def _begin(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Open a session and reset it; wait a little for a place on a server that is full."""
+        """Open a session and reset it; retry for a few seconds while the server is full."""
         clock = asyncio.get_running_loop().time
-        until = clock() + PLACE_SECONDS
+        until = clock() + SESSION_WAIT_SECONDS
         while True:
-            self._socket = await opened(self.url)
+            self._socket = await connect(self.url)
             try:
                 return await self._ask("reset", arguments)
-            except NoPlace as full:
+            except ServerFullError as full:
                 await self.close()
                 if clock() > until:
                     raise ConfigError(
-                        f"the OpenEnv server {self.url} has no place for another session: {full}",
-                        why="every episode that is under way has a session of its own",
+                        f"the OpenEnv server {self.url} is full: {full}",
+                        why="every concurrent episode needs its session",
                         fix="raise max_concurrent_envs of the server, or play fewer episodes at a time: "
                         "actor_rollout_ref.rollout.agent.max_concurrent_episodes=1",
                         where=WHERE,
@@ -163,13 +163,13 @@ class OpenEnv(Environment):
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # why it was closed may have been said, and is received
+        with contextlib.suppress(ConnectionClosed):  # the reason may already be in the receive buffer
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         try:
             answer = json.loads(await self._socket.recv())
         except ConnectionClosed as closed:
             raise OpenEnvError(f"the server {self.url} closed the session: {closed}") from None
-        return observed(answer, self.url)
+        return read_observation(answer, self.url)
 
     def _words(self, observation: Mapping[str, Any]) -> str:
         if self.shown is not None:
@@ -177,19 +177,19 @@ class OpenEnv(Environment):
                 raise ConfigError(
                     f"an observation of {self.url} has no field '{self.shown}'; it has {sorted(observation)}",
                     where=f"{WHERE}.shown",
-                    fix="name one of these",
+                    fix="use one of these fields",
                 )
             value = observation[self.shown]
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        said = {key: value for key, value in observation.items() if key not in _UNSAID and value is not None}
-        texts = [value for value in said.values() if isinstance(value, str)]
-        if len(said) == len(texts) == 1:
+        fields = {key: value for key, value in observation.items() if key not in _HIDDEN_FIELDS and value is not None}
+        texts = [value for value in fields.values() if isinstance(value, str)]
+        if len(fields) == len(texts) == 1:
             return texts[0]
-        return json.dumps(said, ensure_ascii=False) if said else ""
+        return json.dumps(fields, ensure_ascii=False) if fields else ""
 
 
 def _mcp_words(observation: Mapping[str, Any]) -> str:
-    """What an MCP tool said: its text, its value, or its error."""
+    """Return the text, the value or the error of an MCP tool's result."""
     error, result = observation.get("error"), observation.get("result")
     if error:
         return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"

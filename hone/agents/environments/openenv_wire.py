@@ -1,6 +1,6 @@
-"""What OpenEnv servers say, and how they are asked.
+"""Client side of the OpenEnv wire protocol, on the library websockets.
 
-Only the client's side is here, on the library websockets: the server, with what its environment needs, runs where its user wants.
+The server, with the dependencies of its environment, runs elsewhere.
 
 Source: the wire format of openenv 0.10, ``/schema`` and ``/ws`` (reset, step, close; observation, error).
 """
@@ -16,23 +16,23 @@ from typing import Any
 from hone.errors import ConfigError
 
 OPEN_SECONDS = 10.0
-"""Time that a server may take to answer a connection."""
-MOST_BYTES = 16 * 2**20
+"""Seconds that a server has to accept a connection."""
+MAX_MESSAGE_BYTES = 16 * 2**20
 WHERE = "extra_info.environment.options"
 
 
 class OpenEnvError(Exception):
-    """The server could not carry out what it was asked."""
+    """Error of an OpenEnv server or of the connection to it."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """What a server says of its actions.
+    """Form of the actions that a server accepts.
 
     Attributes:
-        text: the field of the action that takes the turn; None where the policy acts by calling tools.
-        tools: function schemas of these.
-        mcp: whether the tools are those of an MCP environment, and not the action itself.
+        text: action field that takes the turn; None if the policy acts by calling tools.
+        tools: function schemas of these tools.
+        mcp: True for the tools of an MCP environment; False if the tool is the action itself.
     """
 
     text: str | None
@@ -41,44 +41,44 @@ class Interface:
 
 
 class RefusedAction(OpenEnvError):
-    """The action does not fit the server's schema: the policy can mend that."""
+    """Error for an action that does not fit the server's schema; the policy can correct it."""
 
 
-class NoPlace(OpenEnvError):
-    """The server has as many sessions as it may have."""
+class ServerFullError(OpenEnvError):
+    """Error of a server that has reached its maximum number of sessions."""
 
 
-def observed(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """The observation in a server's answer, with reward and done.
+def read_observation(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Return the observation in a server's answer, with reward and done.
 
     Raises:
-        OpenEnvError: it is an error, or nothing that the protocol knows.
+        OpenEnvError: the answer is an error or does not follow the protocol.
     """
     data = answer.get("data")
     if answer.get("type") == "observation" and isinstance(data, dict) and isinstance(data.get("observation"), dict):
         return data
     if answer.get("type") != "error" or not isinstance(data, dict):
         raise OpenEnvError(f"the server {url} answered with {answer!r:.300}")
-    said, code = str(data.get("message")), data.get("code")
+    message, code = str(data.get("message")), data.get("code")
     if code == "VALIDATION_ERROR":
         wrong = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in data.get("errors", ())]
-        raise RefusedAction("; ".join(wrong) or said)
-    raise (NoPlace if code == "CAPACITY_REACHED" else OpenEnvError)(f"{said} ({code})")
+        raise RefusedAction("; ".join(wrong) or message)
+    raise (ServerFullError if code == "CAPACITY_REACHED" else OpenEnvError)(f"{message} ({code})")
 
 
-async def opened(url: str) -> Any:
+async def connect(url: str) -> Any:
     from websockets.asyncio.client import connect
     from websockets.exceptions import WebSocketException
 
     try:
-        return await connect(_websocket(url), open_timeout=OPEN_SECONDS, max_size=MOST_BYTES)
+        return await connect(_websocket(url), open_timeout=OPEN_SECONDS, max_size=MAX_MESSAGE_BYTES)
     except (OSError, TimeoutError, WebSocketException) as error:
         raise OpenEnvError(f"the server {url} does not answer: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)
-def interface_of(url: str, text: str | None) -> Interface:
-    """How the policy acts on a server; asked once a process.
+def action_interface(url: str, text: str | None) -> Interface:
+    """Return how the policy acts on a server; requested once per process.
 
     Raises:
         ConfigError: websockets is not installed, the server does not answer, or its action has no field ``text``.
@@ -100,9 +100,9 @@ def interface_of(url: str, text: str | None) -> Interface:
             return Interface(None, tuple(_mcp_tools(url)), mcp=True)
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, KeyError, OpenEnvError) as error:
         raise ConfigError(
-            f"the OpenEnv server {url} does not answer: {type(error).__name__}: {error}",
-            why="the environment lives on that server; Hone only plays in it",
-            fix="start it, and name its address: url=http://127.0.0.1:8000",
+            f"the OpenEnv server {url} did not give its schema: {type(error).__name__}: {error}",
+            why="the environment runs on that server; Hone is only a client",
+            fix="start it and give its address: url=http://127.0.0.1:8000",
             where=f"{WHERE}.url",
         ) from error
     except websockets.exceptions.WebSocketException as error:
@@ -117,7 +117,7 @@ def _interface(url: str, action: Mapping[str, Any], fields: dict[str, Any], text
             raise ConfigError(
                 f"the actions of {url} have no field '{text}'; they have {sorted(fields)}",
                 where=f"{WHERE}.text",
-                fix="name one of these, or leave it out",
+                fix="use one of these fields, or omit it",
             )
         return Interface(text, ())
     required = [name for name in action.get("required", ()) if name in fields]
@@ -134,11 +134,11 @@ def _interface(url: str, action: Mapping[str, Any], fields: dict[str, Any], text
 
 
 def _mcp_tools(url: str) -> list[dict[str, Any]]:
-    from websockets.sync.client import connect
+    from websockets.sync.client import connect as connect_sync
 
-    with connect(_websocket(url), open_timeout=OPEN_SECONDS, max_size=MOST_BYTES) as socket:
+    with connect_sync(_websocket(url), open_timeout=OPEN_SECONDS, max_size=MAX_MESSAGE_BYTES) as socket:
         socket.send(json.dumps({"type": "step", "data": {"type": "list_tools"}}))
-        seen = observed(json.loads(socket.recv(timeout=OPEN_SECONDS)), url)["observation"]
+        observation = read_observation(json.loads(socket.recv(timeout=OPEN_SECONDS)), url)["observation"]
     return [
         {
             "type": "function",
@@ -148,7 +148,7 @@ def _mcp_tools(url: str) -> list[dict[str, Any]]:
                 "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
             },
         }
-        for tool in seen["tools"]
+        for tool in observation["tools"]
     ]
 
 

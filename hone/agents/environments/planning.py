@@ -1,11 +1,11 @@
-"""A planning task whose plan can be checked: carry parcels between places, one step a line.
+"""Planning task with a checker: carry things between places, one step per line.
 
     Places: shop, home, park. You are at shop. box: shop. key: park.
     Goal: box at home, key at home.
     Steps: go PLACE, take THING, drop THING. Write a plan, one step a line.
 
-The plan is carried out step by step. A plan that fails is answered with the first step that cannot be done, or with the goal
-that is not reached; the next plan begins where the first began.
+The plan is executed step by step. A failed plan is answered with its first impossible step, or with the missed
+part of the goal. The next plan starts from the initial state.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _STEP = re.compile(r"^\W*(go|take|drop)\s+(?:to\s+)?(\w+)\W*$", re.IGNORECASE)
 
 @dataclass
 class World:
-    """Where everything is.
+    """State of the task: the position of the carrier and of each thing.
 
     Attributes:
-        at: where the carrier is.
-        things: where each thing is; None while it is carried.
+        at: place of the carrier.
+        things: place of each thing; None while it is carried.
     """
 
     at: str
     things: dict[str, str | None] = field(default_factory=dict)
 
     def carry_out(self, verb: str, name: str, places: tuple[str, ...]) -> str | None:
-        """Do one step; returns why it cannot be done, or None."""
+        """Execute one step; return why it is impossible, or None."""
         if verb == "go":
             if name not in places:
                 return f"there is no place {name}"
@@ -56,10 +56,10 @@ class World:
 
 
 class Planning(Environment):
-    """``things`` parcels among ``places`` places are to be brought home within ``tries`` plans.
+    """Task of bringing ``things`` things from ``places`` places home within ``tries`` plans.
 
-    A plan that reaches the goal earns 1, less ``cost`` for every try before it. Facts: ``solved``, ``tries``, ``plan_valid`` (the
-    last plan could be carried out to its end), ``goals`` (share of the parcels that it brought home), ``plan_length``.
+    A plan that reaches the goal earns 1, minus ``cost`` for every earlier try. Facts: ``solved``, ``tries``, ``plan_valid`` (every
+    step of the last plan was possible), ``goals`` (share of the things that it brought home), ``plan_length``.
     """
 
     def __init__(self, *, places: int = 3, things: int = 1, tries: int = 3, cost: float = 0.0) -> None:
@@ -67,11 +67,11 @@ class Planning(Environment):
             raise ValueError(f"places={places}, things={things}, tries={tries}, cost={cost}")
         self.count, self.things, self.tries, self.cost = places, things, tries, cost
         self.places: tuple[str, ...] = ()
-        self.begin, self.made = World(""), 0
+        self.begin, self.tries_made = World(""), 0
 
     async def reset(self, seed: int) -> list[Message]:
-        """Draw places and parcels."""
-        draw, self.made = random.Random(seed), 0
+        """Draw places and things."""
+        draw, self.tries_made = random.Random(seed), 0
         others = draw.sample([place for place in PLACES if place != HOME], self.count - 1)
         self.places = tuple(draw.sample([HOME, *others], self.count))
         things = draw.sample(THINGS, self.things)
@@ -85,14 +85,14 @@ class Planning(Environment):
         return [{"role": "user", "content": text}]
 
     async def step(self, turn: AssistantTurn) -> Step:
-        """Carry out a plan from the beginning."""
-        self.made += 1
+        """Execute a plan from the initial state."""
+        self.tries_made += 1
         world, steps, wrong = World(self.begin.at, dict(self.begin.things)), 0, None
         for line in filter(None, map(str.strip, turn.content.splitlines())):
             steps += 1
-            found = _STEP.match(line)
-            words = (found[1].lower(), found[2].lower()) if found else None
-            wrong = world.carry_out(*words, self.places) if words else "it is no step"
+            step = _STEP.match(line)
+            words = (step[1].lower(), step[2].lower()) if step else None
+            wrong = world.carry_out(*words, self.places) if words else "it is not a step"
             if wrong is not None:
                 wrong = f"step {steps} ({line[:40]}): {wrong}"
                 break
@@ -100,20 +100,20 @@ class Planning(Environment):
         solved = wrong is None and len(home) == len(world.things)
         facts = {
             "solved": float(solved),
-            "tries": float(self.made),
+            "tries": float(self.tries_made),
             "plan_valid": float(wrong is None and steps > 0),
             "goals": len(home) / len(world.things),
             "plan_length": float(steps),
         }
         if solved:
-            return Step(reward=1.0 - self.cost * (self.made - 1), done=True, facts=facts)
-        if self.made == self.tries:
+            return Step(reward=1.0 - self.cost * (self.tries_made - 1), done=True, facts=facts)
+        if self.tries_made == self.tries:
             return Step(done=True, facts=facts)
         missing = next((thing for thing in world.things if thing not in home), "")
         return Step.says(wrong or f"the {missing} is not at {HOME}", facts=facts)
 
     def solution(self) -> str:
-        """A plan that works, for demonstrations."""
+        """Return a correct plan, for demonstrations."""
         world, lines = World(self.begin.at, dict(self.begin.things)), []
         for thing, place in self.begin.things.items():
             if world.at != place:

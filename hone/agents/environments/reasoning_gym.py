@@ -1,4 +1,4 @@
-"""Problems of the library reasoning-gym, with several tries: a wrong answer is answered with its score."""
+"""Adapter for reasoning-gym problems with several tries; a wrong answer is answered with its score."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hone.errors import ConfigError
 
 
 class ReasoningGym(Environment):
-    """One problem of a dataset of reasoning-gym.
+    """Environment that poses one problem of a reasoning-gym dataset.
 
     Args:
-        dataset: its name, for example ``basic_arithmetic``.
-        tries: answers in all.
+        dataset: name of the dataset, for example ``basic_arithmetic``.
+        tries: maximum number of answers.
         config: settings of the dataset.
 
     Raises:
@@ -35,7 +35,7 @@ class ReasoningGym(Environment):
         self._make, self.dataset, self.tries, self.config = reasoning_gym.create_dataset, dataset, tries, config or {}
         self.problems: Any = None
         self.entry: dict[str, Any] = {}
-        self.made = 0
+        self.tries_made = 0
 
     async def reset(self, seed: int) -> list[Message]:
         """Draw the problem of this seed."""
@@ -45,18 +45,18 @@ class ReasoningGym(Environment):
             raise ConfigError(
                 f"reasoning-gym cannot make '{self.dataset}': {error}", where="extra_info.environment.options"
             ) from error
-        self.entry, self.made = self.problems[0], 0
+        self.entry, self.tries_made = self.problems[0], 0
         return [{"role": "user", "content": self.entry["question"]}]
 
     async def step(self, turn: AssistantTurn) -> Step:
         """Score an answer: the text after the last ``<answer>`` or ``####``, else the whole turn."""
         from hone.rewards.scorers.base import final_answer
 
-        self.made += 1
+        self.tries_made += 1
         score = float(
             await asyncio.to_thread(self.problems.score_answer, answer=final_answer(turn.content)[0], entry=self.entry)
         )
-        facts = {"solved": float(score >= 1.0), "tries": float(self.made)}
-        if score >= 1.0 or self.made == self.tries:
+        facts = {"solved": float(score >= 1.0), "tries": float(self.tries_made)}
+        if score >= 1.0 or self.tries_made == self.tries:
             return Step(reward=score, done=True, facts=facts)
         return Step.says(f"That scores {score:g} of 1. Try again.", facts=facts)

@@ -1,4 +1,4 @@
-"""Simulated users: what answers the model's turns in a conversation."""
+"""Simulated users, which answer the model's turns in a conversation."""
 
 from hone.agents.interactions.base import Interaction, Reply
 

@@ -1,4 +1,4 @@
-"""What a simulated user is."""
+"""Base class of simulated users."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hone.data.types import Sample
 
 @dataclass(frozen=True)
 class Reply:
-    """What the user says to a turn of the model.
+    """Answer of the simulated user to a turn of the model.
 
     Attributes:
-        content: their words; None when there is nothing more to say.
-        reward: of the model's turn.
-        done: whether the conversation is over.
+        content: text of the answer; None ends the conversation.
+        reward: reward of the model's turn.
+        done: True if the conversation is over.
         facts: named numbers, logged as means.
     """
 
@@ -29,13 +29,13 @@ class Reply:
 
 
 class Interaction(ABC):
-    """A simulated user. One object serves all episodes; what belongs to one episode is its ``state``.
+    """Simulated user. One object serves all episodes; each episode has its ``state``.
 
     Args:
-        config: of the file.
+        config: ``config`` of the user's entry in the file.
 
     Attributes:
-        name: in the file; ``extra_info.interaction_kwargs.name`` of a row chooses it where there are several.
+        name: name in the file; ``extra_info.interaction_kwargs.name`` of a row chooses one of several users.
     """
 
     name = ""
@@ -44,12 +44,12 @@ class Interaction(ABC):
         self.config = config
 
     async def start(self, sample: Sample, **kwargs: Any) -> Any:
-        """The state of an episode; ``kwargs`` are the row's ``interaction_kwargs``."""
+        """Return the state of a new episode; ``kwargs`` are the row's ``interaction_kwargs``."""
         return sample
 
     @abstractmethod
     async def reply(self, state: Any, messages: Sequence[Message]) -> Reply:
-        """What the user says to the conversation, whose last message is the model's."""
+        """Return the user's answer to a conversation whose last message is the model's."""
 
     async def finish(self, state: Any) -> None:  # noqa: B027 - most have nothing to do
-        """The episode is over, however it ended."""
+        """Free the state of an episode, however it ended."""

@@ -1,4 +1,4 @@
-"""A user who checks the answer and, where it is wrong, says so and lets the model try again."""
+"""Simulated user that checks the answer and lets the model try again if it is wrong."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from hone.rewards.scorers.base import SCORERS
 
 
 class Teacher(Interaction):
-    """Says "wrong" and why it matters, ``tries`` times at most.
+    """User that answers a wrong solution with ``wrong``, for at most ``tries`` answers.
 
-    Config: ``scorer`` (null: the one of the row's data source), ``tries`` (answers in all), ``wrong`` (what is said), ``right_at``
-    (the score from which an answer is right), ``later`` (factor on the reward for each further try).
+    Config: ``scorer`` (null: the scorer of the row's data source), ``tries`` (maximum number of answers), ``wrong`` (reply to a wrong
+    answer), ``right_at`` (least score of a right answer), ``later`` (factor on the reward for each further try).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        known = {"scorer": None, "tries": 2, "wrong": "That is wrong. Try again.", "right_at": 1.0, "later": 0.5}
-        unknown = sorted(set(config) - set(known))
+        defaults = {"scorer": None, "tries": 2, "wrong": "That is wrong. Try again.", "right_at": 1.0, "later": 0.5}
+        unknown = sorted(set(config) - set(defaults))
         if unknown:
-            raise TypeError(f"unknown setting '{unknown[0]}'; there are {', '.join(known)}")
-        self.settings = known | config
+            raise TypeError(f"unknown setting '{unknown[0]}'; known settings: {', '.join(defaults)}")
+        self.settings = defaults | config
 
     async def start(self, sample: Sample, **kwargs: Any) -> dict[str, Any]:
-        """Count tries."""
+        """Choose the scorer and begin to count tries."""
         name = self.settings["scorer"]
         scorer = SCORERS.get(name) if name else scorer_for(sample.data_source)
         if scorer is None:
             raise ConfigError(
-                f"no scorer knows data_source '{sample.data_source}'",
-                why="the teacher could not tell right from wrong",
+                f"no scorer is registered for data_source '{sample.data_source}'",
+                why="the teacher could not score the answer",
                 fix=f"config: {{scorer: {SCORERS.names()[0]}}} in the interaction file",
                 where="actor_rollout_ref.rollout.multi_turn.interaction_config_path",
                 code="R43",
@@ -49,10 +49,10 @@ class Teacher(Interaction):
         sample, scorer = state["sample"], state["scorer"]
         state["tries"] += 1
         answer = str(messages[-1].get("content") or "")
-        found = await asyncio.to_thread(
+        value = await asyncio.to_thread(
             scorer.compute, sample.data_source, answer, sample.ground_truth, sample.extra_info
         )
-        score = to_score(found)
+        score = to_score(value)
         if score.error is not None:
             raise RuntimeError(f"scorer '{scorer.name}' {score.error}")
         reward = score.total * self.settings["later"] ** (state["tries"] - 1)

@@ -1,10 +1,9 @@
-"""Reading assistant turns: the one interface of all tool-call formats, and what they share.
+"""Base class of tool-call parsers, and helpers that they share.
 
-The marks of a format (``<tool_call>``, ``<|channel|>``) are tokens of their own in the vocabularies made for it. Such a mark is
-recognised by its token id alone: text that only looks like it, written with ordinary tokens, is text. To that end a sampled turn
-is first turned into one string in which each mark is a single character that no decoded text can contain (a lone surrogate);
-the formats are read from that string. Where a vocabulary has no token for a mark, or text is given instead of ids, the mark is
-looked for as text.
+The marks of a format (``<tool_call>``, ``<|channel|>``) are single tokens in vocabularies made for it. Such a mark is recognised by
+its token id alone: text that only looks like it, written with ordinary tokens, is text. Therefore a sampled turn is first converted
+into a string in which each mark is one character that no decoded text can contain (a lone surrogate); parsers read that string. If
+the vocabulary has no token for a mark, or the input is text, the mark is searched as text.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Found:
-    """A call found in a turn, before it has an id; ``id`` is the one that the model wrote, if the format has them."""
+class ParsedCall:
+    """Parsed tool call before an id is assigned; ``id`` is the id that the model wrote, if the format has ids."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -43,11 +42,11 @@ class Found:
 
 
 class Lexed:
-    """Text with its marks as single characters.
+    """Text in which each mark is a single character.
 
     Args:
         text: the text.
-        characters: of each mark that stands as a character; others stand as themselves.
+        characters: character of each mark that has one; other marks are literal text.
     """
 
     def __init__(self, text: str, characters: Mapping[str, str] | None = None) -> None:
@@ -56,7 +55,7 @@ class Lexed:
         self._literals = str.maketrans({character: mark for mark, character in self._characters.items()})
 
     def mark(self, literal: str) -> str:
-        """Return how ``literal`` stands in the text."""
+        """Return the form of the mark ``literal`` in the text."""
         return self._characters.get(literal, literal)
 
     def plain(self, text: str) -> str:
@@ -69,10 +68,10 @@ class Lexed:
 
 
 class ToolParser(ABC):
-    """Reads one format of tool calls. Subclasses set ``marks`` and write :meth:`find`.
+    """Parser of one tool-call format. Subclasses set ``marks`` and implement :meth:`find`.
 
     Args:
-        tokenizer: of the model; None reads text only.
+        tokenizer: tokenizer of the model; None parses text only.
     """
 
     marks: ClassVar[tuple[str, ...]] = ()
@@ -80,10 +79,10 @@ class ToolParser(ABC):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self._tokenizer = tokenizer
-        known = named_tokens(tokenizer) if tokenizer is not None else {}
-        marks = [mark for mark in dict.fromkeys((*self.thoughts, *self.marks)) if mark in known]
+        token_ids = named_tokens(tokenizer) if tokenizer is not None else {}
+        marks = [mark for mark in dict.fromkeys((*self.thoughts, *self.marks)) if mark in token_ids]
         self._characters = {mark: chr(0xD800 + number) for number, mark in enumerate(marks)}
-        self._by_id = {known[mark]: character for mark, character in self._characters.items()}
+        self._by_id = {token_ids[mark]: character for mark, character in self._characters.items()}
         self._special = frozenset(special_tokens(tokenizer)) if tokenizer is not None else frozenset()
 
     def parse(
@@ -94,39 +93,39 @@ class ToolParser(ABC):
         calls_before: int = 0,
         thinking: bool | None = None,
     ) -> AssistantTurn:
-        """Take a sampled turn apart.
+        """Parse a sampled turn.
 
         Args:
             output: the sampled token ids, or their text.
-            tools: OpenAI function schemas, by which untyped arguments get their types.
-            calls_before: number of calls earlier in the conversation; the ids of this turn's go on from there.
-            thinking: whether the turn begins within a block of thoughts that the prompt opened; None is not known: then it does
-                when a block is closed that was not opened.
+            tools: OpenAI function schemas, used to convert untyped arguments.
+            calls_before: number of calls earlier in the conversation; the ids of this turn's calls continue from there.
+            thinking: whether the turn begins inside a reasoning block that the prompt opened. None means unknown: it does if a
+                block is closed that was not opened.
         """
         lexed = self._lex(output)
         reasoning, rest = self.split_thoughts(lexed, thinking)
-        content, found = self.find(lexed.replaced(rest), schemas_of(tools))
+        content, parsed = self.find(lexed.replaced(rest), schemas_of(tools))
         calls = tuple(
             ToolCall(
-                found_call.id or f"call_{calls_before + index}",
-                found_call.name,
-                found_call.arguments,
-                lexed.plain(found_call.raw).strip(),
-                found_call.error,
+                call.id or f"call_{calls_before + index}",
+                call.name,
+                call.arguments,
+                lexed.plain(call.raw).strip(),
+                call.error,
             )
-            for index, found_call in enumerate(found)
+            for index, call in enumerate(parsed)
         )
         return AssistantTurn(lexed.plain(content).strip(), lexed.plain(reasoning or "").strip() or None, calls)
 
     @abstractmethod
-    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[Found]]:
-        """Return the content of a turn without its thoughts, and its calls."""
+    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
+        """Return the content of a turn without its reasoning, and its calls."""
 
     def split_thoughts(self, turn: Lexed, thinking: bool | None) -> tuple[str | None, str]:
-        """Return the thoughts of a turn, None where there are none, and the rest.
+        """Return the reasoning of a turn (None without any) and the rest.
 
-        A block that is not closed (a turn cut at its limit) is all thoughts. One that would open behind the first call is part
-        of a call's arguments.
+        An unclosed block (a truncated turn) is all reasoning. A block that would open after the first call is part of a call's
+        arguments.
         """
         opening, closing = (turn.mark(mark) for mark in self.thoughts)
         opened_at = turn.text.find(opening)
@@ -145,23 +144,23 @@ class ToolParser(ABC):
         if isinstance(output, str):
             return Lexed(output)
         if self._tokenizer is None:
-            raise ValueError("token ids can be read with a tokenizer only")
-        pieces: list[str] = []
+            raise ValueError("parsing token ids needs a tokenizer")
+        chunks: list[str] = []
         run: list[int] = []
         for token in [*output, None]:
             if token is None or token in self._by_id or token in self._special:
                 if run:
-                    pieces.append(_decoded(self._tokenizer, run))
+                    chunks.append(_decoded(self._tokenizer, run))
                     run = []
                 if token is not None:
-                    pieces.append(self._by_id.get(token, ""))
+                    chunks.append(self._by_id.get(token, ""))
             else:
                 run.append(token)
-        return Lexed("".join(pieces), self._characters)
+        return Lexed("".join(chunks), self._characters)
 
 
 def named_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the tokens that a tokenizer recognises by their name, special or not, and their ids."""
+    """Return the ids of a tokenizer's added tokens, special or not, by name."""
     named: Any = tokenizer.added_tokens_encoder
     return dict(named)
 
@@ -177,7 +176,7 @@ def schemas_of(tools: Sequence[Mapping[str, Any]] | None) -> Schemas:
 
 
 def json_value(text: str) -> tuple[Any, str | None]:
-    """Return the JSON value that ``text`` is, and what is wrong with it (then the value is None)."""
+    """Parse JSON; return the value and None, or None and the error."""
     try:
         return _STRICT.decode(text), None
     except json.JSONDecodeError as error:
@@ -187,7 +186,7 @@ def json_value(text: str) -> tuple[Any, str | None]:
 
 
 def json_end(text: str) -> int | None:
-    """Return where the JSON value at the beginning of ``text`` ends (white space before it aside), None where there is none."""
+    """Return the end index of the JSON value at the start of ``text`` after white space, or None."""
     start = len(text) - len(text.lstrip())
     try:
         return _STRICT.raw_decode(text, start)[1]
@@ -196,14 +195,14 @@ def json_end(text: str) -> int | None:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def finite(text: str) -> float:
-    """Return the number that ``text`` is.
+    """Parse a finite number.
 
     Raises:
-        ValueError: it is too large for one.
+        ValueError: the number is too large.
     """
     value = float(text)
     if not math.isfinite(value):
@@ -214,41 +213,41 @@ def finite(text: str) -> float:
 _STRICT = json.JSONDecoder(parse_constant=_no_constant, parse_float=finite)
 
 
-def arguments_of(name: str, text: str, raw: str, *, id: str | None = None) -> Found:
-    """Return the call of ``name`` whose arguments are the JSON object ``text``."""
-    value, wrong = json_value(text)
-    if wrong is None and not isinstance(value, dict):
-        wrong = f"not a JSON object but {_kind(value)}"
-    if wrong is None and not name:
-        wrong = "without the name of a tool"
-    if wrong is not None:
-        return Found(name, None, raw, f"The arguments of the call are {wrong}.", id)
-    return Found(name, value, raw, None, id)
+def arguments_of(name: str, text: str, raw: str, *, id: str | None = None) -> ParsedCall:
+    """Return a call of ``name`` whose arguments are the JSON object ``text``."""
+    value, problem = json_value(text)
+    if problem is None and not isinstance(value, dict):
+        problem = f"not a JSON object but {_kind(value)}"
+    if problem is None and not name:
+        problem = "without the name of a tool"
+    if problem is not None:
+        return ParsedCall(name, None, raw, f"The arguments of the call are {problem}.", id)
+    return ParsedCall(name, value, raw, None, id)
 
 
-def named_object(text: str, raw: str, keys: Sequence[str] = ("arguments", "parameters")) -> Found:
-    """Return the call that the JSON object ``{"name": ..., "arguments": {...}}`` is.
+def named_object(text: str, raw: str, keys: Sequence[str] = ("arguments", "parameters")) -> ParsedCall:
+    """Parse a call written as the JSON object ``{"name": ..., "arguments": {...}}``.
 
     Args:
         text: the object.
-        raw: what is kept as the text of the call.
-        keys: names that the arguments may have; the first is the one that errors tell.
+        raw: text kept as the raw form of the call.
+        keys: accepted keys of the arguments; errors name the first.
     """
     form = f'Write {{"name": <name of the tool>, "{keys[0]}": {{<arguments>}}}}.'
-    value, wrong = json_value(text)
-    if wrong is not None:
-        return Found("", None, raw, f"The call is {wrong}. {form}")
+    value, problem = json_value(text)
+    if problem is not None:
+        return ParsedCall("", None, raw, f"The call is {problem}. {form}")
     if not isinstance(value, dict):
-        return Found("", None, raw, f"The call is not a JSON object but {_kind(value)}. {form}")
+        return ParsedCall("", None, raw, f"The call is not a JSON object but {_kind(value)}. {form}")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return Found("", None, raw, f'The call has no "name". {form}')
+        return ParsedCall("", None, raw, f'The call has no "name". {form}')
     key = next((key for key in keys if key in value), None)
     if key is None:
-        return Found(name, None, raw, f'The call has no "{keys[0]}". {form}')
+        return ParsedCall(name, None, raw, f'The call has no "{keys[0]}". {form}')
     if not isinstance(value[key], dict):
-        return Found(name, None, raw, f'"{key}" is not an object but {_kind(value[key])}. {form}')
-    return Found(name, value[key], raw)
+        return ParsedCall(name, None, raw, f'"{key}" is not an object but {_kind(value[key])}. {form}')
+    return ParsedCall(name, value[key], raw)
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Calls between the marks of DeepSeek V3 and V3.1."""
+"""Parser of tool calls of DeepSeek V3 and V3.1."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FENCED = re.compile(r"\A(?P<name>[^\n]*)\n```json\n(?P<arguments>.*)\n```\s*\Z"
 
 @TOOL_PARSERS.register("deepseek")
 class DeepSeekParser(SectionParser):
-    """``<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>`` between marks of the whole list (V3.1).
+    """Parser of ``<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>`` inside a marked list of calls (V3.1).
 
-    V3 and R1 write ``function<｜tool▁sep｜>f`` and put the arguments into a fenced block of JSON; both are read.
+    V3 and R1 write ``function<｜tool▁sep｜>f`` and write the arguments as a fenced JSON block; both forms are parsed.
     """
 
     marks = (
@@ -28,6 +28,6 @@ class DeepSeekParser(SectionParser):
     section = "list of calls"
 
     def read(self, head: str, arguments: str) -> tuple[str, str, str | None]:
-        """The head is the name, or ``function`` with the name before a fenced block."""
+        """Return name and arguments; the head is the name, or ``function`` with the name before a fenced block."""
         fenced = _FENCED.match(arguments) if head == "function" else None
         return (fenced["name"].strip(), fenced["arguments"], None) if fenced else (head, arguments, None)

@@ -1,4 +1,4 @@
-"""Calls in the notation of FunctionGemma and Gemma 4, which is like JSON with bare keys and strings between marks."""
+"""Parser of FunctionGemma's and Gemma 4's tool calls: JSON with bare keys, and strings between marks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser, finite, named_tokens
+from hone.agents.parsers.base import TOOL_PARSERS, Lexed, ParsedCall, Schemas, ToolParser, finite, named_tokens
 from hone.agents.parsers.sections import blocks
 
 _CALL = re.compile(r"\s*call:(?P<name>[\w.\-]+)\s*(?=\{)")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _KEY = re.compile(r"[^:{}\[\],]+")
 _WORDS = {"true": True, "false": False, "null": None, "None": None}
-_DEEPEST = 64
+_MAX_DEPTH = 64
 
 
 @TOOL_PARSERS.register("gemma")
 class GemmaParser(ToolParser):
-    """``<|tool_call>call:f{x:1,text:<|"|>a<|"|>}<tool_call|>`` (Gemma 4); FunctionGemma writes the marks otherwise.
+    """tool_call>|tool_call>call:f{x:1,text:<|"|>a<|"|>}<tool_call|>`` (Gemma 4); FunctionGemma has other marks.
 
-    Thoughts stand between ``<|channel>thought`` and ``<channel|>``.
+    Reasoning is between ``<|channel>thought`` and ``<channel|>``.
     """
 
     marks = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
@@ -34,49 +34,49 @@ class GemmaParser(ToolParser):
         super().__init__(tokenizer)
 
     def split_thoughts(self, turn: Lexed, thinking: bool | None) -> tuple[str | None, str]:
-        """Return the thoughts without the channel's name, None where there are none, and the rest."""
+        """Return the reasoning without the channel's name (None without any) and the rest."""
         thoughts, rest = super().split_thoughts(turn, thinking)
         if thoughts is not None:
             thoughts = thoughts.removeprefix("thought").lstrip("\n") or None
         return thoughts, rest
 
-    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[Found]]:
-        """Return the text outside the calls, and the calls; the mark that asks for their results is no content."""
+    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
+        """Return the text outside the calls, and the calls; the mark that requests their results is removed."""
         begin, end, quote, response = (turn.mark(mark) for mark in self.marks)
         text = turn.text.removesuffix(response)
         content, opened, rest = text.partition(begin)
         if not opened:
             return content, []
-        found = []
+        calls = []
         for body, closed in blocks(opened + rest, begin, end):
             raw = turn.plain(begin + body + (end if closed else ""))
             if closed:
-                found.append(_call(body, quote, raw))
+                calls.append(_call(body, quote, raw))
             else:
-                found.append(Found("", None, raw, f"The call is not closed by {self.marks[1]}."))
-        behind = rest.rpartition(end)[2] if end in rest else ""
-        return content + behind, found
+                calls.append(ParsedCall("", None, raw, f"The call is not closed by {self.marks[1]}."))
+        after = rest.rpartition(end)[2] if end in rest else ""
+        return content + after, calls
 
 
-def _call(body: str, quote: str, raw: str) -> Found:
+def _call(body: str, quote: str, raw: str) -> ParsedCall:
     match = _CALL.match(body)
     if match is None:
-        return Found("", None, raw, "The call does not begin with call:NAME{.")
+        return ParsedCall("", None, raw, "The call does not begin with call:NAME{.")
     reader = _Reader(body, match.end(), quote)
     try:
         arguments = reader.value()
         reader.expect_end()
     except _Unreadable as error:
-        return Found(match["name"], None, raw, f"The arguments cannot be read: {error}.")
-    return Found(match["name"], arguments, raw)
+        return ParsedCall(match["name"], None, raw, f"The arguments cannot be read: {error}.")
+    return ParsedCall(match["name"], arguments, raw)
 
 
 class _Unreadable(Exception):
-    """Where and why the notation is broken."""
+    """Error with the position and reason of invalid notation."""
 
 
 class _Reader:
-    """Reads values of the notation, one after the other."""
+    """Recursive-descent reader of the notation's values."""
 
     def __init__(self, text: str, position: int, quote: str) -> None:
         self._text, self._at, self._quote, self._depth = text, position, quote, 0
@@ -101,12 +101,12 @@ class _Reader:
     def expect_end(self) -> None:
         self._skip()
         if self._at != len(self._text):
-            raise _Unreadable(f"text behind the arguments, at character {self._at}")
+            raise _Unreadable(f"text after the arguments, at character {self._at}")
 
     def _nested(self, read: Any) -> Any:
         self._depth += 1
-        if self._depth > _DEEPEST:
-            raise _Unreadable(f"values are nested more than {_DEEPEST} deep")
+        if self._depth > _MAX_DEPTH:
+            raise _Unreadable(f"values are nested more than {_MAX_DEPTH} deep")
         value = read()
         self._depth -= 1
         return value
@@ -118,7 +118,7 @@ class _Reader:
             if key in values:
                 raise _Unreadable(f"'{key}' is given twice")
             if not self._take(":"):
-                raise _Unreadable(f"':' is expected behind '{key}', at character {self._at}")
+                raise _Unreadable(f"':' is expected after '{key}', at character {self._at}")
             values[key] = self.value()
         return values
 
@@ -129,7 +129,7 @@ class _Reader:
         return values
 
     def _closes(self, bracket: str, *, first: bool) -> bool:
-        """Whether the bracket closes here; otherwise the comma before the next value is taken."""
+        """Return whether the bracket closes here; otherwise consume the comma before the next value."""
         self._skip()
         if self._take(bracket):
             return True
@@ -141,7 +141,7 @@ class _Reader:
         try:
             return int(text) if whole else finite(text)
         except ValueError as error:  # too long or too large
-            raise _Unreadable(f"{text[:40]} is no number") from error
+            raise _Unreadable(f"{text[:40]} is not a number") from error
 
     def _key(self) -> str:
         self._skip()

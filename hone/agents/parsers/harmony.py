@@ -1,17 +1,17 @@
-"""Turns in the harmony format of GPT-OSS: several messages on channels, calls among them."""
+"""Parser of GPT-OSS's harmony format, in which a turn is several messages on channels."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser, arguments_of
+from hone.agents.parsers.base import TOOL_PARSERS, Lexed, ParsedCall, Schemas, ToolParser, arguments_of
 
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 
 
-class _Part(NamedTuple):
-    """One message of a turn: what stands before its body, the body, and the mark that ended it ("" for none)."""
+class _HarmonyMessage(NamedTuple):
+    """Message of a turn: header, body, and the mark that ended it ("" for none)."""
 
     header: str
     body: str
@@ -20,59 +20,63 @@ class _Part(NamedTuple):
 
 @TOOL_PARSERS.register("harmony")
 class HarmonyParser(ToolParser):
-    """``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{...}<|call|>``.
+    """channel|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{...}<|call|>``.
 
-    The channel ``analysis`` is thought, ``final`` is content, and so is ``commentary`` without a recipient. A message with a
-    recipient is a call; the recipient may stand before or behind the channel's name.
+    The channel ``analysis`` is reasoning; ``final`` is content, and so is ``commentary`` without a recipient. A message with a
+    recipient is a call; the recipient may be before or after the channel's name.
     """
 
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
     thoughts = ("<|channel|>analysis", "<|end|>")
 
     def split_thoughts(self, turn: Lexed, thinking: bool | None) -> tuple[str | None, str]:
-        """Return what the analysis channel says, None where it says nothing, and the turn."""
-        said = [part.body for part in _parts(turn) if _channel(turn, part) == "analysis" and not _recipient(part)]
-        return "\n".join(said) if said else None, turn.text
+        """Return the text of the analysis channel (None without any) and the turn."""
+        thoughts = [
+            message.body
+            for message in _messages(turn)
+            if _channel(turn, message) == "analysis" and not _recipient(message)
+        ]
+        return "\n".join(thoughts) if thoughts else None, turn.text
 
-    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[Found]]:
-        """Return what the channels for the user say, and the calls."""
-        content, found = [], []
-        for part in _parts(turn):
-            recipient = _recipient(part)
+    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
+        """Return the text of the channels for the user, and the calls."""
+        content, calls = [], []
+        for message in _messages(turn):
+            recipient = _recipient(message)
             if recipient:
-                found.append(_call(turn, part, recipient.removeprefix("functions.")))
-            elif _channel(turn, part) != "analysis":
-                content.append(part.body)
-        return "\n".join(content), found
+                calls.append(_call(turn, message, recipient.removeprefix("functions.")))
+            elif _channel(turn, message) != "analysis":
+                content.append(message.body)
+        return "\n".join(content), calls
 
 
-def _parts(turn: Lexed) -> list[_Part]:
-    message, start = turn.mark("<|message|>"), turn.mark("<|start|>")
+def _messages(turn: Lexed) -> list[_HarmonyMessage]:
+    body_mark, start = turn.mark("<|message|>"), turn.mark("<|start|>")
     endings = [turn.mark(mark) for mark in ("<|end|>", "<|return|>", "<|call|>")]
-    pieces = re.split("(" + "|".join(re.escape(ending) for ending in endings) + ")", turn.text)
-    parts = []
-    for text, ending in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
-        header, begun, body = text.partition(message)
+    splits = re.split("(" + "|".join(re.escape(ending) for ending in endings) + ")", turn.text)
+    messages = []
+    for text, ending in zip(splits[::2], [*splits[1::2], ""], strict=True):
+        header, begun, body = text.partition(body_mark)
         if not begun:
             header, body = "", header.removeprefix(start)
         if header or body or begun:
-            parts.append(_Part(header, body, turn.plain(ending)))
-    return parts
+            messages.append(_HarmonyMessage(header, body, turn.plain(ending)))
+    return messages
 
 
-def _channel(turn: Lexed, part: _Part) -> str:
-    words = part.header.partition(turn.mark("<|channel|>"))[2].split()
+def _channel(turn: Lexed, message: _HarmonyMessage) -> str:
+    words = message.header.partition(turn.mark("<|channel|>"))[2].split()
     return words[0] if words else ""
 
 
-def _recipient(part: _Part) -> str:
-    header = re.sub("[\ud800-\udfff]", " ", part.header).replace("<|", " <|")
+def _recipient(message: _HarmonyMessage) -> str:
+    header = re.sub("[\ud800-\udfff]", " ", message.header).replace("<|", " <|")
     match = _RECIPIENT.search(header)
     return match[1] if match else ""
 
 
-def _call(turn: Lexed, part: _Part, name: str) -> Found:
-    raw = turn.plain(part.header + turn.mark("<|message|>") + part.body) + part.ending
-    if part.ending not in ("<|call|>", "<|end|>"):  # the latter by the first templates of the format
-        return Found(name, None, raw, "The call is not ended by <|call|>.")
-    return arguments_of(name, turn.plain(part.body).strip() or "{}", raw)
+def _call(turn: Lexed, message: _HarmonyMessage, name: str) -> ParsedCall:
+    raw = turn.plain(message.header + turn.mark("<|message|>") + message.body) + message.ending
+    if message.ending not in ("<|call|>", "<|end|>"):  # <
+        return ParsedCall(name, None, raw, "The call is not ended by <|call|>.")
+    return arguments_of(name, turn.plain(message.body).strip() or "{}", raw)

@@ -1,4 +1,4 @@
-"""Calls between the marks of Kimi K2, which writes their ids itself."""
+"""Parser of Kimi K2's tool calls, whose ids the model writes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from hone.agents.parsers.sections import SectionParser
 
 @TOOL_PARSERS.register("kimi")
 class KimiParser(SectionParser):
-    """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>`` within a section of calls.
+    """tool|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>`` within a section of calls.
 
-    ``functions.f:0`` is the call's id: the tool message that answers it repeats it.
+    ``functions.f:0`` is the call's id, which the answering tool message repeats.
     """
 
     marks = (
@@ -22,6 +22,6 @@ class KimiParser(SectionParser):
     )
 
     def read(self, head: str, arguments: str) -> tuple[str, str, str | None]:
-        """The head is the id, and has the name in it."""
+        """Return name, arguments and id; the head is the id, which contains the name."""
         name = head.removeprefix("functions.")
         return name.rpartition(":")[0] or name, arguments, head or None

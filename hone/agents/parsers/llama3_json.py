@@ -1,10 +1,10 @@
-"""Calls as a bare JSON object: Llama 3.1 and 3.3."""
+"""Parser of calls written as a bare JSON object: Llama 3.1 and 3.3."""
 
 from __future__ import annotations
 
 import re
 
-from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser, json_end, named_object
+from hone.agents.parsers.base import TOOL_PARSERS, Lexed, ParsedCall, Schemas, ToolParser, json_end, named_object
 
 _KEYS = ("parameters", "arguments")
 _LOOKS_LIKE_A_CALL = re.compile(r'\A\s*\{\s*"(?:name|type)"\s*:.*"(?:parameters|arguments)"\s*:', re.DOTALL)
@@ -12,15 +12,15 @@ _LOOKS_LIKE_A_CALL = re.compile(r'\A\s*\{\s*"(?:name|type)"\s*:.*"(?:parameters|
 
 @TOOL_PARSERS.register("llama3_json")
 class Llama3JsonParser(ToolParser):
-    """``{"name": "f", "parameters": {"x": 1}}`` as the whole turn, after ``<|python_tag|>`` or without; several with ``;``.
+    """Parser of ``{"name": "f", "parameters": {"x": 1}}`` as a whole turn, after ``<|python_tag|>`` or without; ``;`` separates several.
 
     An answer that is a JSON object, but has no ``name`` with ``parameters``, is content.
     """
 
     marks = ("<|python_tag|>",)
 
-    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[Found]]:
-        """Return the text before the mark, or all of it when it is no call, and the calls."""
+    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
+        """Return the text before the mark, or all text if it is not a call, and the calls."""
         before, tagged, body = turn.text.partition(turn.mark(self.marks[0]))
         if not tagged:
             before, body = "", turn.text
@@ -30,16 +30,16 @@ class Llama3JsonParser(ToolParser):
 
 
 def _objects(text: str) -> list[str]:
-    """The JSON objects that semicolons divide; what is none stays one piece with all that follows."""
+    """Split text into JSON objects at semicolons; invalid JSON is kept together with all that follows."""
     objects, rest = [], text.strip()
     while rest:
         end = json_end(rest)
         if end is None:
             return [*objects, rest]
         objects.append(rest[:end])
-        behind = rest[end:].strip()
-        rest = behind.removeprefix(";").strip()
-        if behind and not behind.startswith(";"):
+        after = rest[end:].strip()
+        rest = after.removeprefix(";").strip()
+        if after and not after.startswith(";"):
             objects[-1] = objects[-1] + rest
             return objects
     return objects

@@ -1,4 +1,4 @@
-"""Calls in the XML of Qwen 3 Coder, whose values are plain text typed by the tool's schema."""
+"""Parser of Qwen 3 Coder's XML calls, whose values are typed by the tool's schema."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hone.agents.parsers.base import TOOL_PARSERS, Found, Lexed, Schemas, ToolParser, json_value
+from hone.agents.parsers.base import TOOL_PARSERS, Lexed, ParsedCall, Schemas, ToolParser, json_value
 
 _CALL = re.compile(r"\s*<function=(?P<name>[^>\n]*)>(?P<body>.*)</function>\s*\Z", re.DOTALL)
 _PARAMETER = re.compile(
@@ -18,33 +18,33 @@ _FALLBACK: Mapping[str, Any] = {}
 
 @TOOL_PARSERS.register("qwen3_coder")
 class Qwen3CoderParser(ToolParser):
-    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``, values typed by the tool's schema.
+    """Parser of ``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``.
 
-    A value is taken as it stands when the schema says string; otherwise it is read as JSON, and is an error when it is not what
-    the schema says. Without a schema, what is no JSON is a string.
+    A value is kept verbatim if the schema says string. Otherwise it is parsed as JSON, and is an error if its type differs from the
+    schema. Without a schema, a value that is not valid JSON is a string.
     """
 
     marks = ("<tool_call>", "</tool_call>")
 
-    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[Found]]:
+    def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
         """Return the text outside the marks, and the calls between them."""
         opening, closing = (turn.mark(mark) for mark in self.marks)
-        content, found = [], []
+        content, calls = [], []
         before, opened, rest = turn.text.partition(opening)
         while opened:
             content.append(before)
             end = _end(rest, closing)
             if end is None:
-                found.append(Found("", None, opening + rest, "The call is not closed by </tool_call>."))
-                return "".join(content), found
+                calls.append(ParsedCall("", None, opening + rest, "The call is not closed by </tool_call>."))
+                return "".join(content), calls
             body, rest = rest[:end], rest[end + len(closing) :]
-            found.append(_call(turn.plain(body), opening + body + closing, schemas))
+            calls.append(_call(turn.plain(body), opening + body + closing, schemas))
             before, opened, rest = rest.partition(opening)
-        return "".join([*content, before]), found
+        return "".join([*content, before]), calls
 
 
 def _end(text: str, closing: str) -> int | None:
-    """Where the call ends: at the first closing mark that follows ``</function>``, else at the first one."""
+    """Return the call's end: the first closing mark after ``</function>``, else the first closing mark."""
     match = re.search(rf"</function>\s*(?={re.escape(closing)})", text)
     if match:
         return match.end()
@@ -52,27 +52,27 @@ def _end(text: str, closing: str) -> int | None:
     return None if end < 0 else end
 
 
-def _call(body: str, raw: str, schemas: Schemas) -> Found:
+def _call(body: str, raw: str, schemas: Schemas) -> ParsedCall:
     match = _CALL.match(body)
     if match is None:
-        return Found("", None, raw, f"The call has no <function=...> block. {_FORM}")
+        return ParsedCall("", None, raw, f"The call has no <function=...> block. {_FORM}")
     name = match["name"].strip()
     properties = schemas.get(name, _FALLBACK).get("properties") or {}
     arguments: dict[str, Any] = {}
     position, body = 0, match["body"]
     while parameter := _PARAMETER.match(body, position):
         position, key = parameter.end(), parameter["name"].strip()
-        value, wrong = _typed(_unwrapped(parameter["value"]), properties.get(key))
-        if wrong is not None:
-            return Found(name, None, raw, f"The parameter '{key}' {wrong}.")
+        value, problem = _typed(_unwrapped(parameter["value"]), properties.get(key))
+        if problem is not None:
+            return ParsedCall(name, None, raw, f"The parameter '{key}' {problem}.")
         arguments[key] = value
     if body[position:].strip():
-        return Found(name, None, raw, f"The call cannot be read from '{body[position:].strip()[:40]}' on. {_FORM}")
-    return Found(name, arguments, raw)
+        return ParsedCall(name, None, raw, f"The call cannot be read from '{body[position:].strip()[:40]}' on. {_FORM}")
+    return ParsedCall(name, arguments, raw)
 
 
 def _unwrapped(value: str) -> str:
-    """The value without the line break that the format puts before and behind it."""
+    """Return the value without the line breaks that the format writes around it."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
@@ -80,8 +80,8 @@ def _typed(text: str, schema: Any) -> tuple[Any, str | None]:
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text, None
-    value, wrong = json_value(text)
-    if wrong is not None:
+    value, problem = json_value(text)
+    if problem is not None:
         if not kinds or "string" in kinds:
             return text, None
         return None, f"should be {' or '.join(sorted(kinds))}, and is '{text[:40]}'"
@@ -93,7 +93,7 @@ def _typed(text: str, schema: Any) -> tuple[Any, str | None]:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """JSON types that a property's schema allows; none where it says nothing."""
+    """Return the JSON types that a property's schema allows; empty without a type."""
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type")

@@ -1,1 +1,1 @@
-"""Agents that are programs of their own: all they know is the address of an OpenAI-compatible endpoint."""
+"""Agents that are separate programs and use only an OpenAI-compatible endpoint."""

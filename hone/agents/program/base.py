@@ -1,4 +1,4 @@
-"""Loops whose agent lives elsewhere and only knows an OpenAI-compatible endpoint: what they share."""
+"""Base class of loops whose agent is external and uses an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hone.agents.base import AgentLoop
 from hone.agents.budget import BudgetSpent
 from hone.agents.episode import Episode
 from hone.agents.program.endpoint import TrainingEndpoint
-from hone.agents.program.process import Outcome, ProgramFailed
+from hone.agents.program.process import ProgramFailed, ProgramOutcome
 from hone.data.episode_log import EpisodeEnd
 
 if TYPE_CHECKING:
@@ -17,37 +17,36 @@ if TYPE_CHECKING:
 
 
 class EndpointLoop(AgentLoop):
-    """Gives every episode a session on an endpoint, has it played there, and keeps what was sampled.
+    """Loop that gives every episode a session on an endpoint, runs the agent, and keeps the sampled tokens.
 
-    The agent builds its own prompts and carries out its own tools. Each of its calls is recorded as the tokens that the model
-    was given and sampled; what it makes of one conversation is one trajectory, and if it begins several, or rewrites its history,
-    they are parts of the episode.
+    The agent builds its prompts and executes its tools. Each of its calls is recorded as the tokens that the model received and
+    sampled. A conversation becomes one trajectory; further conversations and rewritten histories become segments of the episode.
     """
 
     gives_reward = True
 
-    def __init__(self, setting: Any) -> None:
-        super().__init__(setting)
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
         self._endpoint: TrainingEndpoint | None = None
 
     @property
     @abstractmethod
     def timeout(self) -> float:
-        """Seconds that an episode may take."""
+        """Seconds that an episode may take, a positive number."""
 
     @abstractmethod
-    async def run(self, episode: Episode, *, base_url: str, api_key: str) -> Outcome:
-        """Have an episode played by an agent that is given this endpoint and the key of the episode's session.
+    async def run(self, episode: Episode, *, base_url: str, api_key: str) -> ProgramOutcome:
+        """Run the agent of an episode with this endpoint and the key of the episode's session.
 
         Raises:
-            ProgramFailed: it did not get to its end.
+            ProgramFailed: the agent failed.
         """
 
     async def play(self, episode: Episode) -> None:
-        """Run the agent; keep what it asked the model, and what it says of it."""
+        """Run the agent; keep the recorded tokens and the agent's outcome."""
         if self._endpoint is None:
-            self._endpoint = TrainingEndpoint(self.setting, episode.client)
-            self.setting.at_end.append(self._endpoint.stop)
+            self._endpoint = TrainingEndpoint(self.context, episode.client)
+            self.context.at_end.append(self._endpoint.stop)
         endpoint = self._endpoint
         session = endpoint.open(episode)
         try:
@@ -57,12 +56,12 @@ class EndpointLoop(AgentLoop):
         except ProgramFailed:
             if not session.counts["refused"]:
                 raise
-            outcome = Outcome(reward=0.0)  # it did not get to its end: a limit stood before it
+            outcome = ProgramOutcome(reward=0.0)  # the agent failed because a limit refused its call
         finally:
             await endpoint.close(session)
-            keep(session, episode)
+            record_session(session, episode)
         if not session.turns:
-            raise ProgramFailed("the agent ended without asking the model anything")
+            raise ProgramFailed("the agent ended without a request to the model")
         episode.log.reward, episode.answer = outcome.reward, outcome.text
         episode.log.facts |= outcome.facts
         if session.counts["refused"]:
@@ -70,7 +69,7 @@ class EndpointLoop(AgentLoop):
 
 
 def row_of(episode: Episode) -> dict[str, Any]:
-    """What an agent is told of its episode."""
+    """Return the input of an agent: its dataset row, index and seed."""
     sample = episode.sample
     return {
         "uid": sample.uid,
@@ -83,8 +82,8 @@ def row_of(episode: Episode) -> dict[str, Any]:
     }
 
 
-def keep(session: Session, episode: Episode) -> None:
-    """Put what a session recorded into the episode: its conversations become the parts."""
+def record_session(session: Session, episode: Episode) -> None:
+    """Copy a session's record into the episode: its conversations become the segments."""
     ledgers = session.ledgers()
     if not ledgers:
         return

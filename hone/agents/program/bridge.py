@@ -1,4 +1,4 @@
-"""A program in another Python environment that answers requests: lines of JSON in, lines of JSON out."""
+"""Client of a program in another Python environment; requests and answers are JSON lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _END_SECONDS = 5.0
 
 
 class Bridge:
-    """One such program. It leads a process group of its own and ends with its standard input, so also when this process is gone.
+    """Running program. It leads a new process group and ends when its standard input closes, so also after this process ends.
 
     Args:
         command: the program with its arguments.
@@ -51,13 +51,13 @@ class Bridge:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """True while the program runs."""
         return self.process.poll() is None
 
     def ask(self, op: str, **fields: Any) -> Future[dict[str, Any]]:
-        """The answer to a request. A future that is cancelled cancels the request.
+        """Send a request and return the future of its answer. Cancelling the future cancels the request.
 
-        The future raises :class:`ProgramFailed` when the program ends before it answers, or could not carry the request out.
+        The future raises :class:`ProgramFailed` when the program ends before it answers, or reports a failure.
         """
         number, answer = next(self._numbers), Future[dict[str, Any]]()
         with self._lock:
@@ -70,7 +70,7 @@ class Bridge:
         return answer
 
     def close(self) -> None:
-        """End it, and what it has started."""
+        """End the program and the processes that it started."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -89,7 +89,10 @@ class Bridge:
     def _write(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         line = json.dumps(request, default=str) + "\n"
-        with contextlib.suppress(OSError, ValueError), self._pen:  # it has ended: whoever waits is told by the listener
+        with (
+            contextlib.suppress(OSError, ValueError),
+            self._pen,
+        ):  # the program has ended: the listener fails waiting futures
             self.process.stdin.write(line)
             self.process.stdin.flush()
 
@@ -123,11 +126,11 @@ class Bridge:
 
 
 def verifiers_bridge(python: str | None, where: str) -> Bridge:
-    """The program that plays verifiers' environments, with this interpreter; None is the present one.
+    """Start the program that plays verifiers' environments.
 
     Args:
-        python: path of the interpreter.
-        where: what names it, for the error.
+        python: path of the interpreter; None means the current one.
+        where: config key of the path, for the error.
 
     Raises:
         ConfigError: there is no such interpreter.
@@ -135,11 +138,11 @@ def verifiers_bridge(python: str | None, where: str) -> Bridge:
     interpreter = sys.executable if python is None else str(Path(python).expanduser())
     program = Path(__file__).with_name("verifiers_bridge.py")
     try:
-        return Bridge([interpreter, "-P", str(program)])  # -P: the program's folder is not where it imports from
+        return Bridge([interpreter, "-P", str(program)])  # -P: do not import from the program's folder
     except OSError as error:
         raise ConfigError(
-            f"there is no Python {interpreter}: {error.strerror}",
-            why="verifiers and its environments are played in the Python where they are installed",
+            f"cannot start the Python interpreter {interpreter}: {error.strerror}",
+            why="verifiers and its environments run in the Python environment where they are installed",
             fix=f"{where}=/path/to/venv/bin/python",
             where=where,
         ) from error

@@ -1,4 +1,4 @@
-"""The endpoint of a training run: every episode has a session of its own, under the limits of the episode."""
+"""Endpoint of a training run; every episode has its session, bounded by the episode's limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from hone.agents.client import EngineClient
-from hone.agents.setting import Setting
+from hone.agents.context import EpisodeContext
 from hone.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,61 +15,61 @@ if TYPE_CHECKING:
     from hone.agents.serving.session import Prompt, Session
 
 MODEL = "policy"
-"""Name under which agents ask for the model that is trained."""
+"""Model name of the trained policy in agents' requests."""
 
 
 class TrainingEndpoint:
-    """Serves the policy to the agents of a run, on loopback.
+    """Server of the policy for the agents of a run, on loopback.
 
-    Replies are drawn as the run says, whatever temperature an agent asks for: the trainer's log-probs are of that temperature.
+    Replies use the run's sampling parameters, not those of requests: the trainer's log-probs assume the run's temperature.
 
     Args:
-        setting: what the episodes share.
-        client: asks the engine.
+        context: context that all episodes share.
+        client: client of the engine.
 
     Attributes:
-        url: for ``OPENAI_BASE_URL``.
+        url: value of ``OPENAI_BASE_URL``.
     """
 
-    def __init__(self, setting: Setting, client: EngineClient) -> None:
+    def __init__(self, context: EpisodeContext, client: EngineClient) -> None:
         try:
             from hone.agents.serving.app import Endpoint
-            from hone.agents.serving.asking import Service
             from hone.agents.serving.gateway import Gateway
             from hone.agents.serving.server import HttpServer
+            from hone.agents.serving.service import Service
             from hone.agents.serving.sessions import Sessions
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"agents that are programs need the package '{error.name}', which is not installed",
                 fix='pip install "hone-rl[serve]"',
             ) from error
-        self._setting = setting
+        self._context = context
         self._gateway = Gateway(client, asyncio.get_running_loop())
         self._service = Service(
             model=MODEL,
-            tokenizer=setting.tokenizer,
+            tokenizer=context.tokenizer,
             gateway=self._gateway,
-            max_model_len=setting.context or 2**31,
-            renderer=setting.multi_turn.renderer,
-            parser=setting.multi_turn.format,
-            template_kwargs=setting.template_kwargs,
+            max_model_len=context.max_model_len or 2**31,
+            renderer=context.multi_turn.renderer,
+            parser=context.multi_turn.format,
+            template_kwargs=context.template_kwargs,
         )
-        self._sessions = Sessions(most=2**31, named_by_path=False)
+        self._sessions = Sessions(max_sessions=2**31, named_by_path=False)
         endpoint = Endpoint(self._service, token=secrets.token_urlsafe(24), sessions=self._sessions)
         self._server = HttpServer(endpoint.app)
         self._server.start()
         self.url = f"{self._server.url}/v1"
 
     def open(self, episode: Episode) -> Session:
-        """A session for an episode."""
+        """Open a session for an episode."""
         self._gateway.loop = asyncio.get_running_loop()
         name = f"{episode.name}@{secrets.token_hex(4)}"
         session = self._sessions.open(name, seed=episode.seed, sampling=episode.sampling)
-        session.allow = lambda prompt: allowed(session, episode, prompt)
+        session.allow = lambda prompt: reply_budget(session, episode, prompt)
         return session
 
     async def close(self, session: Session) -> None:
-        """The episode is over: its key opens nothing any more."""
+        """Close a session at the end of its episode; its key becomes invalid."""
         self._sessions.close(session)
         await self._gateway.client.end_sessions([session.name])
 
@@ -78,11 +78,11 @@ class TrainingEndpoint:
         self._server.stop()
 
 
-def allowed(session: Session, episode: Episode, prompt: Prompt) -> int:
-    """Most tokens of the reply to a prompt, within what is left of the episode's limits.
+def reply_budget(session: Session, episode: Episode, prompt: Prompt) -> int:
+    """Return the maximum tokens of a reply within the episode's remaining limits.
 
     Raises:
-        ApiError: nothing is left. It is counted as ``refused``.
+        ApiError: no tokens or turns are left; the call is counted as ``refused``.
     """
     from hone.agents.serving.errors import ApiError
 
@@ -92,8 +92,8 @@ def allowed(session: Session, episode: Episode, prompt: Prompt) -> int:
     turns = limits.assistant_turns
     if left < 1 or (turns is not None and len(session.turns) >= turns):
         session.counts["refused"] += 1
-        what = f"{limits.tokens} tokens" if left < 1 else f"{turns} turns"
-        # the words by which clients tell that a conversation is over from a request that is wrong
-        said = f"this model's maximum context length is reached: the episode has used up its {what}"
-        raise ApiError(400, said, code="context_length_exceeded", param="messages")
+        limit = f"{limits.tokens} tokens" if left < 1 else f"{turns} turns"
+        # clients recognise the end of a conversation by this text
+        message = f"this model's maximum context length is reached: the episode has used up its {limit}"
+        raise ApiError(400, message, code="context_length_exceeded", param="messages")
     return min(left, episode.sampling.max_tokens)

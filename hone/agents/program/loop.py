@@ -1,4 +1,4 @@
-"""The loop ``program``: an episode is one run of a program that only knows an OpenAI-compatible endpoint."""
+"""Agent loop ``program``: an episode is one run of a program that uses an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hone.agents.base import AGENT_LOOPS
 from hone.agents.episode import Episode
 from hone.agents.program.base import EndpointLoop, row_of
 from hone.agents.program.endpoint import MODEL
-from hone.agents.program.process import Outcome, ProgramFailed, run_program
+from hone.agents.program.process import ProgramFailed, ProgramOutcome, run_program
 from hone.errors import ConfigError
 from hone.registry import imported
 
@@ -24,14 +24,14 @@ _THREADS = 256
 
 @AGENT_LOOPS.register("program")
 class ProgramLoop(EndpointLoop):
-    """Runs ``agent.program.command``, or calls ``agent.program.function``, once an episode."""
+    """Loop that runs ``agent.program.command`` or calls ``agent.program.function`` once per episode."""
 
-    def __init__(self, setting: Any) -> None:
-        super().__init__(setting)
-        self._config = setting.agent.program
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._config = context.agent.program
         if bool(self._config.command) == bool(self._config.function):
             raise ConfigError(
-                "the agent loop 'program' needs a command or a function, and "
+                "the agent loop 'program' needs either a command or a function, but "
                 + ("has both" if self._config.command else "has neither"),
                 where=_KEY,
                 fix=f"{_KEY}.command=[python,my_agent.py], or {_KEY}.function=my_agent:play",
@@ -50,8 +50,8 @@ class ProgramLoop(EndpointLoop):
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_THREADS, thread_name_prefix="hone-agent")
 
-    async def run(self, episode: Episode, *, base_url: str, api_key: str) -> Outcome:
-        """Run the program, or call the function."""
+    async def run(self, episode: Episode, *, base_url: str, api_key: str) -> ProgramOutcome:
+        """Run the program or call the function."""
         row = row_of(episode)
         if self._config.command:
             variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
@@ -60,8 +60,8 @@ class ProgramLoop(EndpointLoop):
         call = functools.partial(self._function, row, base_url=base_url, api_key=api_key, model=MODEL)
         try:
             if inspect.iscoroutinefunction(self._function):
-                return Outcome.of(await call())
-            return Outcome.of(await asyncio.get_running_loop().run_in_executor(self._threads, call))
+                return ProgramOutcome.parse(await call())
+            return ProgramOutcome.parse(await asyncio.get_running_loop().run_in_executor(self._threads, call))
         except (ProgramFailed, asyncio.CancelledError):
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""One run of an agent's program: row in, result out, nothing left behind."""
+"""Run an agent's program: row in, result out, no processes left running."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 from hone.errors import ConfigError
 
 TAIL_BYTES = 65536
-"""What is kept of the end of an agent's output."""
-_SHOWN = 2000
+"""Bytes kept from the end of an agent's output."""
+_MAX_SHOWN = 2000
 _POLL_SECONDS = 0.05
 
 
 class ProgramFailed(Exception):
-    """The agent's program ended without a result: it breaks its episode."""
+    """Error of an agent that ended without a result; it fails the episode."""
 
 
 @dataclass
-class Outcome:
-    """What an agent says at its end.
+class ProgramOutcome:
+    """Result of an agent's run.
 
     Attributes:
-        reward: of the episode; None leaves it to the reward function.
-        text: to be scored in place of everything the model said; None for that.
+        reward: reward of the episode; None means that the reward function computes it.
+        text: text to score; None means all text of the model.
         facts: named numbers, for metrics and scorers.
     """
 
@@ -38,44 +38,46 @@ class Outcome:
     facts: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, said: Any) -> Outcome:
-        """The outcome in a returned value or in a decoded line of JSON: nothing, a number, or an object with these names.
+    def parse(cls, value: Any) -> ProgramOutcome:
+        """Parse a returned value or decoded JSON line: None, a number, text, or an object with these keys.
 
         Raises:
-            ProgramFailed: it is something else.
+            ProgramFailed: the value has another form.
         """
-        if said is None:
+        if value is None:
             return cls()
-        if isinstance(said, bool | int | float):
-            return cls(reward=float(said))
-        if isinstance(said, str):
-            return cls(text=said)
+        if isinstance(value, bool | int | float):
+            return cls(reward=float(value))
+        if isinstance(value, str):
+            return cls(text=value)
         wrong = ProgramFailed(
-            f'the agent\'s result is {said!r:.200}, not {{"reward": 1.0, "text": "...", "facts": {{}}}}'
+            f'the agent\'s result is {value!r:.200}, not {{"reward": 1.0, "text": "...", "facts": {{}}}}'
         )
-        if not isinstance(said, Mapping) or not said.keys() <= {"reward", "text", "facts"}:
+        if not isinstance(value, Mapping) or not value.keys() <= {"reward", "text", "facts"}:
             raise wrong
-        reward, text, facts = said.get("reward"), said.get("text"), said.get("facts") or {}
+        reward, text, facts = value.get("reward"), value.get("text"), value.get("facts") or {}
         if not (reward is None or isinstance(reward, bool | int | float)) or not (
             text is None or isinstance(text, str)
         ):
             raise wrong
-        if not isinstance(facts, Mapping) or not all(isinstance(value, bool | int | float) for value in facts.values()):
+        if not isinstance(facts, Mapping) or not all(
+            isinstance(number, bool | int | float) for number in facts.values()
+        ):
             raise wrong
-        numbers = {str(name): float(value) for name, value in facts.items()}
+        numbers = {str(name): float(number) for name, number in facts.items()}
         return cls(None if reward is None else float(reward), text, numbers)
 
 
-async def run_program(command: Sequence[str], row: Mapping[str, Any], variables: Mapping[str, str]) -> Outcome:
-    """Run an agent to its end.
+async def run_program(command: Sequence[str], row: Mapping[str, Any], variables: Mapping[str, str]) -> ProgramOutcome:
+    """Run an agent's program to its end.
 
-    It gets the row as JSON on its standard input, and the environment of this process with ``variables``. The last line of its
-    standard output is its result, if it is JSON; see :class:`Outcome`. It leads a process group of its own, all of which is killed
-    when it ends, and when the caller is cancelled.
+    The program receives the row as JSON on standard input, and this process's environment plus ``variables``. If the last line of
+    its standard output is JSON, it is the result; see :class:`ProgramOutcome`. It leads a new process group, which is killed when
+    the program ends or the caller is cancelled.
 
     Raises:
-        ConfigError: there is no such program.
-        ProgramFailed: it ended with another code than 0, or its result cannot be read.
+        ConfigError: the program cannot be started.
+        ProgramFailed: the program exited with a nonzero code, or its result is invalid.
     """
     try:
         process = await asyncio.create_subprocess_exec(
@@ -95,14 +97,12 @@ async def run_program(command: Sequence[str], row: Mapping[str, Any], variables:
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     output, errors = _Tail(), _Tail()
     try:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not want its row
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the program does not read its row
             process.stdin.write(json.dumps(row, default=str).encode() + b"\n")
             await process.stdin.drain()
         process.stdin.close()
         reading = asyncio.gather(output.read(process.stdout), errors.read(process.stderr))
-        while (
-            process.returncode is None
-        ):  # process.wait() would wait for what it left running, which holds its output open
+        while process.returncode is None:  # process.wait() would also wait for children that hold its output open
             await asyncio.sleep(_POLL_SECONDS)
         code = process.returncode
         _kill_group(process.pid)
@@ -112,14 +112,14 @@ async def run_program(command: Sequence[str], row: Mapping[str, Any], variables:
         if process.returncode is None:
             await process.wait()
     if code != 0:
-        shown = errors.text()[-_SHOWN:] or output.text()[-_SHOWN:]
+        shown = errors.text()[-_MAX_SHOWN:] or output.text()[-_MAX_SHOWN:]
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         raise ProgramFailed(f"the agent's program {how}: {shown}")
-    return Outcome.of(last_json(output.text()))
+    return ProgramOutcome.parse(last_json(output.text()))
 
 
 def last_json(text: str) -> Any:
-    """The value on the last line that is not empty, None when it is no JSON."""
+    """Return the JSON value of the last non-empty line, or None if it is not JSON."""
     lines = [line for line in text.splitlines() if line.strip()]
     try:
         return json.loads(lines[-1]) if lines else None

@@ -1,7 +1,7 @@
-"""Plays environments of the library verifiers, in the Python in which it is installed: a program of its own.
+"""Program that plays environments of the library verifiers, in the Python environment where they are installed.
 
-Run by :mod:`hone.agents.program.bridge` with the interpreter of that environment, so it imports nothing of Hone. Requests and
-answers are lines of JSON on standard input and output; whatever else is printed goes to standard error.
+:mod:`hone.agents.program.bridge` starts it with that interpreter, so it imports nothing of Hone. Requests and answers are JSON
+lines on standard input and output; all other output goes to standard error.
 
     {"id": 1, "op": "rows", "environment": "wordle", "arguments": {}, "count": 64, "seed": 1}
     {"id": 1, "rows": [{"prompt": [...], "answer": "...", ...}, ...]}
@@ -9,7 +9,7 @@ answers are lines of JSON on standard input and output; whatever else is printed
     {"id": 2, "reward": 1.0, "facts": {"num_turns": 3.0}, "error": null, "by_model": false}
     {"id": 3, "op": "cancel", "of": 2}
 
-An answer with ``failed`` says that the request could not be carried out. The program ends with its standard input.
+An answer with ``failed`` reports a failed request. The program ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import Any
 
 BY_MODEL = ("EmptyModelResponseError", "InvalidModelResponseError", "OverlongPromptError")
-"""Errors of a rollout that say what the model did, and not that something is broken."""
+"""Errors of a rollout that the model caused, as opposed to failures of the environment."""
 
 
 class Environments:
-    """Environments by name and arguments, each loaded once, in the main thread: there they may set signal handlers."""
+    """Environments by name and arguments, each loaded once in the main thread, where signal handlers are allowed."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
 
     def get(self, request: dict[str, Any]) -> Any:
-        """The environment that a request is about."""
+        """Return the environment that a request names, loaded on first use."""
         name, arguments = request["environment"], request["arguments"]
         key = json.dumps([name, arguments], sort_keys=True)
         if key not in self._loaded:
@@ -50,12 +50,12 @@ class Environments:
         return self._loaded[key]
 
     def rows(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The first rows of the environment's dataset, in the order of the seed."""
-        found = self.get(request).get_dataset(n=request["count"], seed=request["seed"])
-        return {"rows": [dict(row) for row in found]}
+        """Return the first rows of the environment's dataset, in the order of the seed."""
+        dataset = self.get(request).get_dataset(n=request["count"], seed=request["seed"])
+        return {"rows": [dict(row) for row in dataset]}
 
     async def play(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One rollout, scored by the environment's rubric."""
+        """Play one rollout, scored by the environment's rubric."""
         environment = self.get(request)
         types, clients = importlib.import_module("verifiers.types"), importlib.import_module("verifiers.clients")
         variable = f"HONE_EPISODE_KEY_{request['id']}"
@@ -70,27 +70,27 @@ class Environments:
             )
             client = clients.resolve_client(config)
             try:
-                found = await environment.run_rollout(request["row"], client, request["model"], {})
+                rollout = await environment.run_rollout(request["row"], client, request["model"], {})
             finally:
                 await client.close()
         finally:
             os.environ.pop(variable, None)
-        metrics = found.get("metrics") or {}
+        metrics = rollout.get("metrics") or {}
         facts = {str(name): float(value) for name, value in metrics.items() if isinstance(value, (bool, int, float))}
-        error = found.get("error")
-        said = (
+        error = rollout.get("error")
+        message = (
             None
             if error is None
             else str(error.get("error_chain_str") or error)
             if isinstance(error, dict)
             else str(error)
         )
-        by_model = said is not None and any(name in str(error) for name in BY_MODEL)
-        return {"reward": found.get("reward"), "facts": facts, "error": said, "by_model": by_model}
+        by_model = message is not None and any(name in str(error) for name in BY_MODEL)
+        return {"reward": rollout.get("reward"), "facts": facts, "error": message, "by_model": by_model}
 
 
 class Answers:
-    """Writes answers, one a line."""
+    """Writer of answers, one per line."""
 
     def __init__(self, descriptor: int) -> None:
         self._file, self._lock = os.fdopen(descriptor, "w", encoding="utf-8"), threading.Lock()
@@ -104,7 +104,7 @@ class Answers:
 
 
 async def serve(requests: int, answers: Answers) -> None:
-    """Carry out requests until there are no more."""
+    """Process requests until standard input closes."""
     environments, tasks = Environments(), {}
 
     async def carry_out(request: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ async def serve(requests: int, answers: Answers) -> None:
                 answer = environments.rows(request)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever an environment raises is the answer
+        except Exception as error:  # noqa: BLE001 - any error of an environment is reported as the answer
             trace = "".join(traceback.format_exception(error))
             answer = {"failed": f"{type(error).__name__}: {error}", "trace": trace[-4000:]}
         answers.give(number, answer)
@@ -137,14 +137,14 @@ async def serve(requests: int, answers: Answers) -> None:
 
 
 def main() -> None:
-    """Keep the two pipes for the protocol, and give everything else standard error."""
+    """Reserve both pipes for the protocol, redirect all other output to standard error, and serve."""
     requests, answers = os.dup(0), os.dup(1)
     silent = os.open(os.devnull, os.O_RDONLY)
     os.dup2(silent, 0)
     os.dup2(2, 1)
     sys.path.append(str(Path.cwd()))  # an environment may be a file of the user's
     asyncio.run(serve(requests, Answers(answers)))
-    os._exit(0)  # threads of an environment's scorers would be waited for
+    os._exit(0)  # do not wait for threads of an environment's scorers
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Conversations as token ids that only grow: :func:`renderer_for` makes the :class:`Renderer` of a tokenizer."""
+"""Rendering of conversations to token ids by appending; :func:`renderer_for` returns a tokenizer's :class:`Renderer`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hone.agents.rendering.template import Template
 __all__ = ["Difference", "Renderer", "renderer_for"]
 
 TEXT_TOOLS = "text_tools"
-"""Name of the renderer that writes tools into contents, whatever the family."""
+"""Name of the renderer that writes tools into message contents, for any family."""
 
 
 def renderer_for(
@@ -30,10 +30,10 @@ def renderer_for(
     """Return the renderer of a tokenizer.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: tokenizer with a chat template.
         name: a family (``qwen``, ``llama3``, ``gemma``, ``gemma4``, ``harmony``, ``deepseek``, ``kimi``, ``generic``), ``auto``
-            (by the tokens of the vocabulary), or ``text_tools`` for a template that shows no tools.
-        parser: format of tool calls, ``auto`` for the one that reads what the template writes.
+            (chosen by the vocabulary's tokens), or ``text_tools`` for templates without tools.
+        parser: format of tool calls, ``auto`` for the parser that reads the template's calls.
         template_kwargs: extra arguments of the template (``enable_thinking`` and the like).
 
     Raises:

@@ -1,4 +1,4 @@
-"""Comparing what was played with what a template would show."""
+"""Comparison of played tokens with a fresh rendering of the conversation."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-_SHOWN = 40
-_BACK = 20
+_SHOWN_CHARACTERS = 40
+_CONTEXT_CHARACTERS = 20
 EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*|<\|channel>thought\s*<channel\|>\s*")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the tokens of a conversation and a fresh rendering of its messages part.
+    """First difference between a conversation's tokens and a fresh rendering of its messages.
 
     Attributes:
-        kind: ``tokenization`` (the same text in other tokens), ``strippable`` (white space, empty thoughts or marks of a turn's end only) or ``text``.
-        position: the first token that differs.
-        played: text from there on, as it was played.
-        rendered: text from there on, as the template would have it.
+        kind: ``tokenization`` (same text, other tokens), ``strippable`` (white space, empty thoughts or end marks) or ``text``.
+        position: index of the first token that differs.
+        played: text from there on as played.
+        rendered: text from there on as the template renders it.
     """
 
     kind: Literal["tokenization", "strippable", "text"]
@@ -35,24 +35,24 @@ class Difference:
 def compare(
     tokenizer: PreTrainedTokenizerBase, played: list[int], rendered: list[int], closers: Sequence[str]
 ) -> Difference | None:
-    """Return the first difference, None when ``played`` is what is rendered, up to what ends the last turn."""
+    """Return the first difference, or None if both agree except for the end of the last turn."""
     position = next(
         (at for at, (a, b) in enumerate(zip(played, rendered, strict=False)) if a != b), min(len(played), len(rendered))
     )
     a, b = (str(tokenizer.decode(ids[position:])) for ids in (played, rendered))
-    if position == min(len(played), len(rendered)) and not _essence(a + b, closers):
+    if position == min(len(played), len(rendered)) and not _normalized(a + b, closers):
         return None
     whole = [str(tokenizer.decode(ids)) for ids in (played, rendered)]
     kind: Literal["tokenization", "strippable", "text"] = "text"
     if whole[0].rstrip() == whole[1].rstrip():
         kind = "tokenization"
-    elif _essence(whole[0], closers) == _essence(whole[1], closers):
+    elif _normalized(whole[0], closers) == _normalized(whole[1], closers):
         kind = "strippable"
-    return Difference(kind, position, a[:_SHOWN], b[:_SHOWN])
+    return Difference(kind, position, a[:_SHOWN_CHARACTERS], b[:_SHOWN_CHARACTERS])
 
 
-def _essence(text: str, closers: Sequence[str]) -> str:
-    """The text without white space, marks of a turn's end, and blocks of thoughts with nothing in them."""
+def _normalized(text: str, closers: Sequence[str]) -> str:
+    """Return the text without white space, end-of-turn marks and empty reasoning blocks."""
     text = EMPTY_THOUGHTS.sub("", text)
     for closer in closers:
         text = text.replace(closer, "")
@@ -60,28 +60,28 @@ def _essence(text: str, closers: Sequence[str]) -> str:
 
 
 def rewritten(before: str, after: str, played: str | None, closers: Sequence[str]) -> str | None:
-    """Return how a rendering changes earlier turns, or None when it only appends.
+    """Describe how a rendering changes earlier turns; return None if it only appends.
 
     Args:
         before: rendering of the conversation so far.
         after: rendering with the new messages.
-        played: the text that the model really saw and wrote; where ``after`` begins with it nothing is lost, whatever ``before`` is.
-        closers: tokens that end a turn; what a rendering has behind the last of them is not yet said.
+        played: text that the model saw and wrote; if ``after`` begins with it, nothing was rewritten.
+        closers: tokens that end a turn; text after the last one is ignored.
 
-    A block of thoughts with nothing in it counts as none: some templates put one before the last answer only, to tell that it is
-    to be given without thinking.
+    An empty reasoning block is ignored: some templates write one before the last answer only, to request an answer without
+    reasoning.
     """
     before, after = EMPTY_THOUGHTS.sub("", before), EMPTY_THOUGHTS.sub("", after)
-    said = _up_to_end(before, closers)
-    if after.startswith(said):
+    closed_text = _up_to_end(before, closers)
+    if after.startswith(closed_text):
         return None
     if played is not None and after.startswith(_without_end(EMPTY_THOUGHTS.sub("", played), closers)):
         return None
-    position = len(os.path.commonprefix([said, after]))
-    position = max(position - _BACK, *(said.rfind(edge, 0, position) for edge in "<\n "), 0)
+    position = len(os.path.commonprefix([closed_text, after]))
+    position = max(position - _CONTEXT_CHARACTERS, *(closed_text.rfind(edge, 0, position) for edge in "<\n "), 0)
     return (
-        f"the chat template renders earlier turns otherwise once later messages follow: "
-        f"{said[position : position + _SHOWN]!r} becomes {after[position : position + _SHOWN]!r} (character {position})"
+        f"the chat template changes earlier turns when messages follow: "
+        f"{closed_text[position : position + _SHOWN_CHARACTERS]!r} becomes {after[position : position + _SHOWN_CHARACTERS]!r} (character {position})"
     )
 
 

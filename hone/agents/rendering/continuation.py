@@ -1,4 +1,4 @@
-"""What stands behind an assistant turn: cut out of a template's rendering of a short stand-in conversation."""
+"""Tokens that follow an assistant turn, taken from a template's rendering of a placeholder conversation."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ from hone.agents.parsers.base import named_tokens
 from hone.agents.rendering.template import HiddenText, Template
 from hone.errors import DataError
 
-_STAND_IN = "hone stand-in"
+_PLACEHOLDER = "hone stand-in"
 _QUESTION: Message = {"role": "user", "content": "?"}
 Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Continuation:
-    """Finds what a template puts behind an assistant turn.
+    """Computation of the tokens that a template writes after an assistant turn.
 
     Args:
         template: the chat template.
-        closers: tokens that end an assistant turn, in groups that mean the same.
-        shows_tools: whether the template is given the tools.
+        closers: tokens that end an assistant turn, in groups of equivalent tokens.
+        shows_tools: True if the template receives the tools.
     """
 
     def __init__(self, template: Template, closers: list[list[str]], *, shows_tools: bool) -> None:
         self._template, self._closers, self._shows_tools = template, closers, shows_tools
-        self._known = named_tokens(template.tokenizer)
+        self._token_ids = named_tokens(template.tokenizer)
 
     def ids(self, sampled_ids: Sequence[int], groups: list[list[Message]], tools: Tools) -> list[int]:
-        """Return the tokens behind a sampled turn: its end where it was not sampled, the messages, the generation prompt.
+        """Return the tokens after a sampled turn: its end unless sampled, the messages, the generation prompt.
 
         Args:
-            sampled_ids: the turn.
-            groups: the messages; each group is rendered behind a turn of its own.
+            sampled_ids: tokens of the turn.
+            groups: the messages; each group is rendered after a separate turn.
             tools: function schemas.
 
         Raises:
-            DataError: the template refuses the messages or leaves them out.
+            DataError: the template refuses the messages or omits them.
         """
         ids: list[int] = []
         for number, group in enumerate(groups):
-            closer, tail = self._behind_a_turn(group, tools, ask=number == len(groups) - 1)
+            closer, tail = self._after_turn(group, tools, ask=number == len(groups) - 1)
             encoded = self._template.encode(HiddenText(closer + tail.text, tail.hidden))
-            ended = number > 0 or (bool(sampled_ids) and sampled_ids[-1] in self._same_as(closer))
+            ended = number > 0 or (bool(sampled_ids) and sampled_ids[-1] in self._equivalent_ids(closer))
             ids += encoded[1:] if closer and ended else encoded
         return ids
 
-    def _same_as(self, closer: str) -> list[int]:
-        return [self._known[token] for group in self._closers if closer in group for token in group]
+    def _equivalent_ids(self, closer: str) -> list[int]:
+        return [self._token_ids[token] for group in self._closers if closer in group for token in group]
 
-    def _behind_a_turn(self, new: list[Message], tools: Tools, *, ask: bool) -> tuple[str, HiddenText]:
-        """The token that ends an assistant turn ("" where a template has none), and the rendering behind it."""
-        mark = _STAND_IN
+    def _after_turn(self, new: list[Message], tools: Tools, *, ask: bool) -> tuple[str, HiddenText]:
+        """Return the token that ends an assistant turn ("" if none) and the rendering after it."""
+        mark = _PLACEHOLDER
         while any(mark in str(message.get("content")) for message in new):
             mark += "."
-        shown, start = self._stand_in(mark, new, tools, ask=ask)
+        shown, start = self._render_placeholder(mark, new, tools, ask=ask)
         for message in new:
             self._check_shown(message, shown.text[start:])
-        found = [(shown.text.find(closer, start), closer) for group in self._closers for closer in group]
-        position, closer = min(((at, closer) for at, closer in found if at >= 0), default=(start, ""))
+        positions = [(shown.text.find(closer, start), closer) for group in self._closers for closer in group]
+        position, closer = min(((at, closer) for at, closer in positions if at >= 0), default=(start, ""))
         return closer, shown[position + len(closer) :]
 
-    def _stand_in(self, mark: str, new: list[Message], tools: Tools, *, ask: bool) -> tuple[HiddenText, int]:
-        """A short conversation with the new messages behind an assistant turn, and where in it that turn's text ends."""
+    def _render_placeholder(self, mark: str, new: list[Message], tools: Tools, *, ask: bool) -> tuple[HiddenText, int]:
+        """Render a short conversation with the new messages after an assistant turn; also return the end of that turn's text."""
         calls = [_call(message, mark) for message in new if message["role"] == "tool"]
         turns: list[Message] = [{"role": "assistant", "content": mark}]
-        if calls and self._closers:  # first with calls, as it is calls whose results are shown
+        if calls and self._closers:  # first try a turn with calls, since results answer calls
             turns.insert(0, {"role": "assistant", "content": "", "tool_calls": calls})
         refusal: DataError | None = None
         for turn in turns:
@@ -78,30 +78,30 @@ class Continuation:
             if mark in shown.text:
                 return shown, shown.text.rindex(mark) + len(mark)
         raise refusal or DataError(
-            "the chat template leaves the assistant's text out",
+            "the chat template omits the assistant's text",
             where=str(self._template.tokenizer.name_or_path),
-            why="what follows it cannot be found",
-            fix="another template with actor_rollout_ref.model.custom_chat_template=PATH",
+            why="the tokens after an assistant turn cannot be determined",
+            fix="use another template with actor_rollout_ref.model.custom_chat_template=PATH",
         )
 
     def _check_shown(self, message: Message, tail: str) -> None:
-        """See that the longest word of a message is in the rendering, where templates have no reason to change it."""
+        """Check that the rendering contains the longest word of a message, if that word is plain ASCII."""
         content = message.get("content")
         words = content.split() if isinstance(content, str) else []
         word = max(words, key=len, default="")
         if word and word.isascii() and word.isalnum() and word not in tail:
             raise DataError(
-                f"the chat template leaves out a message of role '{message['role']}': '{word[:40]}' is not in its text",
+                f"the chat template omits a message of role '{message['role']}': '{word[:40]}' is not in its text",
                 where=str(self._template.tokenizer.name_or_path),
-                why="the model would be asked to go on without it",
-                fix="actor_rollout_ref.rollout.multi_turn.renderer=text_tools, or another template with "
+                why="the model would have to continue without it",
+                fix="actor_rollout_ref.rollout.multi_turn.renderer=text_tools, or use another template with "
                 "actor_rollout_ref.model.custom_chat_template=PATH",
                 code="R35",
             )
 
 
 def by_result(messages: list[Message]) -> list[list[Message]]:
-    """Return the messages in groups that begin with each tool's result."""
+    """Split messages into groups, one per tool result."""
     groups: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] == "tool" and groups[-1]:
@@ -111,15 +111,15 @@ def by_result(messages: list[Message]) -> list[list[Message]]:
 
 
 def closers_of(template: Template) -> tuple[tuple[str, ...], ...]:
-    """Return the special token that a template puts behind an assistant turn, none where it puts plain text there."""
-    turns = [_QUESTION, {"role": "assistant", "content": _STAND_IN}]
-    _, found, behind = template.text(turns, ask=False).text.partition(_STAND_IN)
+    """Return the special token that a template writes after an assistant turn; empty for plain text."""
+    turns = [_QUESTION, {"role": "assistant", "content": _PLACEHOLDER}]
+    _, has_turn, after = template.text(turns, ask=False).text.partition(_PLACEHOLDER)
     literals = [str(template.tokenizer.convert_ids_to_tokens(index)) for index in template.special]
-    following = [(behind.find(literal), literal) for literal in literals if literal in behind]
-    return ((min(following)[1],),) if found and following else ()
+    following = [(after.find(literal), literal) for literal in literals if literal in after]
+    return ((min(following)[1],),) if has_turn and following else ()
 
 
 def _call(message: Message, mark: str) -> dict[str, Any]:
-    """A call that the tool message answers."""
+    """Return a call for the tool message to answer."""
     function = {"name": message.get("name") or "unknown", "arguments": {"value": mark}}
     return {"id": message.get("tool_call_id") or "call_0", "type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""Families of chat formats: the few facts about each that its template does not tell by itself."""
+"""Families of chat formats: properties that cannot be derived from the template."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hone.registry import Registry
 
 @dataclass(frozen=True)
 class Family:
-    """What a family of models agrees on.
+    """Chat format shared by a family of models.
 
     Attributes:
-        name: as in ``multi_turn.renderer``.
-        signature: tokens that a vocabulary of this family has.
-        closers: tokens that end an assistant turn in a template's rendering, in groups that mean the same.
+        name: value of ``multi_turn.renderer``.
+        signature: tokens in every vocabulary of this family.
+        closers: tokens that end an assistant turn in a template's rendering, in groups of equivalent tokens.
         stops: tokens at which generation ends.
-        parser: format of its tool calls, where the template does not write it.
-        results_one_by_one: the template names a result after the last call before it, so each is rendered behind a call of its
-            own.
+        parser: format of tool calls if the template does not write calls.
+        results_one_by_one: True if the template names a result after the last call before it, so that each result is rendered after
+            a separate call.
     """
 
     name: str
@@ -91,21 +91,21 @@ for _family in (
 ):
     FAMILIES.register(_family.name)(_family)
 
-_TELLING_FIRST = ("harmony", "deepseek", "kimi", "llama3", "gemma4", "gemma", "qwen")
+_MOST_SPECIFIC_FIRST = ("harmony", "deepseek", "kimi", "llama3", "gemma4", "gemma", "qwen")
 
 
 def family_of(tokenizer: PreTrainedTokenizerBase) -> Family:
-    """Return the family whose tokens the vocabulary has, ``generic`` when it has those of none."""
-    known = named_tokens(tokenizer)
-    for name in _TELLING_FIRST:
+    """Return the family whose signature tokens the vocabulary has, else ``generic``."""
+    token_ids = named_tokens(tokenizer)
+    for name in _MOST_SPECIFIC_FIRST:
         family = FAMILIES.get(name)
-        if all(token in known for token in family.signature):
+        if all(token in token_ids for token in family.signature):
             return family
     return FAMILIES.get("generic")
 
 
 def family_called(name: str, tokenizer: PreTrainedTokenizerBase) -> Family:
-    """Return the family called ``name``, or the tokenizer's own for ``auto``.
+    """Return the family called ``name``, or the tokenizer's family for ``auto``.
 
     Raises:
         ConfigError: no family has that name.
@@ -119,7 +119,7 @@ def family_called(name: str, tokenizer: PreTrainedTokenizerBase) -> Family:
         raise ModelError(
             f"renderer '{name}' needs the token {missing[0]}, which the tokenizer does not have",
             where=str(tokenizer.name_or_path),
-            why="turns could not be ended and begun as the model has learnt it",
+            why="turns would not begin and end as the model was trained",
             fix="actor_rollout_ref.rollout.multi_turn.renderer=auto",
         )
     return family

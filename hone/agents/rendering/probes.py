@@ -1,4 +1,4 @@
-"""Short conversations with which a template's behaviour is found out."""
+"""Short conversations that probe the behaviour of a template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-"""A tool like any other."""
+"""Example of a tool."""
 
 ASKED: Message = {"role": "user", "content": "How is the weather in Rome?"}
 ANSWERED: Message = {"role": "assistant", "content": "It is sunny in Rome."}
@@ -30,7 +30,7 @@ ASKED_AGAIN: Message = {"role": "user", "content": "And tomorrow?"}
 
 
 def call(number: int = 0, city: str = "Rome") -> dict[str, Any]:
-    """Return one call of the tool, its id in the form that Kimi K2 wants, which others take as well."""
+    """Return one call of the tool, with an id in the form that Kimi K2 requires and others accept."""
     function = {"name": "get_weather", "arguments": {"city": city}}
     return {"id": f"functions.get_weather:{number}", "type": "function", "function": function}
 
@@ -41,7 +41,7 @@ def calling(*calls: dict[str, Any], thoughts: str | None = None) -> Message:
 
 
 def thinking(message: Message, thoughts: str | None = "Let me think of it.") -> Message:
-    """Return the message with thoughts."""
+    """Return the message with reasoning."""
     return message if thoughts is None else {**message, "reasoning_content": thoughts}
 
 
@@ -56,7 +56,7 @@ def result(number: int = 0, text: str = "sunny") -> Message:
 
 
 def probe_conversations() -> Iterator[tuple[list[Message], list[Message]]]:
-    """Yield conversations so far, and what follows them."""
+    """Yield pairs of a conversation and the messages that follow it."""
     for thoughts in (None, "Let me think of it."):
         yield [ASKED, thinking(ANSWERED, thoughts)], [ASKED_AGAIN]
         yield [ASKED, calling(call(), thoughts=thoughts)], [result()]
@@ -71,7 +71,7 @@ def probe_conversations() -> Iterator[tuple[list[Message], list[Message]]]:
 
 
 def shows_tools(template: Template) -> bool:
-    """Return whether the template shows the tools that it is given."""
+    """Return whether the template renders the tools that it receives."""
     try:
         return TOOL["function"]["name"] in template.text([ASKED], [TOOL]).text
     except DataError:
@@ -79,23 +79,23 @@ def shows_tools(template: Template) -> bool:
 
 
 def written_call(template: Template) -> list[int] | None:
-    """Return the tokens of an assistant turn that makes one call, as the template writes it; None where it writes none."""
+    """Return the tokens that the template writes for a turn with one call, or None without any."""
     try:
-        asked = template.text([ASKED], [TOOL]).text
+        prompt = template.text([ASKED], [TOOL]).text
         text = template.text([ASKED, calling(call())], [TOOL], ask=False)
     except DataError:
         return None
-    if not text.text.startswith(asked) or "Rome" not in text.text[len(asked) :]:
+    if not text.text.startswith(prompt) or "Rome" not in text.text[len(prompt) :]:
         return None
-    return template.encode(text[len(asked) :])
+    return template.encode(text[len(prompt) :])
 
 
 def parser_that_reads(template: Template, likely: str) -> str:
-    """Return the name of the parser that reads the template's own way of writing calls, ``likely`` where none does."""
+    """Return the name of the parser that reads the template's calls, or ``likely`` if none does."""
     turn = written_call(template) or []
     expected = call()["function"]
     for name in (likely, *TOOL_PARSERS):
         calls = TOOL_PARSERS.get(name)(template.tokenizer).parse(turn, [TOOL]).calls
-        if [(made.name, made.arguments) for made in calls] == [(expected["name"], expected["arguments"])]:
+        if [(parsed.name, parsed.arguments) for parsed in calls] == [(expected["name"], expected["arguments"])]:
             return name
     return likely

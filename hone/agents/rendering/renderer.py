@@ -1,13 +1,13 @@
-"""A conversation as token ids that only ever grow.
+"""Rendering of a conversation as token ids to which tokens are only appended.
 
-    prompt(messages, tools)          the model is asked                  [system, user, generation prompt]
-      + sampled ids                  what it answers, untouched          [... <|im_end|>]
-      + bridge(sampled, results)     what must follow, and nothing more  [tool results, generation prompt]
+    prompt(messages, tools)          prompt of the first turn           [system, user, generation prompt]
+      + sampled ids                  the reply, unchanged               [... <|im_end|>]
+      + bridge(sampled, results)     tokens before the next reply       [tool results, generation prompt]
       + sampled ids ...
 
-What was sampled is never decoded and tokenized again: that would give other tokens than those with the recorded log-probs. What
-must follow a turn is cut out of the template's own rendering of a short stand-in conversation, behind the token that ends its
-assistant turn; so no template has to be written anew for it.
+Sampled tokens are never decoded and tokenized again: the new tokens could differ from those with the recorded log-probs. The tokens
+after a turn are those that the template writes after the assistant turn of a short placeholder conversation. So no template has to
+be reimplemented.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from hone.agents.rendering.template import HiddenText, Template
 from hone.agents.rendering.text_tools import conversation_as_text, messages_as_text
 from hone.errors import DataError
 
-_STAND_IN = "hone stand-in"
+_PLACEHOLDER = "hone stand-in"
 _QUESTION: Message = {"role": "user", "content": "?"}
 
 
 class Renderer:
-    """Renders conversations for one tokenizer; :func:`~hone.agents.rendering.renderer_for` makes it.
+    """Renderer of conversations for one tokenizer, made by :func:`~hone.agents.rendering.renderer_for`.
 
     Args:
         template: the tokenizer's chat template.
-        family: of the chat format.
-        parser: reads the turns.
-        tools_as_text: tools, calls and results are written into contents, because the template knows none.
+        family: family of the chat format.
+        parser: parser of the turns.
+        tools_as_text: True if tools, calls and results are written into contents, for templates without tools.
 
     Attributes:
-        closers: tokens that the template ends an assistant turn with.
-        closer_ids: their ids.
+        closers: tokens with which the template ends an assistant turn.
+        closer_ids: ids of the closers.
         stop_token_ids: tokens at which generation ends.
     """
 
     def __init__(self, template: Template, family: Family, parser: ToolParser, *, tools_as_text: bool = False) -> None:
         self.template, self.family, self.parser, self.tools_as_text = template, family, parser, tools_as_text
         groups = family.closers or closers_of(template)
-        known = named_tokens(template.tokenizer)
-        named = [[token for token in group if token in known] for group in groups]
+        token_ids = named_tokens(template.tokenizer)
+        named = [[token for token in group if token in token_ids] for group in groups]
         self._continuation = Continuation(template, [group for group in named if group], shows_tools=not tools_as_text)
         self.closers: list[str] = [token for group in named for token in group]
-        self.closer_ids: list[int] = [known[token] for token in self.closers]
+        self.closer_ids: list[int] = [token_ids[token] for token in self.closers]
         eos = template.tokenizer.eos_token_id
-        stops = [known[token] for token in family.stops if token in known] if family.stops else self.closer_ids
+        stops = [token_ids[token] for token in family.stops if token in token_ids] if family.stops else self.closer_ids
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*stops, *([eos] if isinstance(eos, int) else [])]))
         self._checked_tools: set[tuple[str, ...]] = set()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer rendered for."""
+        """Tokenizer of the template."""
         return self.template.tokenizer
 
     def prompt(
@@ -72,10 +72,10 @@ class Renderer:
         *,
         generation_prompt: bool = True,
     ) -> list[int]:
-        """Return the token ids of a whole conversation.
+        """Return the token ids of a complete conversation.
 
         Raises:
-            DataError: the template refuses the messages, or does not show the tools.
+            DataError: the template refuses the messages, or omits the tools.
         """
         rendered = self.rendered(messages, tools, ask=generation_prompt)
         self._check_tools(tools, rendered.text)
@@ -87,10 +87,10 @@ class Renderer:
         new_messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Return the token ids to append behind what was sampled, for the model to be asked again.
+        """Return the token ids to append after a sampled turn so that the model can reply again.
 
-        They are the end of the assistant turn where the model did not write it (a turn cut at its limit), the new messages, and
-        the generation prompt.
+        They are the end of the assistant turn unless it was sampled (a truncated turn lacks it), the new messages, and the
+        generation prompt.
 
         Args:
             sampled_ids: the last assistant turn as it was sampled.
@@ -98,11 +98,11 @@ class Renderer:
             tools: function schemas.
 
         Raises:
-            DataError: the template refuses the messages or leaves them out.
+            DataError: the template refuses the messages or omits them.
             ValueError: there are no new messages, or one is an assistant's.
         """
         if not new_messages or any(message["role"] == "assistant" for message in new_messages):
-            raise ValueError("a bridge needs new messages, and none of the assistant")
+            raise ValueError("a bridge needs at least one new message and no assistant message")
         new = messages_as_text(new_messages) if self.tools_as_text else list(new_messages)
         results = sum(message["role"] == "tool" for message in new)
         if results > 1 and self.family.results_one_by_one:
@@ -114,7 +114,7 @@ class Renderer:
                 raise
             return self._continuation.ids(
                 sampled_ids, by_result(new), tools
-            )  # a template that takes one call at a time
+            )  # for templates that accept one call at a time
 
     def parse(
         self,
@@ -124,19 +124,19 @@ class Renderer:
         calls_before: int = 0,
         prompt_ids: Sequence[int] | None = None,
     ) -> AssistantTurn:
-        """Take a sampled turn apart.
+        """Parse a sampled turn.
 
         Args:
-            sampled_ids: the turn.
+            sampled_ids: tokens of the turn.
             tools: function schemas.
-            calls_before: number of calls earlier in the conversation, which makes the ids of calls unique in it.
-            prompt_ids: what the turn was sampled behind, which may open a block of thoughts; None means a first turn's.
+            calls_before: number of calls earlier in the conversation; keeps call ids unique.
+            prompt_ids: tokens before the turn, which may open a reasoning block; None means the first turn's prompt.
         """
         thinking = self.opens_thoughts if prompt_ids is None else self._ends_thinking(list(prompt_ids)[-8:])
         return self.parser.parse(sampled_ids, tools, calls_before=calls_before, thinking=thinking)
 
     def turn_ended(self, sampled_ids: Sequence[int]) -> bool:
-        """Return whether a sampled turn came to its own end (and was not cut at a limit)."""
+        """Return whether a sampled turn ended with an end token, not at a limit."""
         ends = {*self.stop_token_ids, *self.closer_ids}
         return bool(sampled_ids) and sampled_ids[-1] in ends
 
@@ -148,16 +148,15 @@ class Renderer:
         *,
         history_ids: Sequence[int],
     ) -> str | None:
-        """Return why the new messages cannot be appended to what was played, or None when they can.
+        """Return why the new messages cannot be appended to the played tokens, or None if they can.
 
-        They cannot when the template shows earlier turns otherwise once they follow (thoughts are taken out of them), so that a
-        model that is used through the template would never see what it saw here. The rule then is: the training sample ends
-        before the new messages, and another one begins whose prompt is ``prompt(messages + new_messages)``. A block of thoughts
-        with nothing in it that comes or goes is no such reason.
+        They cannot if the template changes earlier turns when the messages follow (for example, removes their reasoning). A model
+        served through the template would then never see the played tokens. In that case the training sample ends before the new
+        messages, and a new one begins with ``prompt(messages + new_messages)``. Empty reasoning blocks are ignored.
 
         Args:
             messages: the conversation, the last assistant turn included.
-            new_messages: what is to follow.
+            new_messages: messages to append.
             tools: function schemas.
             history_ids: all token ids of the conversation so far.
         """
@@ -174,16 +173,16 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         mode: str = "strict",
     ) -> Difference | None:
-        """Compare the tokens of a finished conversation with those that the template would give for its messages.
+        """Compare the tokens of a finished conversation with the template's rendering of its messages.
 
-        A difference is no error: the tokens trained on are those sampled. It tells how far the model has gone from the
-        template's way of writing.
+        A difference is not an error: training uses the sampled tokens. It shows how far the model deviates from the template's
+        format.
 
         Args:
             ids: all token ids of the conversation.
             messages: the conversation.
             tools: function schemas.
-            mode: ``strict``, ``ignore_strippable`` (white space does not count) or ``disable``.
+            mode: ``strict``, ``ignore_strippable`` (ignores white space and end marks) or ``disable``.
 
         Returns:
             The first difference, or None.
@@ -199,35 +198,35 @@ class Renderer:
     def rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool = True
     ) -> HiddenText:
-        """Return the text of a conversation."""
+        """Render the text of a conversation."""
         if self.tools_as_text:
             return self.template.text(conversation_as_text(messages, tools, system=self._takes_system_message), ask=ask)
         return self.template.text(messages, tools, ask=ask)
 
     @cached_property
     def rewrites(self) -> bool:
-        """Whether the template ever shows a turn otherwise once more follows, found by trying."""
+        """True if the template changes a turn when more messages follow, by trying example conversations."""
         for messages, new in probe_conversations():
             try:
                 before, after = self.rendered(messages, ask=False).text, self.rendered([*messages, *new]).text
             except DataError:
-                continue  # the template takes no such conversation
+                continue  # the template refuses such a conversation
             if rewritten(before, after, None, self.closers) is not None:
                 return True
         return False
 
     @cached_property
     def opens_thoughts(self) -> bool:
-        """Whether the generation prompt ends within a block of thoughts."""
+        """True if the generation prompt ends inside a reasoning block."""
         return self._ends_thinking(self.template.encode(self.rendered([_QUESTION]))[-8:])
 
     @cached_property
     def _takes_system_message(self) -> bool:
         try:
-            shown = self.template.text([{"role": "system", "content": _STAND_IN}, _QUESTION])
+            shown = self.template.text([{"role": "system", "content": _PLACEHOLDER}, _QUESTION])
         except DataError:
             return False
-        return _STAND_IN in shown.text
+        return _PLACEHOLDER in shown.text
 
     def _ends_thinking(self, ids: list[int]) -> bool:
         opening, closing = self.parser.thoughts
@@ -243,8 +242,8 @@ class Renderer:
             raise DataError(
                 f"the chat template ignores tools: '{missing[0]}' does not occur in the rendered prompt",
                 where=str(self.tokenizer.name_or_path),
-                why="the model is not told of its tools, so it would never call them",
-                fix="actor_rollout_ref.rollout.multi_turn.renderer=text_tools, or a template that shows tools "
+                why="the model would not see its tools and never call them",
+                fix="actor_rollout_ref.rollout.multi_turn.renderer=text_tools, or use a template with tools "
                 "(actor_rollout_ref.model.custom_chat_template=PATH)",
                 code="R35",
             )

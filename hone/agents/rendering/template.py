@@ -1,9 +1,9 @@
-"""Applying a tokenizer's chat template so that contents cannot forge its marks.
+"""Application of a tokenizer's chat template such that message contents cannot forge special tokens.
 
-A template pastes contents into text that is full of special tokens, and a tokenizer then turns every ``<|im_end|>`` in it into the
-token, whoever wrote it. Here what looks like a special token in a content is hidden while the template runs, and is tokenized as
-the ordinary text that it is; in arguments of calls and results of tools also what looks like any other token with a name
-(``<tool_call>``). Where nothing looks like one, the tokens are exactly those of ``apply_chat_template``.
+A template inserts contents into text that is full of special tokens, and the tokenizer converts every ``<|im_end|>`` into the token,
+regardless of its author. Here text in contents that looks like a special token is hidden while the template runs, and is encoded as
+ordinary text. In call arguments and tool results this includes every other named token (``<tool_call>``). Without such text, the
+tokens are exactly those of ``apply_chat_template``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hone.data.chat import REFUSALS, special_tokens, template_of
 from hone.errors import DataError
 
 _TRUSTED = ("system", "developer")
-"""Roles whose contents may hold special tokens: whoever runs the model writes them."""
+"""Roles whose contents may contain special tokens, since the operator of the model writes them."""
 
 _PROBE = "hone_probe"
 
 
 class Template:
-    """The chat template of a tokenizer.
+    """Chat template of a tokenizer.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: tokenizer with a chat template.
         kwargs: extra arguments of the template (``enable_thinking`` and the like).
 
     Raises:
@@ -40,12 +40,12 @@ class Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.kwargs = tokenizer, dict(kwargs or {})
         self.source = self._source_with_tools = template_of(tokenizer)
-        if isinstance(tokenizer.chat_template, dict):  # several, the one for tools under a name of its own
+        if isinstance(tokenizer.chat_template, dict):  # several templates; the one for tools has a separate name
             self._source_with_tools = tokenizer.chat_template.get("tool_use", self.source)
         self.special = special_tokens(tokenizer)
         self._special_text = _any_of(str(tokenizer.convert_ids_to_tokens(index)) for index in self.special)
         self._named_text = _any_of(named_tokens(tokenizer))
-        self._arguments_as_text = self._wants_text()
+        self._arguments_as_text = self._needs_json_text()
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool = True
@@ -53,9 +53,9 @@ class Template:
         """Render a conversation.
 
         Args:
-            messages: in OpenAI's form.
+            messages: messages in OpenAI's form.
             tools: function schemas.
-            ask: end with the generation prompt.
+            ask: True to end with the generation prompt.
 
         Raises:
             DataError: the template refuses the messages.
@@ -69,8 +69,8 @@ class Template:
             raise DataError(
                 f"the chat template refuses the conversation ({', '.join(m['role'] for m in messages)}): {error}",
                 where=str(self.tokenizer.name_or_path),
-                why="it cannot be shown to the model",
-                fix="check the roles and their order, take another template with actor_rollout_ref.model.custom_chat_template, "
+                why="the model cannot receive a conversation that its template refuses",
+                fix="check the roles and their order, use another template with actor_rollout_ref.model.custom_chat_template, "
                 "or show tools as text with actor_rollout_ref.rollout.multi_turn.renderer=text_tools",
             ) from error
 
@@ -84,32 +84,32 @@ class Template:
             tokenize=False,
             **self.kwargs,
         )
-        return HiddenText(str(text), hidden.found)
+        return HiddenText(str(text), hidden.literals)
 
     def encode(self, text: HiddenText) -> list[int]:
         """Return the token ids of a rendering, hidden text as ordinary tokens."""
         ids: list[int] = []
-        for piece in text.pieces():
-            literal = text.hidden.get(piece)
+        for span in text.spans():
+            literal = text.hidden.get(span)
             if literal is None:
-                ids += self._encoded(piece)
+                ids += self._encoded(span)
             else:
                 ids += self._spelled(literal)
         return ids
 
     def _spelled(self, literal: str) -> list[int]:
-        """Ordinary tokens for a text that is the name of a token."""
+        """Return ordinary tokens for a text that equals a token's name."""
         ids = self._encoded(literal, split_special_tokens=True)
         if self.tokenizer.convert_tokens_to_ids(literal) not in ids:
             return ids
-        return [*self._encoded(literal[:1]), *self._encoded(literal[1:])]  # a token with a name that is not special
+        return [*self._encoded(literal[:1]), *self._encoded(literal[1:])]  # a named token that is not special
 
     def _encoded(self, text: str, **options: Any) -> list[int]:
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, **options)
         return list(encoded["input_ids"])
 
     def _prepared(self, message: Message) -> Message:
-        """The message with the arguments of its calls in the form that the template takes: a mapping, or JSON text."""
+        """Return the message with call arguments in the form that the template needs: mapping or JSON text."""
         message = {**message, "content": message.get("content") or ""}
         if not message.get("tool_calls"):
             return message
@@ -124,8 +124,8 @@ class Template:
             calls.append({**call, "function": function})
         return {**message, "tool_calls": calls}
 
-    def _wants_text(self) -> bool:
-        """Whether the template pastes arguments as they are, so that they must come as JSON text."""
+    def _needs_json_text(self) -> bool:
+        """Return whether the template inserts arguments verbatim, so that they must be JSON text."""
         call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {_PROBE: "x"}}}
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
@@ -134,15 +134,15 @@ class Template:
             )
         except REFUSALS:
             return True
-        return f"'{_PROBE}'" in text  # the notation of Python, not of JSON
+        return f"'{_PROBE}'" in text  # Python notation, not JSON
 
 
 class HiddenText:
-    """A rendering in which some stretches stand for ordinary text.
+    """Rendering in which placeholder characters replace ordinary text.
 
     Args:
-        text: the rendering.
-        hidden: what each placeholder character in it stands for.
+        text: text of the rendering.
+        hidden: text that each placeholder character replaces.
     """
 
     def __init__(self, text: str, hidden: Mapping[str, str]) -> None:
@@ -151,31 +151,31 @@ class HiddenText:
     def __str__(self) -> str:
         return self.text.translate(str.maketrans(dict(self.hidden)))
 
-    def pieces(self) -> list[str]:
-        """Return the text cut at its placeholders, which are pieces of their own."""
+    def spans(self) -> list[str]:
+        """Split the text at its placeholders, which become separate strings."""
         if not self.hidden:
             return [self.text] if self.text else []
-        return [piece for piece in re.split(f"([{''.join(self.hidden)}])", self.text) if piece]
+        return [span for span in re.split(f"([{''.join(self.hidden)}])", self.text) if span]
 
-    def __getitem__(self, part: slice) -> HiddenText:
-        return HiddenText(self.text[part], self.hidden)
+    def __getitem__(self, where: slice) -> HiddenText:
+        return HiddenText(self.text[where], self.hidden)
 
 
 class _Hidden:
-    """Replaces what looks like a token with a name by a character that no text can contain (a lone surrogate).
+    """Replacement of text that looks like a named token by a character that no text can contain (a lone surrogate).
 
     Args:
-        special: what special tokens look like.
-        named: what any tokens with names look like.
+        special: pattern of the special tokens.
+        named: pattern of all named tokens.
     """
 
     def __init__(self, special: re.Pattern[str], named: re.Pattern[str]) -> None:
         self._special, self._named = special, named
-        self.found: dict[str, str] = {}
+        self.literals: dict[str, str] = {}
         self._characters: dict[str, str] = {}
 
     def message(self, message: Message) -> Message:
-        """Return the message with such texts replaced, in all roles but those that are trusted with special tokens."""
+        """Return the message with such text replaced, unless its role may contain special tokens."""
         role = message.get("role")
         if role in _TRUSTED:
             return message
@@ -196,12 +196,12 @@ class _Hidden:
     def _character(self, literal: str) -> str:
         if literal not in self._characters:
             character = chr(0xD800 + len(self._characters))
-            self._characters[literal], self.found[character] = character, literal
+            self._characters[literal], self.literals[character] = character, literal
         return self._characters[literal]
 
 
 def _simplified(message: Message) -> Message:
-    """The message as stricter templates take it: calls with arguments that are mappings, and with thoughts or content, not both."""
+    """Return the message for strict templates: mapping arguments, and reasoning or content but not both."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -221,7 +221,7 @@ def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
 
 
 def _loaded(text: Any) -> Any:
-    """The mapping that JSON text is; text that is none (a malformed call) stays text."""
+    """Parse JSON text to a mapping; other text (a malformed call) stays text."""
     if not isinstance(text, str):
         return text
     try:

@@ -1,4 +1,4 @@
-"""Tools, calls and results as plain text, for chat templates that know nothing of tools."""
+"""Tools, calls and results as plain text, for chat templates without tools."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ For each call write a JSON object with the function's name and arguments between
 def conversation_as_text(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, system: bool
 ) -> list[Message]:
-    """Return a conversation without tool messages and calls, which stand in the contents instead.
+    """Return a conversation whose tools, calls and results are written into message contents.
 
     Args:
-        messages: in OpenAI's form.
-        tools: function schemas, told in the first message.
-        system: whether the template takes a system message; otherwise the first user message begins with the tools.
+        messages: messages in OpenAI's form.
+        tools: function schemas, written into the first message.
+        system: True if the template accepts a system message; otherwise the first user message begins with the tools.
     """
-    told = messages_as_text(messages)
+    converted = messages_as_text(messages)
     if not tools:
-        return told
+        return converted
     schemas = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
     introduction = _INTRODUCTION.format(schemas=schemas)
-    first = told[0] if told else None
+    first = converted[0] if converted else None
     if first is not None and (first["role"] == "system" or not system):
-        told[0] = {**first, "content": f"{first['content']}\n\n{introduction}" if first["role"] == "system" else
+        converted[0] = {**first, "content": f"{first['content']}\n\n{introduction}" if first["role"] == "system" else
                    f"{introduction}\n\n{first['content']}"}  # fmt: skip
-        return told
-    return [{"role": "system", "content": introduction}, *told]
+        return converted
+    return [{"role": "system", "content": introduction}, *converted]
 
 
 def messages_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with calls written into their contents, and each run of results as one user message."""
-    told: list[Message] = []
+    """Write calls into message contents, and each run of results into one user message."""
+    converted: list[Message] = []
     results: list[str] = []
     for message in messages:
         if message["role"] == "tool":
             results.append(f"<tool_response>\n{message.get('content') or ''}\n</tool_response>")
             continue
-        _tell(told, results)
+        _append_results(converted, results)
         calls = message.get("tool_calls")
         if calls:
             text = "\n".join([*filter(None, [message.get("content")]), *map(_call_as_text, calls)])
             message = {**{k: v for k, v in message.items() if k != "tool_calls"}, "content": text}
-        told.append(message)
-    _tell(told, results)
-    return told
+        converted.append(message)
+    _append_results(converted, results)
+    return converted
 
 
-def _tell(told: list[Message], results: list[str]) -> None:
+def _append_results(converted: list[Message], results: list[str]) -> None:
     if results:
-        told.append({"role": "user", "content": "\n".join(results)})
+        converted.append({"role": "user", "content": "\n".join(results)})
         results.clear()
 
 

@@ -1,4 +1,4 @@
-"""What a chat template does with conversations of several turns, found out by rendering short ones."""
+"""Report on how a chat template renders multi-turn conversations, by rendering short ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ AT_RESULTS, AT_USER, WITH_THOUGHTS = (
     f"append-only {where}" for where in ("at tool results", "at a user's message", "with thoughts")
 )
 _SPLITS = {
-    AT_RESULTS: "rewrites earlier turns at tool results: every turn is a training sample of its own",
+    AT_RESULTS: "rewrites earlier turns at tool results: every turn becomes a separate training sample",
     AT_USER: "append-only within a turn of the user, splits at the next one",
     WITH_THOUGHTS: "append-only, but earlier thoughts are removed at a user's message: samples are split there",
 }
-"""Where a template rewrites its history, most often first, and what follows from it."""
+"""Consequence of each place where a template may rewrite its history, most frequent first."""
 
 
 class Outcome(StrEnum):
@@ -32,19 +32,19 @@ class Outcome(StrEnum):
 
     GOOD = "ok"
     NOTE = "note"
-    """Works, in another way than one might expect."""
+    """Works, with a restriction."""
     SPLITS = "splits"
-    """Earlier turns are rewritten here, so that another training sample begins."""
+    """Rewrites earlier turns, so that a new training sample begins."""
     BAD = "fails"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question asked of a template, and its answer in words."""
+    """Check of a template: name, outcome and explanation."""
 
     name: str
     outcome: Outcome
-    said: str
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class TemplateReport:
     """All answers about one template.
 
     Attributes:
-        renderer: family that renders it.
+        renderer: name of the renderer.
         parser: format of its tool calls.
-        checks: in the order in which they were made.
+        checks: checks in the order in which they ran.
     """
 
     renderer: str
@@ -63,15 +63,15 @@ class TemplateReport:
 
     @property
     def usable(self) -> bool:
-        """Whether conversations can be trained on with this template."""
+        """True if conversations rendered with this template can be trained on."""
         return all(check.outcome is not Outcome.BAD for check in self.checks)
 
     @property
     def verdict(self) -> str:
-        """The answers in one line."""
+        """Summary of the checks in one line."""
         bad = [check.name for check in self.checks if check.outcome is Outcome.BAD]
         if bad:
-            return f"not usable as it is: {', '.join(bad)}"
+            return f"not usable: {', '.join(bad)}"
         split = {check.name for check in self.checks if check.name in _SPLITS and check.outcome is Outcome.SPLITS}
         return "append-only" if not split else next(text for name, text in _SPLITS.items() if name in split)
 
@@ -82,7 +82,7 @@ class TemplateReport:
             "usable": self.usable,
             "renderer": self.renderer,
             "parser": self.parser,
-            "checks": [{"name": c.name, "outcome": c.outcome.value, "said": c.said} for c in self.checks],
+            "checks": [{"name": c.name, "outcome": c.outcome.value, "said": c.detail} for c in self.checks],
         }
 
 
@@ -95,113 +95,115 @@ def examine(
     parser: str = "auto",
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TemplateReport:
-    """Return what the tokenizer's chat template does.
+    """Examine the tokenizer's chat template.
 
     Args:
-        tokenizer: with a chat template.
-        stop_ids: tokens at which a generation ends without Hone (the tokenizer's and those of the generation config).
-        tools: look at tools, calls and results, too.
+        tokenizer: tokenizer with a chat template.
+        stop_ids: end tokens of generation outside Hone (of the tokenizer and the generation config).
+        tools: True to check tools, calls and results too.
         renderer: as in ``multi_turn.renderer``.
         parser: as in ``multi_turn.format``.
         template_kwargs: extra arguments of the template.
 
     Raises:
-        DataError: there is no chat template, or it refuses even a single question.
+        DataError: there is no chat template, or it refuses a single question.
     """
-    made = renderer_for(tokenizer, renderer, parser=parser, template_kwargs=template_kwargs)
-    checks = [*_asking(made, stop_ids)]
-    shown = [*_tools(made)] if tools else []
+    chosen = renderer_for(tokenizer, renderer, parser=parser, template_kwargs=template_kwargs)
+    checks = [*_prompt_checks(chosen, stop_ids)]
+    shown = [*_tool_checks(chosen)] if tools else []
     works = tools and all(check.outcome is not Outcome.BAD for check in shown)
-    checks += [*shown, *_appending(made, tools=works)]
-    named = "text_tools" if made.tools_as_text else made.family.name
-    return TemplateReport(named, _parser_name(made), tuple(checks))
+    checks += [*shown, *_append_checks(chosen, tools=works)]
+    named = "text_tools" if chosen.tools_as_text else chosen.family.name
+    return TemplateReport(named, _parser_name(chosen), tuple(checks))
 
 
-def _parser_name(made: Renderer) -> str:
-    return next(name for name in TOOL_PARSERS if TOOL_PARSERS.get(name) is type(made.parser))
+def _parser_name(renderer: Renderer) -> str:
+    return next(name for name in TOOL_PARSERS if TOOL_PARSERS.get(name) is type(renderer.parser))
 
 
-def _asking(made: Renderer, stop_ids: Collection[int]) -> Iterator[Check]:
-    asked = made.rendered([probes.ASKED])
-    plain = made.rendered([probes.ASKED], ask=False)
-    prompt = asked.text.removeprefix(plain.text)
-    if asked.text.startswith(plain.text) and prompt:
+def _prompt_checks(renderer: Renderer, stop_ids: Collection[int]) -> Iterator[Check]:
+    rendered = renderer.rendered([probes.ASKED])
+    plain = renderer.rendered([probes.ASKED], ask=False)
+    prompt = rendered.text.removeprefix(plain.text)
+    if rendered.text.startswith(plain.text) and prompt:
         yield Check("generation prompt", Outcome.GOOD, repr(prompt))
     else:
-        yield Check(
-            "generation prompt", Outcome.NOTE, "the template adds none: the model must begin its turn by itself"
-        )
-    if made.opens_thoughts:
-        yield Check("thinking", Outcome.NOTE, "the generation prompt opens a block of thoughts, in which answers begin")
-    closers = {closer: made.tokenizer.convert_tokens_to_ids(closer) for closer in made.closers}
+        yield Check("generation prompt", Outcome.NOTE, "the template adds none: the model must begin its turn itself")
+    if renderer.opens_thoughts:
+        yield Check("thinking", Outcome.NOTE, "the generation prompt opens a reasoning block, in which answers begin")
+    closers = {closer: renderer.tokenizer.convert_tokens_to_ids(closer) for closer in renderer.closers}
     if not closers:
         yield Check(
             "end of turn", Outcome.BAD, "no special token ends an assistant turn, so generations cannot end with one"
         )
         return
-    ends = {token: number for token, number in closers.items() if number in made.stop_token_ids}
+    ends = {token: number for token, number in closers.items() if number in renderer.stop_token_ids}
     unstopped = [f"{token} ({number})" for token, number in ends.items() if number not in stop_ids]
     if unstopped and len(unstopped) == len(ends):
-        said = (
-            f"{', '.join(unstopped)} ends turns, and generation_config.json does not name it; Hone stops there in episodes of "
+        note = (
+            f"{', '.join(unstopped)} ends turns, but generation_config.json does not list it; Hone stops there in episodes of "
             "several turns, other engines do not"
         )
-        yield Check("end of turn", Outcome.NOTE, said)
+        yield Check("end of turn", Outcome.NOTE, note)
     else:
         yield Check("end of turn", Outcome.GOOD, ", ".join(f"{token} ({number})" for token, number in ends.items()))
 
 
-def _tools(made: Renderer) -> Iterator[Check]:
-    if made.tools_as_text:
-        yield Check("tools", Outcome.NOTE, "the template shows none; they are written into the messages as text")
+def _tool_checks(renderer: Renderer) -> Iterator[Check]:
+    if renderer.tools_as_text:
+        yield Check("tools", Outcome.NOTE, "the template has no tools; Hone writes them into the messages as text")
     else:
         try:
-            made.prompt([probes.ASKED], [probes.TOOL])
+            renderer.prompt([probes.ASKED], [probes.TOOL])
         except DataError as error:
             yield Check("tools", Outcome.BAD, error.what)
             return
-        yield Check("tools", Outcome.GOOD, "schemas are shown in the prompt")
-    yield _calls(made)
-    yield _results(made)
+        yield Check("tools", Outcome.GOOD, "schemas are rendered into the prompt")
+    yield _call_check(renderer)
+    yield _result_check(renderer)
 
 
-def _calls(made: Renderer) -> Check:
-    """Whether a call that the template writes is read back."""
+def _call_check(renderer: Renderer) -> Check:
+    """Check that the parser reads a call that the template writes."""
     try:
-        asked = made.prompt([probes.ASKED], [probes.TOOL])
-        whole = made.prompt([probes.ASKED, probes.calling(probes.call())], [probes.TOOL], generation_prompt=False)
+        prompt_ids = renderer.prompt([probes.ASKED], [probes.TOOL])
+        whole = renderer.prompt([probes.ASKED, probes.calling(probes.call())], [probes.TOOL], generation_prompt=False)
     except DataError as error:
         return Check("tool calls", Outcome.BAD, error.what)
-    turn = whole[len(asked) :]
-    shown = str(made.tokenizer.decode(turn)).strip()
-    calls = made.parse(turn, [probes.TOOL]).calls
+    turn = whole[len(prompt_ids) :]
+    shown = str(renderer.tokenizer.decode(turn)).strip()
+    calls = renderer.parse(turn, [probes.TOOL]).calls
     if [(call.name, call.arguments) for call in calls] == [("get_weather", {"city": "Rome"})]:
-        return Check("tool calls", Outcome.GOOD, f"{shown!r} is read back by {_parser_name(made)}")
+        return Check("tool calls", Outcome.GOOD, f"{shown!r} is read back by {_parser_name(renderer)}")
     if "get_weather" not in shown:
-        return Check("tool calls", Outcome.BAD, "the template leaves calls of earlier turns out")
+        return Check("tool calls", Outcome.BAD, "the template omits calls of earlier turns")
     return Check(
-        "tool calls", Outcome.BAD, f"{shown!r} is not read by {_parser_name(made)}: choose another multi_turn.format"
+        "tool calls",
+        Outcome.BAD,
+        f"{shown!r} is not read by {_parser_name(renderer)}: choose another multi_turn.format",
     )
 
 
-def _results(made: Renderer) -> Check:
+def _result_check(renderer: Renderer) -> Check:
     turn: list[int] = []
     try:
-        made.bridge(turn, [probes.result(0, "sunny")], [probes.TOOL])
-        made.bridge(turn, [probes.result(0, "sunny"), probes.result(1, "rainy")], [probes.TOOL])
+        renderer.bridge(turn, [probes.result(0, "sunny")], [probes.TOOL])
+        renderer.bridge(turn, [probes.result(0, "sunny"), probes.result(1, "rainy")], [probes.TOOL])
     except DataError as error:
         return Check("tool results", Outcome.BAD, error.what)
     try:
-        made.rendered([probes.ASKED, probes.calling(probes.call(), probes.call(1)), probes.result(), probes.result(1)])
+        renderer.rendered(
+            [probes.ASKED, probes.calling(probes.call(), probes.call(1)), probes.result(), probes.result(1)]
+        )
     except DataError:
         return Check(
-            "tool results", Outcome.NOTE, "shown; a turn has one call, so results of several are shown one by one"
+            "tool results", Outcome.NOTE, "rendered; a turn has one call, so several results are rendered one by one"
         )
-    return Check("tool results", Outcome.GOOD, "shown, several of one turn as well")
+    return Check("tool results", Outcome.GOOD, "rendered, also several of one turn")
 
 
-def _appending(made: Renderer, *, tools: bool) -> Iterator[Check]:
-    """Whether what was played stays as it was, and whether bridges are what a whole rendering has in their place."""
+def _append_checks(renderer: Renderer, *, tools: bool) -> Iterator[Check]:
+    """Check that played tokens stay unchanged, and that bridges equal a full rendering."""
     steps: list[tuple[str, Sequence[Message], Sequence[Message]]] = [
         (AT_USER, [probes.ASKED, probes.ANSWERED], [probes.ASKED_AGAIN]),
         (
@@ -213,44 +215,42 @@ def _appending(made: Renderer, *, tools: bool) -> Iterator[Check]:
     if tools:
         steps.insert(0, (AT_RESULTS, [probes.ASKED, probes.calling(probes.call())], [probes.result()]))
     for name, messages, new in steps:
-        yield _appended(made, name, messages, new)
+        yield _append_check(renderer, name, messages, new)
 
 
-def _appended(made: Renderer, name: str, messages: Sequence[Message], new: Sequence[Message]) -> Check:
+def _append_check(renderer: Renderer, name: str, messages: Sequence[Message], new: Sequence[Message]) -> Check:
     schemas = [probes.TOOL] if new[0]["role"] == "tool" else None
     try:
-        asked = made.prompt(messages[:-1], schemas)
-        before = made.prompt(messages, schemas, generation_prompt=False)
-        after = made.prompt([*messages, *new], schemas)
+        prompt_ids = renderer.prompt(messages[:-1], schemas)
+        before = renderer.prompt(messages, schemas, generation_prompt=False)
+        after = renderer.prompt([*messages, *new], schemas)
     except DataError as error:
         return Check(name, Outcome.BAD, error.what)
-    turn = _turn(made, before[len(asked) :])
-    if before[: len(asked)] != asked:
-        return Check(name, Outcome.BAD, "an assistant turn does not begin with the generation prompt it was asked with")
+    turn = _turn(renderer, before[len(prompt_ids) :])
+    if before[: len(prompt_ids)] != prompt_ids:
+        return Check(name, Outcome.BAD, "an assistant turn does not begin with its generation prompt")
     thoughts = messages[-1].get("reasoning_content")
-    if thoughts and thoughts not in str(made.tokenizer.decode(turn)):
-        return Check(
-            name, Outcome.GOOD, "the template shows no thoughts apart from the content; those that are sampled stay"
-        )
-    reason = made.split_reason(messages, new, schemas, history_ids=asked + turn)
+    if thoughts and thoughts not in str(renderer.tokenizer.decode(turn)):
+        return Check(name, Outcome.GOOD, "the template has no separate reasoning; sampled reasoning stays")
+    reason = renderer.split_reason(messages, new, schemas, history_ids=prompt_ids + turn)
     if reason is not None:
         return Check(name, Outcome.SPLITS, f"{reason}; samples are split there")
-    played = asked + turn + made.bridge(turn, new, schemas)
+    played = prompt_ids + turn + renderer.bridge(turn, new, schemas)
     differing = [(a, b) for a, b in zip(played, after, strict=False) if a != b]
     if len(played) == len(after) and not differing:
         return Check(name, Outcome.GOOD, "token for token")
-    if len(played) == len(after) and all({a, b} <= set(made.closer_ids) for a, b in differing):
-        ends = [str(made.tokenizer.decode([token])) for token in differing[0]]
+    if len(played) == len(after) and all({a, b} <= set(renderer.closer_ids) for a, b in differing):
+        ends = [str(renderer.tokenizer.decode([token])) for token in differing[0]]
         return Check(
             name, Outcome.GOOD, f"token for token, but {ends[0]} stays where the template later shows {ends[1]}"
         )
-    return Check(name, Outcome.NOTE, "the history stays, but a whole rendering would have other tokens in places")
+    return Check(name, Outcome.NOTE, "the history stays, but a full rendering differs in some tokens")
 
 
-def _turn(made: Renderer, ids: list[int]) -> list[int]:
-    """An assistant turn up to the token that ends it, without an empty block of thoughts (which templates show at the end only)."""
-    empty = EMPTY_THOUGHTS.match(str(made.tokenizer.decode(ids)))
+def _turn(renderer: Renderer, ids: list[int]) -> list[int]:
+    """Return an assistant turn up to its end token, without an empty reasoning block."""
+    empty = EMPTY_THOUGHTS.match(str(renderer.tokenizer.decode(ids)))
     if empty:
-        ids = ids[len(made.tokenizer(empty[0], add_special_tokens=False)["input_ids"]) :]
-    ends = [position for position, token in enumerate(ids) if made.turn_ended([token])]
+        ids = ids[len(renderer.tokenizer(empty[0], add_special_tokens=False)["input_ids"]) :]
+    ends = [position for position, token in enumerate(ids) if renderer.turn_ended([token])]
     return ids[: ends[-1] + 1] if ends else ids

@@ -1,16 +1,16 @@
 """An OpenAI-compatible endpoint over an engine, which records every conversation as exact tokens.
 
 ==============  ====================================================================================================
-``wire``        what clients send: request bodies, checked
-``errors``      what they get when something is wrong, in OpenAI's form
-``session``     the conversations of one client as tokens: which call continues which
-``gateway``     the engine, asked from the endpoint's own thread
+``wire``        request bodies and their validation
+``errors``      error answers in OpenAI's form
+``session``     conversations of one client as tokens
+``gateway``     access to the engine from the endpoint's thread
 ``chat``        ``/v1/chat/completions``: messages to tokens, tokens to messages
 ``text``        ``/v1/completions``
-``replies``     the JSON of answers, whole or in pieces
-``app``         routes, tokens of access, errors
+``replies``     the JSON of answers, complete or streamed in chunks
+``app``         routes, access tokens, errors
 ``server``      the process's HTTP server, in a thread or in the foreground
 ==============  ====================================================================================================
 
-It needs the extra ``serve`` (starlette, uvicorn and pydantic), imported in this package only.
+The package needs the extra ``serve`` (starlette, uvicorn and pydantic), imported in this package only.
 """

@@ -1,4 +1,4 @@
-"""The routes: who may call, which session a call belongs to, and what every answer and error looks like."""
+"""HTTP routes of the endpoint: authorization, sessions, answers and errors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from hone.agents.serving.asking import Service
 from hone.agents.serving.chat import ChatCall
 from hone.agents.serving.errors import ApiError, bad_request
 from hone.agents.serving.replicas import ReplicaRoutes
+from hone.agents.serving.service import Service
 from hone.agents.serving.session import Session
 from hone.agents.serving.sessions import Sessions
 from hone.agents.serving.text import TextCall
@@ -28,28 +28,28 @@ from hone.agents.serving.wire import ChatBody, TextBody, parse
 
 log = logging.getLogger("hone.serve")
 
-MOST_BYTES = 32 * 2**20
-"""Largest request body."""
+MAX_REQUEST_BYTES = 32 * 2**20
+"""Maximum size of a request body in bytes."""
 
 
 class Endpoint:
-    """The endpoint as an ASGI application (:attr:`app`).
+    """Endpoint as an ASGI application (:attr:`app`).
 
     ======================================  =======================================================================
-    ``GET  /health``                        no token asked for
-    ``     /replicas``                      those of the engine (:mod:`hone.agents.serving.replicas`)
+    ``GET  /health``                        works without a token
+    ``     /replicas``                      replicas of the engine (:mod:`hone.agents.serving.replicas`)
     ``GET  /v1/models``
     ``POST /v1/chat/completions``           recorded when the API key is a session's
     ``POST /v1/completions``
-    ``     /sessions/<id>/v1/...``          the same, recorded in that session, which begins with its first call
-    ``GET  /sessions/<id>``                 its conversations as tokens
-    ``DELETE /sessions/<id>``               forget it
+    ``     /sessions/<id>/v1/...``          the same, recorded in that session; the first call opens it
+    ``GET  /sessions/<id>``                 conversations of the session as tokens
+    ``DELETE /sessions/<id>``               end the session
     ======================================  =======================================================================
 
     Args:
-        service: answers.
-        token: that callers must bear; None lets everybody in who can reach the port.
-        sessions: conversations that are recorded.
+        service: service that answers.
+        token: access token that callers must send; None allows every caller.
+        sessions: recorded sessions.
     """
 
     def __init__(self, service: Service, *, token: str | None = None, sessions: Sessions | None = None) -> None:
@@ -77,30 +77,30 @@ class Endpoint:
     # routes ----------------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """Whether the endpoint answers, and what is under way."""
+        """Report that the endpoint works, and the number of running requests."""
         return JSONResponse({"status": "ok", "under_way": self.service.gateway.under_way})
 
     async def models(self, request: Request) -> Response:
-        """The one model there is."""
+        """List the one model."""
         self._session_of(request)
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
-        """The model, by name."""
+        """Describe the model, by name."""
         self._session_of(request)
         self.service.check_model(request.path_params["name"])
         return JSONResponse(self._card())
 
     async def chat(self, request: Request) -> Response:
-        """``/v1/chat/completions``."""
+        """Answer ``/v1/chat/completions``."""
         return await self._answer(request, ChatBody, ChatCall)
 
     async def text(self, request: Request) -> Response:
-        """``/v1/completions``."""
+        """Answer ``/v1/completions``."""
         return await self._answer(request, TextBody, TextCall)
 
     async def show(self, request: Request) -> Response:
-        """The conversations of a session as tokens."""
+        """Return the conversations of a session as tokens."""
         return JSONResponse(self._existing(request).as_json())
 
     async def forget(self, request: Request) -> Response:
@@ -120,7 +120,7 @@ class Endpoint:
         try:
             call = call_of(self.service, session, body, str(next(self._numbers)))
             if body.stream:
-                return StreamingResponse(_events(call.pieces(), session), media_type="text/event-stream")
+                return StreamingResponse(_events(call.chunks(), session), media_type="text/event-stream")
             return JSONResponse(await _while_connected(request, call.whole()))
         except ExceptionGroup as group:
             raise (_first_api_error(group) or group) from group
@@ -141,10 +141,10 @@ class Endpoint:
     # who calls -------------------------------------------------------------------------------------------------------
 
     def _session_of(self, request: Request) -> Session | None:
-        """The session of a call, None for one that is not recorded.
+        """Return the session of a call, or None if the call is not recorded.
 
         Raises:
-            ApiError: the caller may not.
+            ApiError: the caller has no access.
         """
         key = _bearer(request)
         by_key = self.sessions.by_key(key)
@@ -154,7 +154,7 @@ class Endpoint:
         if name is None:
             return by_key
         if by_key is not None and by_key.name != name:
-            raise ApiError(401, "this API key is another session's", code="invalid_api_key")
+            raise ApiError(401, "this API key belongs to another session", code="invalid_api_key")
         return by_key or self.sessions.named(name)
 
     def _existing(self, request: Request) -> Session:
@@ -162,12 +162,12 @@ class Endpoint:
         name = request.path_params["session"]
         session = self.sessions.find(name)
         if session is None:
-            raise ApiError(404, f"there is no session '{name}'", code="session_not_found")
+            raise ApiError(404, f"session '{name}' does not exist", code="session_not_found")
         return session
 
     def _check_token(self, given: str) -> None:
         if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
-            raise ApiError(401, "the API key is wrong or missing: send `Authorization: Bearer <token>`",
+            raise ApiError(401, "wrong or missing API key: send `Authorization: Bearer <token>`",
                            code="invalid_api_key")  # fmt: skip
 
 
@@ -181,26 +181,26 @@ async def _json(request: Request) -> Any:
     try:
         async for chunk in request.stream():
             size += len(chunk)
-            if size > MOST_BYTES:
-                raise ApiError(413, f"the request is larger than {MOST_BYTES} bytes", code="request_too_large")
+            if size > MAX_REQUEST_BYTES:
+                raise ApiError(413, f"the request is larger than {MAX_REQUEST_BYTES} bytes", code="request_too_large")
             chunks.append(chunk)
     except ClientDisconnect as error:
-        raise bad_request("the client went away") from error
+        raise bad_request("the client disconnected") from error
     try:
         return json.loads(b"".join(chunks))
     except (ValueError, RecursionError) as error:
-        raise bad_request(f"the request is no JSON: {error}", code="invalid_json") from None
+        raise bad_request(f"the request is not valid JSON: {error}", code="invalid_json") from None
 
 
 async def _while_connected(request: Request, work: Any) -> Any:
-    """Await ``work``, and give it up when the caller goes away: an answer that nobody gets is not computed."""
+    """Await ``work``, and cancel it if the caller disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ApiError(499, "the client went away", code="client_closed_request")
+        raise ApiError(499, "the client disconnected", code="client_closed_request")
     finally:
         for waiting in (task, gone):
             waiting.cancel()
@@ -213,11 +213,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(pieces: AsyncIterator[dict[str, Any]], session: Session | None) -> AsyncIterator[bytes]:
-    """Server-sent events; an error after the first is one too, for the status has been sent."""
+async def _events(chunks: AsyncIterator[dict[str, Any]], session: Session | None) -> AsyncIterator[bytes]:
+    """Format chunks as server-sent events; a late error is an event too, since the status has been sent."""
     try:
-        async for piece in pieces:
-            yield b"data: " + json.dumps(piece, separators=(",", ":")).encode() + b"\n\n"
+        async for chunk in chunks:
+            yield b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
     except ApiError as error:
         if session is not None:
             session.counts["failed"] += 1
@@ -237,11 +237,11 @@ async def _api_error(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    what = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(ApiError(error.status_code, what, code="not_found").body(), status_code=error.status_code)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(ApiError(error.status_code, message, code="not_found").body(), status_code=error.status_code)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    log.error("a request broke", exc_info=error)
-    broken = ApiError(500, f"a bug in the server: {type(error).__name__}: {error}", code="internal_error")
-    return JSONResponse(broken.body(), status_code=500)
+    log.error("a request failed", exc_info=error)
+    bug = ApiError(500, f"bug in the server: {type(error).__name__}: {error}", code="internal_error")
+    return JSONResponse(bug.body(), status_code=500)

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: messages to tokens, tokens to messages."""
+"""Calls to ``/v1/chat/completions``: messages to tokens, tokens to messages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from hone.agents.messages import Message
 from hone.agents.rendering import Renderer
 from hone.agents.serving import replies
-from hone.agents.serving.asking import Service
 from hone.agents.serving.errors import bad_request
 from hone.agents.serving.forcing import forced_ids
+from hone.agents.serving.service import Service
 from hone.agents.serving.session import Prompt, Session, checked_messages
 from hone.agents.serving.wire import ChatBody
 from hone.errors import DataError
@@ -19,23 +19,23 @@ from hone.generation.protocol import Completion, GenerationRequest
 
 
 class ChatCall:
-    """One call to ``/v1/chat/completions``.
+    """Call to ``/v1/chat/completions``.
 
     Args:
-        service: that answers.
-        session: whose conversation it belongs to; None keeps nothing.
-        body: what is asked.
-        number: of the call, for names.
+        service: service that answers.
+        session: session that records the call; None records nothing.
+        body: body of the request.
+        number: number of the call, used in names.
 
     Raises:
-        ApiError: it cannot be served.
+        ApiError: the call cannot be served.
     """
 
     def __init__(self, service: Service, session: Session | None, body: ChatBody, number: str) -> None:
         service.check_model(body.model)
         self.service, self.body = service, body
         self.session = session or Session(f"call-{number}")
-        self.heading = replies.Heading.of(number, service.model, chat=True)
+        self.heading = replies.Heading.start(number, service.model, chat=True)
         self.tools = body.tools or None
         self.renderer: Renderer = service.renderer_for(body.chat_template_kwargs)
         try:
@@ -51,13 +51,13 @@ class ChatCall:
         )
 
     async def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the complete answer as one object."""
         completions = await self.service.completions(self.requests)
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         return self.heading.whole(choices, replies.usage(self.prompt.ids, completions)) | self._prompt_ids()
 
-    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer in pieces. Text that may be a tool call or the model's reasoning comes in one, when it is whole."""
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the answer in chunks. Text that may be a tool call or reasoning is one chunk, once it is complete."""
         texts = [replies.TextStream(self.body.stop) for _ in self.requests]
         seen = [0] * len(self.requests)
         completions: list[Completion] = []
@@ -80,16 +80,16 @@ class ChatCall:
                 yield self._delta(index, delta)
             yield self._delta(index, {}, reason=replies.finish_reason(sampled.completion, message))
         if self.body.stream_options.include_usage:
-            yield self.heading.part([], replies.usage(self.prompt.ids, completions))
+            yield self.heading.chunk([], replies.usage(self.prompt.ids, completions))
 
     def _record(self, completion: Completion) -> Message:
-        """Keep a reply, and return it as the message that the client gets."""
+        """Record a reply and return it as the message for the client."""
         message = self._message(completion)
         self.session.record(self.prompt, completion, message)
         return message
 
     def _message(self, completion: Completion) -> Message:
-        """The reply as a message; calls that cannot be read stay text, as OpenAI's form has no place for them."""
+        """Return the reply as a message; malformed calls stay text, since OpenAI's form cannot express them."""
         if self.tools and self.body.tool_choice == "none":
             return {
                 "role": "assistant",
@@ -135,7 +135,7 @@ class ChatCall:
             choice["logprobs"] = replies.chat_log_probs(self.service.tokenizer, ids, log_probs or [])
         if self.body.return_token_ids and ids:
             choice["token_ids"] = ids
-        return self.heading.part([choice])
+        return self.heading.chunk([choice])
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompt.ids} if self.body.return_token_ids else {}

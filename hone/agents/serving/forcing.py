@@ -1,4 +1,4 @@
-"""``tool_choice`` that asks for a call: the beginning of one is put into the model's mouth."""
+"""Forced tool calls (``tool_choice``): the reply is prefilled with the beginning of a call."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from hone.agents.serving.wire import ChatBody, NamedTool
 
 
 def forced_ids(renderer: Renderer, body: ChatBody) -> list[int]:
-    """Tokens to put behind the prompt, so that the reply can only be a call; none when the model may choose.
+    """Return tokens that force the reply to be a call, appended to the prompt; empty if the model may choose.
 
-    They are given, not sampled: no log-prob is reported for them, and they are not trained on.
+    They are not sampled: they have no log-probs and are excluded from the loss mask.
 
     Raises:
-        ApiError: there is no such tool, or calls of this model's format cannot be begun.
+        ApiError: the tool is unknown, or the model's call format cannot be prefilled.
     """
     choice = body.tool_choice
     if choice in ("auto", "none"):
         return []
     names = [_name(tool) for tool in body.tools]
     if not names:
-        raise bad_request("tool_choice asks for a call, and there are no tools", "tool_choice")
+        raise bad_request("tool_choice requires a call, but 'tools' is empty", "tool_choice")
     if not isinstance(renderer.parser, HermesParser):
         raise bad_request(
-            "tool_choice can be auto or none for this model: a call in its format cannot be begun", "tool_choice"
+            "tool_choice must be auto or none for this model: its call format cannot be prefilled", "tool_choice"
         )
     text = f"{HermesParser.marks[0]}\n"
     if isinstance(choice, NamedTool):
         if choice.function.name not in names:
-            raise bad_request(f"there is no tool '{choice.function.name}' among {', '.join(names)}", "tool_choice")
+            raise bad_request(f"tool '{choice.function.name}' does not exist; tools: {', '.join(names)}", "tool_choice")
         text += f'{{"name": {json.dumps(choice.function.name)}, "arguments":'
     ids: Any = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
     return list(ids)

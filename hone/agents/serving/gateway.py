@@ -1,4 +1,4 @@
-"""The engine as the endpoint asks it: from another thread, with a bound on what waits."""
+"""Access to the engine from the endpoint's thread, with a limit on concurrent requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 class Gateway:
-    """Takes requests of the endpoint's thread to the event loop on which the engine runs.
+    """Gateway from the endpoint's thread to the event loop on which the engine runs.
 
-    Decoding keeps a loop busy for a burst of steps at a time; with a thread of its own the endpoint answers meanwhile.
+    Decoding blocks a loop for several steps at a time; in a separate thread the endpoint stays responsive.
 
     Args:
-        client: asks the engine.
+        client: client of the engine.
         loop: the engine's event loop.
-        most_waiting: requests that may be under way at once; what comes on top is turned away, to be tried again.
+        most_waiting: maximum number of concurrent requests; further ones get status 503, to be retried.
     """
 
     def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop, *, most_waiting: int = 16384) -> None:
@@ -32,14 +32,16 @@ class Gateway:
         self.under_way = 0
 
     async def complete(self, request: GenerationRequest) -> Completion:
-        """The completion of a request; a caller that is cancelled ends it. Call it on the endpoint's loop.
+        """Return a request's completion, awaited on the endpoint's loop. Cancelling the caller aborts the request.
 
         Raises:
-            ApiError: too many are under way, the request cannot be served, or the engine lost it.
+            ApiError: too many requests are running, the request cannot be served, or the engine lost it.
         """
         if self.under_way >= self.most_waiting:
             raise ApiError(
-                503, f"{self.under_way} requests are under way, which is all this server takes", code="overloaded"
+                503,
+                f"{self.under_way} requests are running, the maximum of this server; try again later",
+                code="overloaded",
             )
         if request.progress is not None:
             request = dataclasses.replace(request, progress=self._from_engine(request.progress))
@@ -53,22 +55,22 @@ class Gateway:
         finally:
             self.under_way -= 1
         if completion.stop_reason in (StopReason.ABORTED, StopReason.ERROR):
-            raise ApiError(503, "the engine ended the reply before it was whole; try again", code="aborted")
+            raise ApiError(503, "the engine aborted the reply before its end; try again", code="aborted")
         return completion
 
     async def end_session(self, name: str) -> None:
-        """Have the engine forget what it keeps of a session."""
+        """Let the engine free the KV cache of a session."""
         await self.on_engine(self.client.end_sessions([name]))
 
     async def on_engine(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` gives on the engine's loop."""
+        """Run ``work`` on the engine's loop and return its result."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def _from_engine(self, progress: Progress) -> Progress:
-        """``progress``, called on the endpoint's loop whoever calls it."""
-        home = asyncio.get_running_loop()
+        """Return ``progress`` wrapped such that it always runs on the endpoint's loop."""
+        endpoint_loop = asyncio.get_running_loop()
 
         def forward(ids: list[int], log_probs: list[float]) -> None:
-            home.call_soon_threadsafe(progress, ids, log_probs)
+            endpoint_loop.call_soon_threadsafe(progress, ids, log_probs)
 
         return forward

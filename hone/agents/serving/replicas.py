@@ -1,4 +1,4 @@
-"""Replicas of the engine behind an endpoint: how they are, and taking one out of service while the others go on."""
+"""Routes for the engine's replicas: their state, and draining one while the others continue."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hone.generation.pool import EnginePool
 
 
 class ReplicaRoutes:
-    """Answers ``/replicas``.
+    """Routes below ``/replicas``.
 
     Args:
-        gateway: to the engine.
-        check: raises unless the caller of a request may.
+        gateway: gateway to the engine.
+        check: function that raises if the caller has no access.
     """
 
     def __init__(self, gateway: Gateway, check: Callable[[Request], None]) -> None:
@@ -31,17 +31,17 @@ class ReplicaRoutes:
         ]
 
     async def show(self, request: Request) -> Response:
-        """State, load and restarts of each."""
+        """Return state, load and restarts of each replica."""
         return JSONResponse({"replicas": await self._reports(self._pool(request))})
 
     async def drain(self, request: Request) -> Response:
-        """Let a replica finish what it has, and give it nothing more; answers when it has finished."""
+        """Give a replica no new requests; answer when its current ones have finished."""
         pool, index = self._replica(request)
         await self._gateway.on_engine(pool.drain(index))
         return JSONResponse((await self._reports(pool))[index])
 
     async def admit(self, request: Request) -> Response:
-        """Give work to a drained replica again."""
+        """Send requests to a drained replica again."""
         pool, index = self._replica(request)
 
         async def admit() -> None:
@@ -60,11 +60,13 @@ class ReplicaRoutes:
         self._check(request)
         engine = self._gateway.client.engine
         if not isinstance(engine, EnginePool):
-            raise ApiError(404, "the engine lives in this process and has no replicas", code="no_replicas")
+            raise ApiError(404, "the engine runs in this process and has no replicas", code="no_replicas")
         return engine
 
     def _replica(self, request: Request) -> tuple[EnginePool, int]:
         pool, index = self._pool(request), request.path_params["index"]
         if index >= len(pool.replicas):
-            raise ApiError(404, f"there is no replica {index}, only 0 to {len(pool.replicas) - 1}", code="no_replicas")
+            raise ApiError(
+                404, f"replica {index} does not exist; replicas: 0 to {len(pool.replicas) - 1}", code="no_replicas"
+            )
         return pool, index

@@ -1,4 +1,4 @@
-"""The JSON of answers, in OpenAI's form: whole, or in pieces as they are sampled."""
+"""JSON of answers in OpenAI's form: complete, or streamed in chunks."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ from hone.generation.protocol import Completion
 
 @dataclass(frozen=True)
 class Heading:
-    """What every part of an answer begins with.
+    """Fields that every chunk of an answer repeats.
 
     Attributes:
-        id: of the answer.
-        object: kind of a whole answer, ``chat.completion`` or ``text_completion``.
-        piece: kind of a piece of one.
-        model: that answers.
+        id: id of the answer.
+        object: ``object`` of a complete answer, ``chat.completion`` or ``text_completion``.
+        chunk_object: ``object`` of a chunk.
+        model: name of the model.
+        created: start of the answer, in seconds since the epoch.
     """
 
     id: str
     object: str
-    piece: str
+    chunk_object: str
     model: str
     created: int
 
     @classmethod
-    def of(cls, number: str, model: str, *, chat: bool) -> Heading:
-        """The heading of an answer that begins now."""
+    def start(cls, number: str, model: str, *, chat: bool) -> Heading:
+        """Return the heading of an answer that begins now."""
         if chat:
             return cls(f"chatcmpl-{number}", "chat.completion", "chat.completion.chunk", model, int(time.time()))
         return cls(f"cmpl-{number}", "text_completion", "text_completion", model, int(time.time()))
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """A whole answer."""
+        """Return a complete answer."""
         return {**self._fields(self.object), "choices": choices, "usage": usage}
 
-    def part(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A piece of an answer."""
-        return {**self._fields(self.piece), "choices": choices} | ({} if usage is None else {"usage": usage})
+    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return one chunk of an answer."""
+        return {**self._fields(self.chunk_object), "choices": choices} | ({} if usage is None else {"usage": usage})
 
     def _fields(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
 def usage(prompt: Sequence[int], completions: Sequence[Completion]) -> dict[str, int]:
-    """Tokens of a request; the prompt counts once."""
+    """Count the tokens of a request; the prompt counts once."""
     sampled = sum(len(completion.token_ids) for completion in completions)
     return {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
 
 
 def finish_reason(completion: Completion, message: Message | None = None) -> str:
-    """Why a reply ended, as OpenAI's clients know it."""
+    """Return OpenAI's ``finish_reason`` of a reply."""
     if message is not None and message.get("tool_calls"):
         return "tool_calls"
     return "length" if completion.stop_reason is StopReason.LENGTH else "stop"
@@ -66,7 +67,7 @@ def finish_reason(completion: Completion, message: Message | None = None) -> str
 def chat_log_probs(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], log_probs: Sequence[float]
 ) -> dict[str, Any]:
-    """Log-prob of every sampled token under the policy, in the form of chat completions."""
+    """Return the log-prob of every sampled token under the policy in the form of chat completions."""
     entries = []
     for index, log_prob in zip(ids, log_probs, strict=True):
         token = str(tokenizer.decode([index]))
@@ -77,58 +78,58 @@ def chat_log_probs(
 def text_log_probs(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], log_probs: Sequence[float], *, offset: int = 0
 ) -> dict[str, Any]:
-    """Log-prob of every sampled token under the policy, in the form of completions."""
+    """Return the log-prob of every sampled token under the policy in the form of completions."""
     tokens = [str(tokenizer.decode([index])) for index in ids]
     offsets = [offset + sum(map(len, tokens[:number])) for number in range(len(tokens))]
     return {"tokens": tokens, "token_logprobs": list(log_probs), "top_logprobs": None, "text_offset": offsets}
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """``text`` up to the first stop string."""
-    places = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(places)] if places else text
+    """Return ``text`` up to the first stop string."""
+    positions = [position for stop in stops if (position := text.find(stop)) >= 0]
+    return text[: min(positions)] if positions else text
 
 
 class TextStream:
-    """Text of a reply as its tokens arrive: what is certain to stay.
+    """Incremental text of a reply, limited to text that can no longer change.
 
-    The end is held back where it may be half a character or the beginning of a stop string.
+    The end is held back if it may be a partial character or the start of a stop string.
 
     >>> stream = TextStream(["END"])
     >>> stream.grow("1, 2 E"), stream.grow("1, 2 Eh"), stream.grow("1, 2 Eh END 3"), stream.end("1, 2 Eh END 3")
     ('1, 2 ', 'Eh', ' ', '')
 
     Args:
-        stops: strings that end the text and do not belong to it.
+        stops: strings that end the text and are not part of it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self.sent = stops, ""
 
     def grow(self, text: str) -> str:
-        """What is new in ``text``, the text of all tokens so far."""
+        """Return the new part of ``text``, the text of all tokens sampled until now."""
         text = cut(text, self._stops)
         text = text[: len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)]
         return self._new(text.rstrip("\ufffd"))
 
     def end(self, text: str) -> str:
-        """What is left of the whole text."""
+        """Return the unsent rest of the complete text."""
         return self._new(cut(text, self._stops))
 
     def _new(self, text: str) -> str:
-        if not text.startswith(self.sent):  # a tokenizer that writes earlier tokens otherwise because of later ones
+        if not text.startswith(self.sent):  # the tokenizer decodes earlier tokens differently because of later ones
             return ""
         new, self.sent = text[len(self.sent) :], text
         return new
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that ``stop`` begins with."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of ``stop``."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def chat_deltas(message: Message) -> Iterator[dict[str, Any]]:
-    """A whole reply as deltas: reasoning, text, then each call."""
+    """Yield a complete reply as deltas: reasoning, text, then each call."""
     if message.get("reasoning_content"):
         yield {"reasoning_content": message["reasoning_content"]}
     if message.get("content"):

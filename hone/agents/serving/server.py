@@ -1,4 +1,4 @@
-"""The HTTP server: in a thread of a process that does other things too, or in the foreground."""
+"""HTTP server in a background thread or in the foreground."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ START_SECONDS = 30.0
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Return whether ``host`` is reachable only from this machine."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def check_access(host: str, token: str | None) -> None:
-    """Refuse to serve others than this machine without a token.
+    """Check that a host reachable from other machines has a token.
 
     Raises:
         ConfigError: ``host`` can be reached from outside and there is no token.
     """
     if token is None and not is_loopback(host):
         raise ConfigError(
-            f"without a token the endpoint is served on loopback only, and '{host}' can be reached from outside",
-            why="everybody who reaches the port could use the model and read the recorded conversations",
-            fix="set HONE_SERVE_TOKEN (or --token), or --host 127.0.0.1",
+            f"host '{host}' is reachable from other machines, which requires a token",
+            why="everyone who can reach the port could use the model and read the recorded conversations",
+            fix="set HONE_SERVE_TOKEN (or --token), or use --host 127.0.0.1",
         )
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+    """Open a listening socket; port 0 takes a free port.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -54,27 +54,27 @@ def listen(host: str, port: int) -> socket.socket:
         sock.close()
         raise ConfigError(
             f"{host}:{port} cannot be served: {error.strerror or error}",
-            fix="name a free port with --port (0 takes any), and an address of this machine with --host",
+            fix="use a free port with --port (0 takes any) and an address of this machine with --host",
         ) from error
     return sock
 
 
 def allow_many_connections() -> int:
-    """Raise this process's limit of open files as far as it may; returns the limit."""
+    """Raise this process's limit of open files to the hard limit; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # some systems name a hard limit that they do not grant
+        with contextlib.suppress(ValueError, OSError):  # some systems report a hard limit that they do not grant
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class HttpServer:
-    """Serves an ASGI application.
+    """Server of an ASGI application.
 
     Args:
         app: the application.
         host: address.
-        port: 0 takes a free one.
+        port: port; 0 takes a free one.
 
     Attributes:
         url: ``http://host:port``.
@@ -97,10 +97,10 @@ class HttpServer:
         self._server.run(sockets=[self._socket])
 
     def start(self) -> None:
-        """Serve in a thread, and return when it does.
+        """Start serving in a thread; return once it accepts connections.
 
         Raises:
-            ProcessError: it does not within half a minute.
+            ProcessError: it does not start within ``START_SECONDS``.
         """
         self._thread = threading.Thread(target=self.run, name="hone-serve", daemon=True)
         self._thread.start()
@@ -113,7 +113,7 @@ class HttpServer:
             raise ProcessError(f"the endpoint at {self.url} did not start within {START_SECONDS:g} s")
 
     def stop(self) -> None:
-        """End it; calls under way have five seconds."""
+        """Stop the server; running calls have five seconds."""
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(15)

@@ -1,13 +1,13 @@
-"""The conversations of one client as tokens: a call that continues a recorded conversation is never rendered again.
+"""Conversations of one client as tokens; a call that continues a recorded conversation reuses its tokens.
 
-A client of the endpoint knows only messages. So a call's messages are looked up among the conversations of its session: where
-they go on from a recorded reply, the prompt is the recorded tokens and, behind them, those of the new messages alone
-(:meth:`Renderer.bridge`). Anything else begins a conversation of its own, rendered whole: a first call, an agent that rewrote its
-history, or a template that does so (reasoning removed).
+A client of the endpoint sends only messages. A call's messages are looked up among the conversations of its session. If they
+continue a recorded reply, the prompt is the recorded tokens plus the tokens of the new messages (:meth:`Renderer.bridge`). Otherwise
+the call begins a new conversation, rendered completely: a first call, an agent that rewrote its history, or a template that does so
+(reasoning removed).
 
-The turns form a forest, because an agent may ask twice from the same place. Every path from a first turn to a last one is a
-:class:`~hone.agents.ledger.TokenLedger`; a turn that several paths share counts as sampled in the first of them and is given
-context in the others, so each sampled token is trained on once.
+The turns form a forest, because an agent may branch from an earlier turn. Every path from root to leaf is a
+:class:`~hone.agents.ledger.TokenLedger`. A turn shared by several paths counts as sampled in the first one and as given context in
+the others, so each sampled token is trained on once.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(eq=False)
 class Turn:
-    """One reply of the model, and what was put before it.
+    """Reply of the model with the tokens given before it.
 
     Attributes:
-        parent: the turn it continues; None begins a conversation.
-        given_ids: tokens between the parent's reply and this one: the whole prompt where there is no parent.
-        completion: what was sampled.
+        parent: turn that it continues; None begins a conversation.
+        given_ids: tokens between the parent's reply and this one: the complete prompt without a parent.
+        completion: sampled reply.
         ids: all tokens up to the end of this reply.
-        calls: tool calls made in the conversation so far.
-        messages: the conversation up to this reply, which is the last of them as the client got it.
-        children: how many turns continue it.
+        calls: tool calls made in the conversation up to this reply.
+        messages: the conversation up to this reply, which is the last message, as the client received it.
+        children: number of turns that continue it.
     """
 
     parent: Turn | None
@@ -54,14 +54,14 @@ class Turn:
 
 @dataclass
 class Prompt:
-    """What the model is given in a call.
+    """Tokens and messages that the model receives in a call.
 
     Attributes:
-        parent: the turn it continues.
-        given_ids: tokens behind that turn's reply; the whole prompt without a parent.
+        parent: turn that it continues.
+        given_ids: tokens after that turn's reply; the complete prompt without a parent.
         ids: all tokens.
-        messages: of the call.
-        chain: fingerprints of the conversation, the last one with all messages of the call.
+        messages: messages of the call.
+        chain: fingerprints of the conversation, the last one over all messages of the call.
     """
 
     parent: Turn | None
@@ -72,22 +72,22 @@ class Prompt:
 
     @property
     def calls(self) -> int:
-        """Tool calls made in the conversation so far."""
+        """Number of tool calls in the conversation before this prompt."""
         return self.parent.calls if self.parent else 0
 
 
 @dataclass
 class Session:
-    """The calls of one client.
+    """Recorded calls of one client.
 
     Attributes:
-        name: of the session; engines keep what they hold of its earlier turns under it.
-        key: the API key that names it.
-        seed: of its draws; each depends on it, on the tokens of the prompt, and on how often that prompt was asked.
-        sampling: how every reply is drawn, whatever the client asks for; None leaves it to the client.
-        allow: most tokens that the reply to a prompt may have; raises ApiError when it may have none. None allows all.
+        name: name of the session and of its KV cache in the engine.
+        key: API key of the session.
+        seed: seed of its sampling; a reply's seed depends on it, the prompt's tokens and how often that prompt occurred.
+        sampling: sampling parameters that override the client's; None uses the client's.
+        allow: function of a prompt that returns the reply's maximum tokens, or raises ApiError if none are left; None allows all.
         turns: replies in the order in which they were recorded.
-        counts: calls, conversations begun (``opened``), histories that the agent rewrote (``rewritten``) or the template
+        counts: counters of calls, new conversations (``opened``), histories rewritten by the agent (``rewritten``) or the template
             (``split``), replies refused or lost (``failed``).
     """
 
@@ -99,33 +99,33 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     _by_conversation: dict[str, Turn] = field(default_factory=dict)
-    _asked: Counter[str] = field(default_factory=Counter)
+    _uses: Counter[str] = field(default_factory=Counter)
 
     def prompt(self, renderer: Renderer, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Prompt:
-        """The tokens for a call with these messages; see the module.
+        """Return the prompt for these messages, continuing a recorded conversation if one matches.
 
         Raises:
             DataError: the template refuses the messages.
         """
         chain = fingerprints(messages, tools, renderer.template.kwargs)
-        for known in range(len(messages) - 1, 0, -1):
-            turn = self._by_conversation.get(chain[known])
-            new = list(messages[known:])
+        for length in range(len(messages) - 1, 0, -1):
+            turn = self._by_conversation.get(chain[length])
+            new = list(messages[length:])
             if turn is None or any(message["role"] == "assistant" for message in new):
                 continue
-            if renderer.split_reason(list(messages[:known]), new, tools, history_ids=turn.ids) is not None:
+            if renderer.split_reason(list(messages[:length]), new, tools, history_ids=turn.ids) is not None:
                 self.counts["split"] += 1
                 break
             given = renderer.bridge(turn.completion.token_ids, new, tools)
             return Prompt(turn, given, turn.ids + given, list(messages), chain)
         else:
-            claimed = any(message["role"] == "assistant" for message in messages)
-            self.counts["rewritten" if claimed else "opened"] += 1
+            has_replies = any(message["role"] == "assistant" for message in messages)
+            self.counts["rewritten" if has_replies else "opened"] += 1
         ids = renderer.prompt(list(messages), tools)
         return Prompt(None, ids, ids, list(messages), chain)
 
     def text_prompt(self, ids: list[int]) -> Prompt:
-        """The tokens for a call that gives them itself: it continues the reply whose tokens it begins with."""
+        """Return the prompt of a call that sends tokens; it continues the reply whose tokens are its prefix."""
         for turn in reversed(self.turns):
             if len(ids) > len(turn.ids) and ids[: len(turn.ids)] == turn.ids:
                 return Prompt(turn, ids[len(turn.ids) :], ids, turn.messages, [])
@@ -133,14 +133,14 @@ class Session:
         return Prompt(None, ids, ids, [], [])
 
     def seeds(self, ids: Sequence[int], n: int) -> list[int]:
-        """The random streams for ``n`` replies to these tokens; asked again, others."""
+        """Return seeds for ``n`` replies to a prompt; repeated prompts get new seeds."""
         digest = hashlib.blake2b(json.dumps(list(ids)).encode(), digest_size=16).hexdigest()
-        first = self._asked[digest]
-        self._asked[digest] += n
+        first = self._uses[digest]
+        self._uses[digest] += n
         return [derive_seed(self.seed, digest, number) for number in range(first, first + n)]
 
     def record(self, prompt: Prompt, completion: Completion, message: Message) -> Turn:
-        """Keep a reply, as tokens and as the message that the client got."""
+        """Record a reply as tokens and as the message that the client received."""
         calls = prompt.calls + len(message.get("tool_calls") or ())
         ids, messages = prompt.ids + completion.token_ids, [*prompt.messages, message]
         turn = Turn(prompt.parent, prompt.given_ids, completion, ids, calls, messages)
@@ -152,7 +152,7 @@ class Session:
         return turn
 
     def ledgers(self) -> list[TokenLedger]:
-        """Every conversation, from its first turn to a last one, in the order of the last turns."""
+        """Return a ledger for each path from a first to a last turn, in the order of the last turns."""
         counted: set[Turn] = set()
         ledgers = []
         for leaf in (turn for turn in self.turns if not turn.children):
@@ -170,7 +170,7 @@ class Session:
         return ledgers
 
     def as_json(self) -> dict[str, Any]:
-        """Its conversations as plain data."""
+        """Return the conversations as plain data."""
         return {
             "id": self.name,
             "counts": dict(self.counts),
@@ -196,7 +196,7 @@ def _path(turn: Turn) -> list[Turn]:
 
 
 def fingerprints(messages: Sequence[Message], tools: Any, template_kwargs: Mapping[str, Any]) -> list[str]:
-    """Fingerprints of a conversation: entry k is of what the template is given with the first k messages."""
+    """Return fingerprints of a conversation; entry k covers the template's input for the first k messages."""
     chain = [_digest([tools or [], dict(template_kwargs)])]
     for message in messages:
         chain.append(_link(chain[-1], message))
@@ -204,7 +204,7 @@ def fingerprints(messages: Sequence[Message], tools: Any, template_kwargs: Mappi
 
 
 def _link(before: str, message: Message) -> str:
-    """Two messages are one when role, text and calls are: clients leave out and add empty fields, and write JSON anew."""
+    """Extend a fingerprint by role, text and calls only: clients add or omit empty fields and reformat JSON."""
     calls = [
         [call.get("id"), call["function"].get("name"), _decoded(call["function"].get("arguments"))]
         for call in message.get("tool_calls") or ()
@@ -224,10 +224,10 @@ def _digest(value: Any) -> str:
 
 
 def checked_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Messages of a request as renderers take them: text contents, tool results with the name of their tool.
+    """Check a request's messages; return them with text contents and tool results with tool names.
 
     Raises:
-        ApiError: a role, content or call that is none.
+        ApiError: a role, content or call is invalid.
     """
     checked: list[Message] = []
     names: dict[str, str] = {}
@@ -235,7 +235,7 @@ def checked_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
         where = f"messages.{number}"
         role = "system" if message.get("role") == "developer" else message.get("role")
         if role not in ROLES:
-            raise bad_request(f"role {role!r} is none of {', '.join(ROLES)}", f"{where}.role")
+            raise bad_request(f"role {role!r} is not one of {', '.join(ROLES)}", f"{where}.role")
         clean: Message = {"role": role, "content": _text(message.get("content"), where)}
         calls = message.get("tool_calls") or []
         for call in calls:
@@ -269,4 +269,4 @@ def _text(content: Any, where: str) -> str:
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
     ):
         return "".join(part["text"] for part in content)
-    raise bad_request("content is neither text nor a list of text parts; nothing else is supported", f"{where}.content")
+    raise bad_request("content is neither text nor a list of text parts, the only supported forms", f"{where}.content")

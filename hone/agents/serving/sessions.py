@@ -1,4 +1,4 @@
-"""The sessions of an endpoint: by name, and by the API key that names one."""
+"""Sessions of an endpoint, by name and by API key."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _NAME = re.compile(r"[\w.:#~@+-]{1,200}")
 
 
 class Sessions:
-    """Open sessions.
+    """Registry of open sessions.
 
     Args:
-        most: that may be open at once.
-        named_by_path: whether a path with the name of an unknown session begins it.
+        most: maximum number of open sessions.
+        named_by_path: True if a request path with an unknown session name opens that session.
     """
 
-    def __init__(self, *, most: int = 10_000, named_by_path: bool = True) -> None:
-        self.most, self.named_by_path = most, named_by_path
+    def __init__(self, *, max_sessions: int = 10_000, named_by_path: bool = True) -> None:
+        self.max_sessions, self.named_by_path = max_sessions, named_by_path
         self._by_name: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
 
@@ -34,44 +34,48 @@ class Sessions:
         sampling: SamplingParams | None = None,
         allow: Callable[[Prompt], int] | None = None,
     ) -> Session:
-        """Begin a session with an API key of its own; see :class:`Session` for the arguments.
+        """Open a session with a new API key; see :class:`Session` for the arguments.
 
         Raises:
-            ValueError: it is open already.
+            ValueError: a session of this name is open.
         """
         if name in self._by_name:
-            raise ValueError(f"session '{name}' is open already")
+            raise ValueError(f"session '{name}' is already open")
         session = Session(name, f"hone-{secrets.token_urlsafe(24)}", seed, sampling, allow)
         self._by_name[name] = self._by_key[session.key] = session
         return session
 
     def close(self, session: Session) -> None:
-        """Forget a session."""
+        """Close a session and invalidate its API key."""
         self._by_name.pop(session.name, None)
         self._by_key.pop(session.key, None)
 
     def by_key(self, key: str) -> Session | None:
-        """The session that an API key names."""
+        """Return the session of an API key, or None."""
         return self._by_key.get(key)
 
     def find(self, name: str) -> Session | None:
-        """The open session of this name."""
+        """Return the open session of this name, or None."""
         return self._by_name.get(name)
 
     def named(self, name: str) -> Session:
-        """The session of this name, which may begin now.
+        """Return the session of this name, opened if necessary.
 
         Raises:
-            ApiError: it may not.
+            ApiError: it cannot be opened.
         """
         if name not in self._by_name:
             if not self.named_by_path:
-                raise ApiError(404, f"there is no session '{name}'", code="session_not_found")
+                raise ApiError(404, f"session '{name}' does not exist", code="session_not_found")
             if not _NAME.fullmatch(name):
-                raise bad_request(f"'{name[:50]}' cannot name a session: 1 to 200 letters, digits and . : # ~ @ + - _")
-            if len(self._by_name) >= self.most:
+                raise bad_request(
+                    f"invalid session name '{name[:50]}': use 1 to 200 letters, digits and . : # ~ @ + - _"
+                )
+            if len(self._by_name) >= self.max_sessions:
                 raise ApiError(
-                    429, f"{self.most} sessions are open; end some with DELETE /sessions/<id>", code="too_many_sessions"
+                    429,
+                    f"{self.max_sessions} sessions are open, the maximum; end some with DELETE /sessions/<id>",
+                    code="too_many_sessions",
                 )
             self.open(name, seed=secrets.randbits(62))
         return self._by_name[name]

@@ -1,4 +1,4 @@
-"""``/v1/completions``: text or token ids to be continued."""
+"""Calls to ``/v1/completions``: continue text or token ids."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.agents.serving import replies
-from hone.agents.serving.asking import Sampled, Service
 from hone.agents.serving.errors import bad_request
+from hone.agents.serving.service import Sampled, Service
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import TextBody
 from hone.generation.protocol import Completion, GenerationRequest
@@ -23,33 +23,33 @@ class _Reply:
 
 
 class TextCall:
-    """One call to ``/v1/completions``; several prompts are answered together, ``n`` replies each.
+    """Call to ``/v1/completions``; several prompts run concurrently, with ``n`` replies each.
 
     Args:
-        service: that answers.
-        session: whose conversation it belongs to; None keeps nothing.
-        body: what is asked.
-        number: of the call, for names.
+        service: service that answers.
+        session: session that records the call; None records nothing.
+        body: body of the request.
+        number: number of the call, used in names.
 
     Raises:
-        ApiError: it cannot be served.
+        ApiError: the call cannot be served.
     """
 
     def __init__(self, service: Service, session: Session | None, body: TextBody, number: str) -> None:
         service.check_model(body.model)
         self.service, self.body = service, body
         self.session = session or Session(f"call-{number}")
-        self.heading = replies.Heading.of(number, service.model, chat=False)
+        self.heading = replies.Heading.start(number, service.model, chat=False)
         self.prompts = [self.session.text_prompt(ids) for ids in self._prompt_ids(body.prompt)]
         self.requests: list[GenerationRequest] = []
         self._replies: list[_Reply] = []
         for place, prompt in enumerate(self.prompts):
-            asked = service.requests(body, prompt, session, f"{number}.{place}", ())
-            self.requests += asked
-            self._replies += [_Reply(prompt, replies.TextStream(body.stop)) for _ in asked]
+            requests = service.requests(body, prompt, session, f"{number}.{place}", ())
+            self.requests += requests
+            self._replies += [_Reply(prompt, replies.TextStream(body.stop)) for _ in requests]
 
     async def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the complete answer as one object."""
         completions = await self.service.completions(self.requests)
         choices = []
         for index, completion in enumerate(completions):
@@ -58,17 +58,17 @@ class TextCall:
             choices.append(self._choice(index, text, ids, log_probs, replies.finish_reason(completion)))
         return self.heading.whole(choices, self._usage(completions))
 
-    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer in pieces."""
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the answer in chunks."""
         completions: list[Completion] = []
         async for sampled in self.service.stream(self.requests):
-            yield self.heading.part([self._piece(sampled)])
+            yield self.heading.chunk([self._chunk(sampled)])
             if sampled.completion is not None:
                 completions.append(sampled.completion)
         if self.body.stream_options.include_usage:
-            yield self.heading.part([], self._usage(completions))
+            yield self.heading.chunk([], self._usage(completions))
 
-    def _piece(self, sampled: Sampled) -> dict[str, Any]:
+    def _chunk(self, sampled: Sampled) -> dict[str, Any]:
         reply, index = self._replies[sampled.choice], sampled.choice
         ids, log_probs = sampled.ids[reply.seen :], sampled.log_probs[reply.seen :]
         reply.seen = len(sampled.ids)
@@ -88,9 +88,9 @@ class TextCall:
         choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
         if self.body.logprobs is not None:
             reply = self._replies[index]
-            found = replies.text_log_probs(self.service.tokenizer, ids, log_probs, offset=reply.characters)
-            reply.characters += sum(map(len, found["tokens"]))
-            choice["logprobs"] = found
+            log_prob_entry = replies.text_log_probs(self.service.tokenizer, ids, log_probs, offset=reply.characters)
+            reply.characters += sum(map(len, log_prob_entry["tokens"]))
+            choice["logprobs"] = log_prob_entry
         if self.body.return_token_ids:
             choice |= {"token_ids": ids, "prompt_token_ids": self._replies[index].prompt.ids}
         return choice

@@ -1,4 +1,4 @@
-"""What clients may send, checked. What would change the answer and is not supported is refused, never ignored."""
+"""Request bodies and their validation. Unsupported fields that would change the answer are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hone.agents.serving.errors import ApiError, bad_request
 from hone.errors import did_you_mean
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 WITHOUT_EFFECT = (
     "user",
     "metadata",
@@ -19,7 +19,7 @@ WITHOUT_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-"""Fields that say something about the caller or the provider, and nothing about the answer."""
+"""Fields about the caller or the provider that do not affect the answer."""
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -38,27 +38,29 @@ class StreamOptions(_Strict):
 
 
 class TextOnly(_Strict):
-    """``response_format``: free text."""
+    """``response_format`` of free text, the only one supported."""
 
     type: Literal["text"] = "text"
 
 
 class ToolName(_Strict):
-    """The function of a :class:`NamedTool`."""
+    """Function of a :class:`NamedTool`."""
 
     name: str
 
 
 class NamedTool(_Strict):
-    """``tool_choice``: this tool and no other."""
+    """``tool_choice`` of one named tool."""
 
     type: Literal["function"] = "function"
     function: ToolName
 
 
 class Body(_Strict):
-    """What both kinds of request have. ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos`` and
-    ``return_token_ids`` go beyond OpenAI's fields, under the names that vLLM gives them."""
+    """Fields of both kinds of request.
+
+    ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos`` and ``return_token_ids`` extend OpenAI's fields, with vLLM's names.
+    """
 
     model: str
     temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -70,7 +72,7 @@ class Body(_Strict):
     stop: list[str] = []
     ignore_eos: bool = False
     seed: int | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
@@ -92,7 +94,7 @@ class Body(_Strict):
 
 
 class ChatBody(Body):
-    """A request to ``/v1/chat/completions``."""
+    """Body of a request to ``/v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -105,13 +107,13 @@ class ChatBody(Body):
     response_format: TextOnly = TextOnly()
 
     @property
-    def longest(self) -> int | None:
-        """Most tokens of the answer; None leaves it to the room there is."""
+    def max_new_tokens(self) -> int | None:
+        """Maximum tokens of the answer; None uses the remaining context."""
         return self.max_completion_tokens or self.max_tokens
 
 
 class TextBody(Body):
-    """A request to ``/v1/completions``."""
+    """Body of a request to ``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
@@ -119,8 +121,8 @@ class TextBody(Body):
     best_of: Literal[1] = 1
 
     @property
-    def longest(self) -> int | None:
-        """Most tokens of the answer."""
+    def max_new_tokens(self) -> int | None:
+        """Maximum tokens of the answer; None uses the remaining context."""
         return self.max_tokens
 
 
@@ -130,16 +132,16 @@ T = TypeVar("T", bound=Body)
 def parse(kind: type[T], fields: Any) -> T:
     """Check a decoded request body.
 
-    Fields that are null count as not given.
+    Fields that are null count as missing.
 
     Raises:
         ApiError: a field is missing, unknown, of the wrong type, out of range or not supported.
     """
     if not isinstance(fields, dict):
-        raise bad_request(f"the request is a JSON {type(fields).__name__}, not an object")
-    given = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
+        raise bad_request(f"the request must be a JSON object, not a JSON {type(fields).__name__}")
+    present = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(present)
     except ValidationError as error:
         raise _explained(kind, error.errors()[0]) from None
 
@@ -155,5 +157,5 @@ def _explained(kind: type[Body], problem: Any) -> ApiError:
         return bad_request(f"the field '{param}' is missing", param, "missing_required_parameter")
     given = repr(problem.get("input"))
     shown = given if len(given) <= 80 else f"{given[:77]}..."
-    supported = " (what OpenAI allows beyond that is not supported)" if problem["type"] == "literal_error" else ""
+    supported = " (OpenAI's other values are not supported)" if problem["type"] == "literal_error" else ""
     return bad_request(f"{param}={shown}: {problem['msg']}{supported}", param)

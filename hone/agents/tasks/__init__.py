@@ -1,4 +1,4 @@
-"""Tasks of `hone data make` whose problems are episodes of several turns. Importing this package registers them."""
+"""Multi-turn tasks of `hone data make`. Importing this package registers them."""
 
 from hone.agents.tasks import calculator, environment, multi_hop, search_qa, verifiers
 

@@ -1,4 +1,4 @@
-"""Arithmetic that wants a calculator: sums too large for the head of a small model, and demonstrations of its use.
+"""Arithmetic task that needs a calculator, with demonstrations of its use.
 
 What is 34*27+51?      -> calculator(expression="34*27+51") -> 969 -> #### 969
 """
@@ -19,13 +19,12 @@ class CalculatorOptions:
     """Options of the task.
 
     Attributes:
-        min_number: least number.
+        min_number: smallest number.
         max_number: largest number.
         operations: operators of every problem.
         operators: which of ``+``, ``-`` and ``*`` occur.
-        guesses: percent of the demonstrations that do without the tool: they repeat the sum and guess (a random number of the
-            answer's length).
-            Imitation then learns to guess as often, and a reward can teach it to ask.
+        guesses: percent of the demonstrations that do not use the tool and guess a random number of the answer's length. A model
+            that imitates them guesses equally often, and a reward can teach it to call the tool.
     """
 
     min_number: int = 2
@@ -36,13 +35,13 @@ class CalculatorOptions:
 
 
 class CalculatorTask:
-    """The task; see the module's docstring."""
+    """Arithmetic task; see the module's docstring."""
 
     data_source = "calculator"
 
     def __init__(self, options: CalculatorOptions) -> None:
-        def check(condition: bool, what: str, fix: str) -> None:
-            require(condition, what, task="calculator", fix=fix)
+        def check(condition: bool, problem: str, fix: str) -> None:
+            require(condition, problem, task="calculator", fix=fix)
 
         check(
             3 <= options.max_number <= 10**6, f"max_number={options.max_number} is not in 3..1000000", "max_number=99"
@@ -55,7 +54,7 @@ class CalculatorTask:
         check(1 <= options.operations <= 8, f"operations={options.operations} is not in 1..8", "operations=1")
         check(
             bool(options.operators) and set(options.operators) <= set("+-*"),
-            f"operators={options.operators} must be some of +-*",
+            f"operators={options.operators} must be a non-empty selection of +-*",
             "operators=+*",
         )
         check(0 <= options.guesses <= 100, f"guesses={options.guesses} is not in 0..100 percent", "guesses=75")
@@ -63,7 +62,7 @@ class CalculatorTask:
         self.tools = [Calculator().schema]
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Endless draws."""
+        """Draw problems without end."""
         draw, options = random.Random(seed), self.options
         while True:
             expression = str(draw.randint(options.min_number, options.max_number))
@@ -76,12 +75,12 @@ class CalculatorTask:
                 value,
                 f"#### {value}",
                 {"expression": expression, "guessed": guess},
-                answer=self._guess(draw, expression, value) if guess else self._asks(expression, value),
+                answer=self._guess(draw, expression, value) if guess else self._demonstration(expression, value),
                 tools=self.tools,
                 agent_name="tool_agent",
             )
 
-    def _asks(self, expression: str, value: str) -> list[dict]:
+    def _demonstration(self, expression: str, value: str) -> list[dict]:
         return [calls("calculator", expression=expression), result("calculator", value), says(f"#### {value}")]
 
     def _guess(self, draw: random.Random, expression: str, value: str) -> list[dict]:

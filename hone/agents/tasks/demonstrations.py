@@ -1,4 +1,4 @@
-"""Messages of worked conversations with tools."""
+"""Messages of demonstration conversations with tools."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def calls(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
-    """An assistant turn that makes one call."""
+    """Return an assistant turn that makes one call."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {
         "role": "assistant",
@@ -17,10 +17,10 @@ def calls(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
 
 
 def result(name: str, content: str, number: int = 0) -> dict[str, Any]:
-    """The tool message that answers it."""
+    """Return the tool message that answers a call."""
     return {"role": "tool", "name": name, "tool_call_id": f"call_{number}", "content": content}
 
 
 def says(content: str) -> dict[str, Any]:
-    """An assistant turn without calls."""
+    """Return an assistant turn without calls."""
     return {"role": "assistant", "content": content}

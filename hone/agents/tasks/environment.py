@@ -1,4 +1,4 @@
-"""Any environment as a task: every seed is a problem. ``environment:guess_the_number max_number=16``."""
+"""Task for any environment, one problem per seed: ``environment:guess_the_number max_number=16``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SEEDS = 2**31
 
 
 class EnvironmentTask:
-    """Problems are the seeds of an environment. Guess-the-number and planning come with worked episodes.
+    """Task whose problems are seeds of an environment; guess_the_number and planning have demonstrations.
 
     Args:
-        name: of the environment, or an import path.
-        options: of the environment; ``random_demonstrations`` is the task's own: percent of the worked episodes of
-            guess-the-number that guess without listening.
+        name: name of the environment, or an import path.
+        options: options of the environment. ``random_demonstrations`` is an option of the task: percent of guess_the_number's
+            demonstrations that guess at random.
     """
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
@@ -35,26 +35,26 @@ class EnvironmentTask:
                 f"random_demonstrations={self.random} is not in 0..100 percent", where=f"environment:{name}"
             )
         self.name, self.options = name, options
-        make_environment(name, options)  # refuses bad options now
+        make_environment(name, options)  # checks the options now
         self.data_source = f"environment/{name}"
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Endless draws; a question may occur again, with another seed behind it."""
+        """Draw problems without end; a question may recur with another seed."""
         number = 0
         while True:
-            own = derive_seed(seed, "environment", self.name, number) % _SEEDS
-            yield asyncio.run(self._problem(own))
+            problem_seed = derive_seed(seed, "environment", self.name, number) % _SEEDS
+            yield asyncio.run(self._problem(problem_seed))
             number += 1
 
     async def _problem(self, seed: int) -> Problem:
         environment = make_environment(self.name, self.options)
         try:
             prompt = await environment.reset(seed)
-            answer = await self._worked(environment, seed)
+            answer = await self._demonstration(environment, seed)
         finally:
             await environment.close()
         spec: dict[str, Any] = {"name": self.name, "seed": seed}
-        if self.options:  # parquet knows no object without a field
+        if self.options:  # parquet cannot store an object without fields
             spec["options"] = self.options
         return Problem(
             str(prompt[-1]["content"]),
@@ -68,7 +68,7 @@ class EnvironmentTask:
             key=f"{seed}",
         )
 
-    async def _worked(self, environment: Any, seed: int) -> list[Message] | None:
+    async def _demonstration(self, environment: Any, seed: int) -> list[Message] | None:
         if isinstance(environment, Planning):
             return [says(environment.solution())]
         if not isinstance(environment, GuessTheNumber):
@@ -101,7 +101,7 @@ def make(options: Sequence[str]) -> EnvironmentTask:
     environment = values.pop("dataset", None)
     if environment is None:
         raise ConfigError(
-            "no environment is named",
+            "the task has no environment",
             where="environment",
             fix=f"environment:<one of {', '.join(ENVIRONMENTS.names())}>",
         )

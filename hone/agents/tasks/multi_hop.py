@@ -1,9 +1,9 @@
-"""Questions that take several look-ups: the answer of one is the key of the next.
+"""Task with questions that need several look-ups: each answer is the key of the next look-up.
 
     Where does the boss of the boss of Ann live?
     lookup("boss of Ann") -> Tom -> lookup("boss of Tom") -> Eva -> lookup("home of Eva") -> Oslo -> #### Oslo
 
-Each row brings a table of facts of its own (``tools_kwargs.lookup.create_kwargs.facts``), with facts that lead nowhere.
+Each row has a table of facts (``tools_kwargs.lookup.create_kwargs.facts``), irrelevant facts included.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class MultiHopOptions:
     """Options of the task.
 
     Attributes:
-        hops: look-ups that the answer takes.
-        people: people of a table, at least ``hops``.
-        guesses: percent of the demonstrations that repeat the name and guess a town, without looking up. Imitation then learns to guess as often, and a
-            reward can teach it to look up.
+        hops: look-ups that the answer needs.
+        people: people per table, at least ``hops``.
+        guesses: percent of the demonstrations that repeat the name and guess a town. A model that imitates them guesses equally
+            often, and a reward can teach it to call the tool.
     """
 
     hops: int = 2
@@ -37,7 +37,7 @@ class MultiHopOptions:
 
 
 class MultiHop:
-    """The task; see the module's docstring."""
+    """Multi-hop task; see the module's docstring."""
 
     data_source = "multi_hop"
 
@@ -58,7 +58,7 @@ class MultiHop:
         self.tools = [Lookup().schema]
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Endless draws."""
+        """Draw problems without end."""
         draw, options = random.Random(seed), self.options
         while True:
             people = draw.sample(NAMES, options.people)

@@ -1,15 +1,16 @@
-"""Questions whose answers stand in documents, to be found with the tool ``search``.
+"""Task with questions whose answers are in documents, for the tool ``search``.
 
     What is the town of Vera Holm?
     search("the town of Vera Holm") -> [1] Vera Holm: trade baker, town Oslo, colour green.
     Found: town Oslo. <answer> Oslo </answer>
 
-The documents, one a person, are invented and the same for every seed. They are written beside the problems, as ``documents.jsonl``, which
-the tool's ``files`` names. No question of the validation file stands in the training file, so its answer has to be looked up.
+The documents, one per person, are invented and the same for every seed. They are written to the problems' folder as
+``documents.jsonl``, the value of the tool's ``files``. No question of the validation file is in the training file, so its answer
+must be searched.
 
-Names and facts stand behind a space in question, query, document and answer: a byte-level tokenizer then has the same token for each in all
-places. And an answer first quotes the document, kind and fact together. Both are there for small models, which copy what follows a
-token that they have seen before.
+Names and facts follow a space in question, query, document and answer, so that a byte-level tokenizer has the same token for each
+everywhere. An answer first quotes the document, kind and fact together. Both help small models, which copy what follows a token that
+they have seen before.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FACTS = {
     "town": ("Oslo", "Rome", "Lima", "Cairo", "Paris", "Quito", "Delhi", "Seoul", "Tunis", "Perth", "Turin", "Dakar"),
     "colour": ("green", "blue", "red", "white", "black", "brown", "grey", "pink", "yellow", "purple"),
 }
-"""Kinds of facts, and what each can be."""
+"""Possible values of each kind of fact."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class SearchQAOptions:
     """Options of the task.
 
     Attributes:
-        people: documents, at most 400.
-        k: documents that the demonstrations see for a query, as the tool's setting ``k`` has it.
-        guesses: percent of the demonstrations that do without the tool and guess. Imitation then learns to guess as often, and a reward
-            can teach it to search.
+        people: number of documents, at most 400.
+        k: documents per query in the demonstrations, the tool's setting ``k``.
+        guesses: percent of the demonstrations that guess without the tool. A model that imitates them guesses equally often, and a
+            reward can teach it to search.
     """
 
     people: int = 400
@@ -59,16 +60,16 @@ class SearchQAOptions:
 
 
 class SearchQA:
-    """The task; see the module's docstring."""
+    """Search task; see the module's docstring."""
 
     data_source = "search_em"
 
     def __init__(self, options: SearchQAOptions) -> None:
-        def check(condition: bool, what: str, fix: str) -> None:
-            require(condition, what, task="search_qa", fix=fix)
+        def check(condition: bool, problem: str, fix: str) -> None:
+            require(condition, problem, task="search_qa", fix=fix)
 
-        most = len(FIRST) * len(LAST)
-        check(2 <= options.people <= most, f"people={options.people} is not in 2..{most}", "people=400")
+        max_people = len(FIRST) * len(LAST)
+        check(2 <= options.people <= max_people, f"people={options.people} is not in 2..{max_people}", "people=400")
         check(1 <= options.k <= options.people, f"k={options.k} is not in 1..people={options.people}", "k=1")
         check(0 <= options.guesses <= 100, f"guesses={options.guesses} is not in 0..100 percent", "guesses=75")
         self.options, self.tools = options, [SCHEMA]
@@ -80,7 +81,7 @@ class SearchQA:
         }
 
     def files(self) -> dict[str, list[dict[str, Any]]]:
-        """The documents, for ``documents.jsonl``."""
+        """Return the documents, the rows of ``documents.jsonl``."""
         return {
             "documents.jsonl": [
                 {"title": name, "text": ", ".join(f"{fact} {value}" for fact, value in facts.items()) + "."}
@@ -94,7 +95,7 @@ class SearchQA:
         return Index(documents, k=self.options.k)
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Endless draws."""
+        """Draw problems without end."""
         draw, names = random.Random(seed), list(self._people)
         while True:
             name, fact = draw.choice(names), draw.choice(list(FACTS))
@@ -117,9 +118,9 @@ class SearchQA:
             )
 
 
-def _answered(how: str, fact: str, answer: str) -> str:
-    """The fact, and the answer in the form of Search-R1."""
-    return f"{how}: {fact} {answer}. <answer> {answer} </answer>"
+def _answered(opening: str, fact: str, answer: str) -> str:
+    """Return the fact, and the answer in the form of Search-R1."""
+    return f"{opening}: {fact} {answer}. <answer> {answer} </answer>"
 
 
 @TASKS.register("search_qa")

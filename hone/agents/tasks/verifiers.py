@@ -1,4 +1,4 @@
-"""Environments of the library verifiers as a task: ``verifiers:wordle python=~/vf/bin/python``. Every row of theirs is a problem."""
+"""Task for environments of the library verifiers: ``verifiers:wordle python=~/vf/bin/python``. Every row is a problem."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hone.data.seeding import derive_seed
 from hone.data.tasks.base import TASKS, Problem
 from hone.errors import ConfigError
 
-_FIRST = 2000
-"""Rows that are fetched at first; all of them only when more are wanted."""
+_FIRST_ROWS = 2000
+"""Rows of the first request; all rows are fetched only if more are needed."""
 
 
 class VerifiersTask:
-    """The rows of an environment's dataset.
+    """Task whose problems are the rows of an environment's dataset.
 
     Args:
-        name: of the environment, as ``verifiers.load_environment`` knows it.
-        arguments: of its ``load_environment``.
-        python: of the virtual environment in which it is installed; None is the present one.
+        name: name of the environment for ``verifiers.load_environment``.
+        arguments: arguments of its ``load_environment``.
+        python: Python interpreter where it is installed; None means the current one.
     """
 
     def __init__(self, name: str, arguments: dict[str, Any], python: str | None) -> None:
@@ -30,28 +30,28 @@ class VerifiersTask:
         self.data_source = f"verifiers/{name}"
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """The rows in an order that depends on the seed, once each."""
+        """Yield each row once, in an order that depends on the seed."""
         bridge = verifiers_bridge(self.python, "python")
         try:
-            given = 0
-            for count in (_FIRST, -1):
-                found = self._rows(bridge, count, derive_seed(seed, "verifiers", self.name) % 2**31)
-                yield from (self._problem(row) for row in found[given:])
-                given = len(found)
-                if given < _FIRST:
+            yielded = 0
+            for count in (_FIRST_ROWS, -1):
+                rows = self._rows(bridge, count, derive_seed(seed, "verifiers", self.name) % 2**31)
+                yield from (self._problem(row) for row in rows[yielded:])
+                yielded = len(rows)
+                if yielded < _FIRST_ROWS:
                     return
         finally:
             bridge.close()
 
     def _rows(self, bridge: Any, count: int, seed: int) -> list[dict[str, Any]]:
-        asked = bridge.ask("rows", environment=self.name, arguments=self.arguments, count=count, seed=seed)
+        future = bridge.ask("rows", environment=self.name, arguments=self.arguments, count=count, seed=seed)
         try:
-            return asked.result()["rows"]
+            return future.result()["rows"]
         except ProgramFailed as failed:
             raise ConfigError(
-                f"verifiers gives no rows of the environment '{self.name}': {str(failed).splitlines()[0]}",
-                why="its rows come from the package in which it is defined",
-                fix="install it, and name the Python where it is installed: python=/path/to/venv/bin/python",
+                f"verifiers returned no rows for the environment '{self.name}': {str(failed).splitlines()[0]}",
+                why="the rows come from the package that defines the environment",
+                fix="install that package and give its Python interpreter: python=/path/to/venv/bin/python",
                 where=self.data_source,
             ) from failed
 
@@ -84,5 +84,5 @@ def make(options: Sequence[str]) -> VerifiersTask:
             values[name] = text
     environment, python = values.pop("dataset", None), values.pop("python", None)
     if environment is None:
-        raise ConfigError("no environment is named", where="verifiers", fix="verifiers:NAME, as verifiers knows it")
+        raise ConfigError("the task has no environment", where="verifiers", fix="verifiers:NAME")
     return VerifiersTask(str(environment), values, None if python is None else str(python))

@@ -1,4 +1,4 @@
-"""Tools that a policy can call: what a tool is, where tools come from, and how calls are carried out."""
+"""Tools that a policy can call: their base class, loading and execution."""
 
 from hone.agents.tools.base import Tool, ToolError, ToolResult
 from hone.agents.tools.functions import tool

@@ -1,4 +1,4 @@
-"""What a tool is: a schema that the model is shown, and a life cycle within an episode."""
+"""Base class of tools, each with a schema for the model and a life cycle within an episode."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Schema = dict[str, Any]
 
 
 class ToolError(Exception):
-    """A call that cannot be answered, and would not be on another try: its text goes to the model (division by zero)."""
+    """Error that a retry would not resolve (division by zero); the model receives its text."""
 
 
 @dataclass
 class ToolResult:
-    """What a call gives.
+    """Result of a tool call.
 
     Attributes:
-        text: what the model reads.
+        text: text for the model.
         reward: added to the reward of the turn that made the call.
-        metrics: numbers, logged as ``tool/<tool>/<name>``.
-        left_out: parts that are no text (images), in whose place the text has a note.
+        metrics: named numbers, logged as ``tool/<tool>/<name>``.
+        left_out: number of non-text parts (images), each replaced by a note in the text.
     """
 
     text: str
@@ -34,14 +34,14 @@ class ToolResult:
     left_out: int = 0
 
     @classmethod
-    def of(cls, value: Any) -> ToolResult:
-        """Whatever a tool returned: a text, parts in OpenAI's form, anything that is JSON, or (value, reward[, metrics]).
+    def from_value(cls, value: Any) -> ToolResult:
+        """Convert a tool's return value: text, parts in OpenAI's form, JSON data, or (value, reward[, metrics]).
 
-        >>> ToolResult.of(("7", 0.5))
+        >>> ToolResult.from_value(("7", 0.5))
         ToolResult(text='7', reward=0.5, metrics={}, left_out=0)
 
         Raises:
-            TypeError: it is none of these.
+            TypeError: the value has another form.
         """
         if isinstance(value, ToolResult):
             return value
@@ -50,7 +50,7 @@ class ToolResult:
                 raise TypeError(
                     f"a tool returns a value, (value, reward) or (value, reward, metrics), not {len(value)} values"
                 )
-            result = cls.of(value[0])
+            result = cls.from_value(value[0])
             return cls(result.text, float(value[1]), dict(value[2]) if len(value) == 3 else {}, result.left_out)
         if is_parts(value):
             text, left_out = text_of_parts(value)
@@ -59,25 +59,25 @@ class ToolResult:
 
 
 class Tool(ABC):
-    """A tool of a run. One object serves all episodes; what belongs to one episode is its ``state``.
+    """Tool of a run. One object serves all episodes; each episode has its ``state``.
 
         create -> execute, execute, ... -> calc_reward -> release
 
     An episode's state is created at its first call, and released when the episode is over, however it ended.
-    ``extra_info.tools_kwargs.<name>`` of a dataset row gives each of the four further arguments: ``create_kwargs``,
+    ``extra_info.tools_kwargs.<name>`` of a dataset row has additional arguments for the four methods: ``create_kwargs``,
     ``execute_kwargs``, ``calc_reward_kwargs`` and ``release_kwargs``.
 
-    An ``execute`` that never really waits runs in the order of the calls, so that a run repeats bit for bit; what blocks (files,
-    computation) belongs into a thread or a process.
+    An ``execute`` that never awaits runs in the order of the calls, so that a run is reproducible bit for bit. Blocking work (files,
+    computation) belongs in a thread or a process.
 
     Args:
         schema: OpenAI function schema.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         timeout: seconds for one call; None means ``multi_turn.tool_timeout``.
         retries: tries after the first; None means ``multi_turn.tool_retries``.
-        concurrency: most calls at a time; None means ``multi_turn.tool_concurrency``.
+        concurrency: maximum concurrent calls; None means ``multi_turn.tool_concurrency``.
     """
 
     timeout: float | None = None
@@ -89,28 +89,28 @@ class Tool(ABC):
         self.name: str = schema["function"]["name"]
 
     async def create(self, **kwargs: Any) -> Any:
-        """The state of an episode."""
+        """Return the state of a new episode."""
         return None
 
     @abstractmethod
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> Any:
-        """Answer one call: a text, anything that is JSON, a :class:`ToolResult`, or (value, reward[, metrics]).
+        """Answer one call: return text, JSON data, a :class:`ToolResult`, or (value, reward[, metrics]).
 
         Args:
-            state: of the episode.
-            arguments: as the model gave them; they fit the schema.
+            state: state of the episode.
+            arguments: arguments of the model, valid by the schema.
             kwargs: ``execute_kwargs`` of the row.
 
         Raises:
-            ToolError: it cannot be answered; the model reads why. Any other exception is tried again.
+            ToolError: the call cannot be answered; the model receives the text. Other exceptions are retried.
         """
 
     async def calc_reward(self, state: Any, **kwargs: Any) -> float | None:
-        """What the episode earned with this tool, None for nothing to say."""
+        """Return the episode's reward for this tool, or None."""
         return None
 
     async def release(self, state: Any, **kwargs: Any) -> None:  # noqa: B027 - most have nothing to do
-        """The episode is over."""
+        """Free the state at the end of an episode."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """The run is over."""
+        """Free resources at the end of the run."""

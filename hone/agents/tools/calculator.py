@@ -1,4 +1,4 @@
-"""A calculator that computes and nothing else: expressions are read as a syntax tree, never run as Python."""
+"""Calculator tool that evaluates expressions by their syntax tree and never executes them as Python."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 from hone.agents.tools.base import Tool, ToolError
 
-LONGEST = 400
-"""Characters of an expression."""
-LARGEST = 10**60
-"""Values beyond it are refused, so that no expression takes long."""
+MAX_CHARACTERS = 400
+"""Maximum number of characters of an expression."""
+MAX_VALUE = 10**60
+"""Maximum absolute value, so that no expression takes long to compute."""
 
 _SCHEMA = {
     "type": "function",
@@ -64,23 +64,23 @@ class Calculator(Tool):
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, as text.
+    """Return the value of an arithmetic expression as text.
 
     >>> calculate("(12 + 7) * 3"), calculate("7 / 2"), calculate("2**0.5")
     ('57', '3.5', '1.4142135624')
 
     Raises:
-        ToolError: it is no arithmetic, too long, too large, or undefined.
+        ToolError: the expression is invalid, too long, too large or undefined.
     """
-    if len(expression) > LONGEST:
-        raise ToolError(f"the expression has {len(expression)} characters, at most {LONGEST} are allowed")
+    if len(expression) > MAX_CHARACTERS:
+        raise ToolError(f"the expression has {len(expression)} characters, at most {MAX_CHARACTERS} are allowed")
     try:
         if not _ALPHABET.fullmatch(expression):
             raise ValueError("Python knows comments and strings, arithmetic does not")
         tree = ast.parse(expression.strip(), mode="eval")
         value = _value(tree.body)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ToolError(f"'{expression}' is no arithmetic expression") from error
+        raise ToolError(f"'{expression}' is not an arithmetic expression") from error
     except ZeroDivisionError as error:
         raise ToolError("division by zero") from error
     except (OverflowError, TypeError) as error:
@@ -100,7 +100,11 @@ def _value(node: ast.AST) -> Any:
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow) and abs(left) > 1 and abs(right) * math.log10(abs(left)) > math.log10(LARGEST):
+        if (
+            isinstance(node.op, ast.Pow)
+            and abs(left) > 1
+            and abs(right) * math.log10(abs(left)) > math.log10(MAX_VALUE)
+        ):
             raise OverflowError("the value is too large")
         return _bounded(_BINARY[type(node.op)](left, right))
     if (
@@ -114,6 +118,6 @@ def _value(node: ast.AST) -> Any:
 
 
 def _bounded(value: Any) -> Any:
-    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)) or abs(value) > LARGEST:
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)) or abs(value) > MAX_VALUE:
         raise OverflowError("the value is too large, or no real number")
     return value

@@ -1,4 +1,4 @@
-"""Python functions as tools: the schema comes from type hints and a Google-style docstring.
+"""Python functions as tools, with schemas derived from type hints and a Google-style docstring.
 
 >>> @tool
 ... def add(a: int, b: int) -> int:
@@ -24,18 +24,18 @@ from typing import Any, overload
 from hone.agents.tools.base import Schema, Tool
 from hone.errors import ConfigError
 
-_MOST_STUCK = 64
+_MAX_STUCK_CALLS = 64
 
 
 class FunctionTool(Tool):
-    """A function as a tool.
+    """Tool made from a function.
 
-    An ``async def`` runs in the event loop; any other function in a thread of its own, so that it blocks nobody.
+    An ``async def`` runs in the event loop; any other function runs in a new thread, so that it does not block the loop.
 
     Args:
-        function: typed and documented.
-        name: None means the function's.
-        schema: None derives it.
+        function: function with type hints and docstring.
+        name: name of the tool; None means the function's name.
+        schema: schema of the tool; None derives it from the function.
 
     Raises:
         ConfigError: no schema can be derived.
@@ -48,22 +48,22 @@ class FunctionTool(Tool):
         self._stuck = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself."""
+        """Call the function itself."""
         return self.function(*args, **kwargs)
 
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> Any:
         """Call the function.
 
         Raises:
-            ConfigError: so many calls never returned that it must be broken.
+            ConfigError: too many calls have not returned after their time limit.
         """
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments, **kwargs)
-        if self._stuck >= _MOST_STUCK:
+        if self._stuck >= _MAX_STUCK_CALLS:
             raise ConfigError(
                 f"tool '{self.name}' hangs: {self._stuck} calls still run after their time limit",
-                why="each holds a thread",
-                fix="give what it waits for a time limit, or write it as `async def`, which can be cancelled",
+                why="each occupies a thread",
+                fix="give its blocking operation a time limit, or write it as `async def`, which can be cancelled",
                 where="actor_rollout_ref.rollout.multi_turn",
             )
         return await self._in_thread({**arguments, **kwargs})
@@ -72,21 +72,21 @@ class FunctionTool(Tool):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
-        def deliver(set_it: Callable[[Any], None], value: Any) -> None:
+        def deliver(setter: Callable[[Any], None], value: Any) -> None:
             if not future.done():
-                set_it(value)
+                setter(value)
             else:
                 self._stuck -= 1
 
         def work() -> None:
             try:
                 outcome = (future.set_result, self.function(**arguments))
-            except Exception as error:  # noqa: BLE001 - it is raised where the call is awaited
+            except Exception as error:  # noqa: BLE001 - the awaiting caller raises it
                 outcome = (future.set_exception, error)
             if not loop.is_closed():
                 loop.call_soon_threadsafe(deliver, *outcome)
 
-        # a thread that hangs must not keep the process from ending, as one of an executor would
+        # a daemon thread, unlike one of an executor, does not prevent the process from ending if it hangs
         threading.Thread(target=work, name=f"tool {self.name}", daemon=True).start()
         try:
             return await future
@@ -102,7 +102,7 @@ def tool(*, name: str | None = None, schema: Schema | None = None) -> Callable[[
 def tool(
     function: Callable[..., Any] | None = None, /, *, name: str | None = None, schema: Schema | None = None
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a tool of a function; also ``@tool(name=..., schema=...)``.
+    """Make a tool from a function; also ``@tool(name=..., schema=...)``.
 
     Raises:
         ConfigError: the function lacks type hints or a docstring that names every argument.
@@ -113,10 +113,10 @@ def tool(
 
 
 def function_schema(function: Callable[..., Any], name: str | None = None) -> Schema:
-    """The OpenAI schema of a typed function with a Google-style docstring.
+    """Derive the OpenAI schema of a typed function with a Google-style docstring.
 
     Raises:
-        ConfigError: something that the schema needs is missing.
+        ConfigError: a type hint or docstring entry is missing.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -133,7 +133,7 @@ def function_schema(function: Callable[..., Any], name: str | None = None) -> Sc
         where = getattr(getattr(function, "__code__", None), "co_filename", "")
         line = getattr(getattr(function, "__code__", None), "co_firstlineno", "")
         raise ConfigError(
-            f"no tool schema can be derived from the function '{function.__name__}': {error}",
+            f"cannot derive a tool schema from the function '{function.__name__}': {error}",
             where=f"{where}, line {line}",
             fix="give every argument a type hint and a line under `Args:` of the docstring, or pass @tool(schema={...})",
         ) from error

@@ -1,10 +1,10 @@
-"""Tools from files: a YAML file (``multi_turn.tool_config_path``) and a Python file (``multi_turn.function_tool_path``).
+"""Loading of tools from a YAML file (``multi_turn.tool_config_path``) and a Python file (``multi_turn.function_tool_path``).
 
     tools:
       - name: calculator                        # a built-in tool
       - name: search                            # ... with settings
         config: {files: corpus.jsonl, k: 3}
-      - class_name: my_tools.Weather            # a class of your own: Weather(config, tool_schema)
+      - class_name: my_tools.Weather            # your class: Weather(config, tool_schema)
         config: {unit: celsius}
         tool_schema: {type: function, function: {name: weather, description: ..., parameters: {...}}}
       - function: my_tools:convert              # a decorated or a documented function
@@ -12,8 +12,8 @@
       - mcp: {command: python, args: [server.py]}   # or {url: http://localhost:8000/mcp}
         only: [read_file]
 
-Every entry takes ``timeout`` (seconds), ``retries``, ``concurrency``, and ``noise: {failure_rate, latency, seed}``, which makes
-a tool fail and tarry at random, to train policies that cope.
+Every entry accepts ``timeout`` (seconds), ``retries``, ``concurrency``, and ``noise: {failure_rate, latency, seed}``, which adds
+random failures and delays to train robust policies.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hone.agents.tools.base import Tool
 from hone.agents.tools.functions import FunctionTool
 from hone.agents.tools.noise import NoiseOptions, Noisy
 from hone.agents.tools.toolbox import Toolbox
+from hone.agents.yaml_files import missing_file, read_yaml
 from hone.config.agents import MultiTurnConfig
 from hone.errors import ConfigError, HoneError, did_you_mean
 from hone.registry import Registry, imported
@@ -40,7 +39,7 @@ _COMMON = ("timeout", "retries", "concurrency")
 _KINDS = ("name", "class_name", "function", "mcp")
 
 BUILT_IN: Registry[Callable[[dict[str, Any]], Tool]] = Registry("built-in tool", key=PATH_KEY)
-"""Built-in tools: a function of ``config``."""
+"""Built-in tools by name, as functions of ``config``."""
 
 
 @BUILT_IN.register("calculator")
@@ -72,10 +71,10 @@ def _lookup(config: dict[str, Any]) -> Tool:
 
 
 def load_toolbox(multi_turn: MultiTurnConfig) -> Toolbox:
-    """The tools of both files.
+    """Load the tools of both files.
 
     Raises:
-        ConfigError: a file is missing or wrong (with its line), a tool cannot be made, or a name occurs twice.
+        ConfigError: a file is missing or invalid (with its line), a tool cannot be made, or a name occurs twice.
     """
     tools: list[Tool] = []
     if multi_turn.tool_config_path:
@@ -86,7 +85,7 @@ def load_toolbox(multi_turn: MultiTurnConfig) -> Toolbox:
 
 
 def tools_of_yaml(path: Path) -> list[Tool]:
-    """The tools that a YAML file names.
+    """Load the tools of a YAML file.
 
     Raises:
         ConfigError: see :func:`load_toolbox`.
@@ -94,25 +93,25 @@ def tools_of_yaml(path: Path) -> list[Tool]:
     content = read_yaml(path, PATH_KEY)
     entries = content.get("tools") if isinstance(content, dict) else content
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"'{path}' lists no tools", fix="tools:\n    - name: calculator", where=PATH_KEY)
+        raise ConfigError(f"'{path}' lists no tools", fix="add tools:\n    - name: calculator", where=PATH_KEY)
     tools: list[Tool] = []
     for number, entry in enumerate(entries):
         where = f"{path}, tool {number + 1}"
         if not isinstance(entry, dict):
-            raise ConfigError(f"a tool is {entry!r}, not a mapping", where=where, fix="- name: calculator")
-        tools += _tools_of(entry, where)
+            raise ConfigError(f"a tool is {entry!r}, not a mapping", where=where, fix="write - name: calculator")
+        tools += _entry_tools(entry, where)
     return tools
 
 
 def tools_of_python(path: Path) -> list[Tool]:
-    """The functions of a Python file that are decorated with @tool.
+    """Load the functions of a Python file that are decorated with @tool.
 
     Raises:
-        ConfigError: no such file, it cannot be imported, or it has none.
+        ConfigError: the file is missing, cannot be imported, or has no tools.
     """
     key = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
     if not path.is_file():
-        raise _missing(path, key)
+        raise missing_file(path, key)
     spec = importlib.util.spec_from_file_location(f"hone_tools_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -121,9 +120,9 @@ def tools_of_python(path: Path) -> list[Tool]:
         spec.loader.exec_module(module)
     except HoneError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever the user's file raises is the user's to see
+    except Exception as error:  # noqa: BLE001 - any error of the user's file is reported to the user
         raise ConfigError(
-            f"'{path}' cannot be imported: {type(error).__name__}: {error}", where=key, fix="mend the file"
+            f"'{path}' cannot be imported: {type(error).__name__}: {error}", where=key, fix="correct the file"
         ) from error
     tools: list[Tool] = [value for value in vars(module).values() if isinstance(value, Tool)]
     if not tools:
@@ -135,42 +134,19 @@ def tools_of_python(path: Path) -> list[Tool]:
     return tools
 
 
-def read_yaml(path: Path, key: str) -> Any:
-    """The content of a YAML file.
-
-    Raises:
-        ConfigError: it is missing, or is no YAML (with the line).
-    """
-    if not path.is_file():
-        raise _missing(path, key)
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        reason = getattr(error, "problem", None) or error
-        raise ConfigError(f"'{path}'{line} is no YAML: {reason}", where=key, fix="mend the line") from error
-
-
-def _missing(path: Path, key: str) -> ConfigError:
-    near = [file.name for file in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
-    fix = did_you_mean(path.name, near) if near else f"{path.parent} holds no file *{path.suffix}"
-    return ConfigError(f"there is no file '{path}'", why="its tools would be missing", fix=fix, where=key, code="R33")
-
-
-def _tools_of(entry: Mapping[str, Any], where: str) -> list[Tool]:
+def _entry_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
     kinds = [kind for kind in _KINDS if kind in entry]
-    known = {*_KINDS, *_COMMON, "config", "tool_schema", "noise", "only"}
-    unknown = [key for key in entry if key not in known]
+    known_keys = {*_KINDS, *_COMMON, "config", "tool_schema", "noise", "only"}
+    unknown = [key for key in entry if key not in known_keys]
     if unknown:
-        raise ConfigError(f"unknown key '{unknown[0]}'", where=where, fix=did_you_mean(unknown[0], known))
+        raise ConfigError(f"unknown key '{unknown[0]}'", where=where, fix=did_you_mean(unknown[0], known_keys))
     if len(kinds) != 1:
         raise ConfigError(
-            f"it has {' and '.join(kinds) or 'none of them'}, and needs one of {', '.join(_KINDS)}",
+            f"the entry has {' and '.join(kinds) or 'no kind'}, but needs exactly one of {', '.join(_KINDS)}",
             where=where,
-            fix="- name: calculator",
+            fix="for example - name: calculator",
         )
-    makers = {"name": _built_in, "class_name": _of_class, "function": _of_function, "mcp": _of_server}
+    makers = {"name": _built_in_tools, "class_name": _class_tools, "function": _function_tools, "mcp": _server_tools}
     tools = makers[kinds[0]](entry, where)
     for tool in tools:
         for name in _COMMON:
@@ -182,16 +158,18 @@ def _tools_of(entry: Mapping[str, Any], where: str) -> list[Tool]:
     return tools
 
 
-def _built_in(entry: Mapping[str, Any], where: str) -> list[Tool]:
+def _built_in_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
     return [_call(BUILT_IN.get(str(entry["name"])), {"config": _settings(entry, where)}, where)]
 
 
-def _of_class(entry: Mapping[str, Any], where: str) -> list[Tool]:
+def _class_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
     module, _, name = str(entry["class_name"]).rpartition(".")
     cls = imported(f"{module}:{name}", where)
     if not (inspect.isclass(cls) and issubclass(cls, Tool)):
         raise ConfigError(
-            f"{entry['class_name']} is no tool", where=where, fix="derive the class from hone.agents.tools.Tool"
+            f"{entry['class_name']} is not a subclass of Tool",
+            where=where,
+            fix="derive the class from hone.agents.tools.Tool",
         )
     schema = entry.get("tool_schema")
     if schema is not None:
@@ -200,18 +178,18 @@ def _of_class(entry: Mapping[str, Any], where: str) -> list[Tool]:
     return [_call(cls, arguments, where)]
 
 
-def _of_function(entry: Mapping[str, Any], where: str) -> list[Tool]:
-    found, schema = imported(str(entry["function"]), where), entry.get("tool_schema")
+def _function_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
+    target, schema = imported(str(entry["function"]), where), entry.get("tool_schema")
     if schema is not None:
         _check_schema(schema, where)
-    if isinstance(found, FunctionTool):
-        return [FunctionTool(found.function, schema=schema or found.schema)]
-    if not callable(found):
-        raise ConfigError(f"{entry['function']} is a {type(found).__name__}, not a function", where=where)
-    return [FunctionTool(found, schema=schema)]
+    if isinstance(target, FunctionTool):
+        return [FunctionTool(target.function, schema=schema or target.schema)]
+    if not callable(target):
+        raise ConfigError(f"{entry['function']} is a {type(target).__name__}, not a function", where=where)
+    return [FunctionTool(target, schema=schema)]
 
 
-def _of_server(entry: Mapping[str, Any], where: str) -> list[Tool]:
+def _server_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
     from hone.agents.tools.mcp import tools_of_server
 
     return list(tools_of_server(dict(entry["mcp"] or {}), only=entry.get("only"), where=where))
@@ -221,14 +199,14 @@ def _settings(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
     config = entry.get("config") or {}
     if not isinstance(config, dict):
         raise ConfigError(f"config is {config!r}, not a mapping", where=where, fix="config: {key: value}")
-    return {key: value for key, value in config.items() if key != "type"}  # `type: native` says nothing here
+    return {key: value for key, value in config.items() if key != "type"}  # `type: native` has no effect
 
 
 def _check_schema(schema: Any, where: str) -> None:
     function = schema.get("function") if isinstance(schema, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConfigError(
-            "tool_schema names no function",
+            "tool_schema has no function with a name",
             where=where,
             fix="tool_schema: {type: function, function: {name: ..., description: ..., parameters: {...}}}",
         )
@@ -238,12 +216,16 @@ def _number(entry: Mapping[str, Any], name: str, where: str) -> float | int:
     value = entry[name]
     lowest = 0 if name == "retries" else 1 if name == "concurrency" else 1e-9
     if isinstance(value, bool) or not isinstance(value, int | float) or value < lowest:
-        raise ConfigError(f"{name} is {value!r}", where=where, fix=f"{name}: {30 if name == 'timeout' else 1}")
+        raise ConfigError(
+            f"{name}={value!r} is not a number of at least {lowest:g}",
+            where=where,
+            fix=f"{name}: {30 if name == 'timeout' else 1}",
+        )
     return value
 
 
 def _call(maker: Callable[..., Any], arguments: dict[str, Any], where: str) -> Any:
-    """Make a tool; what it raises is told with the place in the file."""
+    """Make a tool; errors are raised with the entry's place in the file."""
     try:
         return maker(**arguments)
     except HoneError:

@@ -1,4 +1,4 @@
-"""A table of facts that each row brings: one key at a time, so that several calls lead to an answer."""
+"""Tool that looks up facts of a row's table, one key per call, so that answers need several calls."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SCHEMA = {
 
 
 class Lookup(Tool):
-    """Answers from ``extra_info.tools_kwargs.lookup.create_kwargs.facts`` of the row, a mapping or a list of [key, value]."""
+    """Tool that answers from ``extra_info.tools_kwargs.lookup.create_kwargs.facts`` of the row, a mapping or a list of [key, value]."""
 
     def __init__(self) -> None:
         super().__init__(_SCHEMA)
 
     async def create(self, *, facts: Any = (), **kwargs: Any) -> dict[str, str]:
-        """The row's table."""
+        """Return the row's table of facts."""
         return {str(key): str(value) for key, value in (facts.items() if isinstance(facts, Mapping) else facts)}
 
     async def execute(self, state: dict[str, str], arguments: Mapping[str, Any], **kwargs: Any) -> str:
-        """The value of ``arguments["key"]``."""
+        """Return the value of ``arguments["key"]``."""
         key = arguments["key"].strip()
         if key not in state:
             raise ToolError(f"nothing is known of '{key}'")

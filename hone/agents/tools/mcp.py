@@ -1,4 +1,4 @@
-"""Tools of MCP servers (Model Context Protocol), by the official client: a program on stdio, or streamable HTTP."""
+"""Tools of MCP servers (Model Context Protocol) by the official client, over stdio or streamable HTTP."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OPTIONS = {"stdio": ("command", "args", "env", "cwd"), "http": ("url",)}
 
 
 class McpServer:
-    """A connection to one server, held by a thread with an event loop of its own: it outlives the loops of a run.
+    """Connection to one server, held by a thread with an event loop that outlives the loops of a run.
 
-    A connection that breaks is made anew at the next call.
+    A broken connection is reopened at the next call.
 
     Args:
         options: ``command``, ``args``, ``env`` and ``cwd`` of a program, or the ``url`` of a server.
@@ -43,23 +43,23 @@ class McpServer:
         atexit.register(self.close)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """The server's answer to a call of its tool ``name``."""
+        """Call the server's tool ``name`` and return its answer."""
         if self._holding is None or self._holding.done():
             await asyncio.to_thread(self._connect)
-        asked = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
         try:
-            return await asyncio.wrap_future(asked)
+            return await asyncio.wrap_future(future)
         except Exception as error:
             if _is_closed(error):
-                await asyncio.to_thread(self._hang_up)
+                await asyncio.to_thread(self._disconnect)
             raise
 
     def close(self) -> None:
-        """End the connection, and the program."""
+        """Close the connection and end the program."""
         atexit.unregister(self.close)
         if self._loop.is_closed():
             return
-        self._hang_up()
+        self._disconnect()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_SECONDS)
         if not self._thread.is_alive():
@@ -67,25 +67,25 @@ class McpServer:
 
     def _connect(self) -> list[Any]:
         """Connect, and return the tools that the server lists."""
-        self._hang_up()
+        self._disconnect()
         ready: Future[list[Any]] = Future()
         self._holding = asyncio.run_coroutine_threadsafe(self._hold(ready), self._loop)
         try:
             return ready.result(START_SECONDS)
         except Exception as error:
-            self._hang_up()
+            self._disconnect()
             reason = (
                 f"no answer within {START_SECONDS:g} seconds" if isinstance(error, TimeoutError) else _reason(error)
             )
             raise ConfigError(
                 f"the MCP server '{self._name}' cannot be reached: {reason}",
-                why="its tools could not be called",
-                fix="start it, or mend command, args or url",
+                why="its tools cannot be called without it",
+                fix="start the server, or correct command, args or url",
                 where=self.where,
             ) from error
 
     async def _hold(self, ready: Future[list[Any]]) -> None:
-        """Keep the connection until told to stop: the client must be left by the task that entered it."""
+        """Keep the connection open until stopped; the client must be closed by the task that opened it."""
         from mcp import Client
 
         self._stop = asyncio.Event()
@@ -106,7 +106,7 @@ class McpServer:
                 raise
             ready.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         held, stop = self._holding, self._stop
         if held is None or held.done():
             return
@@ -114,32 +114,32 @@ class McpServer:
             self._loop.call_soon_threadsafe(stop.set)
         try:
             held.result(START_SECONDS)
-        except Exception:  # noqa: BLE001 - it ends in any case; what it ended with was told to whoever called
+        except Exception:  # noqa: BLE001 - the connection ends in any case; callers have received its error
             held.cancel()
 
 
 class McpTool(Tool):
-    """A tool of a server.
+    """Tool of an MCP server.
 
     Args:
-        server: that has it.
-        described: as the server describes it.
+        server: server of the tool.
+        described: description from the server.
     """
 
-    def __init__(self, server: McpServer, described: Any) -> None:
+    def __init__(self, server: McpServer, description: Any) -> None:
         function = {
-            "name": described.name,
-            "description": described.description or "",
-            "parameters": described.input_schema,
+            "name": description.name,
+            "description": description.description or "",
+            "parameters": description.input_schema,
         }
         super().__init__({"type": "function", "function": function})
         self.server = server
 
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> ToolResult:
-        """Ask the server.
+        """Call the tool on the server.
 
         Raises:
-            ToolError: the server says that the call failed.
+            ToolError: the server reports a failed call.
         """
         answer = await self.server.call(self.name, arguments)
         parts = [{"type": part.type, "text": getattr(part, "text", None)} for part in answer.content]
@@ -149,18 +149,18 @@ class McpTool(Tool):
         return ToolResult(text, left_out=left_out)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.server.close()
 
 
 def tools_of_server(options: dict[str, Any], *, only: Sequence[str] | None = None, where: str = "") -> list[McpTool]:
-    """The tools of a server, or those that are named.
+    """Return the tools of a server, or those listed in ``only``.
 
     Raises:
-        ConfigError: see :class:`McpServer`; or a named tool does not exist.
+        ConfigError: see :class:`McpServer`; or a listed tool does not exist.
     """
     server = McpServer(options, where)
-    tools = {described.name: McpTool(server, described) for described in server.tools}
+    tools = {description.name: McpTool(server, description) for description in server.tools}
     for name in only or ():
         if name not in tools:
             server.close()
@@ -175,7 +175,7 @@ def _target(options: dict[str, Any], where: str) -> Any:
             raise ConfigError(f"unknown setting '{name}' of mcp", where=where, fix=did_you_mean(name, _OPTIONS[kind]))
     if kind == "stdio" and not options.get("command"):
         raise ConfigError(
-            "mcp names neither a command nor a url", where=where, fix="mcp: {command: python, args: [server.py]}"
+            "mcp has neither a command nor a url", where=where, fix="mcp: {command: python, args: [server.py]}"
         )
     try:
         from mcp import StdioServerParameters
@@ -189,7 +189,7 @@ def _target(options: dict[str, Any], where: str) -> Any:
 
 
 def _is_closed(error: Exception) -> bool:
-    """Whether the client says that its server is gone."""
+    """Return whether an error reports a closed connection."""
     from mcp import MCPError
     from mcp.types import CONNECTION_CLOSED
 

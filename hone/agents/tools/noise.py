@@ -1,4 +1,4 @@
-"""Tools that fail and tarry at random: for policies that must cope with a bad day."""
+"""Tools with random failures and delays, for training robust policies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hone.data.seeding import derive_seed
 
 @dataclass(frozen=True)
 class NoiseOptions:
-    """How bad the day is.
+    """Rate of failures and delays of a tool.
 
     Attributes:
-        failure_rate: share of calls that fail; the model reads so, and may call again.
+        failure_rate: share of failed calls; the model receives the error and may call again.
         latency: mean seconds that a call waits, drawn from an exponential distribution.
-        seed: of the draws.
+        seed: seed of the random numbers.
     """
 
     failure_rate: float = 0.0
@@ -29,7 +29,7 @@ class NoiseOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.failure_rate <= 1 or self.latency < 0:
-            raise ValueError(f"failure_rate={self.failure_rate} must lie in 0..1, latency={self.latency} not below 0")
+            raise ValueError(f"failure_rate={self.failure_rate} must be in 0..1, and latency={self.latency} at least 0")
 
 
 @dataclass
@@ -40,12 +40,13 @@ class _State:
 
 
 class Noisy(Tool):
-    """A tool behind a bad connection. Which calls fail depends on ``options.seed``, the call's arguments and its number in the
-    episode, so a run repeats.
+    """Tool with random failures and delays.
+
+    Failures depend on ``options.seed``, the call's arguments and its number in the episode, so a run is reproducible.
 
     Args:
-        tool: the tool itself.
-        options: how bad it is.
+        tool: tool to wrap.
+        options: rates of failures and delays.
     """
 
     def __init__(self, tool: Tool, options: NoiseOptions) -> None:
@@ -54,11 +55,11 @@ class Noisy(Tool):
         self.timeout, self.retries, self.concurrency = tool.timeout, tool.retries, tool.concurrency
 
     async def create(self, **kwargs: Any) -> _State:
-        """The tool's state, and a count of calls."""
+        """Create the tool's state and a counter of calls."""
         return _State(await self.tool.create(**kwargs), self.name)
 
     async def execute(self, state: _State, arguments: Mapping[str, Any], **kwargs: Any) -> Any:
-        """Wait, fail, or pass the call on."""
+        """Delay, fail or forward the call."""
         state.calls += 1
         draw = random.Random(
             derive_seed(self.options.seed, state.name, json.dumps(arguments, sort_keys=True), state.calls)
@@ -70,13 +71,13 @@ class Noisy(Tool):
         return await self.tool.execute(state.inner, arguments, **kwargs)
 
     async def calc_reward(self, state: _State, **kwargs: Any) -> float | None:
-        """The tool's."""
+        """Return the wrapped tool's reward."""
         return await self.tool.calc_reward(state.inner, **kwargs)
 
     async def release(self, state: _State, **kwargs: Any) -> None:
-        """The tool's."""
+        """Release the wrapped tool's state."""
         await self.tool.release(state.inner, **kwargs)
 
     def close(self) -> None:
-        """The tool's."""
+        """Close the wrapped tool."""
         self.tool.close()

@@ -1,4 +1,4 @@
-"""Python for the model: every call is a program of its own, run in the sandbox."""
+"""Python tool: every call is a separate program in the sandbox."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SCHEMA = {
 
 
 class PythonTool(Tool):
-    """Runs programs without network, with limits on time, memory and output; see :mod:`hone.rewards.sandbox`.
+    """Tool that runs programs without network and with limits on time, memory and output; see :mod:`hone.rewards.sandbox`.
 
     Args:
-        backend: of the sandbox: ``auto``, ``bubblewrap`` or ``process``.
-        seconds: wall time of a program.
-        memory_mb: memory of a program.
-        max_concurrent: programs at one time.
+        backend: backend of the sandbox: ``auto``, ``bubblewrap`` or ``process``.
+        seconds: maximum wall time of a program.
+        memory_mb: maximum memory of a program in MiB.
+        max_concurrent: maximum concurrent programs.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class PythonTool(Tool):
         self.concurrency, self.retries = max_concurrent, 0
 
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> str:
-        """What the program prints; where it fails, also the last lines of its errors.
+        """Return the program's output; if it fails, also the last lines of its errors.
 
         Raises:
-            ToolError: it was stopped at a limit.
+            ToolError: the program was stopped at a limit.
         """
         result = await self.sandbox.run(arguments["code"])
         if result.ending is not Ending.FINISHED:
@@ -54,5 +54,5 @@ class PythonTool(Tool):
         return f"{result.stdout}\n{result.stderr}".strip()
 
     def close(self) -> None:
-        """Wait for the programs that run."""
+        """Wait for running programs."""
         self.sandbox.close()

@@ -1,4 +1,4 @@
-"""Search over local documents: BM25 (Robertson and Zaragoza 2009) by the library bm25s."""
+"""Search tool over local documents: BM25 (Robertson and Zaragoza 2009) by the library bm25s."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SCHEMA = {
 
 
 class Index:
-    """Documents, found by the words that they share with a query.
+    """Index of documents, ranked by the words that they share with a query.
 
     Args:
-        documents: their texts.
-        k: documents a query.
-        stopwords: language of the words left out (``en``), or None.
+        documents: texts of the documents.
+        k: documents per query.
+        stopwords: language of the ignored words (``en``), or None.
 
     Raises:
         ConfigError: bm25s is not installed.
@@ -42,7 +42,7 @@ class Index:
             import bm25s
         except ImportError as error:
             raise ConfigError(
-                "searching needs the package bm25s, which is not installed", fix="pip install 'hone-rl[search]'"
+                "the tool 'search' needs the package bm25s, which is not installed", fix="pip install 'hone-rl[search]'"
             ) from error
         self.documents, self.k = list(documents), min(k, len(documents))
         self._stopwords, self._bm25s = stopwords, bm25s
@@ -50,27 +50,27 @@ class Index:
         self._index.index(self._words(self.documents), show_progress=False)
 
     def find(self, query: str) -> str:
-        """The best documents, one a paragraph; those that share no word with the query are left out."""
+        """Return the best documents, one per paragraph; omit those that share no word with the query."""
         words = self._words([query])
         if not any(len(ids) for ids in words.ids):
             return "nothing found"
-        places, scores = self._index.retrieve(words, k=self.k, show_progress=False)
-        found = [self.documents[place] for place, score in zip(places[0], scores[0], strict=True) if score > 0]
-        return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(found, 1)) or "nothing found"
+        positions, scores = self._index.retrieve(words, k=self.k, show_progress=False)
+        matches = [self.documents[place] for place, score in zip(positions[0], scores[0], strict=True) if score > 0]
+        return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(matches, 1)) or "nothing found"
 
     def _words(self, texts: list[str]) -> Any:
         return self._bm25s.tokenize(texts, stopwords=self._stopwords, show_progress=False)
 
 
 class Search(Tool):
-    """The documents that fit a query best, by BM25 over their words.
+    """Tool that returns the documents with the best BM25 score for a query.
 
     Args:
         files: parquet, json or jsonl files of documents.
-        text_key: column of their text.
-        title_key: column of their title; left out where there is none.
-        k: documents a query.
-        stopwords: language of the words left out (``en``), or None.
+        text_key: column of the text.
+        title_key: column of the title; optional.
+        k: documents per query.
+        stopwords: language of the ignored words (``en``), or None.
 
     Raises:
         ConfigError: bm25s is not installed.
@@ -90,12 +90,14 @@ class Search(Tool):
         paths: list[str | Path] = [files] if isinstance(files, str) else list(files)
         rows = read_rows(paths, required=(text_key,), optional=(title_key,))
         if not rows:
-            raise DataError("there is no document to search", where=str(files), fix="name a file with rows")
+            raise DataError(
+                "the files have 0 documents to search", where=str(files), fix="give a file with at least one row"
+            )
         titles = [str(row.values.get(title_key) or "") for row in rows]
         texts = [str(row.values[text_key]) for row in rows]
         documents = [f"{title}: {text}" if title else text for title, text in zip(titles, texts, strict=True)]
         self.index = Index(documents, k=k, stopwords=stopwords)
 
     async def execute(self, state: Any, arguments: Mapping[str, Any], **kwargs: Any) -> str:
-        """The best documents, one a paragraph; those that share no word with the query are left out."""
+        """Return the best documents, one per paragraph; omit those that share no word with the query."""
         return await asyncio.to_thread(self.index.find, arguments["query"])

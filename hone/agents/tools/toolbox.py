@@ -1,4 +1,4 @@
-"""The tools of a run, and how an episode uses them: every call is answered, whatever becomes of it."""
+"""Tools of a run and their use by an episode; every call is answered, whether it succeeds or not."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import jsonschema.validators
+from transformers import PreTrainedTokenizerBase
 
 from hone.agents.episode import Episode
 from hone.agents.messages import Message, ToolCall, tool_message
-from hone.agents.setting import Setting
 from hone.agents.tools.base import Schema, Tool, ToolError, ToolResult
 from hone.agents.tools.truncation import truncate
 from hone.config.agents import MultiTurnConfig
@@ -25,29 +25,30 @@ from hone.errors import ConfigError, DataError, HoneError, did_you_mean
 
 log = logging.getLogger("hone.agents.tools")
 
-_SHOWN = 3
+_MAX_SHOWN_ERRORS = 3
 
 
 class Toolbox:
-    """All tools of a run.
+    """Collection of all tools of a run.
 
     Args:
-        tools: with distinct names.
-        multi_turn: limits of calls.
+        tools: tools with distinct names.
+        multi_turn: config with the limits of calls.
 
     Raises:
-        ConfigError: a name occurs twice, or a schema is no JSON schema.
+        ConfigError: a name occurs twice, or a schema is not a JSON schema.
     """
 
     def __init__(self, tools: Sequence[Tool], multi_turn: MultiTurnConfig) -> None:
-        self._places = multi_turn.tool_concurrency
+        self.limits = _CallLimits.from_config(multi_turn)
+        self._concurrency = multi_turn.tool_concurrency
         self._tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.name in self._tools:
                 raise ConfigError(
-                    f"two tools are called '{tool.name}'",
-                    why="a call could not be told from the other's",
-                    fix="rename one, or leave it out",
+                    f"two tools have the name '{tool.name}'",
+                    why="a call would be ambiguous",
+                    fix="rename or remove one of them",
                     where="actor_rollout_ref.rollout.multi_turn",
                 )
             self._tools[tool.name] = tool
@@ -65,7 +66,7 @@ class Toolbox:
         return self._tools[name]
 
     def schemas(self, selection: Sequence[str] | None = None) -> list[Schema]:
-        """Schemas of the tools, or of those that are selected.
+        """Return the schemas of all tools, or of the selected ones.
 
         Raises:
             DataError: a selected tool does not exist.
@@ -73,55 +74,57 @@ class Toolbox:
         for name in selection or ():
             if name not in self._tools:
                 raise DataError(
-                    f"tool '{name}' is asked for, and does not exist",
-                    why="it could never be called",
+                    f"the row selects the tool '{name}', which does not exist",
+                    why="the model could not call it",
                     fix=did_you_mean(name, self._tools),
                     where="extra_info.tool_selection",
                     code="R48",
                 )
         return [tool.schema for name, tool in self._tools.items() if selection is None or name in selection]
 
-    def session(self, episode: Episode, setting: Setting) -> ToolSession:
-        """The tools as one episode uses them; leaving the context releases what was created.
+    def session(self, episode: Episode, tokenizer: PreTrainedTokenizerBase) -> ToolSession:
+        """Return the tools for one episode; leaving the context releases the states that calls created.
 
         Raises:
             DataError: the row selects a tool that does not exist.
         """
-        return ToolSession(self, episode, setting)
+        return ToolSession(self, episode, tokenizer)
 
     def invalid(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments by the tool's schema, None when nothing is."""
-        found = sorted(self._validators[name].iter_errors(arguments), key=lambda error: list(map(str, error.path)))
-        texts = [f"{'.'.join(map(str, error.path)) or 'arguments'}: {error.message}" for error in found[:_SHOWN]]
+        """Describe how the arguments violate the tool's schema; None if they are valid."""
+        errors = sorted(self._validators[name].iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+        texts = [
+            f"{'.'.join(map(str, error.path)) or 'arguments'}: {error.message}" for error in errors[:_MAX_SHOWN_ERRORS]
+        ]
         return "; ".join(texts) or None
 
     def gate(self, tool: Tool) -> asyncio.Semaphore:
-        """Lets as many calls of a tool through at a time as it allows."""
+        """Return the semaphore that limits concurrent calls of a tool."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._gates = loop, {}
-        places = tool.concurrency or self._places
-        return self._gates.setdefault(tool.name, asyncio.Semaphore(places))
+        concurrency = tool.concurrency or self._concurrency
+        return self._gates.setdefault(tool.name, asyncio.Semaphore(concurrency))
 
     def close(self) -> None:
-        """End what the tools have started."""
+        """Close all tools."""
         for tool in self._tools.values():
             tool.close()
 
 
 @dataclass(frozen=True)
-class _Limits:
-    """What bounds calls. It is read when an episode begins, so that a key counts as used where the model calls nothing yet."""
+class _CallLimits:
+    """Limits of tool calls."""
 
     parallel: int
     total: int | None
     timeout: float
     retries: int
     result_tokens: int
-    cut_side: str
+    truncated_side: str
 
     @classmethod
-    def of(cls, config: MultiTurnConfig) -> _Limits:
+    def from_config(cls, config: MultiTurnConfig) -> _CallLimits:
         return cls(
             config.max_parallel_calls,
             config.max_tool_calls,
@@ -141,28 +144,28 @@ class _Answer:
 
 
 class ToolSession:
-    """The tools of one episode.
+    """Tools of one episode.
 
     Args:
-        toolbox: of the run.
-        episode: whose calls they answer; its row selects tools and gives arguments.
-        setting: of the run.
+        toolbox: toolbox of the run.
+        episode: episode whose calls are answered; its row selects tools and gives arguments.
+        tokenizer: tokenizer that counts and truncates the tokens of results.
 
     Attributes:
-        schemas: what the model is shown.
-        exhausted: whether the model has been told that no further call is carried out.
+        schemas: schemas in the prompt.
+        exhausted: True after the model was notified that no further call is allowed.
     """
 
-    def __init__(self, toolbox: Toolbox, episode: Episode, setting: Setting) -> None:
+    def __init__(self, toolbox: Toolbox, episode: Episode, tokenizer: PreTrainedTokenizerBase) -> None:
         extra = episode.sample.extra_info
-        self.toolbox, self.episode, self.setting = toolbox, episode, setting
+        self.toolbox, self.episode, self._tokenizer = toolbox, episode, tokenizer
         self.schemas = toolbox.schemas(extra.get("tool_selection"))
         self.exhausted = False
-        self._limits = _Limits.of(setting.multi_turn)
+        self._limits = toolbox.limits
         self._kwargs: Mapping[str, Mapping[str, Any]] = extra.get("tools_kwargs") or {}
         self._names = [schema["function"]["name"] for schema in self.schemas]
         self._states: dict[str, asyncio.Future[Any]] = {}
-        self._carried_out = 0
+        self._executed = 0
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> ToolSession:
@@ -174,25 +177,25 @@ class ToolSession:
         return await self._stack.__aexit__(kind, error, trace)
 
     async def answer(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """Carry out the calls of a turn at the same time; one tool message for each, in their order."""
-        most = self._limits
-        left = None if most.total is None else most.total - self._carried_out
-        allowed = most.parallel if left is None else min(left, most.parallel)
+        """Execute the calls of a turn concurrently; return one tool message per call, in order."""
+        limits = self._limits
+        left = None if limits.total is None else limits.total - self._executed
+        allowed = limits.parallel if left is None else min(left, limits.parallel)
         self.exhausted = left is not None and len(calls) > left
-        self._carried_out += min(len(calls), allowed)
-        waiting = [self._one(call, number < allowed, allowed) for number, call in enumerate(calls)]
+        self._executed += min(len(calls), allowed)
+        waiting = [self._answer_call(call, number < allowed, allowed) for number, call in enumerate(calls)]
         records = await self.episode.outside(asyncio.gather(*waiting))
         self.episode.log.calls += records
         self.episode.reward_turn(sum(record.reward for record in records))
         return [tool_message(call, record.result) for call, record in zip(calls, records, strict=True)]
 
-    async def _one(self, call: ToolCall, permitted: bool, allowed: int) -> CallRecord:
+    async def _answer_call(self, call: ToolCall, permitted: bool, allowed: int) -> CallRecord:
         started = time.perf_counter()
         if permitted:
             answer = await self._try(call)
         else:
             answer = _Answer(CallStatus.OVER_LIMIT, _over_limit(allowed, self.exhausted))
-        text, cut = truncate(answer.text, self._limits.result_tokens, self._limits.cut_side, self.setting.tokenizer)
+        text, cut = truncate(answer.text, self._limits.result_tokens, self._limits.truncated_side, self._tokenizer)
         result = answer.result or ToolResult("")
         return CallRecord(
             call.name,
@@ -210,7 +213,7 @@ class ToolSession:
 
     async def _try(self, call: ToolCall) -> _Answer:
         if call.error is not None or call.arguments is None:
-            return _Answer(CallStatus.MALFORMED, f"error: {call.error or 'the arguments are no JSON object'}")
+            return _Answer(CallStatus.MALFORMED, f"error: {call.error or 'the arguments are not a JSON object'}")
         if call.name not in self._names:
             there = ", ".join(self._names)
             return _Answer(CallStatus.UNKNOWN_TOOL, f"error: there is no tool '{call.name}'; there are: {there}")
@@ -219,9 +222,9 @@ class ToolSession:
             return _Answer(CallStatus.INVALID_ARGUMENTS, f"error: {wrong}")
         tool = self.toolbox[call.name]
         async with self.toolbox.gate(tool):
-            return await self._carry_out(tool, call.arguments)
+            return await self._execute(tool, call.arguments)
 
-    async def _carry_out(self, tool: Tool, arguments: Mapping[str, Any]) -> _Answer:
+    async def _execute(self, tool: Tool, arguments: Mapping[str, Any]) -> _Answer:
         limit = self._limits.timeout if tool.timeout is None else tool.timeout
         tries = 1 + (self._limits.retries if tool.retries is None else tool.retries)
         answer = _Answer(CallStatus.ERROR, "")
@@ -229,7 +232,9 @@ class ToolSession:
             try:
                 async with asyncio.timeout(limit):
                     state = await self._state(tool)
-                    result = ToolResult.of(await tool.execute(state, arguments, **self._further(tool, "execute")))
+                    result = ToolResult.from_value(
+                        await tool.execute(state, arguments, **self._row_arguments(tool, "execute"))
+                    )
                 return _Answer(CallStatus.OK, result.text, result, attempt)
             except ToolError as refusal:
                 return _Answer(CallStatus.ERROR, f"error: {refusal}", None, attempt)
@@ -237,30 +242,30 @@ class ToolSession:
                 answer = _Answer(CallStatus.TIMEOUT, f"error: no answer within {limit:g} seconds", None, attempt)
             except HoneError:
                 raise
-            except Exception as error:  # noqa: BLE001 - a tool may raise anything; the model is told, and it is counted
+            except Exception as error:  # noqa: BLE001 - a tool may raise anything; the model receives the error, and it is counted
                 log.debug("tool %s", tool.name, exc_info=error)
                 answer = _Answer(CallStatus.ERROR, f"error: {type(error).__name__}: {error}", None, attempt)
         return answer
 
     async def _state(self, tool: Tool) -> Any:
-        """The state of the episode, created at the first call; calls of one turn wait for the same."""
+        """Return the episode's state, created at the first call; concurrent calls wait for the same state."""
         future = self._states.get(tool.name)
         if future is None or (future.done() and (future.cancelled() or future.exception() is not None)):
             future = self._states[tool.name] = asyncio.ensure_future(self._create(tool))
         return await asyncio.shield(future)
 
     async def _create(self, tool: Tool) -> Any:
-        state = await tool.create(**self._further(tool, "create"))
-        self._stack.push_async_callback(tool.release, state, **self._further(tool, "release"))
-        self._stack.push_async_callback(self._earned, tool, state)
+        state = await tool.create(**self._row_arguments(tool, "create"))
+        self._stack.push_async_callback(tool.release, state, **self._row_arguments(tool, "release"))
+        self._stack.push_async_callback(self._log_reward, tool, state)
         return state
 
-    async def _earned(self, tool: Tool, state: Any) -> None:
-        earned = await tool.calc_reward(state, **self._further(tool, "calc_reward"))
-        if earned is not None:
-            self.episode.log.facts[f"{tool.name}_reward"] = float(earned)
+    async def _log_reward(self, tool: Tool, state: Any) -> None:
+        reward = await tool.calc_reward(state, **self._row_arguments(tool, "calc_reward"))
+        if reward is not None:
+            self.episode.log.facts[f"{tool.name}_reward"] = float(reward)
 
-    def _further(self, tool: Tool, step: str) -> dict[str, Any]:
+    def _row_arguments(self, tool: Tool, step: str) -> dict[str, Any]:
         return dict((self._kwargs.get(tool.name) or {}).get(f"{step}_kwargs") or {})
 
 
@@ -277,7 +282,7 @@ def _validator(tool: Tool) -> Any:
         kind.check_schema(parameters)
     except jsonschema.SchemaError as error:
         raise ConfigError(
-            f"the parameters of tool '{tool.name}' are no JSON schema: {error.message}",
+            f"the parameters of tool '{tool.name}' are not a JSON schema: {error.message}",
             fix='write {"type": "object", "properties": {...}, "required": [...]}',
             where=json.dumps(parameters)[:200],
         ) from error

@@ -1,23 +1,23 @@
-"""Long tool results, cut to a number of tokens."""
+"""Truncation of long tool results to a number of tokens."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-_LONGEST_TOKEN = 32
-"""Characters for each token allowed that are looked at on either side: ten megabytes of result are not tokenized."""
+_CHARACTERS_PER_TOKEN = 32
+"""Characters tokenized per allowed token on either side, so that huge results are not tokenized completely."""
 
 
 def truncate(text: str, limit: int, side: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
-    """Cut a text to ``limit`` tokens, mark where, and say whether it was cut.
+    """Truncate a text to ``limit`` tokens with a mark; also return whether it was truncated.
 
     Args:
-        text: of any length.
-        limit: most tokens kept, the mark not counted.
-        side: what is cut away: ``left``, ``middle`` or ``right``.
-        tokenizer: counts.
+        text: text of any length.
+        limit: maximum tokens kept, without the mark.
+        side: side to remove: ``left``, ``middle`` or ``right``.
+        tokenizer: tokenizer that counts the tokens.
     """
-    reach = limit * _LONGEST_TOKEN
+    reach = limit * _CHARACTERS_PER_TOKEN
     if len(text) <= 2 * reach:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:

@@ -1,21 +1,21 @@
-"""Advantage estimators: from token rewards to how much better than expected each token was.
+"""Advantage estimators: from token rewards to advantages of tokens.
 
 Every estimator is called the same way, ``estimator(token_level_rewards, response_mask, **inputs, **options)``, and
 returns ``(advantages, returns)``, both ``[B, T]`` and 0 outside the mask. Tokens with mask 0 (padding, tool output) are
-skipped: they are no steps of the policy, and a reward written on one is ignored. Rows without any selected token take
-no part.
+skipped: they are not steps of the policy, and rewards on them are ignored. Rows without any selected token do not
+take part.
 
-One file an idea::
+One file per idea::
 
-    base, checks        how an estimator is registered and called, and which inputs are refused
-    groups              statistics over the responses to one prompt
-    tokens, scan        numbers a row to numbers a token; discounted sums over sampled tokens, without a loop over time
-    group_relative      grpo, grpo_passk, rloo, opo, gpg, maxrl: a score against the scores of its group
-    gdpo                several rewards, each normalised by itself
+        base, checks        registration and calls of estimators, and checks of their inputs
+        groups              statistics over the responses to one prompt
+        tokens, scan        row values to token values; discounted sums over sampled tokens, without a loop over time
+        group_relative      grpo, grpo_passk, rloo, opo, gpg, maxrl: a score compared with the scores of its group
+    gdpo                several rewards, each normalised separately
     reinforce           reinforce_plus_plus, reinforce_plus_plus_baseline, remax
     gae                 the critic's estimator
     token_baseline      optimal_token_baseline
-    turns, gigpo        conversations: where rewards go, and credit by turn
+        turns, gigpo        conversations: placement of rewards, and credit by turn
 """
 
 from hone.algorithms.advantages import gae, gdpo, gigpo, group_relative, reinforce, token_baseline

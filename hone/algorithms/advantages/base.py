@@ -1,4 +1,4 @@
-"""What every advantage estimator shares: how it is registered, called, described and refused."""
+"""Shared parts of advantage estimators: registration, calls, description and checks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import Tensor
 
 from hone.algorithms.advantages.checks import checked_inputs
 from hone.errors import ConfigError, did_you_mean
+from hone.methods import ESTIMATOR_INPUTS, EstimatorInputs
 from hone.registry import Registry
 
 INPUTS: Mapping[str, tuple[str, str]] = {
-    "groups": ("group_ids", "the prompt group of every sequence; sample several responses a prompt (rollout.n >= 2)"),
+    "groups": ("group_ids", "the prompt group of every sequence; sample several responses per prompt (rollout.n >= 2)"),
     "values": ("values", "the critic's values; train a critic (critic.enable=true)"),
     "greedy_baseline": (
         "reward_baselines",
-        "the score of each prompt's greedy response, [B]; the trainer plays it when algorithm.adv_estimator=remax",
+        "the score of each prompt's greedy response, [B]; the trainer generates it when algorithm.adv_estimator=remax",
     ),
     "old_log_probs": (
         "old_log_probs",
-        "the log-probs of the sampled tokens before the update; the trainer computes them, or takes the engine's "
+        "the log-probs of the sampled tokens before the update; the trainer computes them, or uses the engine's "
         "with algorithm.rollout_correction.bypass_mode=true",
     ),
     "sum_pi_squared": (
@@ -36,35 +37,35 @@ INPUTS: Mapping[str, tuple[str, str]] = {
     ),
     "reward_components": (
         "reward_components",
-        "one score a response for each component, name -> [B]; algorithm.gdpo_reward_keys=[correct,format]",
+        "one score per response for each component, name -> [B]; algorithm.gdpo_reward_keys=[correct,format]",
     ),
-    "turns": ("turn_ids", "the turn that each token belongs to, [B, T]; use an agent loop that records turns"),
+    "turns": ("turn_ids", "the turn of each token, [B, T]; use an agent loop that records turns"),
     "turn_groups": (
         "turn_group_ids",
-        "what names the state before each turn, one sequence a row; use an agent loop that records states",
+        "names of the states before each turn, one sequence per row; use an agent loop that records states",
     ),
 }
-"""What an estimator may take: name -> (keyword argument, which key or part of the program supplies it)."""
+"""Inputs of estimators: name -> (keyword argument, the key or the part of the program that supplies it)."""
 
 Result = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A registered estimator: callable, and able to say what it needs before anything is generated.
+    """A registered estimator: callable, with a declaration of its inputs.
 
     Attributes:
         name: first registered name.
-        compute: the function behind it.
-        needs: keys of :data:`INPUTS` without which it cannot work.
-        uses: keys of :data:`INPUTS` that it takes when they are there.
+        compute: the registered function.
+        needs: keys of :data:`INPUTS` that it requires.
+        uses: keys of :data:`INPUTS` that it uses if they are given.
         options: plain-number options it takes, named as the configuration keys under ``algorithm``.
-        formula: in one line.
-        paper: where it comes from.
-        group_of_one: what happens to a group with a single response; empty when there are no groups.
-        min_group: responses that every group must have.
-        scope: what the advantage of a token depends on: its own ``sequence``, its ``group``, or the whole ``batch``.
-            It says along which lines a batch may be cut before the call.
+        formula: formula in one line.
+        paper: source.
+        group_of_one: treatment of a group with a single response; empty if there are no groups.
+        min_group: smallest number of responses of a group.
+        scope: rows that the advantage of a token depends on: its ``sequence``, its ``group``, or the whole ``batch``. A batch
+            may be split along these lines before the call.
     """
 
     name: str
@@ -80,31 +81,31 @@ class AdvantageEstimator:
 
     @property
     def doc(self) -> str:
-        """The docstring of the function behind it."""
+        """Return the docstring of the registered function."""
         return inspect.getdoc(self.compute) or ""
 
     @torch.no_grad()
     def __call__(self, token_level_rewards: Tensor, response_mask: Tensor, **arguments: Any) -> Result:
         """Return ``(advantages, returns)``: constants, each ``[B, T]``, 0 where the mask is 0.
 
-        Their type is that of the rewards, and float32 for bfloat16, float16 and integer rewards. What stands where the
-        mask is 0 is never looked at.
+        Their type is that of the rewards, and float32 for bfloat16, float16 and integer rewards. Values where the mask is 0
+        are ignored.
 
         Args:
             token_level_rewards: ``[B, T]``; usually one number on the last sampled token of each row.
             response_mask: ``[B, T]``, 1 on tokens that the policy sampled.
             **arguments: options, and inputs; inputs that are not needed are ignored.
 
-                ``group_ids``: length B, the prompt group of each row.
-                ``values``: ``[B, T]``, the critic's.
-                ``reward_baselines``: ``[B]``, the score of the prompt's greedy response.
-                ``old_log_probs``, ``sum_pi_squared``, ``rollout_is_weights``: ``[B, T]``.
-                ``reward_components``: name -> ``[B]``.
-                ``turn_ids``: ``[B, T]``, the turn of each token: 0, 1, ...
-                ``turn_group_ids``: one sequence a row, whose item k names the state before turn k.
+                    ``group_ids``: length B, the prompt group of each row.
+                    ``values``: ``[B, T]``, the critic's values.
+                    ``reward_baselines``: ``[B]``, the score of the prompt's greedy response.
+                    ``old_log_probs``, ``sum_pi_squared``, ``rollout_is_weights``: ``[B, T]``.
+                    ``reward_components``: name -> ``[B]``.
+                    ``turn_ids``: ``[B, T]``, the turn of each token: 0, 1, ...
+                    ``turn_group_ids``: one sequence per row; item k names the state before turn k.
 
         Raises:
-            ConfigError: a needed input is missing, has the wrong shape, or holds NaN or infinity; an option is unknown;
+            ConfigError: a needed input is missing, has the wrong shape, or contains NaN or infinity; an option is unknown;
                 the mask selects nothing; a group is too small.
         """
         inputs = {argument: arguments.pop(argument, None) for argument, _ in INPUTS.values()}
@@ -138,23 +139,23 @@ class AdvantageEstimator:
                 )
 
 
-def _adopt(found: Any, path: str) -> AdvantageEstimator:
-    """An estimator of what an import path named: one already, or a function like those of :func:`register_estimator`.
+def _adopt(imported: Any, path: str) -> AdvantageEstimator:
+    """Return the estimator at an import path: a registered one, or a function like those of :func:`register_estimator`.
 
-    What such a function needs is read from its keyword-only arguments: inputs without a default are needed, inputs with
-    one are used when they are there, and all others are options.
+    The inputs of such a function are its keyword-only arguments: inputs without a default are needed, inputs with a
+    default are used if given, and all other arguments are options.
     """
-    if isinstance(found, AdvantageEstimator):
-        return found
-    if not inspect.isfunction(found):
-        raise TypeError("it must be a function of (token_level_rewards, response_mask, *, inputs, options)")
-    keywords = {p.name: p for p in inspect.signature(found).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    if isinstance(imported, AdvantageEstimator):
+        return imported
+    if not inspect.isfunction(imported):
+        raise TypeError("expected a function of (token_level_rewards, response_mask, *, inputs, options)")
+    keywords = {p.name: p for p in inspect.signature(imported).parameters.values() if p.kind is p.KEYWORD_ONLY}
     inputs = {name: keywords[argument] for name, (argument, _) in INPUTS.items() if argument in keywords}
     needs = frozenset(name for name, parameter in inputs.items() if parameter.default is parameter.empty)
     options = frozenset(keywords) - {INPUTS[name][0] for name in inputs}
-    summary = (inspect.getdoc(found) or "").partition("\n")[0]
+    summary = (inspect.getdoc(imported) or "").partition("\n")[0]
     return AdvantageEstimator(
-        path, found, needs, options, summary, f"the user's own: {path}", uses=frozenset(inputs) - needs
+        path, imported, needs, options, summary, f"the user's own: {path}", uses=frozenset(inputs) - needs
     )
 
 
@@ -175,23 +176,25 @@ def register_estimator(
 ) -> Callable[[Callable[..., Result]], AdvantageEstimator]:
     """Return a decorator that registers ``fn(token_level_rewards, response_mask, *, <inputs>, <options>)``.
 
-    The function gets rewards that are finite, floating and 0 where the mask is 0, a boolean mask, and its other inputs
-    prepared in the same way. Keyword arguments that are no inputs are its options. See :class:`AdvantageEstimator` for
-    the meaning of the arguments.
+    The function receives rewards that are finite, floating and 0 where the mask is 0, a boolean mask, and its other inputs
+    prepared in the same way. Keyword arguments that are not inputs are its options. See :class:`AdvantageEstimator` for
+    the meaning of the arguments. Inputs of built-in names are listed in
+    :data:`hone.methods.ESTIMATOR_INPUTS` instead of ``needs`` and ``uses``.
     """
+    inputs = ESTIMATOR_INPUTS.get(names[0], EstimatorInputs(frozenset(needs), frozenset(uses)))
 
     def decorate(compute: Callable[..., Result]) -> AdvantageEstimator:
-        arguments = {INPUTS[name][0] for name in (*needs, *uses)}
+        arguments = {INPUTS[name][0] for name in inputs.needs | inputs.uses}
         keywords = {p.name for p in inspect.signature(compute).parameters.values() if p.kind is p.KEYWORD_ONLY}
         estimator = AdvantageEstimator(
             names[0],
             compute,
-            frozenset(needs),
+            inputs.needs,
             frozenset(keywords - arguments),
             formula,
             paper,
             group_of_one,
-            frozenset(uses),
+            inputs.uses,
             min_group,
             scope,
         )

@@ -1,4 +1,4 @@
-"""The inputs of an estimator, checked once and made safe: floating, finite, and 0 outside the mask."""
+"""Check the inputs of an estimator once, and convert them: floating, finite, and 0 outside the mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN_INPUTS = ("values", "old_log_probs", "sum_pi_squared", "rollout_is_weights
 def checked_inputs(
     rewards: Tensor, mask: Tensor, inputs: Mapping[str, Any], *, min_group: int, name: str
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return rewards, boolean mask and the inputs as an estimator's function gets them.
+    """Return rewards, boolean mask and the inputs in the form that an estimator's function expects.
 
     Raises:
         ConfigError: see :class:`~hone.algorithms.advantages.base.AdvantageEstimator`.
@@ -29,7 +29,7 @@ def checked_inputs(
     if not selected.any():
         raise ConfigError(
             f"response_mask selects none of {rewards.shape[0]} x {rewards.shape[1]} tokens",
-            why="there is nothing to learn from",
+            why="the batch has no token to learn from",
             fix="set response_mask to 1 on the tokens that the policy sampled",
             where="response_mask",
         )
@@ -60,7 +60,7 @@ def _same_shape(argument: str, tensor: Tensor, other: Tensor) -> None:
     if other.dim() != 2 or tensor.shape != other.shape:
         raise ConfigError(
             f"{argument} has shape {list(tensor.shape)}, token_level_rewards {list(other.shape)}",
-            fix="both are [B, T]: one row a response, one column a token",
+            fix="pass both as [B, T]: one row per response, one column per token",
             where=argument,
         )
 
@@ -70,7 +70,7 @@ def _row_scores(argument: str, scores: Any, mask: Tensor, dtype: torch.dtype) ->
     if scores.shape != mask.shape[:1]:
         raise ConfigError(
             f"{argument} has shape {list(scores.shape)} for {len(mask)} sequences",
-            fix="pass one number a row, [B]",
+            fix="pass one number per row, [B]",
             where=argument,
         )
     scores = where_mask(scores, mask.any(dim=-1)).to(torch.promote_types(scores.dtype, dtype))
@@ -79,16 +79,16 @@ def _row_scores(argument: str, scores: Any, mask: Tensor, dtype: torch.dtype) ->
 
 
 def _finite(argument: str, values: Tensor) -> None:
-    # the sum over a row is finite when its parts are; an overflow is cleared up by the second, exact look
+    # the sum over a row is finite if its values are; an exact second check excludes overflows
     if torch.isfinite(values if values.dim() == 1 else values.sum(dim=-1)).all():
         return
     finite = torch.isfinite(values) if values.dim() == 1 else torch.isfinite(values).all(dim=-1)
     bad = (~finite).nonzero().flatten().tolist()
     if bad:
-        shown = ", ".join(map(str, bad[:SHOWN])) + (", ..." if len(bad) > SHOWN else "")
+        listed_rows = ", ".join(map(str, bad[:SHOWN])) + (", ..." if len(bad) > SHOWN else "")
         raise ConfigError(
-            f"{argument} holds NaN or infinity in {len(bad)} of {len(values)} rows: {shown}",
-            why="one such number makes every advantage of its group, or of the whole batch, meaningless",
+            f"{argument} contains NaN or infinity in {len(bad)} of {len(values)} rows: {listed_rows}",
+            why="one such number makes every advantage of its group, or of the whole batch, invalid",
             fix="let the reward function return finite numbers, or raise an error",
             where=argument,
         )
@@ -98,7 +98,7 @@ def _check_groups(group_ids: Any, size: int, min_group: int, name: str) -> None:
     if len(group_ids) != size:
         raise ConfigError(
             f"group_ids has {len(group_ids)} entries for {size} sequences",
-            fix="pass one group id a row",
+            fix="pass one group id per row",
             where="group_ids",
         )
     if min_group > 1:

@@ -1,4 +1,4 @@
-"""GDPO: several rewards, each normalised by itself before they are added."""
+"""GDPO: several rewards, each normalised separately before they are added."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from torch import Tensor
 from hone.algorithms.advantages.base import Result, register_estimator
 from hone.algorithms.advantages.group_relative import normalised
 from hone.algorithms.advantages.groups import Groups
-from hone.algorithms.advantages.tokens import spread, whiten_
+from hone.algorithms.advantages.tokens import broadcast, whiten_
 from hone.errors import ConfigError, did_you_mean
 
 
 @register_estimator(
     "gdpo",
-    needs=["groups", "reward_components"],
     formula="A = sum_k w_k (s_k - mean of the group) / (std of the group + epsilon), whitened over the batch",
     paper="Liu et al. 2026 (GDPO), arXiv:2601.05242, decoupled and batch-wise normalisation",
     group_of_one="no baseline: each component is the score itself (divided by 1 + epsilon when normalising)",
@@ -33,24 +32,24 @@ def gdpo(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> Result:
-    """GRPO's advantage for each reward component, added with weights; returns equal advantages.
+    """Add GRPO's advantage of each reward component with weights; returns equal advantages.
 
-    Sums of rewards that differ in their parts stay apart: a right answer in the wrong form is not worth the same as a
-    wrong one in the right form. ``gdpo_reward_keys`` chooses the components (all of them when null),
-    ``gdpo_reward_weights`` has one weight each (1 when null). The token rewards are not used, and a KL penalty among
-    them is lost: charge it in the loss. The paper whitens over responses; here, as in verl, it is over tokens.
+    Responses with equal sums but different components keep different advantages: a right answer in the wrong form is not
+    worth the same as a wrong answer in the right form. ``gdpo_reward_keys`` selects the components (null: all),
+    ``gdpo_reward_weights`` has one weight for each (null: 1). The token rewards are not used, and a KL penalty among
+    them has no effect: use a KL term in the loss. The paper whitens over responses; here, as in verl, it is over tokens.
 
     Raises:
-        ConfigError: a component that was not given, or as many weights as there are no keys.
+        ConfigError: a component is missing, or the numbers of weights and keys differ.
     """
     keys, weights = _chosen(reward_components, gdpo_reward_keys, gdpo_reward_weights)
-    groups = Groups.of(group_ids, response_mask)
+    groups = Groups.from_ids(group_ids, response_mask)
     parts = [
         weight * normalised(reward_components[key], groups, by_std=norm_adv_by_std_in_grpo, epsilon=epsilon)
         for key, weight in zip(keys, weights, strict=True)
     ]
     total = torch.stack(parts).sum(dim=0)
-    advantages = whiten_(spread(total, response_mask, token_level_rewards.dtype), response_mask)
+    advantages = whiten_(broadcast(total, response_mask, token_level_rewards.dtype), response_mask)
     return advantages, advantages.clone()
 
 
@@ -60,16 +59,16 @@ def _chosen(
     chosen = list(components) if keys is None else list(keys)
     if not chosen:
         raise ConfigError(
-            "gdpo has no reward component",
+            "gdpo has 0 reward components",
             fix="algorithm.gdpo_reward_keys=[correct,format]",
             where="algorithm.gdpo_reward_keys",
         )
     for key in chosen:
         if key not in components:
             raise ConfigError(
-                f"reward component '{key}' was not given",
-                why="gdpo normalises each component by itself",
-                fix=f"let the reward function return it beside the score. {did_you_mean(key, components)}",
+                f"reward component '{key}' is missing",
+                why="gdpo normalises each component separately",
+                fix=f"let the reward function return it in addition to the score. {did_you_mean(key, components)}",
                 where="algorithm.gdpo_reward_keys",
             )
     if weights is not None and len(weights) != len(chosen):

@@ -1,7 +1,7 @@
 """Estimators that compare the score of a response with those of the other responses to its prompt.
 
 The score ``s`` is the sum of a response's rewards; the advantage is the same on all its tokens, and the returns equal
-the advantages. A response without others has no baseline: in all estimators here that allow it, its advantage is made
+the advantages. A response without others has no baseline: in all estimators here that allow it, its advantage is computed
 from the score itself.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.algorithms.advantages.base import Result, register_estimator
 from hone.algorithms.advantages.groups import Groups
-from hone.algorithms.advantages.tokens import sequence_scores, spread_twice, token_counts
+from hone.algorithms.advantages.tokens import broadcast_twice, sequence_scores, token_counts
 from hone.errors import ConfigError, did_you_mean
 
 Ids = Sequence[Any] | Tensor
@@ -23,20 +23,19 @@ GPG_COUNTS = ("scores", "advantages")
 
 
 def centred(scores: Tensor, groups: Groups) -> Tensor:
-    """``s - mean of the group``, ``[B]``; the score itself where there is no other to compare with."""
-    return scores - torch.where(groups.alone, 0.0, groups.mean(scores))
+    """Return ``s - mean of the group``, ``[B]``; the score itself in a group of one."""
+    return scores - torch.where(groups.singleton, 0.0, groups.mean(scores))
 
 
 def normalised(scores: Tensor, groups: Groups, *, by_std: bool, epsilon: float) -> Tensor:
-    """GRPO's advantage, ``[B]``: centred, and with ``by_std`` divided by the group's standard deviation + epsilon."""
+    """Return GRPO's advantage, ``[B]``: centred, and with ``by_std`` divided by the group's standard deviation + epsilon."""
     advantages = centred(scores, groups)
-    return advantages / (torch.where(groups.alone, 1.0, groups.std(scores)) + epsilon) if by_std else advantages
+    return advantages / (torch.where(groups.singleton, 1.0, groups.std(scores)) + epsilon) if by_std else advantages
 
 
 @register_estimator(
     "grpo",
     "grpo_vectorized",
-    needs=["groups"],
     formula="A = (s - mean of the group) / (std of the group + epsilon); without norm_adv_by_std_in_grpo A = s - mean",
     paper="Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); without std: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783",
     group_of_one="no baseline: the advantage is the score itself (divided by 1 + epsilon when normalising)",
@@ -50,21 +49,20 @@ def grpo(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> Result:
-    """Score of a response against the mean of its group, in units of the group's spread.
+    """Compare the score of a response with the mean of its group, in units of the group's standard deviation.
 
-    The standard deviation divides by n - 1. A group of equal scores has advantage 0. Without the division (Dr. GRPO)
-    groups that nearly agree are not blown up. Both names obey ``norm_adv_by_std_in_grpo``; verl's ``grpo_vectorized``
-    ignores it.
+    The standard deviation divides by n - 1. A group of equal scores has advantage 0. Without the division (Dr. GRPO),
+    groups with nearly equal scores are not amplified. Both names use ``norm_adv_by_std_in_grpo``; verl's
+    ``grpo_vectorized`` ignores it.
     """
-    groups = Groups.of(group_ids, response_mask)
+    groups = Groups.from_ids(group_ids, response_mask)
     scores = sequence_scores(token_level_rewards)
     advantages = normalised(scores, groups, by_std=norm_adv_by_std_in_grpo, epsilon=epsilon)
-    return spread_twice(advantages, response_mask, token_level_rewards.dtype)
+    return broadcast_twice(advantages, response_mask, token_level_rewards.dtype)
 
 
 @register_estimator(
     "grpo_passk",
-    needs=["groups"],
     formula="A = (s - second best of the group) / (std of the group + epsilon) for the best response, 0 for the others",
     paper="Tang et al. 2025, arXiv:2503.19595, leave-one-out pass@k",
     group_of_one="refused: pass@k needs a second best (a group whose other responses are all masked out gets 0)",
@@ -79,64 +77,61 @@ def grpo_passk(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> Result:
-    """Reward only the best response of each group, by how far it is ahead: the group's max is what is improved.
+    """Reward only the best response of each group, by its lead: this improves the maximum of the group.
 
-    This is the max of n scores less that of the other n - 1, which is 0 for all but the best; a tie for the best has
-    advantage 0. Learning thus stops for prompts that are solved twice in a group.
+    The advantage is the maximum of n scores minus that of the other n - 1, which is 0 for all but the best; a tie for the
+    best has advantage 0. Learning therefore stops for prompts that are solved twice in a group.
     """
-    groups = Groups.of(group_ids, response_mask)
+    groups = Groups.from_ids(group_ids, response_mask)
     scores = sequence_scores(token_level_rewards)
     best, second, leads = groups.best_two(scores)
-    advantages = torch.where(leads & ~groups.alone, best - second, 0.0)
+    advantages = torch.where(leads & ~groups.singleton, best - second, 0.0)
     if norm_adv_by_std_in_grpo:
         advantages = advantages / (groups.std(scores) + epsilon)
-    return spread_twice(advantages, response_mask, token_level_rewards.dtype)
+    return broadcast_twice(advantages, response_mask, token_level_rewards.dtype)
 
 
 @register_estimator(
     "rloo",
     "rloo_vectorized",
-    needs=["groups"],
     formula="A = s - mean of the other responses = (s - mean of the group) n / (n - 1)",
     paper="Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019 (leave-one-out baseline)",
     group_of_one="no baseline: the advantage is the score itself",
     scope="group",
 )
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, group_ids: Ids) -> Result:
-    """Score of a response against the mean of the others: unbiased, because the baseline does not contain the score.
+    """Compare the score of a response with the mean of the others: unbiased, because the baseline excludes the score.
 
-    Both names have one rule for a group of one; in verl ``rloo`` keeps the score and ``rloo_vectorized`` gives 0.
+    Both names treat a group of one alike; in verl ``rloo`` keeps the score and ``rloo_vectorized`` gives 0.
     """
-    groups = Groups.of(group_ids, response_mask)
-    scale = torch.where(groups.alone, 1.0, groups.count / (groups.count - 1).clamp(min=1))
+    groups = Groups.from_ids(group_ids, response_mask)
+    scale = torch.where(groups.singleton, 1.0, groups.count / (groups.count - 1).clamp(min=1))
     advantages = centred(sequence_scores(token_level_rewards), groups) * scale
-    return spread_twice(advantages, response_mask, token_level_rewards.dtype)
+    return broadcast_twice(advantages, response_mask, token_level_rewards.dtype)
 
 
 @register_estimator(
     "opo",
-    needs=["groups"],
     formula="A = s - sum(length * s) / sum(length), sums over the group",
     paper="Hao et al. 2025 (OPO), arXiv:2505.23585, the optimal baseline weighted by length",
     group_of_one="no baseline: the advantage is the score itself",
     scope="group",
 )
 def opo(token_level_rewards: Tensor, response_mask: Tensor, *, group_ids: Ids) -> Result:
-    """Score of a response against the group's mean weighted by length.
+    """Compare the score of a response with the group's mean weighted by length.
 
-    It is the baseline of least variance when the gradient of a response grows with its number of sampled tokens.
+    This baseline has the least variance if the gradient of a response grows with its number of sampled tokens.
     """
-    groups = Groups.of(group_ids, response_mask)
+    groups = Groups.from_ids(group_ids, response_mask)
     scores, lengths = sequence_scores(token_level_rewards), token_counts(response_mask).double()
     baseline = groups.total(lengths * scores) / groups.total(lengths).clamp(min=1)
-    advantages = scores - torch.where(groups.alone, 0.0, baseline)
-    return spread_twice(advantages, response_mask, token_level_rewards.dtype)
+    advantages = scores - torch.where(groups.singleton, 0.0, baseline)
+    return broadcast_twice(advantages, response_mask, token_level_rewards.dtype)
 
 
 @register_estimator(
     "gpg",
-    needs=["groups"],
-    formula="A = alpha (s - mean of the group) / f_norm, alpha = responses / responses that count (gpg_count)",
+    formula="A = alpha (s - mean of the group) / f_norm, alpha = responses / counted responses (gpg_count)",
     paper="Chu et al. 2025 (GPG), arXiv:2504.02546, with its accurate gradient estimation (alpha)",
     group_of_one="no baseline: the advantage is alpha times the score itself",
 )
@@ -148,42 +143,41 @@ def gpg(
     f_norm: float = 1.0,
     gpg_count: str = "scores",
 ) -> Result:
-    """Centred scores, scaled up for the responses of the batch that give no gradient.
+    """Return centred scores, scaled up for the responses of the batch that give no gradient.
 
-    ``gpg_count=scores``, as in verl, counts the responses whose score is not 0 (right answers, with rewards 0 and 1);
-    ``gpg_count=advantages``, as in the paper, those of groups that do not agree: the others give no gradient.
+    ``gpg_count=scores``, as in verl, counts the responses whose score is not 0 (right answers, with rewards 0 and 1).
+    ``gpg_count=advantages``, as in the paper, counts those of groups with different scores; only these give a gradient.
 
     Raises:
-        ConfigError: another ``gpg_count``.
+        ConfigError: ``gpg_count`` has another value.
     """
     if gpg_count not in GPG_COUNTS:
         raise ConfigError(
             f"unknown gpg_count '{gpg_count}'", fix=did_you_mean(gpg_count, GPG_COUNTS), where="algorithm.gpg_count"
         )
-    groups = Groups.of(group_ids, response_mask)
+    groups = Groups.from_ids(group_ids, response_mask)
     scores = sequence_scores(token_level_rewards)
     counted = scores != 0 if gpg_count == "scores" else ~groups.agree(scores)
     alpha = groups.member.sum().double() / (counted & groups.member).sum().clamp(min=1)
     advantages = centred(scores, groups)
-    return spread_twice(alpha * advantages / f_norm, response_mask, token_level_rewards.dtype)
+    return broadcast_twice(alpha * advantages / f_norm, response_mask, token_level_rewards.dtype)
 
 
 @register_estimator(
     "maxrl",
-    needs=["groups"],
     formula="A = (s - mean of the group) / (mean of |s| of the group + epsilon)",
     paper="Tajwar et al. 2026 (MaxRL), arXiv:2602.02710, algorithm 1",
     group_of_one="no baseline: the advantage is the score itself (the first order of MaxRL is REINFORCE)",
     scope="group",
 )
 def maxrl(token_level_rewards: Tensor, response_mask: Tensor, *, group_ids: Ids, epsilon: float = 1e-6) -> Result:
-    """Score of a response against its group, in units of the group's mean success: maximum likelihood in the limit.
+    """Compare the score of a response with its group, in units of the group's mean success: the limit is maximum likelihood.
 
-    A group of n gives the n-th order of the expansion of ``log p(success)``: rare successes weigh like 1/p. A group
-    without any success has advantage 0. Made for scores of 0 and 1, where ``mean |s|`` is the success rate of the
-    paper; with negative scores the mean could be 0 or negative and would turn the gradient round, ``mean |s|`` cannot.
+    A group of n gives the n-th order of the expansion of ``log p(success)``: rare successes have weight 1/p. A group
+    without any success has advantage 0. Designed for scores of 0 and 1, where ``mean |s|`` is the success rate of the
+    paper. With negative scores the mean could be 0 or negative and reverse the gradient; ``mean |s|`` cannot.
     """
-    groups = Groups.of(group_ids, response_mask)
+    groups = Groups.from_ids(group_ids, response_mask)
     scores = sequence_scores(token_level_rewards)
-    scale = torch.where(groups.alone, 1.0, groups.mean(scores.abs()) + epsilon)
-    return spread_twice(centred(scores, groups) / scale, response_mask, token_level_rewards.dtype)
+    scale = torch.where(groups.singleton, 1.0, groups.mean(scores.abs()) + epsilon)
+    return broadcast_twice(centred(scores, groups) / scale, response_mask, token_level_rewards.dtype)

@@ -11,7 +11,7 @@ from hone.algorithms.advantages.base import Result, register_estimator
 from hone.algorithms.advantages.group_relative import centred
 from hone.algorithms.advantages.groups import Groups
 from hone.algorithms.advantages.scan import discounted_returns
-from hone.algorithms.advantages.tokens import sequence_scores, spread, whiten_
+from hone.algorithms.advantages.tokens import broadcast, sequence_scores, whiten_
 
 
 @register_estimator(
@@ -20,10 +20,10 @@ from hone.algorithms.advantages.tokens import sequence_scores, spread, whiten_
     paper="Hu 2025 (REINFORCE++), arXiv:2501.03262, global advantage normalisation",
 )
 def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Result:
-    """The discounted reward to come, against the mean of the whole batch; no critic and no groups.
+    """Compute the discounted return of each token, whitened over the batch; no critic and no groups.
 
-    The original recipe has its KL penalty in the reward (``algorithm.use_kl_in_reward=true``): this is the estimator
-    that gives each token its own part of it.
+    The original recipe has its KL penalty in the reward (``algorithm.use_kl_in_reward=true``): this estimator gives
+    each token its part of the penalty.
     """
     returns = discounted_returns(token_level_rewards, response_mask, gamma)
     return whiten_(returns.clone(), response_mask), returns
@@ -31,7 +31,6 @@ def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, *, g
 
 @register_estimator(
     "reinforce_plus_plus_baseline",
-    needs=["groups"],
     formula="A = s - mean of the group, whitened over the tokens of the batch",
     paper="Hu 2025 (REINFORCE++), arXiv:2501.03262, REINFORCE++-baseline",
     group_of_one="no baseline: the score itself enters the whitening",
@@ -39,24 +38,23 @@ def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, *, g
 def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, *, group_ids: Sequence[Any] | Tensor
 ) -> Result:
-    """Score of a response against its group, scaled by the spread of the whole batch; returns equal advantages.
+    """Compare the score of a response with its group, scaled by the standard deviation of the batch; returns equal advantages.
 
-    Unlike GRPO it does not blow up groups of nearly equal scores: one scale serves all groups. The whitening counts
-    tokens, so a long response weighs more in mean and spread than a short one.
+    Unlike GRPO it does not amplify groups of nearly equal scores: one scale serves all groups. The whitening counts
+    tokens, so a long response weighs more in mean and variance than a short one.
     """
-    scores = centred(sequence_scores(token_level_rewards), Groups.of(group_ids, response_mask))
-    advantages = whiten_(spread(scores, response_mask, token_level_rewards.dtype), response_mask)
+    scores = centred(sequence_scores(token_level_rewards), Groups.from_ids(group_ids, response_mask))
+    advantages = whiten_(broadcast(scores, response_mask, token_level_rewards.dtype), response_mask)
     return advantages, advantages.clone()
 
 
 @register_estimator(
     "remax",
-    needs=["greedy_baseline"],
     formula="A_t = sum_{k >= t} r_k - score of the prompt's greedy response; returns = sum_{k >= t} r_k",
     paper="Li et al. 2023 (ReMax), arXiv:2310.10505, algorithm 1",
     scope="sequence",
 )
 def remax(token_level_rewards: Tensor, response_mask: Tensor, *, reward_baselines: Tensor) -> Result:
-    """The reward to come, less what the greedy response to the same prompt gets. It costs one more generation a prompt."""
+    """Subtract the score of the prompt's greedy response from the return. This needs one more generation per prompt."""
     returns = discounted_returns(token_level_rewards, response_mask, 1.0)
-    return returns - spread(reward_baselines, response_mask, returns.dtype), returns
+    return returns - broadcast(reward_baselines, response_mask, returns.dtype), returns

@@ -1,8 +1,8 @@
 """Discounted sums towards the end of a response, over sampled tokens only.
 
-A recursion ``y_t = x_t + decay * y_{t+1}`` is a step at a time in a loop. Within a block of tokens it is a product with
-a small triangular matrix of powers of ``decay``, and what flows from block to block is the same recursion over their
-first elements, with ``decay ** block``. Tokens that are no steps of the policy are taken out first and put back after.
+A loop computes the recursion ``y_t = x_t + decay * y_{t+1}`` one step at a time. Within a block of tokens it is a matmul with
+a small triangular matrix of powers of ``decay``. From block to block it is the same recursion over their first
+elements, with ``decay ** block``. Tokens that are not steps of the policy are removed first and restored afterwards.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ BLOCK = 32
 
 
 class Packing:
-    """The selected tokens of some rows, moved to the front of their rows, and back.
+    """Selected tokens of some rows, moved to the front of their rows, and the way back.
 
     Args:
         mask: ``[R, T]`` boolean.
 
     Attributes:
-        lengths: ``[R]`` selected tokens of each row.
+        lengths: ``[R]`` number of selected tokens of each row.
         front: ``[R, L]`` true where a packed row has a token; L is the largest length.
     """
 
@@ -31,7 +31,7 @@ class Packing:
         self.mask = mask
         self.lengths = mask.sum(dim=-1)
         longest = int(self.lengths.max()) if len(mask) else 0
-        # rows without a gap are packed already: nothing is selected after something that is not
+        # rows without a gap are packed already: no selected token follows an unselected one
         self.in_front = not bool((mask[:, 1:] > mask[:, :-1]).any())
         if self.in_front:
             self.front = mask[:, :longest]
@@ -39,17 +39,17 @@ class Packing:
         columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
         self.front = columns[:, :longest] < self.lengths[:, None]
         self._target = mask.cumsum(dim=-1).sub_(1).clamp_(min=0)
-        # one column more takes what is not selected, and is cut off
+        # an additional column receives unselected tokens, and is removed
         target = self._target.masked_fill(~mask, longest)
         self._source = columns.new_zeros(len(mask), longest + 1).scatter_(1, target, columns)[:, :longest]
 
     def pack(self, values: Tensor) -> Tensor:
-        """``[R, T]`` to ``[R, L]`` float64, 0 after the last token of a row."""
+        """Pack ``[R, T]`` to ``[R, L]`` float64, 0 after the last token of a row."""
         packed = values[:, : self.front.shape[1]] if self.in_front else values.gather(1, self._source)
         return torch.where(self.front, packed.double(), 0.0)
 
     def unpack_into(self, target: Tensor, packed: Tensor) -> None:
-        """Write ``[R, L]`` to where its tokens stand in ``target [R, T]``, and 0 elsewhere."""
+        """Write ``[R, L]`` to the places of its tokens in ``target [R, T]``, and 0 elsewhere."""
         if self.in_front:
             width = packed.shape[1]
             target[:, width:] = 0
@@ -60,12 +60,12 @@ class Packing:
 
 
 def packings(mask: Tensor) -> list[tuple[slice, Packing]]:
-    """Blocks of rows of ``[B, T]`` and their packings."""
+    """Return blocks of rows of ``[B, T]`` and their packings."""
     return [(rows, Packing(mask[rows])) for rows in row_blocks(len(mask))]
 
 
 def suffix_sums(values: Tensor, decay: float) -> Tensor:
-    """``y_t = x_t + decay * y_{t+1}`` along the last dimension of ``[R, L]`` float64."""
+    """Return ``y_t = x_t + decay * y_{t+1}`` along the last dimension of ``[R, L]`` float64."""
     rows, length = values.shape
     if length <= BLOCK:
         return values @ _powers(length, decay, values.device)
@@ -77,7 +77,7 @@ def suffix_sums(values: Tensor, decay: float) -> Tensor:
 
 
 def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """``G_t = r_t + gamma * G_{next selected token}``, ``[B, T]``; 0 outside the mask."""
+    """Return ``G_t = r_t + gamma * G_{next selected token}``, ``[B, T]``; 0 outside the mask."""
     returns = torch.empty_like(token_level_rewards)
     for rows, packing in packings(response_mask):
         packing.unpack_into(returns[rows], suffix_sums(packing.pack(token_level_rewards[rows]), gamma))
@@ -85,7 +85,7 @@ def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma
 
 
 def _powers(size: int, decay: float, device: torch.device) -> Tensor:
-    """``[k, t] = decay ** (k - t)`` for k >= t, else 0."""
+    """Return ``[k, t] = decay ** (k - t)`` for k >= t, else 0."""
     steps = torch.arange(size, dtype=torch.float64, device=device)
     gap = steps[:, None] - steps
     return torch.where(gap >= 0, decay ** gap.clamp(min=0), 0.0)

@@ -1,4 +1,4 @@
-"""The optimal token baseline: at each token, the group's returns weighted by the gradient they have gathered."""
+"""Optimal token baseline: at each token, the group's returns weighted by the accumulated squared gradient."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from hone.algorithms.advantages.tokens import token_counts
 @register_estimator(
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
-    needs=["groups", "old_log_probs", "sum_pi_squared"],
-    uses=["rollout_is_weights"],
     formula="A_t = G_t - sum(G_t W_t) / (sum(W_t) + epsilon), sums over the group's t-th sampled tokens; G_t = reward to "
     "come, W_t = sum_{j <= t} rho_j^2 (1 - 2 pi_j + sum of squared probabilities at j); returns = G",
     paper="Li et al. 2026 (OTB), arXiv:2602.07078",
@@ -36,17 +34,17 @@ def optimal_token_baseline(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> Result:
-    """Reward to come against a baseline of its own for each sampled token: the one of least gradient variance.
+    """Subtract a separate baseline from the return of each sampled token: the one of least gradient variance.
 
     ``1 - 2 pi + sum pi^2`` is the squared gradient of a token's log-prob in its logits; ``rho`` are importance weights,
-    when there are any. Where a response is longer than all others of its group, its baseline would be its own return:
-    with ``handle_zero_tail`` that tail has baseline 0.
+    if given. Where a response is longer than all others of its group, its baseline would be its own return: with
+    ``handle_zero_tail`` that tail has baseline 0.
 
-    Time counts sampled tokens, in both names. In verl the plain name compares columns of the batch, so that tool
+    Time counts sampled tokens, for both names. In verl the plain name compares columns of the batch, so that tool
     output shifts a response against the others of its group; only the name with ``tir_`` (tool-integrated reasoning)
     does not.
     """
-    groups = Groups.of(group_ids, response_mask)
+    groups = Groups.from_ids(group_ids, response_mask)
     returns = torch.empty_like(token_level_rewards)
     weighted = returns.new_zeros(groups.size, returns.shape[1], dtype=torch.float64)
     weights = torch.zeros_like(weighted)
@@ -66,19 +64,19 @@ def optimal_token_baseline(
     advantages = torch.empty_like(returns)
     for rows, packing in blocks:
         time = torch.arange(packing.front.shape[1], device=returns.device)
-        own = baselines[groups.index[rows], : len(time)].mul_(time < compared[rows, None])
-        packing.unpack_into(advantages[rows], own)
+        row_baselines = baselines[groups.index[rows], : len(time)].mul_(time < compared[rows, None])
+        packing.unpack_into(advantages[rows], row_baselines)
     return torch.sub(returns, advantages, out=advantages), returns
 
 
 def _squared_gradients(old_log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
-    """``|| d log pi / d logits ||^2`` at each token; what rounding makes negative is 0."""
+    """Return ``|| d log pi / d logits ||^2`` at each token; negative rounding errors become 0."""
     return (1.0 - 2.0 * old_log_probs.exp() + sum_pi_squared).clamp_(min=0)
 
 
 def _compared_tokens(groups: Groups, response_mask: Tensor, zero_tail: bool) -> Tensor:
-    """How many of a row's first tokens have a baseline, ``[B]``: none in a group of one."""
+    """Return ``[B]``, the number of first tokens of each row that have a baseline: none in a group of one."""
     lengths = token_counts(response_mask)
     longest, second, holds = groups.best_two(lengths)
     others = torch.where(holds, second, longest)
-    return torch.where(groups.alone, 0, others if zero_tail else lengths)
+    return torch.where(groups.singleton, 0, others if zero_tail else lengths)

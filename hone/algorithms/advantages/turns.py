@@ -1,8 +1,8 @@
-"""Credit in conversations of several turns: where rewards go, and what a turn, or a whole trajectory, is worth.
+"""Credit in conversations of several turns: placement of rewards, and returns of turns and trajectories.
 
-A turn is a stretch of sampled tokens between two answers of the environment. ``turn_ids [B, T]`` gives the number of the
-turn that each token belongs to (0, 1, ...; what it says where the mask is 0 does not matter). Numbers ``[B, K]`` are
-one for each turn, K being the largest number of turns; a turn without a sampled token is no step of the policy.
+A turn is a stretch of sampled tokens between two answers of the environment. ``turn_ids [B, T]`` gives the turn number of
+each token (0, 1, ...; ignored where the mask is 0). Values ``[B, K]`` have one entry per turn, with K the largest
+number of turns; a turn without a sampled token is not a step of the policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEVELS = ("trajectory", "turn", "token")
 
 @dataclass(frozen=True)
 class Turns:
-    """The sampled tokens of a batch by turn.
+    """Sampled tokens of a batch by turn.
 
     Attributes:
         ids: ``[B, T]`` turn of each token, 0 outside the mask.
@@ -35,8 +35,8 @@ class Turns:
     present: Tensor
 
     @classmethod
-    def of(cls, turn_ids: Tensor, response_mask: Tensor) -> Turns:
-        """Read ``turn_ids``.
+    def from_ids(cls, turn_ids: Tensor, response_mask: Tensor) -> Turns:
+        """Build from ``turn_ids``.
 
         Raises:
             ConfigError: a sampled token has a negative turn number.
@@ -48,7 +48,7 @@ class Turns:
             row = int((ids < 0).any(dim=-1).nonzero()[0])
             raise ConfigError(
                 f"turn_ids has a negative number on a sampled token of row {row}",
-                why="every sampled token belongs to a turn",
+                why="every sampled token needs a turn",
                 fix="number the turns 0, 1, ... or set response_mask to 0 there",
                 where="turn_ids",
             )
@@ -57,18 +57,18 @@ class Turns:
         return cls(ids, mask, seen > 0)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of ``[B, T]`` over the sampled tokens of each turn, ``[B, K]`` float64."""
+        """Return the sum of ``[B, T]`` over the sampled tokens of each turn, ``[B, K]`` float64."""
         sums = torch.zeros(self.present.shape, dtype=torch.float64, device=values.device)
         for rows in row_blocks(len(sums)):
             sums[rows].scatter_add_(1, self.ids[rows], where_mask(values[rows], self.mask[rows]).double())
         return sums
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Give every sampled token the number of its turn, ``[B, K]`` to ``[B, T]``; 0 outside the mask."""
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Copy the value of each turn to its sampled tokens, ``[B, K]`` to ``[B, T]``; 0 outside the mask."""
         return where_mask(values.gather(1, self.ids), self.mask)
 
     def place(self, values: Tensor) -> Tensor:
-        """Put the number of each turn on its last sampled token, ``[B, K]`` to ``[B, T]``; 0 elsewhere."""
+        """Put the value of each turn on its last sampled token, ``[B, K]`` to ``[B, T]``; 0 elsewhere."""
         columns = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
         last = torch.full(self.present.shape, -1, device=self.ids.device)
         last = last.scatter_reduce_(1, self.ids, torch.where(self.mask, columns, -1), "amax")
@@ -76,43 +76,43 @@ class Turns:
 
 
 def turn_rewards(token_level_rewards: Tensor, response_mask: Tensor, turn_ids: Tensor) -> Tensor:
-    """The reward of each turn, ``[B, K]`` float64: the sum over its sampled tokens."""
-    return Turns.of(turn_ids, response_mask).sum(token_level_rewards)
+    """Return the reward of each turn, ``[B, K]`` float64: the sum over its sampled tokens."""
+    return Turns.from_ids(turn_ids, response_mask).sum(token_level_rewards)
 
 
 def turn_returns(rewards: Tensor, present: Tensor, gamma: float = 1.0) -> Tensor:
-    """Discounted reward to come from each turn, ``[B, K]``; turns that are not ``present`` are skipped and get 0."""
+    """Return the discounted return of each turn, ``[B, K]``; turns that are not ``present`` are skipped and get 0."""
     return discounted_returns(where_mask(rewards, present), present, gamma)
 
 
 def place_rewards(
     rewards: Tensor, response_mask: Tensor, level: str = "trajectory", *, turn_ids: Tensor | None = None
 ) -> Tensor:
-    """Make token rewards ``[B, T]`` out of rewards of any level; the sum of a row stays what it is.
+    """Convert rewards of any level to token rewards ``[B, T]``; the sum of a row does not change.
 
     ==============  ============  ==============================================================================
     ``trajectory``  ``[B]``       on the last sampled token of the row
     ``turn``        ``[B, K]``    each on the last sampled token of its turn
-    ``token``       ``[B, T]``    where it stands; a reward on a token that the policy did not sample (tool output
-                                  that earned it) goes to the last sampled token before it, or to the first one
+    ``token``       ``[B, T]``    unchanged; a reward on a token that the policy did not sample (tool output
+                                  that earned it) moves to the last sampled token before it, or to the first one
     ==============  ============  ==============================================================================
 
-    A row without a sampled token gets no reward. NaN outside the mask is no reward.
+    A row without a sampled token gets no reward. NaN outside the mask is ignored.
 
     Args:
-        rewards: see the table.
+        rewards: shape as in the table.
         response_mask: ``[B, T]``.
-        level: see the table.
+        level: a name in the table.
         turn_ids: ``[B, T]``, for ``level="turn"``.
 
     Raises:
-        ConfigError: unknown level, a shape that does not fit it, no ``turn_ids``, or a reward other than 0 for a turn
+        ConfigError: unknown level, a shape that does not match it, no ``turn_ids``, or a reward other than 0 for a turn
             without a sampled token in a row that has some.
     """
     mask = response_mask.bool()
     if level == "trajectory":
         _check_shape(rewards, mask.shape[:1], level)
-        return Turns.of(torch.zeros_like(mask, dtype=torch.int64), mask).place(rewards[:, None])
+        return Turns.from_ids(torch.zeros_like(mask, dtype=torch.int64), mask).place(rewards[:, None])
     if level == "token":
         _check_shape(rewards, mask.shape, level)
         return _to_sampled_tokens(rewards, mask)
@@ -120,12 +120,12 @@ def place_rewards(
         raise ConfigError(f"unknown level '{level}'", fix=did_you_mean(level, LEVELS))
     if turn_ids is None:
         raise ConfigError("rewards of turns need turn_ids", fix="pass turn_ids [B, T], the turn of each token")
-    turns = Turns.of(turn_ids, mask)
+    turns = Turns.from_ids(turn_ids, mask)
     return turns.place(_fitted(rewards, turns))
 
 
 def _fitted(rewards: Tensor, turns: Turns) -> Tensor:
-    """``[B, K]`` with as many columns as there are turns, when nothing is lost by it."""
+    """Return ``[B, K]`` with one column per turn, if no reward is lost by it."""
     _check_shape(rewards[:, :0], torch.Size([len(turns.present), 0]), "turn")
     width = max(rewards.shape[1], turns.present.shape[1])
     rewards, present = (torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (rewards, turns.present))
@@ -135,7 +135,7 @@ def _fitted(rewards: Tensor, turns: Turns) -> Tensor:
         raise ConfigError(
             f"row {row} has a reward of {float(rewards[row, turn]):g} for turn {turn}, which has no sampled token",
             why="the reward would be lost",
-            fix="give it to the turn before, whose tokens earned it",
+            fix="give it to the previous turn, whose tokens earned it",
             where="turn_ids",
         )
     return rewards[:, : turns.present.shape[1]]

@@ -1,19 +1,17 @@
-"""The gap between the policy that sampled and the policy that is trained: weights, rejection and diagnostics.
+"""Gap between the sampling policy and the trained policy: weights, rejection and diagnostics.
 
 =================  =====================================================================================
-``rules``          what the configuration says, checked and parsed
+``rules``          the configuration, checked and parsed
 ``weights``        importance weights of tokens or sequences, truncated (TIS) or masked (MIS, IcePop)
-``rejection``      tokens and sequences that are left out, and the token veto
-``diagnostics``    how far the two policies are apart
-``summary``        means, spreads and quantiles of what a mask selected
-``correction``     all of it, in one call
-``presets``        combinations with a name
+``rejection``      exclusion of tokens and sequences, and the token veto
+``diagnostics``    distance of the two policies
+``summary``        means, deviations and quantiles of selected values
+``correction``     all of them in one call; named combinations are in :data:`hone.methods.ROLLOUT_CORRECTION_PRESETS`
 =================  =====================================================================================
 """
 
 from hone.algorithms.off_policy.correction import Correction, rollout_correction
 from hone.algorithms.off_policy.diagnostics import off_policy_metrics
-from hone.algorithms.off_policy.presets import ROLLOUT_CORRECTION_PRESETS
 from hone.algorithms.off_policy.rules import (
     IMPORTANCE_LEVELS,
     REJECTION_OPTIONS,
@@ -24,7 +22,6 @@ from hone.algorithms.off_policy.rules import (
 __all__ = [
     "IMPORTANCE_LEVELS",
     "REJECTION_OPTIONS",
-    "ROLLOUT_CORRECTION_PRESETS",
     "Correction",
     "CorrectionRules",
     "check_rollout_correction",

@@ -17,13 +17,13 @@ from hone.algorithms.off_policy.weights import bounded, importance_ratio, normal
 
 @dataclass(frozen=True)
 class Correction:
-    """What a correction makes of a batch.
+    """Result of the correction of a batch.
 
     Attributes:
         weights: importance weights ``[B, T]`` for the policy loss, 0 outside ``response_mask``; None without
             ``rollout_is``.
-        response_mask: the mask without what was rejected ``[B, T]``, of the dtype of the one given. Normalise the loss
-            by it.
+        response_mask: the mask without rejected tokens ``[B, T]``, in the dtype of the given mask. Normalise the loss by
+            it.
         metrics: ``rollout_corr/...``, scalars.
     """
 
@@ -45,36 +45,36 @@ def rollout_correction(
     rollout_rs_threshold: Threshold | None = None,
     rollout_token_veto_threshold: float | None = None,
 ) -> Correction:
-    """Correct a batch for having been sampled by another policy than the one that is trained.
+    """Correct a batch that was sampled by another policy than the trained one.
 
     The sampling engine computes other probabilities than the trainer (precision, kernels, older weights). With
-    ``r = exp(old - rollout)``, the policy gradient is unbiased when weighted by r of the sequence, which varies too
-    much; every option here buys variance with bias. Liu et al. 2025, "When Speed Kills Stability"
+    ``r = exp(old - rollout)``, the policy gradient weighted by r of the sequence is unbiased, but its variance is too
+    high; every option here reduces variance and adds bias. Liu et al. 2025, "When Speed Kills Stability"
     (https://richardli.xyz/rl-collapse); token-level truncation: Yao et al. 2025
     (https://fengyao.notion.site/off-policy-rl).
 
-    *Decoupled* (three policies): call it once a batch with the log-probs that the trainer recomputed, hand ``weights``
+    *Decoupled* (three policies): call it once per batch with the log-probs that the trainer recomputed, pass ``weights``
     to the policy loss and replace the response mask. *Bypass* (two policies): the policy loss ``bypass_mode`` calls it
     with the current log-probs in place of the old ones.
 
-    Three points where peers differ: k1 bounds hold for the ratio r itself, not for 1 / r; batch normalisation makes the
-    mean 1 over what is still trained on after rejection; and ``token-mean`` divides by the tokens left, when it is
-    given this mask's counts.
+    Other libraries differ in three points: here k1 bounds hold for the ratio r itself, not for 1 / r; batch normalisation
+    makes the mean 1 over the tokens that remain after rejection; and ``token-mean`` divides by the remaining tokens, if
+    it is given this mask's counts.
 
     Args:
-        old_log_probs: of the trained policy, ``[B, T]``.
-        rollout_log_probs: of the policy that sampled, ``[B, T]``.
+        old_log_probs: log-probs of the trained policy, ``[B, T]``.
+        rollout_log_probs: log-probs of the sampling policy, ``[B, T]``.
         response_mask: ``[B, T]``; values outside it may be NaN.
-        rollout_is: level of the weights: ``token`` (biased, calm), ``sequence`` (unbiased, wild), ``geometric`` (the
-            sequence's mean log-ratio: length does not matter); None makes no weights.
+        rollout_is: level of the weights: ``token`` (biased, low variance), ``sequence`` (unbiased, high variance),
+            ``geometric`` (the sequence's mean log-ratio, independent of length); None: no weights.
         rollout_is_threshold: a number truncates above (TIS); ``"lower_upper"`` or ``[lower, upper]`` sets weights
-            outside to 0 and leaves the mask alone (IcePop; with lower 0.0 the one-sided MIS).
+            outside to 0 and keeps the mask (IcePop; with lower 0.0 the one-sided MIS).
         rollout_is_batch_normalize: divide the weights by their mean (over tokens, or over sequences).
-        rollout_rs: what to reject by: names of ``REJECTION_OPTIONS``, a list or separated by commas; all must agree to
-            keep. ``seq_*`` options drop whole sequences, ``seq_max_*`` by their worst token.
+        rollout_rs: rejection criteria: names of ``REJECTION_OPTIONS``, a list or separated by commas; a token must pass
+            all of them. ``seq_*`` options drop whole sequences, ``seq_max_*`` by their worst token.
         rollout_rs_threshold: one for all of them, or one each: ``k1`` takes ratio bounds ``"lower_upper"`` (a number u
             means 1/u to u), ``k2`` and ``k3`` an upper bound.
-        rollout_token_veto_threshold: drop a sequence when one token's ratio is below it (1e-4 is usual).
+        rollout_token_veto_threshold: drop a sequence if one token's ratio is below it (1e-4 is usual).
 
     Raises:
         ConfigError: see :meth:`~hone.algorithms.off_policy.rules.CorrectionRules.parse`.

@@ -1,4 +1,4 @@
-"""How far the policy that sampled and the policy that is trained are apart."""
+"""Distance between the sampling policy and the trained policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hone.algorithms.off_policy import summary
 from hone.algorithms.off_policy.weights import LOG_RATIO_LIMIT
 
 OUTSIDE = math.log(2)
-"""A ratio is outside [0.5, 2] when its logarithm is larger than this."""
+"""A ratio is outside [0.5, 2] if its logarithm is larger than this in size."""
 QUANTILES = {"q01": 0.01, "q50": 0.5, "q99": 0.99}
 
 
@@ -23,13 +23,13 @@ def off_policy_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, respons
     With ``d = old - rollout`` at a token and ``r = exp(d)`` (d clamped to +-20):
 
     ======================================  =======================================================================
-    ``kl``, ``k3_kl``                       mean of -d and of r - 1 - d: KL(rollout || old) in nats a token
+    ``kl``, ``k3_kl``                       mean of -d and of r - 1 - d: KL(rollout || old) in nats per token
     ``chi2_token``, ``chi2_seq``            mean of r^2 - 1 over tokens, and of the squared ratio of whole sequences
-                                            - 1: the variance that exact importance weights would have
+                                            - 1: the variance of exact importance weights
     ``log_ratio_q01``, ``_q50``, ``_q99``   quantiles of d (nearest rank); ``log_ratio_abs_max`` the largest size of d
     ``ratio_outside``                       share of tokens with r outside [0.5, 2]
     ``training_log_ppl``, ``training_ppl``  mean over sequences of -mean(old) and of its exponential
-    ``rollout_log_ppl``, ``rollout_ppl``    the same of the policy that sampled
+    ``rollout_log_ppl``, ``rollout_ppl``    the same for the sampling policy
     ``log_ppl_diff``, ``_abs_diff``,        training - rollout log-perplexity of a sequence: its mean, mean size,
     ``_diff_max``, ``_diff_min``            and extremes
     ``ppl_ratio``                           mean over sequences of training / rollout perplexity
@@ -38,8 +38,8 @@ def off_policy_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, respons
     All keys start with ``rollout_corr/``. Sequences with an empty mask are not counted; an empty batch gives zeros.
 
     Args:
-        old_log_probs: of the trained policy, ``[B, T]``.
-        rollout_log_probs: of the policy that sampled, ``[B, T]``.
+        old_log_probs: log-probs of the trained policy, ``[B, T]``.
+        rollout_log_probs: log-probs of the sampling policy, ``[B, T]``.
         response_mask: ``[B, T]``; values outside it may be NaN.
     """
     old, rollout = (wide(where_mask(x, response_mask)) for x in (old_log_probs, rollout_log_probs))

@@ -1,4 +1,4 @@
-"""Rejection: tokens and sequences on which the two policies disagree too much are left out of the loss."""
+"""Rejection: exclude tokens and sequences from the loss on which the two policies disagree too much."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hone.algorithms.off_policy.weights import LOG_RATIO_LIMIT
 
 
 def rejection_statistic(log_ratio: Tensor, mask: Tensor, rule: RejectionRule) -> tuple[Tensor, Tensor]:
-    """Distance of the two policies at each token ``[B, T]`` or over each sequence ``[B, 1]``, and which units count.
+    """Return the distance of the policies per token ``[B, T]`` or sequence ``[B, 1]``, and which units count.
 
     With ``r`` the token's ratio, its log clamped to +-20: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r
-    (Schulman 2020); ``token_*`` takes it as it is, ``seq_sum_*``, ``seq_mean_*`` and ``seq_max_*`` (the worst token)
+    (Schulman 2020); ``token_*`` uses it unchanged, ``seq_sum_*``, ``seq_mean_*`` and ``seq_max_*`` (the worst token)
     reduce it over the sequence.
     """
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -30,7 +30,7 @@ def rejection_statistic(log_ratio: Tensor, mask: Tensor, rule: RejectionRule) ->
         return tokens, mask.bool()
     units = mask.sum(-1, keepdim=True) > 0
     if rule.reduction == "seq_max":
-        # k2 and k3 are never negative: the zeros outside the mask cannot win
+        # k2 and k3 are never negative: zeros outside the mask cannot be the maximum
         return where_mask(tokens, mask).amax(-1, keepdim=True) if mask.shape[-1] else tokens.new_zeros(
             units.shape
         ), units
@@ -39,20 +39,20 @@ def rejection_statistic(log_ratio: Tensor, mask: Tensor, rule: RejectionRule) ->
 
 
 def reject(log_ratio: Tensor, mask: Tensor, rules: tuple[RejectionRule, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Keep what every rule keeps.
+    """Keep the tokens that every rule keeps.
 
     Args:
         log_ratio: ``[B, T]``, 0 outside the mask.
         mask: ``[B, T]``.
-        rules: each is applied to the whole of ``mask``.
+        rules: each rule is applied to the whole of ``mask``.
 
     Returns:
-        the tokens that stay (bool ``[B, T]``), and statistics of each rule and of all together.
+        the remaining tokens (bool ``[B, T]``), and statistics of each rule and of all together.
     """
     kept, metrics = mask.bool(), {}
     for rule in rules:
         value, units = rejection_statistic(log_ratio, mask, rule)
-        passes = (value >= rule.low) & (value <= rule.high)  # NaN does not
+        passes = (value >= rule.low) & (value <= rule.high)  # NaN does not pass
         kept = kept & passes
         metrics |= _rule_metrics(rule, value[units], mask, mask.bool() & passes)
     if rules:
@@ -61,11 +61,13 @@ def reject(log_ratio: Tensor, mask: Tensor, rules: tuple[RejectionRule, ...]) ->
 
 
 def veto(log_ratio: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Drop every sequence in which one token's ratio is below ``threshold``: the trained policy would (almost) never
-    have sampled it (Liu et al. 2025, "When Speed Kills Stability", https://richardli.xyz/rl-collapse).
+    """Drop every sequence with one token whose ratio is below ``threshold``.
+
+    The trained policy would (almost) never have sampled it (Liu et al. 2025, "When Speed Kills Stability",
+    https://richardli.xyz/rl-collapse).
 
     Returns:
-        the tokens that stay (bool ``[B, T]``), and the shares of tokens below the threshold and of sequences dropped.
+        the remaining tokens (bool ``[B, T]``), and the shares of tokens below the threshold and of dropped sequences.
     """
     catastrophic = mask.bool() & ~(log_ratio >= math.log(threshold))
     dropped = catastrophic.any(-1)
@@ -77,7 +79,7 @@ def veto(log_ratio: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor, dic
 
 
 def _rule_metrics(rule: RejectionRule, values: Tensor, before: Tensor, after: Tensor) -> dict[str, Tensor]:
-    metrics = summary.spread(values) | {
+    metrics = summary.extremes_and_moments(values) | {
         "fraction_high": summary.mean(values > rule.high),
         **summary.lost(before, after),
     }

@@ -1,8 +1,8 @@
-"""What ``algorithm.rollout_correction`` asks for, parsed and checked.
+"""Parse and check ``algorithm.rollout_correction``.
 
 A threshold is a number or ``lower_upper``, with a decimal point in both numbers: ``0.5_5.0``. Without the points a
-command line or a YAML file reads one number with a separator of thousands (``0.5_5`` is 0.55); a bound below 1, where
-that ends, is refused with the reason. The list ``[0.5, 5]`` means the same and has no such trap.
+command line or a YAML file reads one number with a separator of thousands (``0.5_5`` is 0.55). The resulting bound
+below 1 is refused with the reason. The list ``[0.5, 5]`` means the same without this problem.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Threshold = float | str | Sequence[float | str]
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Importance weights.
+    """Rule for importance weights.
 
     Attributes:
         level: one of :data:`IMPORTANCE_LEVELS`.
         low: weights below it become 0; None: truncation at ``high`` only.
-        high: with ``low`` weights above it become 0, without they become ``high``.
+        high: with ``low``, weights above it become 0; without, they become ``high``.
         normalize: divide by the mean weight of the batch.
     """
 
@@ -46,7 +46,7 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Keep what has ``low <= statistic <= high``.
+    """Rule that keeps units with ``low <= statistic <= high``.
 
     Attributes:
         option: one of :data:`REJECTION_OPTIONS`.
@@ -60,18 +60,18 @@ class RejectionRule:
 
     @property
     def reduction(self) -> str:
-        """``token``, ``seq_sum``, ``seq_mean`` or ``seq_max``."""
+        """Return ``token``, ``seq_sum``, ``seq_mean`` or ``seq_max``."""
         return self.option.rpartition("_")[0]
 
     @property
     def statistic(self) -> str:
-        """``k1``, ``k2`` or ``k3``."""
+        """Return ``k1``, ``k2`` or ``k3``."""
         return self.option.rpartition("_")[2]
 
 
 @dataclass(frozen=True)
 class CorrectionRules:
-    """Everything :func:`~hone.algorithms.off_policy.correction.rollout_correction` does to a batch."""
+    """All rules of :func:`~hone.algorithms.off_policy.correction.rollout_correction`."""
 
     weight: WeightRule | None
     rejections: tuple[RejectionRule, ...]
@@ -91,8 +91,8 @@ class CorrectionRules:
         """Parse the options of :func:`~hone.algorithms.off_policy.correction.rollout_correction`.
 
         Raises:
-            ConfigError: an unknown name, a threshold that cannot be read or excludes the on-policy ratio 1, the wrong
-                number of thresholds, a threshold or normalisation without the switch it belongs to.
+            ConfigError: an unknown name, a threshold that cannot be parsed or excludes the on-policy ratio 1, the wrong
+                number of thresholds, or a threshold or normalisation without its switch.
         """
         return cls(
             _weight_rule(rollout_is, rollout_is_threshold, rollout_is_batch_normalize),
@@ -105,12 +105,12 @@ def check_rollout_correction(*, bypass_mode: bool = False, loss_type: str = "ppo
     """Check a whole ``algorithm.rollout_correction`` block before anything runs, and return its rules.
 
     Args:
-        bypass_mode: the engine's log-probs are the old log-probs.
-        loss_type: of the bypass mode: ``ppo_clip`` (the ratio is the importance weight) or ``reinforce``.
-        **options: of :meth:`CorrectionRules.parse`.
+        bypass_mode: whether the engine's log-probs are the old log-probs.
+        loss_type: loss of the bypass mode: ``ppo_clip`` (the ratio is the importance weight) or ``reinforce``.
+        **options: options of :meth:`CorrectionRules.parse`.
 
     Raises:
-        ConfigError: as :meth:`CorrectionRules.parse`, and for combinations in which a switch would do nothing.
+        ConfigError: as for :meth:`CorrectionRules.parse`, and for combinations in which a switch would have no effect.
     """
     rules = CorrectionRules.parse(**options)
     if loss_type not in LOSS_TYPES:
@@ -126,15 +126,15 @@ def check_rollout_correction(*, bypass_mode: bool = False, loss_type: str = "ppo
         )
     if bypass_mode and loss_type == "ppo_clip" and rules.weight:
         raise ConfigError(
-            f"rollout_is={rules.weight.level} does nothing in bypass mode with loss_type=ppo_clip",
-            why="the PPO ratio is taken against the engine's log-probs; it is the importance weight already",
+            f"rollout_is={rules.weight.level} has no effect in bypass mode with loss_type=ppo_clip",
+            why="the PPO ratio is computed against the engine's log-probs, so it already is the importance weight",
             fix=f"{KEY}.rollout_is=null, or {KEY}.loss_type=reinforce",
             where=f"{KEY}.rollout_is",
         )
     if bypass_mode and rules.weight and rules.weight.normalize:
         raise ConfigError(
             "rollout_is_batch_normalize=true cannot be used in bypass mode",
-            why="weights are made anew in every micro-batch; a mean over one would change with how the batch is cut",
+            why="weights are computed in every micro-batch; a mean over one would depend on the split of the batch",
             fix=f"{KEY}.rollout_is_batch_normalize=false, or {KEY}.bypass_mode=false",
             where=f"{KEY}.rollout_is_batch_normalize",
         )
@@ -179,7 +179,7 @@ def _rejection_rules(options: str | Sequence[str] | None, threshold: Threshold |
     if not thresholds:
         example = ",".join("0.5_2.0" if name.endswith("k1") else "0.01" for name in names)
         raise ConfigError(
-            f"rollout_rs={','.join(names)} needs a threshold: nothing says what to reject",
+            f"rollout_rs={','.join(names)} needs a threshold, and rollout_rs_threshold is null",
             fix=f"'{where}=\"{example}\"'" if len(names) > 1 else f"{where}={example}",
             where=where,
         )
@@ -193,7 +193,7 @@ def _rejection_rules(options: str | Sequence[str] | None, threshold: Threshold |
         thresholds *= len(names)
     rules: dict[str, RejectionRule] = {}
     for name, entry in zip(names, thresholds, strict=True):
-        rules.setdefault(name, _rejection_rule(name, entry))  # of a repeated option the first counts
+        rules.setdefault(name, _rejection_rule(name, entry))  # the first of repeated options counts
     return tuple(rules.values())
 
 
@@ -205,7 +205,7 @@ def _rejection_rule(option: str, threshold: float | str) -> RejectionRule:
     if isinstance(threshold, str) and "_" in threshold:
         raise ConfigError(
             f"{option} takes one upper bound, got '{threshold}'",
-            why="k2 and k3 are never negative and 0 on policy: there is no lower bound to give",
+            why="k2 and k3 are never negative and are 0 on policy, so a lower bound has no use",
             fix=f"{KEY}.rollout_rs_threshold={threshold.rpartition('_')[2]}",
             where=f"{KEY}.rollout_rs_threshold",
         )
@@ -227,7 +227,7 @@ def _veto(threshold: float | None) -> float | None:
 
 
 def _entries(value: Threshold | str | Sequence[str] | None) -> list[float | str]:
-    """Entries of a comma list, of a list, or the value itself."""
+    """Return the entries of a comma list, of a list, or the value itself."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -236,7 +236,7 @@ def _entries(value: Threshold | str | Sequence[str] | None) -> list[float | str]
 
 
 def _bounds(threshold: Threshold, key: str) -> tuple[float | None, float]:
-    """``(lower, upper)`` bound of a ratio; a lone number is the upper one."""
+    """Return the ``(lower, upper)`` bounds of a ratio; a single number is the upper one."""
     parts = threshold.split("_") if isinstance(threshold, str) else _entries(threshold)
     where, example = f"{KEY}.{key}", "0.5_5.0" if key == "rollout_is_threshold" else "0.5_2.0"
     if len(parts) not in (1, 2):
@@ -246,12 +246,12 @@ def _bounds(threshold: Threshold, key: str) -> tuple[float | None, float]:
     high = _positive(parts[-1], key, example)
     low = None
     if len(parts) == 2:
-        # 0 is no lower bound at all: what is masked is only what is too large
+        # 0 is not a lower bound: only too large ratios are masked
         low = 0.0 if _number(parts[0]) == 0 else _positive(parts[0], key, example)
     if high < 1 or (low is not None and low > 1):
         raise ConfigError(
             f"{key}={threshold} excludes the ratio 1 of a token that is on policy",
-            why="bounds must enclose 1; 'lower_upper' without decimal points is read as one number (0.5_5 as 0.55)",
+            why="the bounds must contain 1; 'lower_upper' without decimal points is read as one number (0.5_5 as 0.55)",
             fix=f"{where}={example}",
             where=where,
         )

@@ -1,4 +1,4 @@
-"""Importance weights: trained policy / sampling policy, of each token or of each sequence."""
+"""Importance weights: trained policy / sampling policy, for each token or sequence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hone.algorithms.off_policy import summary
 from hone.algorithms.off_policy.rules import WeightRule
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-20 before the exponential, which then stays within 2e-9 and 5e8."""
+"""Log-ratios are clamped to +-20 before the exponential, which is then between 2e-9 and 5e8."""
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """Ratio of the probabilities that two policies give to a unit: a token or a sequence.
+    """Return the ratio of the probabilities of a unit (a token or a sequence) under two policies.
 
     ==============  ========================================================  =======
     ``token``       exp(log_ratio)                                            [B, T]
@@ -28,7 +28,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> tuple[Tenso
         level: one of the three.
 
     Returns:
-        the ratio, and which units count (1 or 0), of the same shape.
+        the ratio, and which units count (1 or 0), in the same shape.
     """
     if level == "token":
         exponent, units = log_ratio, mask
@@ -39,15 +39,18 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> tuple[Tenso
 
 
 def bounded(ratio: Tensor, rule: WeightRule) -> Tensor:
-    """Truncate above (TIS: Ionides 2008, "Truncated importance sampling", J. Comput. Graph. Stat. 17(2)), or set to 0
-    what is outside both bounds (MIS; IcePop, Ling Team 2025, arXiv:2510.18855)."""
+    """Truncate above (TIS), or set ratios outside both bounds to 0 (MIS, IcePop).
+
+    TIS: Ionides 2008, "Truncated importance sampling", J. Comput. Graph. Stat. 17(2). IcePop: Ling Team 2025,
+    arXiv:2510.18855.
+    """
     if rule.low is None:
         return ratio.clamp(max=rule.high)
     return torch.where((ratio >= rule.low) & (ratio <= rule.high), ratio, torch.zeros_like(ratio))
 
 
 def normalized(weights: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide by the mean over the units that count; a mean of 0 leaves the weights as they are. Also the mean."""
+    """Divide by the mean over the units that count, and return the mean too; a mean of 0 changes nothing."""
     mean = masked_mean(weights, units)
     factor = torch.where(mean > 1e-8, mean, torch.ones_like(mean))
     return weights / factor, factor
@@ -56,20 +59,20 @@ def normalized(weights: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
 def weight_metrics(ratio: Tensor, weights: Tensor, units: Tensor, mask: Tensor, rule: WeightRule) -> dict[str, Tensor]:
     """Statistics of the weights, by unit (token or sequence) and by sequence.
 
-    ``max``, ``min`` and the fractions are those of the ratio, before it is bounded: afterwards they would only repeat
+    ``max``, ``min`` and the fractions are those of the ratio before it is bounded: afterwards they would only repeat
     the threshold. Mean, standard deviation and effective sample size (Kish: mean(w)^2 / mean(w^2), the share of the
-    batch that an unweighted one of the same variance would need) are those of the weights in use.
+    batch that unweighted samples of the same variance would need) are those of the final weights.
     """
     low = 1.0 / rule.high if rule.low is None else rule.low
     rows = mask.sum(-1) > 0
     row_ratio, row_weights = (masked_mean(x.expand_as(mask), mask, -1)[rows] for x in (ratio, weights))
     ratio, weights = ratio[units.bool()], weights[units.bool()]
     second = summary.mean(weights.square())
-    metrics = summary.spread(ratio, weights) | {
+    metrics = summary.extremes_and_moments(ratio, weights) | {
         "ratio_fraction_high": summary.mean(ratio > rule.high),
         "ratio_fraction_low": summary.mean(ratio < low),
         "eff_sample_size": summary.mean(weights).square() / second.clamp(min=torch.finfo(second.dtype).tiny),
-        **{f"seq_{name}": value for name, value in summary.spread(row_ratio, row_weights).items()},
+        **{f"seq_{name}": value for name, value in summary.extremes_and_moments(row_ratio, row_weights).items()},
         "seq_max_deviation": summary.largest((row_ratio - 1.0).abs()),
         "seq_fraction_high": summary.mean(row_ratio > rule.high),
         "seq_fraction_low": summary.mean(row_ratio < low),

@@ -1,9 +1,9 @@
-"""Policy losses: what a policy gradient step minimises.
+"""Policy losses: the objectives of policy gradient steps.
 
 ==============  ==========================================================================================
-``base``        what a loss is; masking, weights, aggregation and metric names, once; the mini-batch contract
+``base``        interface of a loss; masking, weights, aggregation and metric names; the mini-batch contract
 ``parts``       ratios and clip rules
-``selection``   choosing tokens of a batch whatever its order
+``selection``   selection of tokens of a batch, independent of its order
 ``ppo``         vanilla, sapo
 ``sequence``    gspo, geo_mean
 ``reinforce``   gpg, cispo, topr, dro

@@ -1,23 +1,23 @@
-"""What a policy loss is: a per-token part that each method supplies, and the rest, done once for all of them.
+"""Policy losses: a per-token part that each method supplies, and the shared rest.
 
 A method is composed of a ratio, a clip rule, a weight and an aggregation (:mod:`hone.algorithms.policy_losses.parts`). Its
 per-token part maps ``[B, T]`` tensors to a :class:`TokenLoss`; masking, importance weights, aggregation and the names of
 the metrics are :class:`PolicyLoss`'s.
 
-**Micro-batches.** A loss over a mini-batch is the sum of the losses of its micro-batches, on every rank, if the counts
-of the mini-batch are handed in (see :func:`~hone.algorithms.aggregate.aggregate_loss`). Most methods look at a token or a
-sequence at a time, so nothing else is needed. A few choose tokens by comparing them across the batch. The choice must be
-the mini-batch's, or the split would change the training; such a method therefore has a second, earlier part::
+**Micro-batches.** A loss over a mini-batch is the sum of the losses of its micro-batches, on every rank, if the counts of the
+mini-batch are passed (see :func:`~hone.algorithms.aggregate.aggregate_loss`). Most methods need one token or one sequence at
+a time. A few select tokens by comparing them across the batch. The selection must be made over the mini-batch, or the
+split would change the training. Such a method therefore has a second, earlier part::
 
     loss = policy_losses.get("kl_cov")
-    if loss.needs_preparation:                                     # once a mini-batch, all ranks' rows together
+    if loss.needs_preparation:                                     # once per mini-batch, with the rows of all ranks
         prepared = loss.prepare(old_log_probs, log_probs, advantages, response_mask, **options)
-    for rows in micro_batches:                                     # constants [B, T] by name, cut like any other column
+    for rows in micro_batches:                                     # constants [B, T] by name, split like any other column
         share, metrics = loss(..., prepared={name: x[rows] for name, x in prepared.items()}, **options)
 
-``log_probs`` are there the mini-batch's under the policy as it is just before this update, without gradient. In the first
-update after the old log-probs were computed with the same weights, they *are* the old ones; in later updates they cost
-one forward pass. A caller that does not prepare gets the choice made within the batch it hands in.
+Here ``log_probs`` are the mini-batch's under the policy just before this update, without gradient. In the first update after
+the old log-probs were computed with the same weights, they *are* the old ones; in later updates they cost one forward
+pass. Without preparation, the selection is made within the batch that is passed.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ from hone.algorithms.aggregate import aggregate_loss
 from hone.algorithms.masked import where_mask, wide
 from hone.algorithms.policy_losses.parts import require
 from hone.errors import ConfigError, did_you_mean
+from hone.methods import COMPARES_ACROSS_MINI_BATCH
 from hone.registry import Registry
 
 COMMON_OPTIONS = frozenset({"clip_ratio_low", "clip_ratio_high", "clip_ratio_c"})
-"""Options that a caller may always pass; a loss that does not take one never sees it."""
+"""Options that a caller may always pass; a loss that does not use one never receives it."""
 
 Prepared = dict[str, Tensor]
-"""Per-token constants ``[B, T]`` by name that a loss settled over the whole mini-batch."""
+"""Per-token constants ``[B, T]`` by name, computed over the whole mini-batch."""
 
 
 @dataclass
 class TokenLoss:
-    """The per-token part of a policy loss.
+    """Per-token part of a policy loss.
 
     Attributes:
         loss: ``[B, T]``, with gradient.
-        ratio: policy / old policy as the loss uses it, ``[B, T]``.
+        ratio: policy / old policy as used in the loss, ``[B, T]``.
         statistics: further per-token numbers or flags ``[B, T]`` by name; each is reported as its mean over the mask.
     """
 
@@ -65,12 +66,13 @@ class PolicyLoss:
 
     Attributes:
         name: first registered name.
-        per_token: ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> TokenLoss``. It sees zeros
+        per_token: ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> TokenLoss``. It receives zeros
             outside the mask, a boolean mask, and float32 or better. With ``across_batch`` it also takes ``prepared=``.
-        formula: of the per-token loss, in one line.
-        paper: where it comes from.
-        across_batch: ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> Prepared``, what has to be
-            settled over the whole mini-batch; None when every token or sequence stands for itself.
+        formula: formula of the per-token loss, in one line.
+        paper: source.
+        across_batch: ``f(old_log_probs, log_probs, advantages, response_mask, **options) -> Prepared``, the constants of
+            the whole mini-batch; None if every token or sequence is independent. A random selection also takes
+            ``keys=``, see :meth:`prepare`.
     """
 
     name: str
@@ -81,23 +83,23 @@ class PolicyLoss:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """Options and their defaults, named as the configuration keys under ``actor_rollout_ref.actor``."""
+        """Return the options and their defaults, named as the configuration keys under ``actor_rollout_ref.actor``."""
         functions = [self.per_token] + ([self.across_batch] if self.across_batch else [])
         return {
             p.name: p.default
             for function in functions
             for p in inspect.signature(function).parameters.values()
-            if p.kind is p.KEYWORD_ONLY and p.name != "prepared"
+            if p.kind is p.KEYWORD_ONLY and p.name not in ("prepared", "keys")
         }
 
     @property
     def options(self) -> frozenset[str]:
-        """Names of the options."""
+        """Return the names of the options."""
         return frozenset(self.defaults)
 
     @property
     def needs_preparation(self) -> bool:
-        """Whether the result depends on the split into micro-batches unless :meth:`prepare` is called before it."""
+        """Return whether the result depends on the split into micro-batches unless :meth:`prepare` is called first."""
         return self.across_batch is not None
 
     def prepare(
@@ -106,26 +108,30 @@ class PolicyLoss:
         log_probs: Tensor,
         advantages: Tensor,
         response_mask: Tensor,
+        *,
+        keys: Tensor | None = None,
         **options: Any,
     ) -> Prepared:
-        """Settle what concerns the whole mini-batch; empty for losses that need nothing.
+        """Compute the constants of the whole mini-batch; empty for losses without any.
 
         Args:
-            old_log_probs: as in :meth:`__call__`, of all rows of the mini-batch, over all ranks.
-            log_probs: of the policy just before this update; no gradient is taken.
+            old_log_probs: as in :meth:`__call__`, for all rows of the mini-batch, over all ranks.
+            log_probs: log-probs of the policy just before this update; no gradient is taken.
             advantages: ``[B, T]``.
             response_mask: ``[B, T]``.
-            **options: of this loss, the same as in :meth:`__call__`.
+            keys: ``[B, T]`` int64, a number for each token that determines random selections. It should not depend on
+                computed log-probs, whose last bits differ with the split. None: the other columns determine them.
+            **options: options of this loss, the same as in :meth:`__call__`.
 
         Returns:
-            constants ``[B, T]`` by name; rows do not depend on the order of the rows, nor on padding.
+            constants ``[B, T]`` by name, independent of the order of the rows and of padding.
 
         Raises:
             ConfigError: an option is unknown or out of range.
         """
-        taken = self._taken(options)
+        accepted = self._known_options(options)
         mask, old, new, adv = _selected(response_mask, old_log_probs, log_probs.detach(), advantages)
-        return self._settled(old, new, adv, mask, taken)
+        return self._prepare(old, new, adv, mask, accepted, keys)
 
     def __call__(
         self,
@@ -146,15 +152,15 @@ class PolicyLoss:
         """Return ``(loss, metrics)``.
 
         Args:
-            old_log_probs: of the sampled tokens before this step's updates, ``[B, T]``; a constant.
-            log_probs: of the sampled tokens under the policy that is trained, ``[B, T]``.
+            old_log_probs: log-probs of the sampled tokens before this step's updates, ``[B, T]``; a constant.
+            log_probs: log-probs of the sampled tokens under the trained policy, ``[B, T]``.
             advantages: ``[B, T]``; a constant.
-            response_mask: ``[B, T]``; what stands outside it, NaN included, reaches neither loss nor gradient.
+            response_mask: ``[B, T]``; values outside it, NaN included, affect neither loss nor gradient.
             loss_agg_mode: see :func:`~hone.algorithms.aggregate.aggregate_loss`, also for the counts and ``dp_size``.
             rollout_is_weights: importance weights ``[B, T]`` that multiply the per-token loss; constants.
-            prepared: of :meth:`prepare` for the whole mini-batch, the rows of this batch; made of this batch alone when
-                left out.
-            **options: of this loss; ``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c`` are always accepted.
+            prepared: result of :meth:`prepare` for the whole mini-batch, with the rows of this batch; computed from this
+                batch if omitted.
+            **options: options of this loss; ``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c`` are always accepted.
 
         Returns:
             the scalar loss, and metrics ``actor/...`` without gradient: means over the mask (``actor/ratio/max`` is
@@ -164,13 +170,13 @@ class PolicyLoss:
             ConfigError: an option is unknown or out of range.
             ValueError: the shapes differ.
         """
-        taken = self._taken(options)
+        accepted = self._known_options(options)
         mask, old, new, adv = _selected(response_mask, old_log_probs.detach(), log_probs, advantages.detach())
         if self.across_batch is not None:
             if prepared is None:
-                prepared = self._settled(old, new.detach(), adv, mask, taken)
-            taken["prepared"] = prepared
-        part = self.per_token(old, new, adv, mask, **_accepted(self.per_token, taken))
+                prepared = self._prepare(old, new.detach(), adv, mask, accepted)
+            accepted["prepared"] = prepared
+        part = self.per_token(old, new, adv, mask, **_accepted(self.per_token, accepted))
         weighted = part.loss
         if rollout_is_weights is not None:
             weighted = weighted * where_mask(rollout_is_weights.detach(), mask).to(weighted.dtype)
@@ -186,13 +192,21 @@ class PolicyLoss:
         return loss, _metrics(part, old, new, mask)
 
     @torch.no_grad()
-    def _settled(self, old: Tensor, new: Tensor, adv: Tensor, mask: Tensor, options: dict[str, Any]) -> Prepared:
+    def _prepare(
+        self,
+        old: Tensor,
+        new: Tensor,
+        adv: Tensor,
+        mask: Tensor,
+        options: dict[str, Any],
+        keys: Tensor | None = None,
+    ) -> Prepared:
         if self.across_batch is None:
             return {}
-        return self.across_batch(old, new, adv, mask, **_accepted(self.across_batch, options))
+        return self.across_batch(old, new, adv, mask, **_accepted(self.across_batch, options | {"keys": keys}))
 
-    def _taken(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Those of ``options`` that this loss reads."""
+    def _known_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return those of ``options`` that this loss uses; raise for unknown ones."""
         known = self.options
         for option in options:
             if option not in known | COMMON_OPTIONS:
@@ -211,13 +225,13 @@ def _check_clips(clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip
         require(
             value >= 0,
             f"{side}={value} must not be negative",
-            why="the on-policy ratio 1 would lie outside the clip range",
+            why="the on-policy ratio 1 would be outside the clip range",
             fix=f"actor_rollout_ref.actor.{side}=0.2",
         )
     require(
         clip_ratio_c > 1,
         f"clip_ratio_c={clip_ratio_c} must be above 1",
-        why="every ratio above it is cut off, the on-policy ratio 1 included",
+        why="every ratio above it is clipped, the on-policy ratio 1 included",
         fix="actor_rollout_ref.actor.clip_ratio_c=3.0",
     )
 
@@ -228,13 +242,13 @@ def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str
 
 
 def _selected(response_mask: Tensor, *columns: Tensor) -> list[Tensor]:
-    """The mask as booleans, and the columns in float32 or better with zeros outside it.
+    """Return the mask as booleans, and the columns in float32 or better with zeros outside it.
 
-    Zeros on the way in: a NaN there would come back through the gradient of exp.
+    Zeros before the loss: a NaN there would return through the gradient of exp.
     """
     for column in columns:
         if column.shape != response_mask.shape:
-            raise ValueError(f"shape {tuple(column.shape)} does not fit response_mask's {tuple(response_mask.shape)}")
+            raise ValueError(f"shape {tuple(column.shape)} does not match response_mask's {tuple(response_mask.shape)}")
     mask = response_mask.bool()
     return [mask, *(wide(where_mask(x, mask)) for x in columns)]
 
@@ -253,13 +267,13 @@ def _metrics(part: TokenLoss, old: Tensor, new: Tensor, mask: Tensor) -> dict[st
     return metrics
 
 
-def _adopt(found: Any, path: str) -> PolicyLoss:
-    """A :class:`PolicyLoss` of what an import path named: one already, or its per-token part."""
-    if isinstance(found, PolicyLoss):
-        return found
-    if not callable(found):
-        raise TypeError("it must be a function of (old_log_probs, log_probs, advantages, response_mask, *, options)")
-    per_token = cast("Callable[..., TokenLoss]", found)
+def _adopt(imported: Any, path: str) -> PolicyLoss:
+    """Return the :class:`PolicyLoss` at an import path: a registered one, or a function used as its per-token part."""
+    if isinstance(imported, PolicyLoss):
+        return imported
+    if not callable(imported):
+        raise TypeError("expected a function of (old_log_probs, log_probs, advantages, response_mask, *, options)")
+    per_token = cast("Callable[..., TokenLoss]", imported)
     summary = (inspect.getdoc(per_token) or "").partition("\n")[0]
     return PolicyLoss(path, per_token, summary, f"the user's own: {path}")
 
@@ -276,6 +290,9 @@ def register_policy_loss(
     across_batch: Callable[..., Prepared] | None = None,
 ) -> Callable[[Callable[..., TokenLoss]], PolicyLoss]:
     """Return a decorator that registers the per-token part of a loss (see :class:`PolicyLoss`) under ``names``."""
+
+    if COMPARES_ACROSS_MINI_BATCH.get(names[0], across_batch is not None) != (across_batch is not None):
+        raise ValueError(f"policy loss '{names[0]}': across_batch contradicts hone.methods.COMPARES_ACROSS_MINI_BATCH")
 
     def decorate(per_token: Callable[..., TokenLoss]) -> PolicyLoss:
         entry = PolicyLoss(names[0], per_token, formula, paper, across_batch)

@@ -1,4 +1,4 @@
-"""The loss of runs that never recompute old log-probs: the sampling engine's take their place."""
+"""Loss of runs that never recompute old log-probs and use the sampling engine's instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hone.algorithms.policy_losses.ppo import vanilla
 
 @torch.no_grad()
 def correct(log_ratio: Tensor, response_mask: Tensor, rules: CorrectionRules) -> tuple[Tensor | None, Tensor]:
-    """Weights ``[B, T]`` (or None) and the tokens that stay (bool) for ``log_ratio`` = policy - sampling engine."""
+    """Return weights ``[B, T]`` (or None) and the remaining tokens (bool) for ``log_ratio`` = policy - sampling engine."""
     kept, _ = reject(log_ratio, response_mask, rules.rejections)
     if rules.veto is not None:
         kept = kept & veto(log_ratio, response_mask, rules.veto)[0]
@@ -48,13 +48,13 @@ def bypass_mode(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> TokenLoss:
-    """Two policies instead of three: ``old_log_probs`` are those that the sampling engine reported.
+    """Use two policies instead of three: ``old_log_probs`` are those that the sampling engine reported.
 
-    One forward pass less a step. Options other than the clip are those of
-    :func:`~hone.algorithms.off_policy.correction.rollout_correction`, applied to policy / engine afresh in every update.
-    With ``ppo_clip`` the ratio is the importance weight already; with ``reinforce`` the weight is ``rollout_is``'s, or 1.
+    This saves one forward pass per step. Options other than the clip are those of
+    :func:`~hone.algorithms.off_policy.correction.rollout_correction`, applied to policy / engine in every update.
+    With ``ppo_clip`` the ratio already is the importance weight; with ``reinforce`` the weight is that of ``rollout_is``, or 1.
     Rejected tokens lose their gradient and still count in the denominator of the aggregation, like clipped ones: the
-    counts of a mini-batch are known before its forward passes, and no split changes them.
+    counts of a mini-batch are known before its forward passes, and do not depend on the split.
 
     Raises:
         ConfigError: see :func:`~hone.algorithms.off_policy.rules.check_rollout_correction`.

@@ -1,6 +1,6 @@
-"""Losses against entropy collapse: tokens whose log-prob and advantage vary together are held back.
+"""Losses against entropy collapse: they restrict tokens whose log-prob and advantage vary together.
 
-Such tokens, likely and good or unlikely and bad, are those that take entropy from the policy (Cui et al., theorem 1).
+Such tokens, likely and good or unlikely and bad, reduce the policy's entropy (Cui et al., theorem 1).
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ def covariance_clip(
     advantages: Tensor,
     response_mask: Tensor,
     *,
+    keys: Tensor | None = None,
     clip_cov_ratio: float = 2e-4,
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> Prepared:
-    """``chosen`` (0 or 1): a random share of the tokens whose covariance lies strictly between the bounds.
+    """Return ``chosen`` (0 or 1): a random share of the tokens whose covariance is strictly between the bounds.
 
-    Tokens that PPO clips already are not chosen. At least one token is, if there is a candidate.
+    Tokens that PPO clips already are not chosen. At least one token is chosen, if there is a candidate.
 
     Raises:
         ConfigError: the share is not in (0, 1], or the bounds are not in order.
@@ -47,16 +48,17 @@ def covariance_clip(
     require(
         clip_cov_lb < clip_cov_ub,
         f"clip_cov_lb={clip_cov_lb} is not below clip_cov_ub={clip_cov_ub}",
-        why="no token lies between them",
+        why="no value is between them",
         fix="actor_rollout_ref.actor.policy_loss.clip_cov_lb=1.0 actor_rollout_ref.actor.policy_loss.clip_cov_ub=5.0",
     )
     moves = covariance(log_probs, advantages, response_mask)
     candidates = (moves > clip_cov_lb) & (moves < clip_cov_ub) & response_mask
-    at = candidates.nonzero(as_tuple=True)
-    ratio = token_ratio(old_log_probs[at], log_probs[at])
-    _, clipped = clipped_surrogate(ratio, advantages[at], clip_ratio_low, clip_ratio_high)
-    candidates[at] = ~clipped
-    chosen = draw(candidates, share_of(response_mask, clip_cov_ratio), old_log_probs, log_probs, advantages)
+    places = candidates.nonzero(as_tuple=True)
+    ratio = token_ratio(old_log_probs[places], log_probs[places])
+    _, clipped = clipped_surrogate(ratio, advantages[places], clip_ratio_low, clip_ratio_high)
+    candidates[places] = ~clipped
+    columns = (old_log_probs, log_probs, advantages) if keys is None else (keys,)
+    chosen = draw(candidates, share_of(response_mask, clip_cov_ratio), *columns)
     return {"chosen": chosen.to(log_probs.dtype)}
 
 
@@ -76,7 +78,7 @@ def clip_cov(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO's clip, and no gradient for a few random tokens of high covariance."""
+    """Apply PPO's clip, and remove the gradient of a few random tokens of high covariance."""
     ratio = token_ratio(old_log_probs, log_probs)
     loss, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
     chosen = prepared["chosen"] > 0
@@ -89,9 +91,10 @@ def largest_covariances(
     advantages: Tensor,
     response_mask: Tensor,
     *,
+    keys: Tensor | None = None,
     kl_cov_ratio: float = 2e-4,
 ) -> Prepared:
-    """``chosen`` (0 or 1): the share of the tokens with the largest covariance, at least one.
+    """Return ``chosen`` (0 or 1): the share of the tokens with the largest covariance, at least one.
 
     Raises:
         ConfigError: the share is not in (0, 1].
@@ -99,7 +102,8 @@ def largest_covariances(
     _require_share("kl_cov_ratio", kl_cov_ratio)
     moves = covariance(log_probs, advantages, response_mask)
     count = share_of(response_mask, kl_cov_ratio)
-    chosen = draw_largest(moves, response_mask, count, old_log_probs, log_probs, advantages)
+    columns = (old_log_probs, log_probs, advantages) if keys is None else (keys,)
+    chosen = draw_largest(moves, response_mask, count, *columns)
     return {"chosen": chosen.to(log_probs.dtype)}
 
 
@@ -118,7 +122,7 @@ def kl_cov(
     prepared: Prepared,
     ppo_kl_coef: float = 0.1,
 ) -> TokenLoss:
-    """The unclipped surrogate, with a KL penalty on the few tokens of highest covariance.
+    """Use the unclipped surrogate, with a KL penalty on the few tokens of highest covariance.
 
     The penalty is the absolute log-ratio, which is 0 with gradient 0 on the first update of a batch.
 

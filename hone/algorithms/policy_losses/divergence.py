@@ -10,13 +10,13 @@ from hone.algorithms.policy_losses.base import Prepared, TokenLoss, register_pol
 from hone.algorithms.policy_losses.parts import beyond_trust_region, by_sign, require, token_ratio
 
 SMALLEST_PROBABILITY = 1e-8
-"""The probability of "any other token" is at least this: log-probs are rounded, and a logarithm of 0 is not a number."""
+"""Lower bound for the probability of "any other token": log-probs are rounded, and log 0 is not finite."""
 
 
 def divergence_masked(
     old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, outside: Tensor, cap: float
 ) -> TokenLoss:
-    """REINFORCE with importance weights truncated at ``cap``, without the tokens ``outside`` the trust region (bool)."""
+    """Return REINFORCE with importance weights truncated at ``cap``, without tokens ``outside`` the trust region (bool)."""
     ratio = token_ratio(old_log_probs, log_probs.detach())
     weight = ratio.clamp(max=cap).masked_fill(outside, 0.0)
     flags = {"pg_clipfrac": outside, "pg_clipfrac_lower": (ratio > cap) & ~outside}
@@ -38,11 +38,11 @@ def dppo_tv(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> TokenLoss:
-    """A trust region in total variation: how far the sampled token's *probability* moved.
+    """Limit the change of the sampled token's *probability*: a trust region in total variation.
 
-    A ratio punishes rare tokens for small moves and lets frequent ones move far; the difference of probabilities does
-    neither. ``clip_ratio_low`` and ``clip_ratio_high`` bound that difference here, and ``clip_ratio_c`` truncates the
-    importance weight.
+    A ratio penalises small changes of rare tokens and allows large changes of frequent ones; the difference of
+    probabilities does neither. ``clip_ratio_low`` and ``clip_ratio_high`` bound that difference here, and ``clip_ratio_c``
+    truncates the importance weight.
     """
     moved = (log_probs.detach().clamp(max=0.0).exp() - old_log_probs.clamp(max=0.0).exp()) * advantages.sign()
     outside = moved > by_sign(advantages, clip_ratio_high, clip_ratio_low)
@@ -64,7 +64,7 @@ def dppo_kl(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> TokenLoss:
-    """A trust region in KL(old, new) of the two-way choice "this token, or any other".
+    """Limit KL(old, new) of the two-way choice "this token, or any other".
 
     ``clip_ratio_low`` and ``clip_ratio_high`` bound that KL (nats) here, and ``clip_ratio_c`` truncates the importance
     weight.
@@ -85,10 +85,10 @@ def second_moment_outliers(
     *,
     m2_threshold: float = 0.04,
 ) -> Prepared:
-    """``dropped`` (0 or 1): tokens to leave out so that the second moment of the others is at most the threshold.
+    """Return ``dropped`` (0 or 1): tokens whose removal limits the second moment of the others to the threshold.
 
-    Among tokens beyond the trust region, those with the largest squared log-ratio go first (M2PO, algorithm 1); tokens
-    with the same squared log-ratio go together, so that no order of the rows matters.
+    Among tokens beyond the trust region, those with the largest squared log-ratio are removed first (M2PO, algorithm 1);
+    tokens with equal squared log-ratios are removed together, so that the order of the rows has no effect.
 
     Raises:
         ConfigError: the threshold is not positive.
@@ -96,13 +96,13 @@ def second_moment_outliers(
     require(
         m2_threshold > 0,
         f"m2_threshold={m2_threshold} must be positive",
-        why="every token that has moved at all would be left out",
+        why="every token whose probability changed would be left out",
         fix="actor_rollout_ref.actor.policy_loss.m2_threshold=0.04",
     )
     gap = log_probs - old_log_probs
     squared = gap.square()
     counted = beyond_trust_region(gap, advantages) & response_mask
-    # in ascending order the running mean only grows, and up to the threshold it cannot have passed it: sort the rest
+    # in ascending order the running mean only grows, and cannot exceed the threshold before the values do: sort the others
     small = counted & (squared <= m2_threshold)
     ascending = squared[counted & ~small].sort().values
     totals = where_mask(squared, small).sum(dtype=torch.float64) + ascending.cumsum(0, dtype=torch.float64)
@@ -127,7 +127,7 @@ def m2po(
     *,
     prepared: Prepared,
 ) -> TokenLoss:
-    """A trust region for the batch as a whole: only extreme outliers are masked, so that stale data stays informative.
+    """Limit the batch as a whole: mask only extreme outliers, so that stale data stays informative.
 
     Masked tokens still count in the denominator of the aggregation, as in the paper. This is the paper's algorithm; the
     code published with it turns the threshold into a PPO clip range instead.

@@ -24,9 +24,9 @@ def vanilla(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> TokenLoss:
-    """PPO's clipped objective, with different lower and upper clips (DAPO's clip-higher) and the dual clip.
+    """Use PPO's clipped objective, with separate lower and upper clips (DAPO's clip-higher) and the dual clip.
 
-    The dual clip bounds what a token with a negative advantage can weigh: PPO's own clip leaves that side open.
+    The dual clip limits the weight of a token with a negative advantage, a side that PPO's clip leaves open.
     """
     ratio = token_ratio(old_log_probs, log_probs)
     loss, clipped = clipped_surrogate(ratio, advantages, clip_ratio_low, clip_ratio_high)
@@ -48,7 +48,7 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> TokenLoss:
-    """A sigmoid gate in place of the clip: the gradient is PPO's at ratio 1 and fades smoothly on both sides.
+    """Use a sigmoid gate in place of the clip: the gradient is PPO's at ratio 1 and fades smoothly on both sides.
 
     A larger temperature fades faster; ``tau_neg`` above ``tau_pos`` damps negative advantages more. The paper averages
     over the tokens of a sequence, then over sequences: ``loss_agg_mode=seq-mean-token-mean``.

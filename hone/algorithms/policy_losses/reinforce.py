@@ -1,4 +1,4 @@
-"""Losses whose gradient is that of the log-prob, weighted by constants: nothing is clipped away."""
+"""Losses whose gradient is that of the log-prob, weighted by constants, without a clip of the gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.algorithms.policy_losses.parts import require, token_ratio
     paper="Chu et al. 2025, arXiv:2504.02546; Williams 1992",
 )
 def gpg(old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> TokenLoss:
-    """The plain policy gradient. Right on the first update of a batch; later ones are off-policy and uncorrected."""
+    """Use the plain policy gradient. It is exact on the first update of a batch; later ones are off-policy and uncorrected."""
     return TokenLoss(-advantages * log_probs, token_ratio(old_log_probs, log_probs.detach()))
 
 
@@ -33,7 +33,7 @@ def cispo(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> TokenLoss:
-    """REINFORCE with clipped importance weights: a token beyond the clip keeps a gradient, of bounded size.
+    """Use REINFORCE with clipped importance weights: a token beyond the clip keeps a gradient, of bounded size.
 
     The paper leaves the lower side open: ``clip_ratio_low=1``.
     """
@@ -48,10 +48,10 @@ def cispo(
     paper="Le Roux et al. 2025, arXiv:2503.14286, canonical form (1, 1; 0, 1)",
 )
 def topr(old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> TokenLoss:
-    """Good responses are imitated, bad ones pushed away only as far as the policy would still produce them.
+    """Imitate good responses, and push bad ones away only while the policy would still produce them.
 
-    The ratio is the sequence's full product of token ratios, as in the paper: a bad response that has become unlikely
-    fades out of the gradient, so that stale data cannot drive its probability to zero for ever.
+    The ratio is the product of the token ratios of the sequence, as in the paper: a bad response that has become unlikely
+    fades out of the gradient, so that stale data cannot drive its probability to zero.
     """
     taper = torch.exp((log_probs.detach() - old_log_probs).sum(dim=-1, keepdim=True).clamp(max=0.0))
     weight = torch.where(advantages < 0, taper, 1.0)
@@ -72,9 +72,9 @@ def dro(
     *,
     dro_beta: float = 0.05,
 ) -> TokenLoss:
-    """The policy gradient held back by a quadratic pull towards the old policy, in place of a clip.
+    """Use the policy gradient with a quadratic pull towards the old policy, in place of a clip.
 
-    The squared log-ratio is not clamped: its gradient grows with the distance, for good.
+    The squared log-ratio is not clamped: its gradient always grows with the distance.
 
     Raises:
         ConfigError: ``dro_beta`` is not positive.
@@ -82,7 +82,7 @@ def dro(
     require(
         dro_beta > 0,
         f"dro_beta={dro_beta} must be positive",
-        why="without the quadratic term nothing holds the policy near the one that sampled the data",
+        why="without the quadratic term the policy is not kept near the one that sampled the data",
         fix="actor_rollout_ref.actor.policy_loss.dro_beta=0.05",
     )
     gap = log_probs - old_log_probs

@@ -1,4 +1,4 @@
-"""Choosing tokens of a batch such that the order of rows, the split and the padding do not matter."""
+"""Select tokens of a batch, independent of the order of rows, the split and the padding."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from torch import Tensor
 
 from hone.algorithms.masked import where_mask
 
-_MULTIPLIER = -7046029254386353131  # odd, 2^64 / golden ratio; a product spreads the bits upwards, the shift back down
+_MULTIPLIER = (
+    -7046029254386353131
+)  # odd, 2^64 / golden ratio; multiplying moves bits upwards, the shift moves them down
 
 
 def exact_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the mask, summed in float64 and rounded to float32.
+    """Return the mean over the mask, summed in float64 and rounded to float32.
 
-    Rounding hides the order in which the sum was taken, so that a comparison with this mean is the same for any order.
+    Rounding hides the order of the sum, so that a comparison with this mean is the same for any order.
     """
     return (where_mask(values, mask).sum(dtype=torch.float64) / mask.sum().clamp(min=1)).float()
 
 
 def covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Each token's contribution ``(log pi - mean)(A - mean)`` to their covariance over the batch, float64 ``[B, T]``."""
+    """Return each token's contribution ``(log pi - mean)(A - mean)`` to their covariance, float64 ``[B, T]``."""
     centred, push = (x.to(torch.float64, copy=True).sub_(exact_mean(x, mask)) for x in (log_probs, advantages))
     return centred.mul_(push)
 
 
 def draw(candidates: Tensor, count: int, *columns: Tensor) -> Tensor:
-    """``count`` of the tokens that ``candidates`` (bool) marks, as good as at random (bool); all, if there are no more.
+    """Draw ``count`` of the tokens that ``candidates`` (bool) marks, pseudo-randomly (bool); all, if there are no more.
 
-    A token is drawn by a hash of its entries in ``columns``, not by its place: the draw is reproducible and the same for
+    A token is drawn by a hash of its entries in ``columns``, not by its position: the draw is reproducible and the same for
     any order of rows. Tokens equal in every column are drawn together.
     """
     places = candidates.flatten().nonzero()[:, 0]
@@ -42,7 +44,7 @@ def draw(candidates: Tensor, count: int, *columns: Tensor) -> Tensor:
 
 
 def draw_largest(score: Tensor, candidates: Tensor, count: int, *columns: Tensor) -> Tensor:
-    """The ``count`` candidates with the largest score (bool); among equal scores :func:`draw` decides."""
+    """Return the ``count`` candidates with the largest score (bool); :func:`draw` decides among equal scores."""
     count = min(count, int(candidates.sum()))
     if count == 0:
         return torch.zeros_like(candidates)
@@ -52,14 +54,15 @@ def draw_largest(score: Tensor, candidates: Tensor, count: int, *columns: Tensor
 
 
 def share_of(mask: Tensor, share: float) -> int:
-    """``share`` of the selected tokens, at least one."""
+    """Return ``share`` of the number of selected tokens, at least 1."""
     return max(int(share * int(mask.sum())), 1)
 
 
 def _hash(columns: list[Tensor]) -> Tensor:
-    """63 well mixed bits of each position's float32 values; -0 counts as 0."""
+    """Return 63 well mixed bits of each position's integers and float32 values; -0 counts as 0."""
     mixed = torch.zeros_like(columns[0], dtype=torch.int64)
     for column in columns:
-        mixed = (mixed ^ (column.float() + 0.0).view(torch.int32).long()) * _MULTIPLIER
+        bits = (column.float() + 0.0).view(torch.int32) if column.is_floating_point() else column
+        mixed = (mixed ^ bits.long()) * _MULTIPLIER
         mixed = mixed ^ (mixed >> 32)
     return (mixed * _MULTIPLIER) & 0x7FFFFFFFFFFFFFFF

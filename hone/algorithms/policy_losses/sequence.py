@@ -23,9 +23,9 @@ def gspo(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> TokenLoss:
-    """PPO's clip on the length-normalised ratio of the sequence: a sequence is clipped as a whole.
+    """Apply PPO's clip to the length-normalised ratio of the sequence: a sequence is clipped as a whole.
 
-    A mean of log-ratios moves far less than one of them: the paper clips at 3e-4 and 4e-4, and averages over the tokens
+    A mean of log-ratios changes far less than one of them: the paper clips at 3e-4 and 4e-4, and averages over the tokens
     of a sequence, then over sequences (``loss_agg_mode=seq-mean-token-mean``).
     """
     ratio = sequence_ratio(old_log_probs, log_probs, response_mask)
@@ -47,7 +47,7 @@ def geo_mean(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> TokenLoss:
-    """The geometric mean of the clipped token ratios of a sequence, in place of PPO's arithmetic one.
+    """Use the geometric mean of the clipped token ratios of a sequence, in place of PPO's arithmetic one.
 
     The clip acts on each token, in log space and only on the side that its advantage pushes to: the paper's range
     (e^-0.4, e^0.4) is ``clip_ratio_low=0.4 clip_ratio_high=0.4``. A token without advantage counts as ratio 1. The

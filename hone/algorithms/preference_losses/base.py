@@ -1,8 +1,8 @@
-"""Preference losses: learning from which of two responses is better, or from single responses called good or bad.
+"""Preference losses: learning from pairs of a better and a worse response, or from labelled responses.
 
-A registered function sees whole responses only (sums of log-probs, one number a response) and returns one loss a pair
-(or a response) and the implicit rewards. Summing tokens under the mask, pairing rows, normalising and naming metrics
-happen here, once.
+A registered function receives whole responses only (sums of log-probs, one number per response). It returns one loss per
+pair (or per response) and the implicit rewards. Summing tokens under the mask, pairing rows, normalising and naming
+metrics happen here.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from torch import Tensor
 from hone.algorithms.masked import masked_mean, masked_sum, where_mask
 from hone.algorithms.preference_losses.pairs import pair_rows
 from hone.errors import ConfigError, did_you_mean
+from hone.methods import PREFERENCE_LOSS_NEEDS
 from hone.registry import Registry
 
 KEY = "loss"
-"""The configuration block that the options stand in."""
+"""Configuration block of the options."""
 
 NEEDS = {
     "pairs": "a chosen and a rejected response to every prompt (columns chosen and rejected)",
     "reference": "ref_log_probs of a frozen policy",
     "kl": "kl, the estimated KL to the reference policy (see kto_kl)",
 }
-"""What a loss may need, and what that is."""
+"""Inputs that a loss may need, with a description."""
 
 COUNTED_BY = {
     "rewards/chosen": "chosen",
@@ -36,7 +37,7 @@ COUNTED_BY = {
     "rewards/rejected": "rejected",
     "logps/rejected": "rejected",
 }
-"""What the mean of a metric is over; those not named here: pairs, or responses where there are none."""
+"""Units that the mean of a metric is over; for others: pairs, or responses if there are none."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Responses:
 
     Attributes:
         log_probs: ``[N]``, sum over the response's tokens, with gradient.
-        lengths: ``[N]``, tokens counted, at least 1.
+        lengths: ``[N]``, number of counted tokens, at least 1.
         ref_log_probs: ``[N]``, the same sum under the reference policy; 0 for a loss without one.
     """
 
@@ -55,33 +56,33 @@ class Responses:
 
     @property
     def log_ratio(self) -> Tensor:
-        """``log pi(y|x) - log pi_ref(y|x)``, ``[N]``."""
+        """Return ``log pi(y|x) - log pi_ref(y|x)``, ``[N]``."""
         return self.log_probs - self.ref_log_probs
 
     @property
     def mean_log_prob(self) -> Tensor:
-        """Log-prob a token, ``[N]``."""
+        """Return the mean log-prob per token, ``[N]``."""
         return self.log_probs / self.lengths
 
     def averaged(self) -> Responses:
-        """The same with averages over tokens in place of sums."""
+        """Return the same responses with averages over tokens in place of sums."""
         return Responses(
             self.log_probs / self.lengths, torch.ones_like(self.lengths), self.ref_log_probs / self.lengths
         )
 
     def select(self, rows: Tensor) -> Responses:
-        """These rows."""
+        """Return these rows."""
         return Responses(self.log_probs[rows], self.lengths[rows], self.ref_log_probs[rows])
 
 
 @dataclass
 class PairLoss:
-    """What a loss says of P pairs.
+    """Loss of P pairs.
 
     Attributes:
         loss: ``[P]``, with gradient.
         chosen: implicit reward of the chosen responses, ``[P]``.
-        rejected: of the rejected ones, ``[P]``.
+        rejected: implicit reward of the rejected ones, ``[P]``.
         statistics: further numbers ``[P]`` by metric name; their means are reported.
     """
 
@@ -93,8 +94,9 @@ class PairLoss:
 
 @dataclass
 class LabelLoss:
-    """What a loss says of B single responses: ``loss`` with gradient, implicit ``rewards`` and the ``threshold`` above
-    which a reward calls a response good; each ``[B]``.
+    """Loss of B single responses.
+
+    ``loss`` has a gradient; a response counts as good if its implicit reward in ``rewards`` exceeds ``threshold``; each ``[B]``.
     """
 
     loss: Tensor
@@ -104,16 +106,16 @@ class LabelLoss:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A registered preference loss: callable, and able to say what it needs.
+    """A registered preference loss: callable, with a declaration of its inputs.
 
     Attributes:
         name: first registered name.
         compute: ``f(chosen, rejected, **options) -> PairLoss`` or, for single responses, ``f(responses, labels, kl,
-            **options) -> LabelLoss``; responses come as :class:`Responses`.
+            **options) -> LabelLoss``; responses are :class:`Responses`.
         needs: keys of :data:`NEEDS`.
         options: plain-number options, named as the configuration keys under ``loss``.
-        formula: in one line.
-        paper: where it comes from.
+        formula: formula in one line.
+        paper: source.
     """
 
     name: str
@@ -139,27 +141,27 @@ class PreferenceLoss:
         """Return ``(loss, metrics)``.
 
         Args:
-            log_probs: of the response tokens under the policy that is trained, ``[B, T]``.
-            response_mask: ``[B, T]``, 1 on tokens that count; what stands outside it, NaN included, reaches neither loss
-                nor gradient.
+            log_probs: log-probs of the response tokens under the trained policy, ``[B, T]``.
+            response_mask: ``[B, T]``, 1 on tokens that count; values outside it, NaN included, affect neither loss nor
+                gradient.
             labels: ``[B]``, true on chosen (desirable) responses.
             pair_ids: length B, equal on the two rows of a pair; None pairs the i-th chosen with the i-th rejected row.
-            ref_log_probs: of the response tokens under the reference policy, ``[B, T]``; a constant.
-            kl: the estimated KL (see :func:`~hone.algorithms.preference_losses.unpaired.kto_kl`); a constant.
+            ref_log_probs: log-probs of the response tokens under the reference policy, ``[B, T]``; a constant.
+            kl: estimated KL (see :func:`~hone.algorithms.preference_losses.unpaired.kto_kl`); a constant.
             global_batch_size: pairs (or single responses) of the whole mini-batch over all ranks; the losses of its
-                micro-batches then add up to its loss. None means those here.
+                micro-batches then add up to its loss. None: those of this batch.
             dp_size: data-parallel ranks whose gradients are averaged.
-            **options: of this loss.
+            **options: options of this loss.
 
         Returns:
             the scalar loss, a mean over pairs (or single responses), and metrics without gradient:
             ``rewards/chosen``, ``rewards/rejected`` (implicit rewards), ``rewards/accuracies`` (pairs in the right order,
             a tie counts half; for single responses: on the right side), ``logps/chosen``, ``logps/rejected`` (sums over
-            tokens), with pairs ``rewards/margins``. Each is a mean; :meth:`counts` says over how many.
-            Responses without tokens, and the pairs they stand in, count for nothing.
+            tokens), with pairs ``rewards/margins``. Each is a mean; :meth:`counts` returns the number of values in it.
+            Responses without tokens, and their pairs, are ignored.
 
         Raises:
-            ConfigError: something that the loss needs is missing, or an option is unknown or out of bounds.
+            ConfigError: a needed input is missing, or an option is unknown or out of bounds.
             DataError: the rows do not form pairs.
             ValueError: ``dp_size > 1`` without ``global_batch_size``.
         """
@@ -180,8 +182,9 @@ class PreferenceLoss:
     def counts(
         self, response_mask: Tensor, labels: Tensor, pair_ids: Sequence[Hashable] | Tensor | None = None
     ) -> dict[str, Tensor]:
-        """How many ``units`` (pairs, or single responses), ``chosen`` and ``rejected`` responses the means are over; with
-        :data:`COUNTED_BY` the weights by which metrics of micro-batches are averaged.
+        """Return the numbers of ``units`` (pairs, or single responses), ``chosen`` and ``rejected`` responses of the means.
+
+        With :data:`COUNTED_BY` they are the weights for averaging metrics of micro-batches.
         """
         labels, present = labels.bool(), response_mask.bool().any(-1)
         if "pairs" in self.needs:
@@ -221,12 +224,12 @@ class PreferenceLoss:
         return part.loss, present, metrics
 
     def _check(self, options: dict[str, Any], *, reference: bool, kl: bool) -> None:
-        for need, given in (("reference", reference), ("kl", kl)):
-            if need in self.needs and not given:
+        for need, supplied in (("reference", reference), ("kl", kl)):
+            if need in self.needs and not supplied:
                 raise ConfigError(
                     f"preference loss '{self.name}' needs {NEEDS[need]}",
                     why=self.formula,
-                    fix="hand it in, or choose a loss without it, such as orpo, simpo or cpo",
+                    fix="pass it, or choose a loss without it, such as orpo, simpo or cpo",
                     where=f"{KEY}.name",
                 )
         for option, value in options.items():
@@ -241,7 +244,7 @@ class PreferenceLoss:
             if option == "label_smoothing" and not 0 <= value < 0.5:
                 raise ConfigError(
                     f"label_smoothing={value} must be at least 0 and below 0.5",
-                    why="it is the share of pairs whose order is wrong; at one half they would say nothing",
+                    why="it is the share of pairs whose order is wrong; at 0.5 the labels carry no information",
                     where=f"{KEY}.label_smoothing",
                     fix=f"{KEY}.label_smoothing=0.1",
                 )
@@ -251,16 +254,19 @@ preference_losses: Registry[PreferenceLoss] = Registry("preference loss", key=f"
 
 
 def register_preference_loss(
-    *names: str, needs: Sequence[str], formula: str, paper: str
+    *names: str, needs: Sequence[str] = (), formula: str, paper: str
 ) -> Callable[[Callable[..., Any]], PreferenceLoss]:
-    """Return a decorator that registers ``compute`` (see :class:`PreferenceLoss`) under ``names``; its keyword-only
-    parameters are the options.
+    """Return a decorator that registers ``compute`` (see :class:`PreferenceLoss`) under ``names``.
+
+    Its keyword-only parameters are the options. The needs of built-in names come from
+    :data:`hone.methods.PREFERENCE_LOSS_NEEDS` instead.
     """
+    needed = PREFERENCE_LOSS_NEEDS.get(names[0], frozenset(needs))
 
     def decorate(compute: Callable[..., Any]) -> PreferenceLoss:
         parameters = inspect.signature(compute).parameters.values()
         options = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        loss = PreferenceLoss(names[0], compute, frozenset(needs), options, formula, paper)
+        loss = PreferenceLoss(names[0], compute, needed, options, formula, paper)
         object.__setattr__(loss, "__doc__", compute.__doc__)
         return preference_losses.register(*names)(loss)
 
@@ -268,7 +274,7 @@ def register_preference_loss(
 
 
 def _responses(log_probs: Tensor, ref_log_probs: Tensor | None, mask: Tensor) -> Responses:
-    """Sums over tokens, in float32 at least: a sum of many bfloat16 numbers would lose the margin between two."""
+    """Return sums over tokens in float32 at least: a sum of many bfloat16 numbers would lose the margin between two."""
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
     sums = where_mask(log_probs, mask).to(dtype).sum(-1)
     ref = (
@@ -278,5 +284,5 @@ def _responses(log_probs: Tensor, ref_log_probs: Tensor | None, mask: Tensor) ->
 
 
 def _right(margin: Tensor) -> Tensor:
-    """1 where the margin is positive, one half at 0: a policy that equals its reference has not guessed wrong."""
+    """Return 1 where the margin is positive and 0.5 at 0: a policy that equals its reference is not wrong."""
     return (margin > 0).to(margin.dtype) + 0.5 * (margin == 0).to(margin.dtype)

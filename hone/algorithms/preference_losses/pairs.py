@@ -1,4 +1,4 @@
-"""Which rows of a batch form preference pairs."""
+"""Find the rows of a batch that form preference pairs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.errors import DataError
 
 
 def pair_rows(labels: Tensor, pair_ids: Sequence[Hashable] | Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The row numbers of the chosen and of the rejected side of every pair.
+    """Return the row numbers of the chosen and of the rejected side of every pair.
 
     Args:
         labels: ``[B]``, true on chosen rows.
@@ -21,7 +21,7 @@ def pair_rows(labels: Tensor, pair_ids: Sequence[Hashable] | Tensor | None = Non
         ``(chosen, rejected)``, two index vectors ``[P]``.
 
     Raises:
-        DataError: an id does not stand on exactly one chosen and one rejected row, or the two kinds differ in number.
+        DataError: an id is not on exactly one chosen and one rejected row, or the two kinds differ in number.
     """
     labels = labels.bool()
     if pair_ids is None:
@@ -30,7 +30,7 @@ def pair_rows(labels: Tensor, pair_ids: Sequence[Hashable] | Tensor | None = Non
             raise DataError(
                 f"{len(chosen)} chosen and {len(rejected)} rejected rows cannot be paired",
                 why="without pair_ids the i-th chosen row is paired with the i-th rejected row",
-                fix="hand in pair_ids, or a loss for single labelled rows such as kto",
+                fix="pass pair_ids, or use a loss for single labelled rows such as kto",
             )
         return chosen, rejected
     numbers = numbered(pair_ids, labels.device)
@@ -46,9 +46,9 @@ def pair_rows(labels: Tensor, pair_ids: Sequence[Hashable] | Tensor | None = Non
         ).all()
     ):
         raise DataError(
-            f"{len(labels)} rows are not whole pairs",
+            f"{len(labels)} rows do not form whole pairs",
             why="a preference needs one chosen and one rejected row under one id",
-            fix="hand in both sides of every pair, each once",
+            fix="pass both sides of every pair, each once",
         )
     return chosen, rejected
 
@@ -56,19 +56,19 @@ def pair_rows(labels: Tensor, pair_ids: Sequence[Hashable] | Tensor | None = Non
 def best_worst_pairs(
     scores: Tensor, group_ids: Sequence[Hashable] | Tensor, *, margin: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Of every prompt group the best and the worst response: the pairs of online DPO.
+    """Return the best and the worst response of every prompt group: the pairs of online DPO.
 
-    Groups whose scores are all equal, or whose best and worst are less than ``margin`` apart, give no pair; so do groups
-    of one. (Online DPO as such: Guo et al. 2024, arXiv:2402.04792, with two responses a prompt; best and worst of n: Yuan et al.
-    2024, arXiv:2401.10020, section 2.)
+    Groups whose scores are all equal, or whose best and worst differ by less than ``margin``, give no pair; nor do groups
+    of one. (Online DPO: Guo et al. 2024, arXiv:2402.04792, with two responses per prompt; best and worst of n: Yuan et
+    al. 2024, arXiv:2401.10020, section 2.)
 
     Args:
         scores: ``[B]``, finite.
         group_ids: length B, the prompt of each row.
-        margin: least difference of scores.
+        margin: smallest difference of scores.
 
     Returns:
-        ``(chosen, rejected)``, row numbers ``[P]``, at most one pair a group, in order of the groups' first rows.
+        ``(chosen, rejected)``, row numbers ``[P]``, at most one pair per group, in order of the groups' first rows.
     """
     if len(scores) == 0:
         nothing = torch.zeros(0, dtype=torch.int64, device=scores.device)
@@ -85,7 +85,7 @@ def best_worst_pairs(
 
 
 def numbered(ids: Sequence[Hashable] | Tensor, device: torch.device) -> Tensor:
-    """``[B]`` int64: equal ids get equal numbers, 0, 1, ... in order of first appearance."""
+    """Return ``[B]`` int64: equal ids get equal numbers, 0, 1, ... in order of first appearance."""
     values = ids.tolist() if isinstance(ids, Tensor) else ids
     names: dict[Hashable, int] = {}
     return torch.tensor([names.setdefault(value, len(names)) for value in values], dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Losses on single responses that someone called good or bad."""
+"""Losses on single responses labelled good or bad."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hone.algorithms.preference_losses.base import LabelLoss, Responses, registe
 
 @register_preference_loss(
     "kto",
-    needs=("reference", "kl"),
     formula="w (1 - sigmoid(beta (r - kl))) if desirable, w (1 - sigmoid(beta (kl - r))) if not; r = log pi - log pi_ref",
     paper="Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8",
 )
@@ -24,8 +23,9 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> LabelLoss:
-    """Kahneman-Tversky optimisation: labels of single responses instead of pairs, judged against the present KL to the
-    reference. The estimate of the KL is a constant of the update and the same for all its micro-batches.
+    """Use labels of single responses instead of pairs, compared with the current KL to the reference (Kahneman-Tversky).
+
+    The estimate of the KL is a constant of the update and the same for all its micro-batches.
 
     The paper advises weights for which ``desirable_weight x good responses`` is 1 to 4/3 times ``undesirable_weight x
     bad ones``.
@@ -38,13 +38,14 @@ def kto(
 
 
 def kto_kl(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """KTO's estimate of the KL to the reference: ``max(0, mean of log pi(y'|x) - log pi_ref(y'|x))``, where ``y'`` are
-    responses to *other* prompts (Ethayarajh et al. 2024, section 4.2).
+    """Return KTO's estimate of the KL to the reference: ``max(0, mean of log pi(y'|x) - log pi_ref(y'|x))``.
+
+    ``y'`` are responses to *other* prompts (Ethayarajh et al. 2024, section 4.2).
 
     Args:
-        log_probs: of such mismatched responses, ``[B, T]``.
-        ref_log_probs: under the reference policy, ``[B, T]``.
-        response_mask: ``[B, T]``; rows without a token count for nothing.
+        log_probs: log-probs of such mismatched responses, ``[B, T]``.
+        ref_log_probs: log-probs under the reference policy, ``[B, T]``.
+        response_mask: ``[B, T]``; rows without a token are ignored.
 
     Returns:
         a scalar without gradient, for the argument ``kl`` of the loss.

@@ -1,1 +1,1 @@
-"""The Ray runtime: worker processes, what they keep in the object store, and groups that call them."""
+"""Ray runtime: worker processes, their batches in the object store, and groups that call them."""

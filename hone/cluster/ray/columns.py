@@ -1,7 +1,7 @@
-"""Columns as they lie in the object store: arrays that are read where they are, without a copy.
+"""Columns in the object store: arrays that are read in place, without a copy.
 
-Tensors become numpy arrays, which Ray writes and maps as they are; so do the token columns of episodes, which otherwise
-would be lists of millions of numbers. Every other object is pickled; nothing comes from outside the run.
+Tensors become numpy arrays, which Ray writes and maps directly. So do the token columns of episodes, which would otherwise be
+lists of millions of numbers. Every other object is pickled; nothing comes from outside the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hone.data.ragged import Ragged
 from hone.data.types import Sample, Trajectory
 
 TOKENS = {"response_ids": np.int64, "response_mask": np.int64, "rollout_log_probs": np.float32, "sampling_log_probs": np.float32}  # fmt: skip
-"""Fields of an episode with one number a token, and the type that holds it exactly."""
+"""Fields of an episode with one number per token, and the type that represents it exactly."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,22 @@ Encoded = _Array | _Rows | _Episodes | list
 
 
 def encode(columns: Mapping[str, Column]) -> dict[str, Encoded]:
-    """Make columns ready for the object store."""
+    """Convert columns for the object store."""
     return {name: _encoded(column) for name, column in columns.items()}
 
 
 def decode(columns: Mapping[str, Encoded]) -> dict[str, Column]:
-    """Make columns of what :func:`encode` gave; tensors share the memory of the object store and are read only."""
+    """Restore the columns of :func:`encode`; tensors share the memory of the object store and are read only."""
     return {name: _decoded(column) for name, column in columns.items()}
 
 
 def encode_named(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, _Array]]:
-    """Make named tensors ready for the object store."""
+    """Convert named tensors for the object store."""
     return [(name, _array(tensor)) for name, tensor in tensors]
 
 
 def decode_named(tensors: Sequence[tuple[str, _Array]]) -> list[tuple[str, Tensor]]:
-    """What :func:`encode_named` was given; tensors share the memory of the object store and are read only."""
+    """Restore the tensors of :func:`encode_named`; they share the memory of the object store and are read only."""
     return [(name, _tensor(array)) for name, array in tensors]
 
 
@@ -94,7 +94,7 @@ def _array(tensor: Tensor) -> _Array:
 
 
 def _tensor(array: _Array) -> Tensor:
-    with warnings.catch_warnings():  # torch warns of arrays that cannot be written; columns never are
+    with warnings.catch_warnings():  # torch warns about read-only arrays; columns are never written
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         tensor = torch.from_numpy(array.values)
     return tensor if tensor.dtype == array.dtype else tensor.view(array.dtype)
@@ -116,7 +116,7 @@ def _episodes(trajectories: Sequence[Trajectory]) -> _Episodes:
 
 
 def _trajectories(episodes: _Episodes) -> list[Trajectory]:
-    rows = {name: _views(*found) for name, found in episodes.tokens.items()}
+    rows = {name: _views(*flat) for name, flat in episodes.tokens.items()}
     return [
         Trajectory(
             sample=episodes.samples[number],
@@ -134,6 +134,6 @@ def _flat(rows: Sequence[Any], dtype: Any) -> tuple[NDArray[Any], NDArray[np.int
 
 
 def _views(values: NDArray[Any], offsets: NDArray[np.int64]) -> list[Any]:
-    """A view of each row; it is indexed, sliced and walked through as a list of numbers is."""
+    """Return a view of each row, which can be indexed, sliced and iterated like a list of numbers."""
     view, bounds = memoryview(values), offsets.tolist()  # type: ignore[arg-type]
     return [view[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]

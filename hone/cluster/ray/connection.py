@@ -1,4 +1,4 @@
-"""Reaching a Ray cluster: one that runs already, or one started for the length of the run."""
+"""Connect to a Ray cluster: a running one, or one that is started for the run."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ log = logging.getLogger("hone")
 
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # Ray's workers would stand back behind everything else on the machine
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a worker without a GPU keeps CUDA_VISIBLE_DEVICES as it is
-    "RAY_enable_worker_prestart": "0",  # processes that no worker of Hone becomes: those have an environment of their own
+    "RAY_worker_niceness": "0",  # by default Ray's workers have a lower priority than other processes
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a worker without a GPU keeps CUDA_VISIBLE_DEVICES
+    "RAY_enable_worker_prestart": "0",  # such processes would be unused: Hone's workers have a separate environment
     "RAY_prestart_worker_first_driver": "0",
 }
-"""What Ray reads from the environment; what is set there already stays."""
+"""Environment variables for Ray; existing values are kept."""
 PROBE_SECONDS = 5.0
-"""How long an address may take to accept a connection."""
+"""Seconds that an address has to accept a connection."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection to a cluster.
+    """Connection to a cluster.
 
     Attributes:
-        mine: whether this process made it; one that the caller had made stays open.
+        mine: whether this process made the connection; one of the caller stays open.
     """
 
     mine: bool
 
     def close(self) -> None:
-        """Disconnect; a cluster that was started for the run ends with it."""
+        """Disconnect; a cluster that was started for the run ends too."""
         if self.mine:
             ray.shutdown()
 
@@ -47,11 +47,11 @@ def connect(config: RayConfig, *, workers: int) -> Connection:
     """Connect to ``ray.address``, or start a cluster on this machine.
 
     Args:
-        config: the block ``ray``.
-        workers: processes that will be placed.
+        config: configuration block ``ray``.
+        workers: number of processes that will be placed.
 
     Raises:
-        ConfigError: nothing answers there, or it refuses.
+        ConfigError: the address does not answer, or refuses the connection.
     """
     if config.address is not None:
         _probe(config.address)
@@ -78,12 +78,12 @@ def connect(config: RayConfig, *, workers: int) -> Connection:
 
 
 def capacity(resource: str) -> float:
-    """How much of a resource all nodes have together."""
+    """Return the amount of a resource on all nodes together."""
     return sum(node["Resources"].get(resource, 0.0) for node in ray.nodes() if node["Alive"])
 
 
 def _probe(address: str) -> None:
-    """Try HOST:PORT, because Ray itself waits for minutes."""
+    """Try HOST:PORT first, because Ray waits for minutes."""
     host, _, port = address.rpartition(":")
     if "//" in address or not port.isdigit() or not host:
         return
@@ -96,8 +96,8 @@ def _probe(address: str) -> None:
 def _unreachable(address: str, reason: str) -> ConfigError:
     return ConfigError(
         f"no Ray cluster answers at {address}: {reason}",
-        why="the workers have nowhere to start",
-        fix="ray start --head there and give what it prints; or ray.address=null to start a cluster on this machine",
+        why="the workers cannot start without a cluster",
+        fix="run `ray start --head` there and set ray.address to the printed address; or ray.address=null to start a cluster here",
         where="ray.address",
         code="E-ray-address",
     )
@@ -108,8 +108,8 @@ def _refused(address: str, error: Exception) -> ConfigError:
     while chain is not None:
         if isinstance(chain, AuthenticationError):
             return ConfigError(
-                f"the Ray cluster at {address} asks for a token",
-                why="since Ray 2.53 a cluster checks who connects once a token file exists",
+                f"the Ray cluster at {address} requires a token",
+                why="since Ray 2.53 a cluster authenticates connections if a token file exists",
                 fix="export RAY_AUTH_MODE=token in this shell (the token file of the cluster must be on this machine too)",
                 where="ray.address",
                 code="E-ray-address",
@@ -118,9 +118,9 @@ def _refused(address: str, error: Exception) -> ConfigError:
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "ersion mismatch" in str(error):
         return ConfigError(
-            f"the Ray cluster at {address} has other versions: {' '.join(str(error).split())}",
-            why="the two cannot talk to each other",
-            fix="install the same Python and Ray here and there",
+            f"the Ray cluster at {address} has different versions: {' '.join(str(error).split())}",
+            why="the two cannot communicate",
+            fix="install the same Python and Ray on both sides",
             where="ray.address",
             code="E-versions",
         )

@@ -1,7 +1,7 @@
-"""What really happened when Ray says that a call failed: the root cause, never a wrapper.
+"""Find the root cause of a call that Ray reports as failed.
 
-A rank that dies makes its peers fail too (their collective breaks, what it had stored is gone), and those often speak first. So
-when an error may be the echo of a death, the other ranks get a moment to say theirs.
+A rank that dies makes its peers fail too (their collective breaks, their inputs are lost), and those often report first. If
+an error may be such a consequence, the other ranks therefore get a moment to report theirs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hone.insight.activity import Record, read_records
 from hone.insight.environment import oom_kills
 
 GRACE = 10.0
-"""Seconds in which the other ranks of a failed call may say why."""
+"""Seconds that the other ranks of a failed call have to report their errors."""
 
 _LOST = (RayActorError, ObjectLostError, WorkerCrashedError, OutOfMemoryError)
 _BROKEN_COLLECTIVE = re.compile(
@@ -39,17 +39,17 @@ _BROKEN_COLLECTIVE = re.compile(
     re.IGNORECASE,
 )
 _MARKS = (":job_id:", ":actor_name:", ":task_name:", "Extension modules: ", "[20")
-"""Lines that Ray and the interpreter write into the logs of workers, which say nothing about their work."""
+"""Lines of Ray and the interpreter in workers' logs, which carry no information about their work."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
-class Post:
-    """Whom a call went to.
+class PendingCall:
+    """A call to one process.
 
     Attributes:
-        name: of the process, ``pool[rank]``.
-        ref: its answer under way.
+        name: name of the process, ``pool[rank]``.
+        ref: its pending result.
     """
 
     name: str
@@ -57,67 +57,67 @@ class Post:
 
 
 class Failures:
-    """Explains failed calls of one run.
+    """Explain failed calls of one run.
 
     Args:
-        config: of the run.
-        folder: where its processes publish what they do.
+        config: configuration of the run.
+        folder: directory of the processes' activity records.
     """
 
     def __init__(self, config: RLConfig, folder: Path) -> None:
         self._config, self._folder = config, folder
         self._oom_kills = oom_kills()
 
-    def answers(self, posts: Sequence[Post], timeout: float | None = None) -> list[Any]:
-        """Wait for answers; what goes wrong is raised as it was at its root."""
+    def answers(self, calls: Sequence[PendingCall], timeout: float | None = None) -> list[Any]:
+        """Wait for results; errors are raised with their root cause."""
         try:
-            return ray.get([post.ref for post in posts], timeout=timeout)
+            return ray.get([call.ref for call in calls], timeout=timeout)
         except RayError as error:
-            raise self.explain(posts, error) from None
+            raise self.explain(calls, error) from None
 
-    def explain(self, posts: Sequence[Post], first: BaseException) -> BaseException:
-        """The error to raise for a call that failed.
+    def explain(self, calls: Sequence[PendingCall], first: BaseException) -> BaseException:
+        """Return the error to raise for a failed call.
 
         Args:
-            posts: whom the call went to.
-            first: what was heard first.
+            calls: calls to the processes.
+            first: first reported error.
 
         Returns:
-            A :class:`~hone.cluster.failures.WorkerLost` where a process died, the user's own mistake where there is one,
-            else the exception as it was raised in the worker, with its traceback there as a note.
+            A :class:`~hone.cluster.failures.WorkerLost` if a process died, the user's mistake if there is one, else the
+            exception as raised in the worker, with its traceback there as a note.
         """
         if isinstance(first, GetTimeoutError):
-            return self._late(posts)
-        heard = self._hear(posts, GRACE if may_be_echo(first) else 0.0) or {posts[0].name: first}
-        ranked = sorted(heard.items(), key=lambda item: _rank(item[1]))
+            return self._late(calls)
+        errors = self._errors_by_rank(calls, GRACE if may_be_echo(first) else 0.0) or {calls[0].name: first}
+        ranked = sorted(errors.items(), key=lambda item: _rank(item[1]))
         name, error = ranked[0]
         if _is_lost(root(error)):
             return self._lost(name, error)
         return self._raised(name, error)
 
-    def _hear(self, posts: Sequence[Post], seconds: float) -> dict[str, BaseException]:
-        """What has become of a call at every rank that failed at it."""
-        done, _ = ray.wait([post.ref for post in posts], num_returns=len(posts), timeout=seconds)
-        heard: dict[str, BaseException] = {}
-        for post in posts:
-            if post.ref in done:
+    def _errors_by_rank(self, calls: Sequence[PendingCall], seconds: float) -> dict[str, BaseException]:
+        """Return the error of a call at every rank that failed."""
+        done, _ = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=seconds)
+        errors: dict[str, BaseException] = {}
+        for call in calls:
+            if call.ref in done:
                 try:
-                    ray.get(post.ref)
-                except Exception as error:  # noqa: BLE001 - all kinds are looked at, and the worst of them is raised
-                    heard[post.name] = error
-        return heard
+                    ray.get(call.ref)
+                except Exception as error:  # noqa: BLE001 - all kinds are examined, and the root cause is raised
+                    errors[call.name] = error
+        return errors
 
-    def _late(self, posts: Sequence[Post]) -> BaseException:
-        done, _ = ray.wait([post.ref for post in posts], num_returns=len(posts), timeout=0)
-        missing = [post.name for post in posts if post.ref not in done]
+    def _late(self, calls: Sequence[PendingCall]) -> BaseException:
+        done, _ = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=0)
+        missing = [call.name for call in calls if call.ref not in done]
         return ProcessError(
             f"{', '.join(missing)} did not start within {self._config.ray.start_timeout:g} s (ray.start_timeout)",
-            why="a node may be gone or overloaded, or its devices taken; every saved checkpoint is intact",
-            fix="look at `ray status`; then the same command again, with fewer workers or a larger ray.start_timeout",
+            why="a node may be gone or overloaded, or its devices in use; every saved checkpoint is intact",
+            fix="check `ray status`; then run the same command again, with fewer workers or a larger ray.start_timeout",
         )
 
     def _lost(self, name: str, error: BaseException) -> BaseException:
-        """A process is gone: the one that the call went to, or the one that had stored what it needed."""
+        """Return the error for a lost process: the called one, or the one that stored its inputs."""
         records = {record.name: record for record in read_records(self._folder)}
         if not isinstance(root(error), RayActorError):
             dead = [other for other, record in records.items() if not record.is_alive()]
@@ -136,17 +136,17 @@ class Failures:
         )
 
     def _for_memory(self, error: BaseException) -> bool:
-        """Whether the kernel, or Ray's own monitor, killed for memory."""
+        """Return whether the kernel, or Ray's memory monitor, killed for memory."""
         text = str(error)
         return isinstance(root(error), OutOfMemoryError) or "low on memory" in text or oom_kills() > self._oom_kills
 
     def _raised(self, name: str, error: BaseException) -> BaseException:
-        """An exception in a worker, without Ray's wrapping."""
+        """Return an exception of a worker, without Ray's wrapping."""
         cause = root(error)
         if isinstance(cause, HoneError):
             return cause
         if _never_began(cause):
-            return _could_not_begin(name, cause)
+            return _import_failed(name, cause)
         if is_out_of_memory(cause):
             records = {record.name: record for record in read_records(self._folder)}
             return out_of_memory(cause, self._config, f"{_stage(records)} > {name}: {activity.stage_of(cause)}")
@@ -156,13 +156,13 @@ class Failures:
 
 
 def _stage(records: Mapping[str, Record]) -> str:
-    """What the run is in the middle of, as its driver says, without the wait for the call that failed."""
+    """Return the driver's current stage, without its wait for the failed call."""
     driver = records.get("driver")
     return " > ".join(span.what for span in driver.spans if not span.waits) if driver else ""
 
 
 def may_be_echo(error: BaseException) -> bool:
-    """Whether an error may only follow from the death of another process."""
+    """Return whether an error may be a consequence of the death of another process."""
     cause = root(error)
     return _is_lost(cause) or (
         not isinstance(cause, HoneError) and _BROKEN_COLLECTIVE.search(f"{type(cause)} {cause}") is not None
@@ -170,19 +170,19 @@ def may_be_echo(error: BaseException) -> bool:
 
 
 def root(error: BaseException) -> BaseException:
-    """What is inside of Ray's wrappers."""
+    """Return the error inside Ray's wrappers."""
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) and error.cause is not error:
         error = error.cause
     return error
 
 
 def remote_traceback(error: RayTaskError) -> str:
-    """The traceback as it was in the worker."""
+    """Return the traceback in the worker."""
     return plain(str(error))
 
 
 def plain(text: str) -> str:
-    """What Ray wrote, without its colours, its own headings and the marks under lines."""
+    """Return Ray's text without colours, headings and the marks below lines."""
     lines = _ANSI.sub("", text).rstrip().splitlines()
     return "\n".join(line for line in lines if not line.startswith("ray::") and not re.fullmatch(r"\s*\^+\s*", line))
 
@@ -192,21 +192,21 @@ def _is_lost(cause: BaseException) -> bool:
 
 
 def _never_began(cause: BaseException) -> bool:
-    """Whether the process was there, but could not import what it needs."""
+    """Return whether the process existed, but could not import its packages."""
     return isinstance(cause, RayActorError) and "error raised in its creation task" in str(cause)
 
 
-def _could_not_begin(name: str, cause: BaseException) -> ProcessError:
+def _import_failed(name: str, cause: BaseException) -> ProcessError:
     lines = [line for line in plain(str(cause)).splitlines() if line.strip()]
     return ProcessError(
-        f"{name} could not begin: {lines[-1].strip()}\n" + "\n".join(f"    {line}" for line in lines[-12:-1]),
+        f"{name} could not start: {lines[-1].strip()}\n" + "\n".join(f"    {line}" for line in lines[-12:-1]),
         why="every worker must be able to import what the driver imports",
         fix="install the same environment on every node, or name it in ray.runtime_env",
     )
 
 
 def _rank(error: BaseException) -> int:
-    """The order of root causes: the user's mistake, a death, any other exception, an echo."""
+    """Return the order of root causes: the user's mistake, a death, any other exception, a consequence."""
     cause = root(error)
     if isinstance(cause, HoneError):
         return 0
@@ -218,7 +218,7 @@ def _rank(error: BaseException) -> int:
 
 
 def _cause(error: BaseException, log: str, for_memory: bool) -> str:
-    """How a process ended, in words."""
+    """Return how a process ended, in words."""
     if for_memory:
         return "was killed because memory ran out"
     if "SIGSEGV" in log or "Segmentation fault" in log:

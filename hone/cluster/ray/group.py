@@ -1,4 +1,4 @@
-"""A worker group on Ray: one call on it is a call on each of its workers, and one answer."""
+"""Worker group on Ray: one call on it becomes a call on each of its workers, with one combined result."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ray.exceptions import RayError
 from hone.cluster.context import RoleSpec
 from hone.cluster.dispatch import Answer, Collect, Dispatch, RowGroups, Split, dispatch_of
 from hone.cluster.partition import Partition, balanced
-from hone.cluster.ray.failures import Failures, Post
+from hone.cluster.ray.failures import Failures, PendingCall
 from hone.cluster.remote_batch import RemoteBatch, RowInfo, Stored
+from hone.config.parallel_layout import Layout
 from hone.data.balance import CostModel, balance_metrics
 from hone.insight import activity
-from hone.training.layout import Layout
 
 
 class RayAnswer(Answer):
-    """The answers of workers under way, and what becomes of them."""
+    """Pending results of workers, and their combination."""
 
     def __init__(
         self,
-        posts: Sequence[Post],
+        calls: Sequence[PendingCall],
         finish: Callable[[list[Any]], Any],
         what: str,
         whom: str,
         failures: Failures,
         balance: Callable[[], dict[str, float]],
     ) -> None:
-        self._posts, self._finish, self._what, self._whom = list(posts), finish, what, whom
+        self._posts, self._finish, self._what, self._whom = list(calls), finish, what, whom
         self._failures, self.balance = failures, balance
 
     def __await__(self) -> Any:
@@ -47,26 +47,25 @@ class RayAnswer(Answer):
         return self._finish(values)
 
     def result(self) -> Any:
-        """Block until all have answered."""
+        """Block until all workers have answered."""
         with activity.waiting(self._what, on=[self._whom]):
             return self._finish(self._failures.answers(self._posts))
 
 
 class WorkerGroup:
-    """All workers that play a role.
+    """All workers of a role.
 
     Attributes:
-        dp_size: data-parallel ranks.
+        dp_size: number of data-parallel ranks.
 
     Args:
-        role: what they play.
-        hosts: the processes, by rank.
+        role: role of the workers.
+        hosts: processes, by rank.
         pool: name of their pool.
-        layout: how they share a model; of a role whose workers each answer for their rows alone it is pure data
-            parallelism.
-        failures: explains calls that fail.
-        balance: whether rows are divided by their work; otherwise in order.
-        cost: how work is counted.
+        layout: division of a model over them; a replicated role uses pure data parallelism.
+        failures: explains failed calls.
+        balance: whether rows are divided by work; otherwise in order.
+        cost: cost model of the work.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class WorkerGroup:
     ) -> None:
         self._role, self._hosts, self._pool, self._balance = role, list(hosts), pool, balance
         self._failures, self._cost = failures, cost
-        self._layout = Layout(len(hosts), dp_shard=len(hosts)) if role.whole else layout
+        self._layout = Layout(len(hosts), dp_shard=len(hosts)) if role.replicated else layout
         self.dp_size = self._layout.dp_size
 
     def __getattr__(self, method: str) -> Callable[..., RayAnswer]:
@@ -94,34 +93,34 @@ class WorkerGroup:
         return ask
 
     def partition(self, batch: RemoteBatch, groups: RowGroups | None = None, *, equal: bool = False) -> Partition:
-        """Which rows of a batch each data-parallel rank gets; found once for all calls on the same rows."""
+        """Return the rows of each data-parallel rank; cached for all calls on the same rows."""
         if self.dp_size == 1:
             return Partition.chunks(len(batch), 1)
-        cut = None if groups is None else tuple(map(tuple, groups))
-        if cut == (tuple(range(len(batch))),):
-            cut = None  # one mini-batch is the batch
-        key, known = (self.dp_size, equal, self._balance, self._cost, cut), batch.info.partitions
-        if key not in known:
-            minis = None if cut is None else RowGroups(cut)
-            known[key] = balanced(
+        mini_rows = None if groups is None else tuple(map(tuple, groups))
+        if mini_rows == (tuple(range(len(batch))),):
+            mini_rows = None  # one mini-batch is the batch
+        key, cached = (self.dp_size, equal, self._balance, self._cost, mini_rows), batch.info.partitions
+        if key not in cached:
+            minis = None if mini_rows is None else RowGroups(mini_rows)
+            cached[key] = balanced(
                 batch.info.lengths, self.dp_size, groups=minis, equal=equal, by_work=self._balance, cost=self._cost
             )
-        return known[key]
+        return cached[key]
 
     # going out -------------------------------------------------------------------------------------------------------
 
     def _ask(self, spec: Dispatch, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> RayAnswer:
         partition, info = None, _rows_of(args)
         if spec.split is Split.ROWS:
-            partition, calls = self._split(spec, args, kwargs)
+            partition, arguments = self._split(spec, args, kwargs)
         elif spec.split is Split.RANKS:
-            calls = [([a[rank] for a in args], {n: a[rank] for n, a in kwargs.items()}) for rank in self._ranks]
+            arguments = [([a[rank] for a in args], {n: a[rank] for n, a in kwargs.items()}) for rank in self._ranks]
         else:
-            whole = [_whole(argument, spec) for argument in args]
-            calls = [(whole, kwargs)] * (1 if spec.split is Split.ZERO else len(self._hosts))
-        posts = [
-            Post(f"{self._pool}[{rank}]", host.call.remote(self._role.name, method, sent, named))
-            for rank, (host, (sent, named)) in enumerate(zip(self._hosts, calls, strict=False))
+            shared = [_whole(argument, spec) for argument in args]
+            arguments = [(shared, kwargs)] * (1 if spec.split is Split.ZERO else len(self._hosts))
+        pending = [
+            PendingCall(f"{self._pool}[{rank}]", host.call.remote(self._role.name, method, sent, named))
+            for rank, (host, (sent, named)) in enumerate(zip(self._hosts, arguments, strict=False))
         ]
 
         def finish(values: list[Any]) -> Any:
@@ -130,16 +129,16 @@ class WorkerGroup:
         def balance() -> dict[str, float]:
             if partition is None or info is None or self.dp_size == 1:
                 return {}
-            return balance_metrics(info.lengths, partition.own, self._cost)
+            return balance_metrics(info.lengths, partition.unpadded, self._cost)
 
-        return RayAnswer(posts, finish, f"{self._role.name}.{method}", self._pool, self._failures, balance)
+        return RayAnswer(pending, finish, f"{self._role.name}.{method}", self._pool, self._failures, balance)
 
     @property
     def _ranks(self) -> range:
         return range(len(self._hosts))
 
     def _split(self, spec: Dispatch, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Partition, list[Any]]:
-        """The partition, and the arguments of every rank."""
+        """Return the partition, and the arguments of every rank."""
         first, *others = args
         if isinstance(first, RemoteBatch):
             groups = next((argument for argument in others if isinstance(argument, RowGroups)), None)
@@ -157,7 +156,7 @@ class WorkerGroup:
     def _collect(self, spec: Dispatch, values: list[Any], partition: Partition | None, info: RowInfo | None) -> Any:
         if spec.collect is Collect.EACH:
             return values
-        if spec.collect in (Collect.FIRST, Collect.KEPT):
+        if spec.collect in (Collect.FIRST, Collect.REMOTE):
             return _batch([values[0]], info) if isinstance(values[0], Stored) else values[0]
         heads = [value for rank, value in enumerate(values) if self._layout.leads(rank)]
         if not isinstance(spec.collect, Collect):
@@ -170,31 +169,31 @@ class WorkerGroup:
 
 
 def _rows_of(args: Sequence[Any]) -> RowInfo | None:
-    """Rows of the first batch among the arguments."""
+    """Return the rows of the first batch among the arguments."""
     return next((argument.info for argument in args if isinstance(argument, RemoteBatch)), None)
 
 
 def _whole(argument: Any, spec: Dispatch) -> Any:
-    """A batch with all its rows, or any other argument, as it is sent."""
+    """Return a batch with all its rows, or any other argument, in the form that is sent."""
     if not isinstance(argument, RemoteBatch):
         return argument
     return argument.shards([np.arange(len(argument))], objects=spec.objects)[0]
 
 
 def _batch(parts: Sequence[Stored], info: RowInfo | None, partition: Partition | None = None) -> RemoteBatch:
-    """The batch that workers have stored: rows that it names itself, in the order of the ranks, or those of the question."""
+    """Return the batch that workers stored, with its rows in rank order or those of the argument."""
     if all(part.info is not None for part in parts):
         sizes = [part.size for part in parts]
         block = np.repeat(np.arange(len(parts)), sizes)
         row = np.concatenate([np.arange(size) for size in sizes])
-        return RemoteBatch.of(parts, RowInfo.concat([part.info for part in parts if part.info]), block, row)
-    assert info is not None, "a batch without uid answers a question without a batch"
+        return RemoteBatch.from_stored(parts, RowInfo.concat([part.info for part in parts if part.info]), block, row)
+    assert info is not None, "a call without a batch returned a batch without uid"
     if partition is None:
-        return RemoteBatch.of(parts, info, *_in_one_block(len(info)))
-    return RemoteBatch.of(parts, info, *partition.sources)
+        return RemoteBatch.from_stored(parts, info, *_in_one_block(len(info)))
+    return RemoteBatch.from_stored(parts, info, *partition.sources)
 
 
 @functools.lru_cache(maxsize=8)
 def _in_one_block(count: int) -> tuple[Any, Any]:
-    """Block and row of each row, where one block holds all; the same arrays for all that lie so."""
+    """Return block and row of each row if one block holds all; cached, so that equal layouts share the arrays."""
     return np.zeros(count, np.int64), np.arange(count)

@@ -1,4 +1,4 @@
-"""One worker process: it holds the roles of its pool, and answers calls on them."""
+"""Worker process: it holds the roles of its pool, and answers calls on them."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ import torch
 
 import hone
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
-from hone.cluster.dispatch import Collect, Kept, dispatch_of
+from hone.cluster.dispatch import Collect, RemoteTensors, dispatch_of
 from hone.cluster.ray.columns import decode, decode_named, encode, encode_named
-from hone.cluster.remote_batch import Piece, RowInfo, Shard, Stored
-from hone.config.reads import watch
+from hone.cluster.remote_batch import LayerPart, RowInfo, Shard, Stored
+from hone.config.parallel_layout import Layout
 from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.errors import ProcessError
 from hone.insight import activity
-from hone.training.layout import Layout
-from hone.training.memory import MemoryUse
+from hone.models.kernels.cpu.memory import MemoryUse
+from hone.training.layout import build_meshes
 
 log = logging.getLogger("hone")
 
 COMPARED = ("torch", "transformers", "numpy")
-"""Packages whose version decides about numbers, or about what can be unpickled."""
+"""Packages whose version influences numbers or unpickling."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker stands, and what it needs to begin.
+class WorkerPlace:
+    """Place of a worker in the run, and the data that it needs to start.
 
     Attributes:
         pool: name of its pool.
-        rank: in the pool.
-        world: processes of the pool.
-        layout: how they share a model.
-        shares_models: whether they do; otherwise each works alone.
-        meeting: address at which the processes of the pool find each other.
+        rank: rank in the pool.
+        world: number of processes of the pool.
+        layout: division of a model over them.
+        shares_models: whether they share models; otherwise each works alone.
+        meeting: address at which the processes of the pool connect.
         threads: CPU threads.
         directory: working directory of the driver, for paths and modules of the user.
-        modules: where the driver looks for modules.
-        run: the run directory.
+        modules: import paths of the driver.
+        run: run directory.
     """
 
     pool: str
@@ -69,18 +69,18 @@ class Place:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same in all processes of a run."""
-    found = {"hone": hone.__version__, "python": platform.python_version()}
+    """Return the versions that must be equal in all processes of a run."""
+    installed = {"hone": hone.__version__, "python": platform.python_version()}
     for name in COMPARED:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
-    return found
+            installed[name] = "none"
+    return installed
 
 
 class WorkerHost:
-    """The process. Ray makes it an actor; its methods are called by :class:`~hone.cluster.ray.group.WorkerGroup`."""
+    """Process of a worker. Ray makes it an actor; :class:`~hone.cluster.ray.group.WorkerGroup` calls its methods."""
 
     def __init__(self) -> None:
         self._context: WorkerContext | None = None
@@ -89,14 +89,14 @@ class WorkerHost:
     # beginning -------------------------------------------------------------------------------------------------------
 
     async def facts(self) -> tuple[dict[str, str], str]:
-        """Versions, and an address on this machine that is free."""
+        """Return versions, and a free address on this machine."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
         return versions(), f"{ray.util.get_node_ip_address()}:{port}"
 
-    async def begin(self, place: Place, config: RLConfig, total_steps: int, resume: str | None) -> int:
-        """Take the place: directory, threads, device, process groups. Returns the process id."""
+    async def begin(self, place: WorkerPlace, config: RLConfig, total_steps: int, resume: str | None) -> int:
+        """Set directory, threads, device and process groups of the worker. Returns the process id."""
         if Path(place.directory).is_dir():
             os.chdir(place.directory)
         sys.path += [entry for entry in place.modules if entry not in sys.path]
@@ -117,13 +117,12 @@ class WorkerHost:
                     )
                 except torch.distributed.DistNetworkError as error:
                     raise ProcessError(
-                        f"{place.pool}[{place.rank}] cannot meet the others at {place.meeting}: {str(error).splitlines()[0]}",
-                        why="the port was free a moment ago, so another process took it; or a firewall stands between the nodes",
-                        fix="the same command again; or open the ports between the nodes (docs/cluster.md)",
+                        f"{place.pool}[{place.rank}] cannot connect to the others at {place.meeting}: {str(error).splitlines()[0]}",
+                        why="another process took the port, which was free a moment ago; or a firewall separates the nodes",
+                        fix="run the same command again; or open the ports between the nodes (docs/cluster.md)",
                     ) from error
-            meshes = place.layout.meshes(device.type)
+            meshes = build_meshes(place.layout, device.type)
         self._memory = MemoryUse()
-        self._reads = watch(config)
         self._context = WorkerContext(
             config,
             device,
@@ -137,50 +136,48 @@ class WorkerHost:
         return os.getpid()
 
     async def build(self, role: RoleSpec) -> None:
-        """Make a role."""
-        with activity.doing(f"making {role.name}"):
-            self._held.roles[role.name] = role.cls(self._held, **role.arguments)
+        """Build a role."""
+        with activity.doing(f"building {role.name}"):
+            self._worker.roles[role.name] = role.cls(self._worker, **role.arguments)
 
     # calls -----------------------------------------------------------------------------------------------------------
 
     async def call(self, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of a role. Batches arrive as shards and leave as references."""
-        args = [await self._arrived(argument) for argument in args]
-        kwargs = {name: await self._arrived(argument) for name, argument in kwargs.items()}
-        asked, spec = getattr(self._held.roles[role], method), dispatch_of(type(self._held.roles[role]), method)
+        args = [await self._resolved(argument) for argument in args]
+        kwargs = {name: await self._resolved(argument) for name, argument in kwargs.items()}
+        bound_method, spec = (
+            getattr(self._worker.roles[role], method),
+            dispatch_of(type(self._worker.roles[role]), method),
+        )
         with activity.doing(f"{role}.{method}"):
             if spec.background:
-                result = await asyncio.to_thread(asked, *args, **kwargs)
+                result = await asyncio.to_thread(bound_method, *args, **kwargs)
             else:
-                result = asked(*args, **kwargs)
+                result = bound_method(*args, **kwargs)
             if inspect.isawaitable(result):
                 result = await result
-        if spec.collect is Collect.KEPT and result is not None:
-            return Kept(ray.put(encode_named(result))) if self._held.rank == 0 else None
+        if spec.collect is Collect.REMOTE and result is not None:
+            return RemoteTensors(ray.put(encode_named(result))) if self._worker.rank == 0 else None
         return stored(result) if isinstance(result, Batch) else result
 
     async def begin_step(self, seed: int) -> None:
-        """Seed torch, and let the columns of the last step go."""
+        """Seed torch, and release the columns of the last step."""
         torch.manual_seed(seed)
         self._fetched.clear()
 
-    async def reads(self) -> set[str]:
-        """The keys of the configuration that this process has read."""
-        self._reads.stop()
-        return self._reads.read
-
     async def memory(self) -> dict[str, float]:
-        """What this process has held."""
+        """Return the memory that this process has used."""
         return self._memory()
 
     async def end(self) -> None:
-        """Let go of the roles, which end what they have started; :meth:`begin` may follow."""
+        """Close and release the roles; :meth:`begin` may follow."""
         if self._context is None:
             return
-        for role in reversed(list(self._held.roles.values())):
+        for role in reversed(list(self._worker.roles.values())):
             if hasattr(role, "close"):
                 role.close()
-        self._held.roles.clear()
+        self._worker.roles.clear()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self._context = None
@@ -189,51 +186,53 @@ class WorkerHost:
         activity.end()
 
     @property
-    def _held(self) -> WorkerContext:
-        assert self._context is not None, "begin() comes first"
+    def _worker(self) -> WorkerContext:
+        assert self._context is not None, "begin() must be called first"
         return self._context
 
-    async def _arrived(self, argument: Any) -> Any:
-        if isinstance(argument, Kept):
+    async def _resolved(self, argument: Any) -> Any:
+        if isinstance(argument, RemoteTensors):
             return decode_named(await argument.ref)
         if not isinstance(argument, Shard):
             return argument
         columns: dict[str, Any] = {}
-        for piece in argument.pieces:
-            columns |= await self._columns(piece)
+        for part_of_layer in argument.layers:
+            columns |= await self._columns(part_of_layer)
         return Batch({**columns, "uid": argument.uids}, **argument.meta)
 
-    async def _columns(self, piece: Piece) -> dict[str, Any]:
-        """The columns of one piece, under their names in the batch."""
-        inside = list(dict.fromkeys(piece.names.values()))
-        blocks = await asyncio.gather(*(self._block(block.ref) for block in piece.blocks))
+    async def _columns(self, layer: LayerPart) -> dict[str, Any]:
+        """Return the columns of a layer, under their names in the batch."""
+        inside = list(dict.fromkeys(layer.names.values()))
+        blocks = await asyncio.gather(*(self._block(block.ref) for block in layer.blocks))
         parts = [Batch({name: columns[name] for name in inside}) for columns in blocks]
         whole = parts[0] if len(parts) == 1 else Batch.concat(parts)
-        if piece.index is not None:
-            starts = torch.tensor([0, *(block.size for block in piece.blocks)]).cumsum(0)
-            block, row = piece.index
+        if layer.index is not None:
+            starts = torch.tensor([0, *(block.size for block in layer.blocks)]).cumsum(0)
+            block, row = layer.index
             rows = torch.tensor(row)
             whole = whole.reorder(rows if block is None else rows + starts[torch.tensor(block)])
-        return {name: whole[old] for name, old in piece.names.items()}
+        return {name: whole[old] for name, old in layer.names.items()}
 
     async def _block(self, ref: Any) -> dict[str, Any]:
-        """The columns of a block; kept until the next step, for stages that need the same."""
+        """Return the columns of a block; cached until the next step, for stages that need them again."""
         if ref not in self._fetched:
             self._fetched[ref] = decode(await ref)
         return self._fetched[ref]
 
 
 def stored(batch: Batch) -> Stored:
-    """Put a batch into the object store: tensors in one object, Python objects in another, so that who needs only the
-    tensors fetches only them. ``uid`` goes to the driver."""
+    """Put a batch into the object store: tensors in one object, Python objects in another; ``uid`` goes to the driver.
+
+    A worker that needs only the tensors then fetches only them.
+    """
     tensors = tuple(name for name in batch.names() if not isinstance(batch[name], list))
     objects = tuple(name for name in batch.names() if isinstance(batch[name], list) and name != "uid")
-    own_rows = "uid" in batch and "prompt_ids" in batch
+    names_rows = "uid" in batch and "prompt_ids" in batch
     return Stored(
         (tensors, objects),
         (_put(batch, tensors), _put(batch, objects)),
         len(batch),
-        RowInfo.of(batch) if own_rows else None,
+        RowInfo.from_batch(batch) if names_rows else None,
         batch.meta,
     )
 

@@ -1,4 +1,4 @@
-"""The Ray runtime: connects or starts a cluster, places one process a device, and makes the roles in them."""
+"""Ray runtime: connect to or start a cluster, place one process per device, and build the roles in them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.cluster.context import RoleSpec
-from hone.cluster.plan import Pool, pools_of
+from hone.cluster.plan import place
 from hone.cluster.ray.connection import Connection, capacity, connect
-from hone.cluster.ray.failures import Failures, Post
+from hone.cluster.ray.failures import Failures, PendingCall
 from hone.cluster.ray.group import WorkerGroup
-from hone.cluster.ray.host import Place, WorkerHost, versions
+from hone.cluster.ray.host import WorkerHost, WorkerPlace, versions
+from hone.config.derived import Pool, check_layouts
 from hone.config.tree import RLConfig
 from hone.data.balance import CostModel
 from hone.errors import ConfigError, ProcessError
@@ -29,9 +30,9 @@ from hone.insight import activity
 log = logging.getLogger("hone")
 
 END_SECONDS = 10.0
-"""Seconds that a process gets to let go of its roles."""
+"""Seconds that a process has to close its roles."""
 EVERY_ROLE = "all"
-"""Stands for every role in ``ray.env_vars``."""
+"""Key of ``ray.env_vars`` that applies to every role."""
 
 
 @dataclass
@@ -39,8 +40,8 @@ class PlacedPool:
     """A pool with its processes.
 
     Attributes:
-        pool: what it should be.
-        placement: the devices that Ray holds for it.
+        pool: specification of the pool.
+        placement: devices that Ray reserved for it.
         hosts: handles of the processes, by rank.
         pids: their process ids.
     """
@@ -51,29 +52,31 @@ class PlacedPool:
     pids: list[int]
 
     def name(self, rank: int) -> str:
-        """``pool[rank]``, as a process is known in reports."""
+        """Return ``pool[rank]``, the name of a process in reports."""
         return f"{self.pool.name}[{rank}]"
 
-    def call(self, method: str, *args: Any) -> list[Post]:
+    def call(self, method: str, *args: Any) -> list[PendingCall]:
         """Call a method of every process."""
-        return [Post(self.name(rank), getattr(host, method).remote(*args)) for rank, host in enumerate(self.hosts)]
+        return [
+            PendingCall(self.name(rank), getattr(host, method).remote(*args)) for rank, host in enumerate(self.hosts)
+        ]
 
 
 class RayRuntime:
-    """Worker processes on a Ray cluster, one a device; roles of one pool share them.
+    """Worker processes on a Ray cluster, one per device; roles of one pool share them.
 
     Attributes:
         pools: the placed pools by name.
 
     Args:
-        config: of the run.
-        roles: what to make, in this order in every process of the role's pool.
+        config: configuration of the run.
+        roles: roles to build, in this order in every process of the role's pool.
         total_steps: horizon of the schedules.
-        resume: location of the checkpoint to go on from, or None.
+        resume: location of the checkpoint to resume from, or None.
 
     Raises:
-        ConfigError: no cluster at the address, too few devices, other versions in the workers, a layout that does not divide.
-        HoneError: what the roles raise when they are made.
+        ConfigError: no cluster at the address, too few devices, different versions in the workers, or an indivisible layout.
+        HoneError: errors of the roles' constructors.
     """
 
     def __init__(
@@ -85,8 +88,8 @@ class RayRuntime:
         self._failures = Failures(config, self._run / activity.FOLDER)
         self.pools: dict[str, PlacedPool] = {}
         self._groups: dict[str, WorkerGroup] = {}
-        pools = pools_of(config, self._roles)
-        self._layouts = {pool.name: pool.layout(config) for pool in pools}
+        pools = place(config, self._roles)
+        check_layouts(pools)
         self._device = "CPU" if config.trainer.device == "cpu" else "GPU"
         self._connection: Connection = connect(config.ray, workers=sum(pool.world for pool in pools))
         try:
@@ -103,63 +106,58 @@ class RayRuntime:
     # what the program uses -------------------------------------------------------------------------------------------
 
     def group(self, name: str) -> WorkerGroup:
-        """The workers of a role."""
+        """Return the workers of a role."""
         return self._groups[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._groups
 
     def add(self, role: RoleSpec) -> WorkerGroup:
-        """Make one more role in the processes of the actor's pool."""
+        """Build another role in the processes of the actor's pool."""
         self._build(role, next(iter(self.pools.values())))
         return self.group(role.name)
 
     def begin_step(self, seed: int) -> None:
-        """Seed torch in every process, and let the columns of the last step go."""
+        """Seed torch in every process, and release the columns of the last step."""
         self._failures.answers([post for placed in self.pools.values() for post in placed.call("begin_step", seed)])
 
-    def reads(self) -> set[str]:
-        """The keys of the configuration that the processes have read."""
-        posts = [post for placed in self.pools.values() for post in placed.call("reads")]
-        return set().union(*self._failures.answers(posts))
-
     def memory(self) -> dict[str, dict[str, float]]:
-        """Of every process, by ``pool[rank]``."""
+        """Return the memory of every process, by ``pool[rank]``."""
         posts = [post for placed in self.pools.values() for post in placed.call("memory")]
         return dict(zip([post.name for post in posts], self._failures.answers(posts), strict=True))
 
     # losing workers --------------------------------------------------------------------------------------------------
 
     def renew(self, resume: str | None) -> None:
-        """Replace processes that are lost, let the others go of their roles, and make all roles anew from a checkpoint.
+        """Replace lost processes, close the roles of the others, and build all roles again from a checkpoint.
 
         Raises:
-            WorkerLost: another one is lost meanwhile.
+            WorkerLost: another worker is lost meanwhile.
         """
         self._resume = resume
         self._groups.clear()
         for placed in self.pools.values():
-            lost = [rank for rank, alive in enumerate(self._let_go(placed)) if not alive]
+            lost = [rank for rank, alive in enumerate(self._close_roles(placed)) if not alive]
             for rank in lost:
                 ray.kill(placed.hosts[rank])
             if lost:
-                self._wait_for_room(placed)
+                self._wait_for_capacity(placed)
             for rank in lost:
                 placed.hosts[rank] = self._host(placed.pool, placed.placement, rank)
         self._make_roles()
 
-    def _wait_for_room(self, placed: PlacedPool) -> None:
-        """Where a node is lost, Ray looks for room on another."""
+    def _wait_for_capacity(self, placed: PlacedPool) -> None:
+        """Wait until Ray has placed the processes of a lost node on another."""
         limit = self._config.ray.start_timeout
         if not placed.placement.wait(limit):
             raise ProcessError(
-                f"no node has room for the lost workers of pool '{placed.pool.name}' within {limit:g} s (ray.start_timeout)",
-                why="the others cannot go on without them; every saved checkpoint is intact",
-                fix="add a node, or start the same command with fewer workers: a checkpoint fits any number of them",
+                f"no node has capacity for the lost workers of pool '{placed.pool.name}' within {limit:g} s (ray.start_timeout)",
+                why="the others cannot continue without them; every saved checkpoint is intact",
+                fix="add a node, or run the same command with fewer workers: a checkpoint fits any number of them",
             )
 
     def kill(self, name: str) -> bool:
-        """End a process at once; false when there is none of that name."""
+        """Kill a process at once; return false if there is none of that name."""
         for placed in self.pools.values():
             for rank, host in enumerate(placed.hosts):
                 if placed.name(rank) == name:
@@ -167,11 +165,11 @@ class RayRuntime:
                     return True
         return False
 
-    def _let_go(self, placed: PlacedPool) -> list[bool]:
-        """Let every process of a pool end its roles; returns which of them did."""
+    def _close_roles(self, placed: PlacedPool) -> list[bool]:
+        """Close the roles of every process of a pool; return which of them did."""
         ends = [post.ref for post in placed.call("end")]
-        done, _ = ray.wait(ends, num_returns=len(ends), timeout=END_SECONDS)
-        return [ref in done and _succeeded(ref) for ref in ends]
+        finished, _ = ray.wait(ends, num_returns=len(ends), timeout=END_SECONDS)
+        return [ref in finished and _succeeded(ref) for ref in ends]
 
     def close(self) -> None:
         """End the processes, and the cluster if it was started here."""
@@ -184,22 +182,26 @@ class RayRuntime:
     # starting --------------------------------------------------------------------------------------------------------
 
     def _check_devices(self, pools: Sequence[Pool]) -> None:
-        asked = sum(pool.world for pool in pools) * self._config.ray.device_fraction
+        requested = sum(pool.world for pool in pools) * self._config.ray.device_fraction
         present = capacity(self._device)
-        if asked > present:
-            shown = " + ".join(f"{pool.name} {pool.nodes} x {pool.per_node}" for pool in pools)
+        if requested > present:
+            listed = " + ".join(f"{pool.name} {pool.nodes} x {pool.per_node}" for pool in pools)
             share = self._config.ray.device_fraction
             raise ConfigError(
-                f"the run asks for {asked:g} {self._device}s ({shown}, {share:g} each), the cluster has {present:g}",
-                why="Ray would wait for devices that never come",
-                fix="fewer workers (trainer.n_gpus_per_node, trainer.nnodes), or "
-                + ("ray.num_cpus=<as many>" if self._device == "CPU" else f"ray.device_fraction={present / asked:.2g}"),
+                f"the run needs {requested:g} {self._device}s ({listed}, {share:g} each), the cluster has {present:g}",
+                why="Ray would wait forever for the missing devices",
+                fix="use fewer workers (trainer.n_gpus_per_node, trainer.nnodes), or "
+                + (
+                    "ray.num_cpus=<as many>"
+                    if self._device == "CPU"
+                    else f"ray.device_fraction={present / requested:.2g}"
+                ),
                 where="trainer.n_gpus_per_node",
                 code="R02",
             )
 
     def _start(self, pool: Pool) -> PlacedPool:
-        """Reserve the devices and start the processes: a bundle a node, so that a node's processes are together."""
+        """Reserve the devices and start the processes: one bundle per node, so that a node's processes are together."""
         share = self._config.ray.device_fraction
         bundle = {"CPU": pool.per_node * (share if self._device == "CPU" else 1.0)}
         if self._device == "GPU":
@@ -210,10 +212,10 @@ class RayRuntime:
             remove_placement_group(placement)
             free = ", ".join(f"{n['NodeManagerAddress']}: {n['Resources'].get(self._device, 0):g}" for n in ray.nodes())
             raise ConfigError(
-                f"no place for pool '{pool.name}' ({pool.nodes} nodes x {bundle}) within "
+                f"no capacity for pool '{pool.name}' ({pool.nodes} nodes x {bundle}) within "
                 f"{self._config.ray.start_timeout:g} s; {self._device}s by node: {free}",
-                why="nothing can start before every worker has its device",
-                fix="fewer workers a node, another runs on the cluster: wait for it, or a larger ray.start_timeout",
+                why="the run starts when every worker has its device",
+                fix="use fewer workers per node, wait for other runs on the cluster, or set a larger ray.start_timeout",
                 where="trainer.nnodes",
                 code="R02",
             )
@@ -236,39 +238,39 @@ class RayRuntime:
         )
 
     def _threads(self, pool: Pool) -> int:
-        """CPU threads of each process of a pool."""
+        """Return the number of CPU threads of each process of a pool."""
         cores = len(os.sched_getaffinity(0))
         return self._config.trainer.num_threads or max(1, cores // pool.per_node)
 
     def _environment(self, pool: Pool, threads: int) -> dict[str, Any]:
-        """Ray's runtime environment of a pool's processes."""
+        """Return Ray's runtime environment of a pool's processes."""
         config = self._config.ray
-        given = {**config.env_vars.get(EVERY_ROLE, {})}
+        configured = {**config.env_vars.get(EVERY_ROLE, {})}
         for role in pool.roles:
-            given |= config.env_vars.get(role.name, {})
-        own = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        merged = own | config.runtime_env.get("env_vars", {}) | given
+            configured |= config.env_vars.get(role, {})
+        defaults = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        merged = defaults | config.runtime_env.get("env_vars", {}) | configured
         return {**config.runtime_env, "env_vars": {name: str(value) for name, value in merged.items()}}
 
     def _make_roles(self) -> None:
-        """Let all processes begin, and make every role in those of its pool."""
+        """Start all processes, and build every role in those of its pool."""
         for placed in self.pools.values():
             self._begin(placed)
         for role in self._roles:
-            self._build(role, next(placed for placed in self.pools.values() if role in placed.pool.roles))
+            self._build(role, next(placed for placed in self.pools.values() if role.name in placed.pool.roles))
 
     def _begin(self, placed: PlacedPool) -> None:
-        pool, here, limit = placed.pool, versions(), self._config.ray.start_timeout
+        pool, driver_versions, limit = placed.pool, versions(), self._config.ray.start_timeout
         facts = self._failures.answers(placed.call("facts"), limit)
-        for rank, (there, _) in enumerate(facts):
-            check_versions(here, there, placed.name(rank))
+        for rank, (worker_versions, _) in enumerate(facts):
+            check_versions(driver_versions, worker_versions, placed.name(rank))
         places = [
-            Place(
+            WorkerPlace(
                 pool=pool.name,
                 rank=rank,
                 world=pool.world,
-                layout=self._layouts[pool.name],
-                shares_models=pool.shares_models,
+                layout=pool.layout,
+                shares_models=pool.divided,
                 meeting=facts[0][1],
                 threads=self._threads(pool),
                 directory=str(Path.cwd()),
@@ -278,27 +280,26 @@ class RayRuntime:
             for rank in range(pool.world)
         ]
         begun = [
-            Post(placed.name(rank), host.begin.remote(place, self._config, self._total_steps, self._resume))
+            PendingCall(placed.name(rank), host.begin.remote(place, self._config, self._total_steps, self._resume))
             for rank, (host, place) in enumerate(zip(placed.hosts, places, strict=True))
         ]
         placed.pids = self._failures.answers(begun, limit)
 
     def _build(self, role: RoleSpec, placed: PlacedPool) -> None:
-        pool = placed.pool.name
         self._failures.answers(placed.call("build", role))
         self._groups[role.name] = WorkerGroup(
             role,
             placed.hosts,
-            pool,
-            self._layouts[pool],
+            placed.pool.name,
+            placed.pool.layout,
             self._failures,
             balance=self._config.trainer.balance_batch,
-            cost=CostModel.of_directory(self._config.actor_rollout_ref.model.path),
+            cost=CostModel.from_directory(self._config.actor_rollout_ref.model.path),
         )
 
     def _end(self, placed: PlacedPool) -> None:
-        """End a pool's processes in good order; what does not answer is killed."""
-        late = self._let_go(placed).count(False)
+        """End a pool's processes in good order; those that do not answer are killed."""
+        late = self._close_roles(placed).count(False)
         if late:
             log.warning("%d workers of pool '%s' did not end in good order", late, placed.pool.name)
         for host in placed.hosts:
@@ -314,18 +315,20 @@ def _succeeded(ref: Any) -> bool:
     return True
 
 
-def check_versions(here: dict[str, str], there: dict[str, str], where: str) -> None:
-    """Make sure that a worker has the packages that the driver has.
+def check_versions(driver_versions: dict[str, str], worker_versions: dict[str, str], where: str) -> None:
+    """Check that a worker has the packages of the driver.
 
     Raises:
         ConfigError: a version differs.
     """
-    differing = [name for name in here if here[name] != there.get(name)]
+    differing = [name for name in driver_versions if driver_versions[name] != worker_versions.get(name)]
     if differing:
-        shown = ", ".join(f"{name} {there.get(name, 'none')} (the driver has {here[name]})" for name in differing)
+        listed = ", ".join(
+            f"{name} {worker_versions.get(name, 'none')} (the driver has {driver_versions[name]})" for name in differing
+        )
         raise ConfigError(
-            f"worker {where} has {shown}",
-            why="what one process sends the other may not read, or read as something else",
+            f"worker {where} has {listed}",
+            why="the processes may misread each other's data",
             fix="install the same environment on every node, or name it in ray.runtime_env",
             where="ray.runtime_env",
             code="E-versions",

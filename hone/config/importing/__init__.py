@@ -1,7 +1,7 @@
 """Translating a run of verl (a launch script, a YAML file, or override lines) into a configuration of Hone.
 
-Nothing is executed. Every setting is read with the one table of :mod:`hone.config.migration`; what it became, and why, is
-kept beside it, so that the result can say line by line what differs.
+Nothing is executed. Every setting is translated with the table of :mod:`hone.config.migration`. Outcome and reason are stored
+with it, so that the result can report the differences line by line.
 """
 
 from hone.config.importing.sources import import_overrides, import_script, import_yaml

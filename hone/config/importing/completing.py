@@ -1,4 +1,4 @@
-"""What verl takes for granted and Hone does otherwise: written out, so that the translation means the same."""
+"""Explicit settings for defaults of verl that differ from Hone's, so that a translation means the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from hone.config.importing.translation import Translation
 from hone.config.keys import documentation
 from hone.config.launch import Trouble
-from hone.config.migration.defaults import VERL_DEFAULTS, VERL_OLD_SFT_DEFAULTS, VERL_SFT_DEFAULTS
+from hone.config.migration import DEFAULTS
 from hone.config.trees import TREES
 
 _OLD_SFT_KEYS = {
@@ -18,12 +18,12 @@ _OLD_SFT_KEYS = {
 
 
 def complete(translation: Translation) -> None:
-    """Add what verl takes for granted and Hone does otherwise."""
+    """Add settings for defaults of verl that differ from Hone's."""
     if translation.command == "sft":
         _complete_sft(translation)
         return
     values = translation.values
-    _defaults(translation, VERL_DEFAULTS)
+    _defaults(translation, DEFAULTS["train"])
     batch, mini = values["data.train_batch_size"], values["actor_rollout_ref.actor.ppo_mini_batch_size"]
     if isinstance(batch, int) and isinstance(mini, int) and mini > batch:
         translation.add("actor_rollout_ref.actor.ppo_mini_batch_size", batch, f"{mini} is more than a batch has")
@@ -42,15 +42,20 @@ def _defaults(translation: Translation, defaults: dict[str, Any]) -> None:
 
 
 def _complete_sft(translation: Translation) -> None:
-    """The same for supervised fine-tuning, whose two spellings have defaults of their own."""
-    asked = {line.reading.key: line.reading.value for line in translation.lines}
-    _defaults(translation, VERL_OLD_SFT_DEFAULTS if asked.keys() & _OLD_SFT_KEYS else VERL_SFT_DEFAULTS)
+    """Complete a translation for supervised fine-tuning, whose two trainers in verl have different defaults."""
+    requested = {line.reading.key: line.reading.value for line in translation.lines}
+    _defaults(translation, DEFAULTS["fsdp_sft" if requested.keys() & _OLD_SFT_KEYS else "sft"])
     values, budget = translation.values, "data.max_token_len_per_gpu"
     longest = values.get("data.max_length", 1024)
     if not isinstance(longest, int):
         return
-    micro = asked.get("data.micro_batch_size_per_gpu")
-    if isinstance(micro, int) and micro > 0 and budget not in values and asked.get("data.use_dynamic_bsz") is not True:
+    micro = requested.get("data.micro_batch_size_per_gpu")
+    if (
+        isinstance(micro, int)
+        and micro > 0
+        and budget not in values
+        and requested.get("data.use_dynamic_bsz") is not True
+    ):
         translation.add(budget, micro * longest, f"{micro} conversations of at most {longest} tokens")
     present = values.get(budget, longest)
     if isinstance(present, int) and present < longest:
@@ -58,10 +63,10 @@ def _complete_sft(translation: Translation) -> None:
 
 
 def _placement(translation: Translation) -> None:
-    """Several devices, or a pool for generation alone, are the business of Ray."""
+    """Select Ray for several devices or a separate pool for generation."""
     values, rollout = translation.values, "actor_rollout_ref.rollout"
     if f"{rollout}.nnodes" in values:
-        translation.add(f"{rollout}.enable_resource_pool", True, "generation has nodes of its own")
+        translation.add(f"{rollout}.enable_resource_pool", True, "generation has separate nodes")
     elif f"{rollout}.n_gpus_per_node" in values:
         translation.leave_out(f"{rollout}.n_gpus_per_node", f"{rollout}.enable_resource_pool=false")
     sizes = [values.get(f"trainer.{name}", 1) for name in ("nnodes", "n_gpus_per_node")]
@@ -69,11 +74,11 @@ def _placement(translation: Translation) -> None:
     if "trainer.runtime" not in values and (pools or any(size != 1 for size in sizes)):
         translation.add("trainer.runtime", "ray", "several devices are several processes")
     if "ray.address" not in values and sizes[0] != 1:
-        translation.add("ray.address", "auto", "several nodes are a cluster that runs already")
+        translation.add("ray.address", "auto", "several nodes need a running cluster")
 
 
 def _token_budgets(translation: Translation) -> None:
-    """Let every token budget take the longest sequence, and as many as a micro-batch of verl has."""
+    """Set every token budget to at least the longest sequence, and to the size of a micro-batch of verl."""
     values = translation.values
     defaults = {key.path: key.default for key in documentation(TREES["train"])}
     prompt, response = (

@@ -1,4 +1,4 @@
-"""Reading settings one by one with the one table, into a translation."""
+"""Translation of settings one by one with the table of verl's keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hone.config.keys import blocks
 from hone.config.launch import ALWAYS_SET, UNDECIDED, Argument, Trouble, open_names, opened
 from hone.config.migration import TABLES, Outcome, Reading, read_setting
 from hone.config.migration.entries import Foreign, Unsupported
-from hone.config.migration.reading import own_key
+from hone.config.migration.reading import key_in_tree
 from hone.config.overrides import override_value, parse_overrides
 from hone.config.suggest import nearest_keys
 from hone.config.trees import TREES
@@ -34,7 +34,7 @@ def translate(lines: list[Argument], translation: Translation) -> None:
             translation.values[path] = _typed(path, item, schema)
     for name in dict.fromkeys(name for line in lines for name in open_names(line.text)):
         if name in UNDECIDED:
-            translation.remarks.append(Trouble(0, f"what a command prints is left open: write it in place of {name}"))
+            translation.remarks.append(Trouble(0, f"the output of a command is unknown: write it instead of {name}"))
         elif name not in ALWAYS_SET:
             translation.remarks.append(
                 Trouble(0, f"the script does not set {name}: give it as an environment variable")
@@ -42,7 +42,7 @@ def translate(lines: list[Argument], translation: Translation) -> None:
 
 
 def _settings(line: Argument, translation: Translation) -> Iterator[tuple[Argument, str, Any, bool]]:
-    """``(line, key, value, removed)`` of an override, which may set several keys of a block."""
+    """Yield ``(line, key, value, removed)`` of an override, which may set several keys of a block."""
     overrides, problems = parse_overrides([_without_tilde(opened(line.text))])
     if problems:
         translation.not_understood.append(Trouble(line.line, f"{opened(line.text)}: {problems[0].what}"))
@@ -57,12 +57,12 @@ def _settings(line: Argument, translation: Translation) -> Iterator[tuple[Argume
 
 
 def _without_tilde(text: str) -> str:
-    """``key=~/data`` with the home directory by its name: Hydra cannot read the tilde."""
+    """Replace ``~`` in ``key=~/data`` by the home directory, because Hydra cannot read the tilde."""
     return re.sub(r"^([^=]+=['\"]?)~/", r"\1${oc.env:HOME}/", text)
 
 
 def _spread(path: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
-    whole = own_key(path, schema) is not None or isinstance(TABLES[schema].find(path), Foreign | Unsupported)
+    whole = key_in_tree(path, schema) is not None or isinstance(TABLES[schema].find(path), Foreign | Unsupported)
     if isinstance(value, dict) and value and not whole:
         for name, item in value.items():
             yield from _spread(f"{path}.{name}", item, schema)
@@ -71,13 +71,13 @@ def _spread(path: str, value: Any, schema: type) -> Iterator[tuple[str, Any]]:
 
 
 def _removal(key: str, schema: type) -> Reading:
-    known = own_key(key, schema) is not None or key in blocks(schema) or TABLES[schema].find(key) is not None
+    known = key_in_tree(key, schema) is not None or key in blocks(schema) or TABLES[schema].find(key) is not None
     return Reading(key, None, Outcome.SETTLED if known else Outcome.UNKNOWN, says="left at its default")
 
 
 def _typed(path: str, value: Any, schema: type) -> Any:
-    """The value; where a number is read from an environment that may lack it, the key's default stands in."""
-    key = own_key(path, schema)
+    """Return the value; a number from an environment variable gets the key's default as fallback."""
+    key = key_in_tree(path, schema)
     if key is None or not isinstance(value, str) or "string" in key.type or "path" in key.type:
         return value
     return re.sub(r"\$\{oc\.env:(\w+),\1\}", lambda m: f"${{oc.env:{m[1]},{yaml_value(key.default)}}}", value)

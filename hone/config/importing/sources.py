@@ -1,4 +1,4 @@
-"""Where a run of verl is described: a launch script, a YAML file, or override lines."""
+"""Sources of a run of verl: a launch script, a YAML file, or override lines."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from hone.config.check import yaml_value
 from hone.config.importing.completing import complete
 from hone.config.importing.settings import translate
 from hone.config.importing.translation import Translation
-from hone.config.launch import Argument, Launch, Trouble, follow, launches, shown
-from hone.config.launch.expansion import Variables
-from hone.config.launch.lexer import Lexer
-from hone.config.launch.words import ShellSyntaxError, Word
+from hone.config.launch import Argument, Launch, Trace, Trouble, follow, launches, other_programs, shown
 from hone.config.overrides import parse_overrides
 from hone.errors import ConfigError
 
 _KNOWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "dapo_trainer")
 """Names of verl's own configuration files: they hold its defaults."""
+_OVERRIDE = re.compile(r"[+~]*[\w.@/]+=|~[\w.]+$")
 _SFT_BLOCKS, _RL_BLOCKS = {"model", "optim", "engine"}, {"actor_rollout_ref", "critic", "algorithm", "reward_model"}
 
 
@@ -29,43 +27,29 @@ def import_script(
     """Translate a launch script, or the override lines of a file.
 
     Args:
-        source: the text; one override a line when it starts no training command.
-        directory: where it lies, to find configuration files that it names.
-        arguments: words that the script is called with.
-        number: which of its training commands is meant, from 1; needed when there are several.
+        source: text of the script, or one override per line.
+        directory: its directory, for the configuration files that it names.
+        arguments: arguments of the script.
+        number: number of the training command, from 1; needed when there are several.
 
     Raises:
-        ConfigError: there are several training commands and ``number`` does not choose one.
+        ConfigError: the script has several training commands, and ``number`` does not choose one.
     """
-    trace = follow(source, directory=str(directory), arguments=list(arguments))
-    found, lost = launches(trace.started)
-    if not found:
-        translation = import_overrides(_plain_lines(source))
-        if not translation.lines and not translation.not_understood:
-            translation.not_understood += [*trace.troubles] or [Trouble(1, "no training command, and no key=value")]
-        return translation
-    launch = _chosen(found, number)
+    trace = follow(source, directory=str(directory), arguments=arguments)
+    training_commands, lost = launches(trace.started)
+    if not training_commands:
+        return _without_training(source, trace)
+    launch = _chosen(training_commands, number)
     translation = Translation(launch.command, environment=launch.environment)
     translation.remarks += trace.remarks
     translation.not_understood += trace.troubles
-    for word in launch.strays:
-        text = shown(word.text)
-        if re.fullmatch(r"(\$\w+|\$\(\.\.\.\))+", text) and text != word.text:
-            what = f"{text} stands among the settings, and what it holds is not known before the script runs: nothing of it is translated"
-            told = translation.remarks if launch.settings else translation.not_understood
-            told.append(Trouble(word.line, what))
-        else:
-            translation.not_understood.append(Trouble(word.line, text))
-    lost = [word for word in lost if word.line > launch.line]
+    _report_other_words(launch, translation)
     lines = [*_file_settings(launch, directory, translation), *launch.settings]
-    if lost and launch is found[-1]:
-        translation.remarks.append(
-            Trouble(
-                lost[0].line,
-                "a comment above ends the command for a shell; the settings after it are taken all the same",
-            )
-        )
-        lines += [word for word in lost if word.text.strip()]
+    lost = [word for word in lost if word.line > launch.line and word.text.strip()]
+    if lost and launch is training_commands[-1]:
+        what = "a comment above ends the command in a shell; the settings after it are used anyway"
+        translation.remarks.append(Trouble(lost[0].line, what))
+        lines += lost
     if launch.command == "sft" and launch.processes not in (None, "1"):
         what = f"the launcher starts {launch.processes} processes on a node, and `hone sft` trains in one: the same numbers, later"
         translation.remarks.append(Trouble(launch.line, what))
@@ -75,8 +59,31 @@ def import_script(
     return translation
 
 
+def _without_training(source: str, trace: Trace) -> Translation:
+    """Translate override lines; a script that starts no training is not understood."""
+    others = [Trouble(line, f"{name} trains nothing") for line, name in other_programs(trace.started)]
+    lines = _plain_lines(source)
+    settings = sum(_OVERRIDE.match(line.text) is not None for line in lines)
+    if not others and not source.startswith("#!") and 0 < len(lines) <= 2 * settings:
+        return import_overrides(lines)
+    nothing = [Trouble(0, "the script starts no training command")]
+    return Translation(not_understood=others or trace.troubles or nothing)
+
+
+def _report_other_words(launch: Launch, translation: Translation) -> None:
+    """Report why each word that does not set a key is not translated."""
+    for word in launch.strays:
+        text = shown(word.text)
+        if re.fullmatch(r"(\$\w+|\$\(\.\.\.\))+", text) and text != word.text:
+            what = f"{text} is among the settings, but its content is unknown until the script runs, so it is not translated"
+            notes = translation.remarks if launch.settings else translation.not_understood
+            notes.append(Trouble(word.line, what))
+        else:
+            translation.not_understood.append(Trouble(word.line, text))
+
+
 def import_overrides(lines: Sequence[Argument]) -> Translation:
-    """Translate override lines of verl: of reinforcement learning, or of supervised fine-tuning, as their blocks say."""
+    """Translate override lines of verl, for reinforcement learning or supervised fine-tuning according to their blocks."""
     translation = Translation(_command_of(line.text.lstrip("+~") for line in lines))
     translate(list(lines), translation)
     complete(translation)
@@ -97,7 +104,7 @@ def import_yaml(source: str) -> Translation:
 
 
 def _command_of(keys: Iterable[str]) -> str:
-    """The command that keys belong to: supervised fine-tuning has its model at the top, reinforcement learning has roles."""
+    """Return the command of some keys: supervised fine-tuning has a top-level block model, reinforcement learning has roles."""
     blocks = {key.partition("=")[0].partition(".")[0] for key in keys}
     return "sft" if blocks & _SFT_BLOCKS and not blocks & _RL_BLOCKS else "train"
 
@@ -113,26 +120,23 @@ def _plain_lines(source: str) -> list[Argument]:
 
 
 def _unquoted(text: str) -> str:
-    """The line as a shell would hand it on, when it is one word of a shell."""
-    try:
-        tokens = Lexer(text).tokens()
-        words = [word for token in tokens if isinstance(token, Word) for word in Variables().expand(token)]
-    except (ShellSyntaxError, ValueError):
-        return text
-    plain = words[0] if len(tokens) == len(words) == 1 and "${" not in text else text
+    """Return the line as a shell passes it to a program, when it is a single shell word."""
+    trace = follow(f"line {text}")
+    words = [word.text for command in trace.started for word in command.words[1:]]
+    plain = words[0] if len(words) == 1 and not trace.troubles and "${" not in text else text
     return plain if not parse_overrides([plain])[1] else text
 
 
-def _chosen(found: list[Launch], number: int | None) -> Launch:
-    if number is not None and 1 <= number <= len(found):
-        return found[number - 1]
-    if len(found) == 1 and number is None:
-        return found[0]
-    listed = "; ".join(f"{at}: {launch.program} in line {launch.line}" for at, launch in enumerate(found, start=1))
+def _chosen(commands: list[Launch], number: int | None) -> Launch:
+    if number is not None and 1 <= number <= len(commands):
+        return commands[number - 1]
+    if len(commands) == 1 and number is None:
+        return commands[0]
+    listed = "; ".join(f"{at}: {launch.program} in line {launch.line}" for at, launch in enumerate(commands, start=1))
     raise ConfigError(
-        f"the script starts {len(found)} training commands ({listed})",
-        why="one configuration describes one run",
-        fix=f"choose one with --launch 1 ... --launch {len(found)}",
+        f"the script starts {len(commands)} training commands ({listed})",
+        why="a configuration describes one run",
+        fix=f"choose one with --launch 1 ... --launch {len(commands)}",
         where="--launch",
     )
 

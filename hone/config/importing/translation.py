@@ -1,4 +1,4 @@
-"""What a translation holds: lines with what became of them, values, and what is to be said."""
+"""The result of a translation: lines with their outcomes, values and remarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hone.config.trees import TREES
 
 @dataclass(frozen=True)
 class Line:
-    """A setting, where it stands, and what became of it."""
+    """A setting with its line number and its outcome."""
 
     number: int
     text: str
@@ -22,7 +22,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Addition:
-    """A value that no line states and that the translation needs."""
+    """A value that the translation needs and no line sets."""
 
     key: str
     value: Any
@@ -31,15 +31,15 @@ class Addition:
 
 @dataclass
 class Translation:
-    """A run of verl, translated.
+    """A translated run of verl.
 
     Attributes:
-        command: the command that takes the configuration: train or sft.
-        lines: every setting that was understood.
+        command: command of the configuration: train or sft.
+        lines: translated settings.
         values: key to value, in Hone's tree.
-        additions: values that no line states.
-        not_understood: lines of which nothing could be made.
-        remarks: what else is to be known.
+        additions: values that no line sets.
+        not_understood: lines that could not be translated.
+        remarks: further remarks.
         environment: names of variables that the launch sets for itself; they are not part of a configuration.
     """
 
@@ -52,22 +52,22 @@ class Translation:
     environment: tuple[str, ...] = ()
 
     def leave_out(self, key: str, why: str) -> None:
-        """Take a value back that would have no effect, with what it holds, and say so at the lines that set it."""
+        """Remove a value without effect and its entries, and mark the lines that set it."""
         gone = {path for path in self.values if path == key or path.startswith(f"{key}.")}
         self.values = {path: value for path, value in self.values.items() if path not in gone}
         self.additions = [addition for addition in self.additions if addition.key not in gone]
         for at, line in enumerate(self.lines):
             if gone & line.reading.sets.keys():
-                told = Reading(line.reading.key, line.reading.value, Outcome.WITHOUT_EFFECT, says=why)
-                self.lines[at] = Line(line.number, line.text, told)
+                reported = Reading(line.reading.key, line.reading.value, Outcome.WITHOUT_EFFECT, says=why)
+                self.lines[at] = Line(line.number, line.text, reported)
 
     def add(self, key: str, value: Any, why: str) -> None:
-        """Set a value that no line states."""
+        """Set a value that no line sets."""
         self.values[key] = value
         self.additions.append(Addition(key, value, why))
 
     def tree(self) -> dict[str, Any]:
-        """The values as nested mappings, in the order of the tree."""
+        """Return the values as nested mappings, in the order of the tree."""
         order = {key.path: at for at, key in enumerate(documentation(TREES[self.command]))}
         nested: dict[str, Any] = {}
         for path in sorted(self.values, key=lambda path: order.get(path, len(order))):

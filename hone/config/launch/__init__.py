@@ -1,18 +1,20 @@
-"""Launch scripts: what a shell script would start a training run with, found out without executing it."""
+"""Launch scripts: the settings with which a shell script starts a training run, read without executing it."""
 
-from hone.config.launch.commands import Launch, launches
-from hone.config.launch.expansion import ALWAYS_SET, UNDECIDED, open_names, opened, shown
-from hone.config.launch.script import Argument, Trouble, follow
+from hone.config.launch.commands import Launch, launches, other_programs
+from hone.config.launch.script import Trace, follow
+from hone.config.launch.words import ALWAYS_SET, UNDECIDED, Argument, Trouble, open_names, opened, shown
 
 __all__ = [
     "ALWAYS_SET",
     "UNDECIDED",
     "Argument",
     "Launch",
+    "Trace",
     "Trouble",
     "follow",
     "launches",
     "open_names",
     "opened",
+    "other_programs",
     "shown",
 ]

@@ -1,4 +1,4 @@
-"""Which of a script's commands start training, and what they hand over."""
+"""The commands of a script that start training, and their settings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hone.config.launch.expansion import opened
-from hone.config.launch.script import Argument, Started, is_setting
+from hone.config.launch.words import Argument, Started, is_open, is_setting, opened
 
 _PROGRAM = re.compile(r"(?:.*[./])?(?:main_\w+|\w*trainer\w*|main|train\w*)(?:\.py)?")
+_MODULE = re.compile(r"\w+(?:\.\w+)*\.(?:main_\w+|\w*trainer\w*)")
+"""A module that another one is to run: ``python3 -m launcher module``."""
 _SFT = re.compile(r".*sft.*")
+_SFT_KEY = re.compile(r"[+~]*(?:model|optim|engine)\b")
 _OPTIONS = ("--config-path", "--config-name", "--config-dir", "-cp", "-cn", "-cd")
 _OTHER_PROGRAMS = ("main_eval", "main_generation", "main_generation_server", "model_merger", "legacy_model_merger")
+"""Programs of verl that train nothing."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +42,38 @@ class Launch:
 
     @property
     def command(self) -> str:
-        """The command here that does the same: train or sft."""
+        """The equivalent command of Hone, train or sft, by the program, or by the keys if the program is unknown."""
+        if is_open(self.program):
+            return "sft" if any(_SFT_KEY.match(setting.text) for setting in self.settings) else "train"
         return "sft" if _SFT.fullmatch(self.program) else "train"
 
 
 def launches(started: Iterable[Started]) -> tuple[list[Launch], list[Argument]]:
-    """Return the training commands among ``started``, and settings that stand in a command of their own.
+    """Return the training commands among ``started``, and settings that form a separate command.
 
-    The latter happens where a comment between continued lines ends the command: a shell would take what follows it for
-    another program. They are meant for the training command before them.
+    A comment between continued lines ends a command, and a shell takes the next lines for another program. Their settings
+    belong to the training command before them.
     """
-    found: list[Launch] = []
+    training_commands: list[Launch] = []
     lost: list[Argument] = []
     for command in started:
         launch = _launch(command)
         if launch is not None:
-            found.append(launch)
+            training_commands.append(launch)
         elif command.words and is_setting(command.words[0].text):
             lost.extend(command.words)
-    return found, lost
+    return training_commands, lost
+
+
+def other_programs(started: Iterable[Started]) -> list[tuple[int, str]]:
+    """Return line and name of each program of verl among ``started`` that trains nothing."""
+    words = (word for command in started for word in command.words)
+    return [(word.line, word.text) for word in words if _name(word.text) in _OTHER_PROGRAMS]
+
+
+def _name(program: str) -> str:
+    """Return the last part of a module or file."""
+    return program.removesuffix(".py").replace("/", ".").rpartition(".")[2]
 
 
 def _launch(command: Started) -> Launch | None:
@@ -83,7 +99,7 @@ def _launch(command: Started) -> Launch | None:
 
 
 def _processes(words: list[str]) -> str | None:
-    """What stands behind ``--nproc_per_node`` of a launcher."""
+    """Return the value of ``--nproc_per_node`` of a launcher."""
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name.lstrip("-").replace("-", "_") == "nproc_per_node":
@@ -92,12 +108,13 @@ def _processes(words: list[str]) -> str | None:
 
 
 def _program(words: list[str]) -> int | None:
-    """The place of the trained program among the words of a command, None when it trains nothing."""
+    """Return the index of the training program among the words of a command; None when it does not train."""
     first = next((at for at, word in enumerate(words) if is_setting(word)), None)
+    if first == 1 and is_open(words[0]):
+        return 0
     candidates = [at for at, word in enumerate(words[: first if first is not None else len(words)]) if _runs(words, at)]
     for at in reversed(candidates):
-        name = words[at].removesuffix(".py").replace("/", ".").rpartition(".")[2]
-        if name in _OTHER_PROGRAMS:
+        if _name(words[at]) in _OTHER_PROGRAMS:
             return None
         if first is not None or _PROGRAM.fullmatch(words[at]):
             return at
@@ -105,10 +122,10 @@ def _program(words: list[str]) -> int | None:
 
 
 def _runs(words: list[str], at: int) -> bool:
-    """Tell whether ``words[at]`` names what an interpreter or launcher is to run."""
+    """Return whether ``words[at]`` is the program of an interpreter or launcher."""
     if at == 0:
         return False
-    if words[at - 1] == "-m":
+    if words[at - 1] == "-m" or (words[at - 2 : at - 1] == ["-m"] and _MODULE.fullmatch(words[at])):
         return True
     if words[at].endswith(".py"):
         return not words[at - 1].startswith("-") or words[at - 1] in ("-u", "-O", "--")

@@ -1,54 +1,42 @@
-"""Whether a condition of a shell script holds, where the script itself decides it."""
+"""Evaluation of a shell script's conditions that depend only on the script."""
 
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
 
-from hone.config.launch.expansion import UNDECIDED, is_open, mark, open_names
+from hone.config.launch.words import UNDECIDED, is_open, mark, open_names
 
-_NUMBERS = {
-    "-eq": lambda a, b: a == b,
-    "-ne": lambda a, b: a != b,
-    "-gt": lambda a, b: a > b,
-    "-ge": lambda a, b: a >= b,
-    "-lt": lambda a, b: a < b,
-    "-le": lambda a, b: a <= b,
-}
+_NUMBERS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 
 def holds(words: list[str]) -> bool | None:
-    """Tell whether ``[ words ]`` is true; None when only the machine knows (a file's existence, a program's output).
+    """Return whether ``[ words ]`` is true; None when it depends on the machine (a file's existence, a program's output).
 
-    A variable that the script leaves open counts as unset for ``-z`` and ``-n``, and as undecided for comparisons.
+    A variable that the script does not set counts as unset for ``-z`` and ``-n``, and as undecided for comparisons.
     """
-    if not words:
-        return False
-    for joint in ("||", "-o"):
+    for joint, decides in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
         if joint in words:
             at = words.index(joint)
-            return _either(holds(words[:at]), holds(words[at + 1 :]))
-    for joint in ("&&", "-a"):
-        if joint in words:
-            at = words.index(joint)
-            left, right = holds(words[:at]), holds(words[at + 1 :])
-            return _negated(_either(_negated(left), _negated(right)))
+            sides = (holds(words[:at]), holds(words[at + 1 :]))
+            return decides if decides in sides else None if None in sides else not decides
     match words:
+        case []:
+            return False
         case ["!", *rest]:
-            return _negated(holds(rest))
+            truth = holds(rest)
+            return None if truth is None else not truth
         case ["-z", text]:
             return _is_empty(text)
         case ["-n", text] | [text]:
-            return _negated(_is_empty(text))
-        case ["-v", _]:
-            return None
+            empty = _is_empty(text)
+            return None if empty is None else not empty
         case [left, "=" | "==" | "!=" | "=~" as how, right]:
             return _compared(left, how, right)
         case [left, how, right] if how in _NUMBERS:
-            try:
-                return bool(_NUMBERS[how](int(left), int(right)))
-            except ValueError:
-                return None
+            numbers = [re.fullmatch(r"\s*[-+]?\d+\s*", side) for side in (left, right)]
+            return _NUMBERS[how](int(left), int(right)) if all(numbers) else None
     return None
 
 
@@ -66,15 +54,5 @@ def _compared(left: str, how: str, right: str) -> bool | None:
 def _is_empty(text: str) -> bool | None:
     if not is_open(text):
         return text == ""
-    (name, *others) = open_names(text)
-    return True if text == mark(name) and name not in UNDECIDED and not others else None
-
-
-def _negated(value: bool | None) -> bool | None:
-    return None if value is None else not value
-
-
-def _either(left: bool | None, right: bool | None) -> bool | None:
-    if left or right:
-        return True
-    return None if left is None or right is None else False
+    name = open_names(text)[0]
+    return True if text == mark(name) and name not in UNDECIDED else None

@@ -2,10 +2,10 @@
 
 Every key that verl's trainer has had is one of: a key here; another name of one (older spellings included); always so
 here; not supported yet, which is refused with what to do instead; or without meaning here, because it belongs to a backend
-that is not used. :data:`hone.config.migration.table.TABLES` says which, :func:`read_setting` reads one setting with it.
+that is not used. The file ``verl.yaml`` says which, and :func:`read_setting` reads one setting with it.
 """
 
 from hone.config.migration.reading import Outcome, Reading, read_setting
-from hone.config.migration.table import TABLES, VALUES
+from hone.config.migration.table import DEFAULTS, TABLES, VALUES
 
-__all__ = ["TABLES", "VALUES", "Outcome", "Reading", "read_setting"]
+__all__ = ["DEFAULTS", "TABLES", "VALUES", "Outcome", "Reading", "read_setting"]

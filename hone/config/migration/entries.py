@@ -1,8 +1,8 @@
-"""What may become of a key that another trainer's configuration has: five kinds of entry, and their table.
+"""Translation of another trainer's keys: five kinds of entry, and their table.
 
-A pattern names one key or many: ``{a,b}`` stands for either word, ``*`` for one part of the path, and ``**`` at the end
-for the block itself and whatever is in it. A key is decided by the entry that says most about it: an exact path wins over
-a pattern, a long pattern over a short one.
+A pattern matches one or many keys: ``{a,b}`` stands for either word, ``*`` for one part of the path, and ``**`` at the end
+for the block and everything in it. The most specific entry applies: an exact path before a pattern, a long pattern before a
+short one.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "disable", "disabled", "none")
-"""Values that ask for nothing: a feature set to one of them is not wanted."""
+"""Values that switch a feature off."""
 
 Others = Mapping[str, Any]
-"""The values of all keys that are set beside the one in question."""
+"""Values of all other keys of the configuration."""
 
 
 class Refused(Exception):
-    """A value that cannot be had yet.
+    """An unsupported value.
 
     Args:
-        what: what it asks for.
-        instead: what to do instead.
-        stand_in: keys and values that come nearest, for a translated configuration.
+        what: feature that the value requests.
+        instead: alternative.
+        stand_in: nearest keys and values, for a translated configuration.
     """
 
     def __init__(self, what: str, instead: str, stand_in: dict[str, Any] | None = None) -> None:
@@ -36,8 +36,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Renamed:
-    """Another name of a key: an older spelling, or the place where others keep it. ``to`` may end in ``.*``: then what stands
-    behind the block that the pattern names stands there.
+    """Another name of a key, such as an older spelling.
+
+    When ``to`` ends in ``.*``, the rest of the path after the pattern's block is appended to it.
     """
 
     to: str
@@ -46,7 +47,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Changed:
-    """The same thing said by other keys or values; ``sets(value, others)`` returns them, or raises :class:`Refused`."""
+    """The same setting with other keys or values; ``sets(value, others)`` returns them, or raises :class:`Refused`."""
 
     says: str
     sets: Callable[[Any, Others], dict[str, Any]]
@@ -55,7 +56,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class Settled:
-    """What is always so here; ``only`` holds the values that ask for it (None: any), others are refused."""
+    """A fixed behaviour of Hone; ``only`` holds the values that match it (None: any), others are refused."""
 
     says: str
     only: tuple[Any, ...] | None = None
@@ -64,7 +65,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A feature that does not exist yet; values of ``off`` ask for nothing and pass."""
+    """An unsupported feature; values of ``off`` switch it off and are accepted."""
 
     what: str
     instead: str
@@ -73,7 +74,7 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A key of a backend that is not used here: it has no meaning, and leaving it out changes nothing."""
+    """A key of a backend that Hone does not use; it has no meaning and is skipped."""
 
     reason: str
 
@@ -108,7 +109,7 @@ class Table:
         self._patterns.extend((_compiled(path), entry) for path, entry in patterns)
 
     def find(self, path: str) -> Entry | None:
-        """Return the entry that decides about the key ``path``."""
+        """Return the entry of the key ``path``."""
         if path in self._exact:
             return self._exact[path]
         for pattern, entry in self._patterns:
@@ -120,7 +121,7 @@ class Table:
         return None
 
     def paths(self) -> dict[str, Entry]:
-        """Return the entries by their paths, braces expanded and stars left."""
+        """Return the entries by path, with braces expanded and stars kept."""
         return {path: entry for pattern, entry in self.entries.items() for path in expand(pattern)}
 
 

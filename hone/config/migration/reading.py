@@ -1,4 +1,4 @@
-"""Reading one setting of verl: what it sets here, and what is to be said about it."""
+"""Translation of one setting of verl: the keys that it sets in Hone, and its outcome."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hone.config.tree import RLConfig
 
 
 class Outcome(StrEnum):
-    """What became of a setting."""
+    """Outcome of the translation of a setting."""
 
     KEPT = "kept"
     RENAMED = "renamed"
     CHANGED = "changed"
     SETTLED = "always so here"
-    WITHOUT_EFFECT = "without effect beside the others"
+    WITHOUT_EFFECT = "without effect with these settings"
     FOREIGN = "no meaning here"
     UNSUPPORTED = "not supported yet"
     UNKNOWN = "not understood"
@@ -28,15 +28,15 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Reading:
-    """One setting, read.
+    """Translation of one setting.
 
     Args:
-        key: as written.
-        value: as written.
-        outcome: what became of it.
-        sets: keys of Hone and their values; for what is not supported, the nearest that is.
-        says: the difference, in words.
-        instead: what to do about it.
+        key: key as written.
+        value: value as written.
+        outcome: outcome of the translation.
+        sets: keys of Hone and their values; for an unsupported setting the nearest supported ones.
+        says: description of the difference.
+        instead: alternative for an unsupported setting.
     """
 
     key: str
@@ -48,17 +48,17 @@ class Reading:
 
 
 def read_setting(key: str, value: Any, others: Mapping[str, Any], schema: type = RLConfig) -> Reading:
-    """Read ``key=value`` of a configuration whose other settings are ``others``.
+    """Translate ``key=value`` of a configuration whose other settings are ``others``.
 
-    A key of the tree is taken as it is, unless :data:`VALUES` knows another word for its value; any other is looked up in
+    A key of the tree is kept, unless :data:`VALUES` has another spelling of its value; other keys are looked up in
     :data:`TABLES`.
     """
-    own = own_key(key, schema)
-    if own is not None and own.path == key:
-        return _own(key, value, others, schema)
+    key_doc = key_in_tree(key, schema)
+    if key_doc is not None and key_doc.path == key:
+        return _read_known_key(key, value, others, schema)
     entry = TABLES[schema].find(key) if schema in TABLES else None
     if entry is None:
-        known = own is not None or key in blocks(schema)
+        known = key_doc is not None or key in blocks(schema)
         return Reading(key, value, Outcome.KEPT, {key: value}) if known else Reading(key, value, Outcome.UNKNOWN)
     match entry:
         case Renamed(to, says):
@@ -71,14 +71,14 @@ def read_setting(key: str, value: Any, others: Mapping[str, Any], schema: type =
             return Reading(key, value, Outcome.UNSUPPORTED, says=f"not supported yet: here {says}", instead=instead)
         case Unsupported(what, instead, off):
             if value in off:
-                return Reading(key, value, Outcome.SETTLED, says=f"not supported yet, and not asked for: {what}")
+                return Reading(key, value, Outcome.SETTLED, says=f"not supported yet, and not requested: {what}")
             return Reading(key, value, Outcome.UNSUPPORTED, says=f"not supported yet: {what}", instead=instead)
         case Foreign(reason):
             return Reading(key, value, Outcome.FOREIGN, says=reason)
 
 
-def own_key(key: str, schema: type) -> KeyDoc | None:
-    """Return the key of the tree that ``key`` is, or points into when that is a mapping."""
+def key_in_tree(key: str, schema: type) -> KeyDoc | None:
+    """Return the key of the tree at a path, or the mapping that the path points into; None otherwise."""
     keys = {leaf.path: leaf for leaf in documentation(schema)}
     if key in keys:
         return keys[key]
@@ -88,7 +88,7 @@ def own_key(key: str, schema: type) -> KeyDoc | None:
     return None
 
 
-def _own(key: str, value: Any, others: Mapping[str, Any], schema: type) -> Reading:
+def _read_known_key(key: str, value: Any, others: Mapping[str, Any], schema: type) -> Reading:
     words = VALUES.get(schema, {}).get(key)
     if words is None:
         return Reading(key, value, Outcome.KEPT, {key: value})
@@ -98,8 +98,8 @@ def _own(key: str, value: Any, others: Mapping[str, Any], schema: type) -> Readi
 
 
 def _renamed(key: str, value: Any, to: str, says: str, others: Mapping[str, Any], schema: type) -> Reading:
-    """Read the value under the key's name here, which may have other words for it."""
-    there = _own(to, value, others, schema)
+    """Translate the value under the key's name in Hone, which may spell values differently."""
+    there = _read_known_key(to, value, others, schema)
     outcome = Outcome.RENAMED if there.outcome is Outcome.KEPT else there.outcome
     words = "; ".join(part for part in (says, there.says) if part)
     return Reading(key, value, outcome, there.sets, words, there.instead)
@@ -107,8 +107,8 @@ def _renamed(key: str, value: Any, to: str, says: str, others: Mapping[str, Any]
 
 def _changed(key: str, value: Any, sets: Any, says: str, others: Mapping[str, Any]) -> Reading:
     try:
-        found = sets(value, others)
+        settings = sets(value, others)
     except Refused as refused:
         what = f"not supported yet: {refused.what}"
         return Reading(key, value, Outcome.UNSUPPORTED, refused.stand_in, what, refused.instead)
-    return Reading(key, value, Outcome.CHANGED if found else Outcome.SETTLED, found, says)
+    return Reading(key, value, Outcome.CHANGED if settings else Outcome.SETTLED, settings, says)

@@ -1,4 +1,4 @@
-"""What the table says about a key, in words."""
+"""Descriptions of the table's entries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hone.config.migration.entries import Changed, Entry, Foreign, Renamed, Sett
 
 
 def described(entry: Entry | None) -> str:
-    """Return what becomes of a key, as a sentence."""
+    """Return the translation of a key as a sentence."""
     match entry:
         case Renamed(to, says):
             return f"Another name of {to}" + (f": {says}." if says else ".")

@@ -1,7 +1,7 @@
 """Chat formats for small tokenizers: a template, and the tokens that its vocabulary needs.
 
-``chatml`` and ``chatml_tools`` are as short as can be. The others have the shape of a family's own template, its marks and the order
-of its parts, with tokens of the same names: what is trained and parsed on a small model is what a large one of the family writes.
+``chatml`` and ``chatml_tools`` are as short as possible. The others copy the marks, order and token names of a model
+family's template, so that a small model is trained and parsed like a large one of the family.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class ChatFormat:
     """A chat template and its vocabulary.
 
     Attributes:
-        template: in Jinja.
+        template: Jinja text.
         pad: padding token.
         end: token that ends a turn, the end-of-sequence token.
         special: further tokens that no text contains.
-        marks: tokens of their own that stand in decoded text.
+        marks: separate tokens that occur in decoded text.
         bos: token that begins a sequence, one of ``special``.
-        wordy: the template brings words of its own (what it says of tools, for example), which a vocabulary should know.
+        wordy: whether the template adds words (about tools, for example) that a vocabulary should contain.
     """
 
     template: str
@@ -39,7 +39,7 @@ class ChatFormat:
 
     @property
     def all_special(self) -> tuple[str, ...]:
-        """All tokens that no text contains, in the order of their ids."""
+        """Return all tokens that no text contains, in the order of their ids."""
         return (self.pad, *self.special, self.end)
 
 
@@ -68,7 +68,7 @@ _CHATML_TOOLS = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
-"""ChatML that shows tools, calls and results in as few tokens as it can."""
+"""ChatML that shows tools, calls and results in as few tokens as possible."""
 
 
 def _chatml(template: str) -> ChatFormat:
@@ -115,10 +115,10 @@ CHAT_FORMATS: dict[str, ChatFormat] = {
 
 
 def chat_format(name: str) -> ChatFormat:
-    """The format called ``name``; a Jinja template, or the path of one, goes with the tokens of ``chatml``.
+    """Return the format called ``name``; a Jinja template, or the path of one, uses the tokens of ``chatml``.
 
     Raises:
-        ModelError: neither known nor a file.
+        ModelError: the name is not known and not a file.
     """
     if name in CHAT_FORMATS:
         return CHAT_FORMATS[name]

@@ -1,7 +1,7 @@
-"""What can be wrong with the rows of a dataset, looked for in all of them: one generator of findings a question.
+"""Checks of all rows of a dataset: each is a generator of findings about one question.
 
-The same functions serve `hone data check` and the rules that run before a training. A finding speaks of all rows that share a
-problem, and names the first.
+`hone data check` and the preflight rules share these functions. A finding counts all rows with the same problem and
+names the first.
 """
 
 from hone.data.checks.lengths import PromptLengths, overlong_prompts, prompt_lengths

@@ -1,7 +1,7 @@
-"""How long prompts are in tokens, without tokenizing those that cannot be too long.
+"""Measure prompts in tokens, without tokenizing those that cannot be too long.
 
-A token stands for at least one byte of text (byte-level and byte-fallback tokenizers alike), so a prompt whose rendered bytes
-do not exceed the limit is not too long. Only the others are rendered and tokenized, the longest first.
+A token covers at least one byte of text (byte-level and byte-fallback tokenizers alike). A prompt whose rendered bytes
+do not exceed the limit is therefore not too long. Only the others are rendered and tokenized, the longest first.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from hone.data.messages import unwrapped
 from hone.errors import DataError, Finding
 
 MOST_TOKENIZED = 4000
-"""Rows that are tokenized at most."""
+"""Largest number of rows that are tokenized."""
 _MESSAGE_BYTES = 64
-"""Bytes that a chat template may put around one message, beside those that it puts around an empty conversation."""
+"""Bytes that a chat template may add per message, in addition to those of an empty conversation."""
 
 
 @dataclass
 class PromptLengths:
-    """What is known of the lengths of prompts.
+    """Measured lengths of prompts.
 
     Attributes:
-        rows: looked at.
-        limit: in tokens.
+        rows: number of rows examined.
+        limit: limit in tokens.
         overlong: token lengths of rows over the limit, longest first.
-        exact: whether all rows that could be over it were tokenized.
-        longest: where the longest row stands.
-        with_system: how many of the overlong rows begin with a system message.
-        refused: what the chat template said of rows that it refuses, with the row.
+        exact: whether all rows that could exceed it were tokenized.
+        longest: place of the longest row.
+        with_system: number of overlong rows that begin with a system message.
+        refused: errors of the chat template, with the row.
     """
 
     rows: int
@@ -47,12 +47,12 @@ class PromptLengths:
 
     @property
     def p99(self) -> int | None:
-        """The 99th percentile, where it lies over the limit."""
+        """Return the 99th percentile if it exceeds the limit, else None."""
         rank = max(0, self.rows // 100 - 1)
         return self.overlong[rank] if rank < len(self.overlong) else None
 
     def describe(self) -> str:
-        """``412 of 7473 prompts are longer than 512 tokens (longest 701, p99 640)``."""
+        """Return, for example, ``412 of 7473 prompts are longer than 512 tokens (longest 701, 99th percentile 640)``."""
         at_least = "" if self.exact else "at least "
         p99 = f", 99th percentile {self.p99}" if self.p99 else ""
         return (
@@ -69,37 +69,37 @@ def prompt_lengths(
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> PromptLengths:
     """Measure the prompts in column ``key`` against ``limit`` tokens, with their chat template."""
-    known = PromptLengths(len(rows), limit)
+    lengths = PromptLengths(len(rows), limit)
     frame = _frame(tokenizer, chat_template_kwargs)
     bounds = [(_bytes(row.values.get(key), frame), number) for number, row in enumerate(rows)]
     candidates = sorted((bound, number) for bound, number in bounds if bound > limit)[::-1]
-    known.exact = len(candidates) <= MOST_TOKENIZED
+    lengths.exact = len(candidates) <= MOST_TOKENIZED
     chosen = [rows[number] for _, number in candidates[:MOST_TOKENIZED]]
     measured = []
-    for row, length in zip(chosen, _lengths(chosen, key, tokenizer, chat_template_kwargs, known), strict=True):
+    for row, length in zip(chosen, _lengths(chosen, key, tokenizer, chat_template_kwargs, lengths), strict=True):
         if length is not None and length > limit:
             measured.append((length, row))
     measured.sort(key=lambda pair: -pair[0])
-    known.overlong = [length for length, _ in measured]
-    known.longest = measured[0][1].where if measured else ""
-    known.with_system = sum(_has_system(row.values.get(key)) for _, row in measured)
-    return known
+    lengths.overlong = [length for length, _ in measured]
+    lengths.longest = measured[0][1].where if measured else ""
+    lengths.with_system = sum(_has_system(row.values.get(key)) for _, row in measured)
+    return lengths
 
 
 def overlong_prompts(lengths: PromptLengths, policy: str) -> Iterator[Finding]:
-    """Say what ``data.truncation`` would do to prompts over the limit (R45), and what it would cut off (R36)."""
+    """Report the effect of ``data.truncation`` on prompts over the limit (R45), and lost system messages (R36)."""
     if not lengths.overlong:
         return
     share = len(lengths.overlong) / lengths.rows
     fix = f"data.max_prompt_length={lengths.overlong[0]}"
     if policy == "error":
-        yield _finding("R45", lengths, "the run stops at the first of them", f"{fix}, or data.truncation=drop", True)
+        yield _finding("R45", lengths, "the run stops when it reads them", f"{fix}, or data.truncation=drop", True)
     elif policy == "truncate" and lengths.with_system:
-        why = f"{lengths.with_system} of them begin with a system message, and cutting takes the beginning away"
+        why = f"{lengths.with_system} of them begin with a system message, and truncation removes the beginning"
         yield _finding("R36", lengths, why, f"{fix}, or data.truncation=drop", True)
     elif share > 0.05:
-        done = "left out" if policy == "drop" else "cut at their beginning"
-        yield _finding("R45", lengths, f"{share:.0%} of the data are {done}", fix, False)
+        effect = "dropped" if policy == "drop" else "truncated at their beginning"
+        yield _finding("R45", lengths, f"{share:.0%} of the data are {effect}", fix, False)
 
 
 def _finding(code: str, lengths: PromptLengths, why: str, fix: str, stops: bool) -> Finding:
@@ -107,7 +107,7 @@ def _finding(code: str, lengths: PromptLengths, why: str, fix: str, stops: bool)
 
 
 def _frame(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> int:
-    """Bytes that the template puts around a short conversation, generation prompt and its own system message included."""
+    """Return the bytes that the template adds to a short conversation, including generation prompt and system message."""
     try:
         (text,) = render_texts(tokenizer, [[{"role": "user", "content": "x"}]], True, kwargs)
     except DataError:
@@ -116,7 +116,7 @@ def _frame(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) ->
 
 
 def _bytes(value: Any, frame: int) -> int:
-    """An upper bound on the tokens of a prompt."""
+    """Return an upper bound on the tokens of a prompt."""
     if isinstance(value, str):
         return _size(value) + 2
     if not isinstance(value, list):
@@ -141,9 +141,9 @@ def _lengths(
     key: str,
     tokenizer: PreTrainedTokenizerBase,
     kwargs: dict[str, Any] | None,
-    known: PromptLengths,
+    lengths: PromptLengths,
 ) -> list[int | None]:
-    """Tokens of each prompt, None where the template refuses it."""
+    """Return the tokens of each prompt, None where the template refuses it."""
     values = [unwrapped(row.values[key]) for row in rows]
     texts: list[str | None] = [value if isinstance(value, str) else None for value in values]
     for number, (row, value) in enumerate(zip(rows, values, strict=True)):
@@ -151,9 +151,9 @@ def _lengths(
             try:
                 texts[number] = render_texts(tokenizer, [value], True, kwargs)[0]
             except DataError as error:
-                known.refused.append((row.where, error.what))
-    given = [text for text in texts if text is not None]
-    counts = iter(token_counts(tokenizer, given))
+                lengths.refused.append((row.where, error.what))
+    rendered = [text for text in texts if text is not None]
+    counts = iter(token_counts(tokenizer, rendered))
     return [
         next(counts) if text is not None else len(value) if value and isinstance(value[0], int) else None
         for text, value in zip(texts, values, strict=True)

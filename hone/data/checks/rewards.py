@@ -1,4 +1,4 @@
-"""Can the rows be scored: a kind of problem that is known, and a ground truth that can be read."""
+"""Check that rows can be scored: a known kind of problem, and a readable ground truth."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hone.errors import DataError, Finding, did_you_mean
 _NO_SOURCE = Problem(
     "R42",
     "the kind of problem is not a string",
-    "it chooses the scorer and groups the validation metrics",
+    "it selects the scorer and groups the validation metrics",
     "write data_source as a string",
 )
 _NO_OBJECT = Problem(
     "R42",
     "reward_model or extra_info is not an object",
-    "the scorer cannot be given its ground truth",
+    "the scorer does not receive the ground truth",
     'write {"style": "rule", "ground_truth": "42"}',
 )
 _NO_TRUTH = Problem(
     "R44",
     "reward_model.ground_truth is missing or empty",
-    "no answer to these prompts could be told right from wrong",
+    "answers to these prompts cannot be scored as right or wrong",
     "fill it in, or remove the rows",
 )
 _SOME_TRUTH = Problem(
@@ -39,7 +39,7 @@ _SOME_TRUTH = Problem(
 
 
 def source_names(rows: Sequence[Row], key: str) -> Iterator[Finding]:
-    """Look whether column ``key`` names the kind of problem, and whether reward_model and extra_info are objects."""
+    """Check that column ``key`` names the kind of problem, and that reward_model and extra_info are objects."""
     tally = Tally(len(rows))
     for row in rows:
         if not isinstance(row.values.get(key), str):
@@ -54,7 +54,7 @@ def source_names(rows: Sequence[Row], key: str) -> Iterator[Finding]:
 def unknown_sources(
     rows: Sequence[Row], key: str, is_known: Callable[[str], bool], known: Collection[str]
 ) -> Iterator[Finding]:
-    """Look for kinds of problem that nothing scores; ``known`` are the names to suggest."""
+    """Report data sources without a scorer; ``known`` are the names to suggest."""
     counts = Counter(str(row.values.get(key)) for row in rows if isinstance(row.values.get(key), str))
     for source, count in counts.most_common():
         if not is_known(source):
@@ -62,7 +62,7 @@ def unknown_sources(
             yield Finding(
                 DataError(
                     what,
-                    why="answers to these rows could not be scored",
+                    why="answers to these rows cannot be scored",
                     fix="rewrite the column, or reward.scorer=NAME for all rows, or "
                     "reward.custom_reward_function.path=FILE.py",
                     where=key,
@@ -75,12 +75,12 @@ def unknown_sources(
 def ground_truths(
     rows: Sequence[Row], required: bool, complaint: Callable[[Row, Any], str | None] = lambda row, truth: None
 ) -> Iterator[Finding]:
-    """Look for rows without a ground truth, or with one that the scorer cannot read.
+    """Report rows without a ground truth, or with one that the scorer cannot read.
 
     Args:
-        rows: of a dataset.
-        required: whether every row needs one (it does for built-in scorers; a function of one's own may do without).
-        complaint: says what is wrong with the ground truth of a row, None when nothing is.
+        rows: rows of a dataset.
+        required: whether every row needs one (true for built-in scorers; a custom function may not need it).
+        complaint: returns the problem with the ground truth of a row, or None.
     """
     tally = Tally(len(rows))
     for row in rows:
@@ -88,21 +88,21 @@ def ground_truths(
         truth = unwrapped(reward.get("ground_truth")) if isinstance(reward, dict) else None
         if is_missing(truth):
             tally.add(row, _NO_TRUTH if required else _SOME_TRUTH)
-        elif said := complaint(row, truth):
+        elif reason := complaint(row, truth):
             unread = Problem(
                 "R44",
                 "the scorer cannot read reward_model.ground_truth",
                 "every answer to these rows would count as an error",
                 "write it as the scorer expects it",
             )
-            tally.add(row, unread, f"{str(truth)[:60]!r}: {said}")
+            tally.add(row, unread, f"{str(truth)[:60]!r}: {reason}")
     if not required and tally.counts.get(_SOME_TRUTH, 0) == len(rows):
         return
     yield from tally.findings()
 
 
 def is_missing(truth: Any) -> bool:
-    """Tell whether a ground truth says nothing: null, not a number, an empty string or list."""
+    """Return whether a ground truth is empty: null, NaN, an empty string or list."""
     return (
         truth is None
         or truth != truth

@@ -1,4 +1,4 @@
-"""Are prompts and conversations well-formed: messages, roles, their order, contents."""
+"""Check that prompts and conversations are well-formed: messages, roles, their order, contents."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 _TOOL_ROLES = frozenset({"tool", "function", "observation", "ipython"})
 _FORM = 'write messages as [{"role": "user", "content": "..."}, ...]'
 
-_NO_PROMPT = Problem("R42", "the prompt is null or empty", "there is nothing to answer", "remove these rows")
-_NO_MESSAGES = Problem("R42", "the messages are malformed", "they cannot be turned into text", _FORM)
+_NO_PROMPT = Problem("R42", "the prompt is null or empty", "the model has nothing to answer", "remove these rows")
+_NO_MESSAGES = Problem("R42", "the messages are malformed", "they cannot be rendered", _FORM)
 _NO_FORM = Problem(
     "R42",
     "the prompt is neither messages, nor a string, nor token ids",
-    "it cannot be turned into tokens",
-    f"{_FORM}, or one string a row",
+    "it cannot be tokenized",
+    f"{_FORM}, or one string per row",
 )
 _ROLE = Problem(
     "R42",
-    "a message has a role that no chat template knows",
+    "a message has a role that no chat template supports",
     "it is dropped or refused when the prompt is rendered",
     f"use one of {', '.join(sorted(ROLES - {'observation', 'ipython'}))}",
 )
 _SYSTEM = Problem(
     "R42",
-    "a system message does not come first",
+    "a system message is not the first message",
     "many chat templates refuse it or move it to the front",
     "put it first",
     stops=False,
@@ -38,44 +38,44 @@ _SYSTEM = Problem(
 _ANSWERED = Problem(
     "R42",
     "the prompt ends with an assistant message",
-    "the model would be asked to answer its own finished answer",
+    "the model would have to answer its own finished answer",
     "end the prompt with a user or tool message",
     stops=False,
 )
 _TWO_USERS = Problem(
     "R42",
     "two user messages follow each other",
-    "chat templates that want turns to alternate refuse them",
+    "chat templates that require alternating turns refuse them",
     "join them into one message",
     stops=False,
 )
 _ORPHAN = Problem(
     "R42",
     "a tool message follows no tool call",
-    "the model would read a result that nobody asked for",
+    "the model would read a result without a call",
     "put the assistant message with its tool_calls before it",
     stops=False,
 )
 _EMPTY = Problem(
-    "R42", "a user message is empty", "there is nothing to answer", "fill it in, or remove the row", stops=False
+    "R42", "a user message is empty", "the model has nothing to answer", "fill it in, or remove the row", stops=False
 )
 _NO_ANSWER = Problem(
     "R42",
     "no assistant message",
-    "there is nothing to imitate",
+    "there is no answer to train on",
     "add the answer as an assistant message, or remove the row",
 )
 _OPEN_END = Problem(
     "R42",
     "the conversation does not end with an assistant message",
-    "what stands behind the last answer is never learned from",
+    "messages after the last answer never contribute to the loss",
     "end each row with the answer",
     stops=False,
 )
 
 
 def prompts(rows: Sequence[Row], key: str) -> Iterator[Finding]:
-    """Look at the prompts in column ``key``: a string, token ids, or messages in a sound order."""
+    """Check the prompts in column ``key``: a string, token ids, or messages in a valid order."""
     tally = Tally(len(rows))
     for row in rows:
         value = unwrapped(row.values.get(key))
@@ -91,7 +91,7 @@ def prompts(rows: Sequence[Row], key: str) -> Iterator[Finding]:
 
 
 def conversations(rows: Sequence[Row], key: str) -> Iterator[Finding]:
-    """Look at the conversations in column ``key``, which need an assistant message."""
+    """Check the conversations in column ``key``, which need an assistant message."""
     tally = Tally(len(rows))
     for row in rows:
         messages = _messages(tally, row, unwrapped(row.values.get(key)), key)
@@ -103,7 +103,7 @@ def conversations(rows: Sequence[Row], key: str) -> Iterator[Finding]:
 
 
 def _messages(tally: Tally, row: Row, value: Any, key: str) -> list[dict[str, Any]]:
-    """The messages of a row, none when they are malformed; what is wrong with them is counted."""
+    """Return the messages of a row, none if they are malformed, and count their problems."""
     try:
         messages = check_messages(value, where=row.where, column=key)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Counting rows that share a problem."""
+"""Count rows that share a problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hone.errors import DataError, Finding
 
 @dataclass(frozen=True)
 class Problem:
-    """A kind of problem that rows can have: its code, why it matters, the fix, and whether it stops a run."""
+    """A kind of problem of rows: its code, why it matters, the fix, and whether it stops a run."""
 
     code: str
     what: str
@@ -26,7 +26,7 @@ class Tally:
 
     >>> tally = Tally(3)
     >>> tally.add(Row("a:1", "a.jsonl, row 1", {}), Problem("R44", "ground_truth is ''", "why", "fix"))
-    >>> [found.error.what for found in tally.findings()]
+    >>> [finding.error.what for finding in tally.findings()]
     ["1 of 3 rows: ground_truth is ''"]
     """
 
@@ -40,7 +40,7 @@ class Tally:
         self.first.setdefault(problem, (row.where, detail))
 
     def findings(self, least: int = 1) -> Iterator[Finding]:
-        """Yield one finding a problem that at least so many rows have, the most frequent first."""
+        """Yield one finding per problem that at least ``least`` rows have, the most frequent first."""
         for problem, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             if count >= least:
                 where, detail = self.first[problem]

@@ -1,4 +1,4 @@
-"""What prompts show of tools, measured against the limits of an episode: how long results are, how many calls a turn makes."""
+"""Measure tool results and tool calls in prompts, to compare them with the limits of an episode."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_TOKENIZED = 4000
 
 @dataclass
 class ToolResultLengths:
-    """Tool results that stand in prompts.
+    """Lengths of tool results in prompts.
 
     Attributes:
-        results: how many there are.
+        results: number of tool results.
         long: token lengths of those over the limit, longest first.
-        where: the row of the first of them.
+        where: row of the first of them.
     """
 
     results: int
@@ -35,7 +35,7 @@ def tool_result_lengths(
 ) -> ToolResultLengths:
     """Measure the tool results in the prompts of column ``key`` against ``limit`` tokens.
 
-    A token stands for at least one byte, so results of no more bytes are not tokenized; of the others, the longest 4000 are.
+    A token has at least one byte, so results with at most ``limit`` bytes are not tokenized; of the others, the longest 4000 are.
     """
     results = [
         (row, message["content"])
@@ -53,7 +53,7 @@ def tool_result_lengths(
 
 
 def tool_turns(rows: Sequence[Row], key: str) -> list[int]:
-    """Return how many calls each assistant message with tool calls makes, in the prompts of column ``key``."""
+    """Return the number of calls of each assistant message with tool calls, in the prompts of column ``key``."""
     called = [m.get("tool_calls") for row in rows for m in _messages(row, key) if m.get("role") == "assistant"]
     return [len(calls) for calls in called if isinstance(calls, list) and calls]
 

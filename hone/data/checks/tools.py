@@ -1,4 +1,4 @@
-"""What rows say of agents and tools: names that exist, schemas in their place, calls that end, results that fit."""
+"""Check agents and tools of rows: names that exist, schemas in their place, calls that end, results that fit."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from hone.errors import DataError, Finding, did_you_mean
 
 _SCHEMA = Problem(
     "R35",
-    "the column tools does not hold function schemas",
+    "the column tools is not a list of function schemas",
     "the chat template cannot show the tools to the model",
     'write [{"type": "function", "function": {"name": ..., "parameters": {...}}}] or its JSON text',
 )
 _PASTED = Problem(
     "R36",
-    "tool schemas stand in a message that is not the first",
-    "the chat template puts tools into the first system message; elsewhere they are cut or read as conversation",
+    "a message other than the first contains tool schemas",
+    "the chat template puts tools into the first system message; elsewhere they are removed or read as conversation",
     "move them into the column tools, or into a first system message",
     stops=False,
 )
 _LOOP = Problem(
     "R38",
-    "the same tool call is made three times or more in succession",
-    "a policy that imitates it does not stop calling",
-    "cut these rows, and bound the turns of an episode",
+    "the same tool call is repeated three times or more in succession",
+    "a policy trained on it may never stop calling",
+    "shorten these rows, and limit the turns of an episode",
     stops=False,
 )
 
 
 def agent_names(rows: Sequence[Row], known: Collection[str]) -> Iterator[Finding]:
-    """Look for agent loops that do not exist in the column ``agent_name``."""
+    """Report names in the column ``agent_name`` that are not agent loops."""
     counts = Counter(row.values["agent_name"] for row in rows if row.values.get("agent_name") is not None)
     for name, count in counts.most_common():
         if name not in known:
             yield Finding(
                 DataError(
-                    f"agent_name '{name}' ({count} of {len(rows)} rows) names no agent loop. "
+                    f"agent_name '{name}' ({count} of {len(rows)} rows) is not an agent loop. "
                     f"{did_you_mean(str(name), known)}",
-                    why="these rows could not be played as they ask",
+                    why="these rows cannot be played by the loop that they name",
                     fix=f"write one of {', '.join(sorted(known))}, or leave the column out",
                     where="agent_name",
                     code="R48",
@@ -53,26 +53,26 @@ def agent_names(rows: Sequence[Row], known: Collection[str]) -> Iterator[Finding
 
 
 def tool_names(rows: Sequence[Row], known: Collection[str]) -> Iterator[Finding]:
-    """Look for tools in ``extra_info.tools_kwargs`` that are neither in ``known`` nor among the row's own schemas."""
+    """Report tools in ``extra_info.tools_kwargs`` that are neither in ``known`` nor among the row's schemas."""
     tally = Tally(len(rows))
     for row in rows:
         extra = row.values.get("extra_info") or {}
-        asked = extra.get("tools_kwargs") if isinstance(extra, dict) else None
-        own = {name for name, _ in _schemas(row) if name} if asked else set()
-        for name in sorted(name for name, value in (asked or {}).items() if value is not None):
-            if name not in own and name not in known:
+        tools_kwargs = extra.get("tools_kwargs") if isinstance(extra, dict) else None
+        row_tools = {name for name, _ in _schemas(row) if name} if tools_kwargs else set()
+        for name in sorted(name for name, value in (tools_kwargs or {}).items() if value is not None):
+            if name not in row_tools and name not in known:
                 problem = Problem(
                     "R48",
                     f"tools_kwargs names the tool '{name}', which is not registered",
-                    "it could never be called",
-                    f"tools there are: {', '.join(sorted({*known, *own})) or 'none'}",
+                    "it can never be called",
+                    f"the known tools are: {', '.join(sorted({*known, *row_tools})) or 'none'}",
                 )
                 tally.add(row, problem)
     yield from tally.findings()
 
 
 def tool_schemas(rows: Sequence[Row], key: str) -> Iterator[Finding]:
-    """Look at the column ``tools``, and for schemas that were pasted into the conversation."""
+    """Check the column ``tools``, and report schemas that were pasted into the conversation."""
     tally = Tally(len(rows))
     for row in rows:
         if any(name is None for name, _ in _schemas(row)):
@@ -87,7 +87,7 @@ def tool_schemas(rows: Sequence[Row], key: str) -> Iterator[Finding]:
 
 
 def tool_loops(rows: Sequence[Row], key: str) -> Iterator[Finding]:
-    """Look for conversations in which the same call is repeated without end in sight."""
+    """Report conversations that repeat the same call."""
     tally = Tally(len(rows))
     for row in rows:
         calls = [
@@ -100,7 +100,7 @@ def tool_loops(rows: Sequence[Row], key: str) -> Iterator[Finding]:
 
 
 def tool_outputs(rows: Sequence[Row], key: str, limit: int) -> Iterator[Finding]:
-    """Look for tool results of more than ``limit`` characters."""
+    """Report tool results of more than ``limit`` characters."""
     lengths = [len(str(m.get("content") or "")) for row in rows for m in _messages(row, key) if m.get("role") == "tool"]
     long = sorted(length for length in lengths if length > limit)
     if long:
@@ -108,7 +108,7 @@ def tool_outputs(rows: Sequence[Row], key: str, limit: int) -> Iterator[Finding]
             DataError(
                 f"{len(long)} of {len(lengths)} tool results ({len(long) / len(lengths):.0%}) are longer than {limit} "
                 f"characters (longest {long[-1]})",
-                why="they would be cut in the middle, and the model would read half a result",
+                why="they would be truncated in the middle, and the model would read half a result",
                 fix=f"shorter results, or a limit of {long[-1]} characters",
                 where=key,
                 code="R37",
@@ -123,7 +123,7 @@ def _messages(row: Row, key: str) -> list[dict[str, Any]]:
 
 
 def _schemas(row: Row) -> list[tuple[str | None, Any]]:
-    """Name and schema of the tools of a row; the name is None where there is no schema."""
+    """Return name and schema of the tools of a row; the name is None without a valid schema."""
     tools = unwrapped(row.values.get("tools"))
     if isinstance(tools, str):
         try:

@@ -1,1 +1,1 @@
-"""Task makers: datasets of problems with checkable answers, made without a network."""
+"""Task makers: datasets of problems with checkable answers, built without a network."""

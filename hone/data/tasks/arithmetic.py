@@ -4,8 +4,8 @@
     7+12=19
     #### 19
 
-Texts are short and use few words, so that a model of a million parameters reads them; numbers and steps are options. With
-the defaults there are about 1.7 million different problems.
+Texts are short and use few words, so that a model of a million parameters can read them; numbers and steps are options. The
+defaults give about 1.7 million different problems.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class ArithmeticOptions:
         max_number: numbers in the text run from 1 to this.
         operations: steps of every problem.
         operators: which of ``+``, ``-`` and ``*`` occur (factors run from 2 to 9, at most max_number).
-        min_operations: fewest steps; 0 means as many as ``operations``.
-        slips: percent of the worked solutions that make a child's mistake in their last step: counting on from the
-            first number as if it were the second, one too few after ``+`` and ``*``, one too many after ``-``. The ground
-            truth stays right. Imitation then learns the mistake too, and a reward can mend it.
+        min_operations: fewest steps; 0: always ``operations`` steps.
+        slips: percentage of the worked solutions with a child's mistake in their last step: counting on from the first number
+            as if it were the second, one too few for ``+`` and ``*``, one too many for ``-``. The ground truth stays right.
+            Imitation then learns the mistake too, and a reward can correct it.
     """
 
     max_number: int = 20
@@ -79,7 +79,7 @@ class Arithmetic:
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Endless draws."""
+        """Yield problems without end."""
         generator = random.Random(seed)
         while True:
             yield self._draw(generator)
@@ -93,7 +93,7 @@ class Arithmetic:
         sentences, lines = [f"{name} has {value} {thing}."], []
         for operator in operators:
             if operator == "-" and value == 0:
-                operator = "+"  # nothing is left to take away
+                operator = "+"  # nothing is left to subtract
             number = self._operand(generator, operator, value)
             result = {"+": value + number, "-": value - number, "*": value * number}[operator]
             sentences.append(f"{NAMES[name]} {generator.choice(VERBS[operator]).format(b=number)}.")

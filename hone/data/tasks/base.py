@@ -1,4 +1,4 @@
-"""What a task maker is: a source of problems drawn from a seed, and the options that tune it."""
+"""Interface of task makers: sources of problems drawn from a seed, and the parser of their options."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Problem:
     """One problem with its answer.
 
     Attributes:
-        question: what the user asks.
-        ground_truth: what the scorer of ``data_source`` compares with.
-        solution: a worked answer, as an assistant would write it; None where the task knows none.
+        question: question of the user.
+        ground_truth: value that the scorer of ``data_source`` compares with.
+        solution: a worked answer, as an assistant would write it; None if the task has none.
         extra: further facts, stored in ``extra_info``.
         prompt: messages before the answer; None is the question as a user message.
         answer: messages of a worked answer of several turns; None is ``solution`` as one assistant message.
-        tools: function schemas that prompt and answer show, for supervised fine-tuning.
-        agent_name: the agent loop that plays the problem; None leaves it to the run.
-        key: what tells the problem from others; None is the question.
+        tools: function schemas shown in prompt and answer, for supervised fine-tuning.
+        agent_name: agent loop that plays the problem; None: the run's default.
+        key: identity of the problem; None: the question.
     """
 
     question: str
@@ -43,44 +43,44 @@ class Task(Protocol):
 
     @property
     def data_source(self) -> str:
-        """Kind of problem; selects the scorer."""
+        """Return the kind of problem, which selects the scorer."""
         ...
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Problems drawn from ``seed``, the same ones in the same order every time; repeats may occur."""
+        """Yield problems drawn from ``seed``, always the same ones in the same order; repeats may occur."""
         ...
 
 
 @runtime_checkable
 class TaskWithFiles(Protocol):
-    """A task whose problems need files of their own beside them."""
+    """A task whose problems need additional files next to the dataset."""
 
     def files(self) -> dict[str, list[dict[str, Any]]]:
-        """Name of each (``*.jsonl``), and its rows."""
+        """Return the rows of each file by name (``*.jsonl``)."""
         ...
 
 
 TASKS: Registry[Callable[[Sequence[str]], Task]] = Registry("task")
-"""Name to a function from ``key=value`` options to a task."""
+"""Functions from ``key=value`` options to a task, by name."""
 
 T = TypeVar("T")
 
 
 def parse_options(kind: type[T], options: Sequence[str], *, task: str) -> T:
-    """Make a dataclass of options from ``key=value`` words.
+    """Build a dataclass of options from ``key=value`` words.
 
     Raises:
         ConfigError: a word without "=", an unknown key, a key given twice, or a value of the wrong type.
     """
     types = get_type_hints(kind)
-    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for option in options:
         name, equals, text = option.partition("=")
         if not equals:
-            raise ConfigError(f"'{option}' is not key=value", where=task, fix=f"options: {', '.join(known)}")
-        if name not in known:
-            raise ConfigError(f"unknown option '{name}'", where=task, fix=did_you_mean(name, known))
+            raise ConfigError(f"'{option}' is not key=value", where=task, fix=f"options: {', '.join(names)}")
+        if name not in names:
+            raise ConfigError(f"unknown option '{name}'", where=task, fix=did_you_mean(name, names))
         if name in values:
             raise ConfigError(f"option '{name}' is given twice", where=task, fix="give it once")
         try:

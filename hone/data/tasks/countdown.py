@@ -1,7 +1,7 @@
 """Countdown: combine all given numbers, each exactly once, into a target.
 
-The ground truth is the JSON text ``{"target": 22, "numbers": [3, 5, 7]}``; any expression over exactly these numbers with
-``+ - * /`` and parentheses that has the target as its value is right, wherever it came from. It stands in ``<answer></answer>``::
+The ground truth is the JSON text ``{"target": 22, "numbers": [3, 5, 7]}``. Any expression over exactly these numbers with
+``+ - * /`` and parentheses and the target as its value is right. The answer is in ``<answer></answer>``::
 
     Use 7, 3 and 5, each once, with + - * / to make 22. Write the expression in <answer></answer>.
     3*5=15
@@ -27,7 +27,7 @@ class CountdownOptions:
         min_numbers: fewest numbers in a problem.
         max_numbers: most numbers in a problem.
         max_number: numbers run from 1 to this.
-        max_target: targets run from 1 to this, as do all values on the way.
+        max_target: targets, and all intermediate values, run from 1 to this.
     """
 
     min_numbers: int = 3
@@ -58,7 +58,7 @@ class Countdown:
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Endless draws."""
+        """Yield problems without end."""
         generator, options = random.Random(seed), self.options
         while True:
             count = generator.randint(options.min_numbers, options.max_numbers)
@@ -73,7 +73,7 @@ class Countdown:
             )
 
     def _combine(self, generator: random.Random, numbers: list[int]) -> tuple[list[str], str, int]:
-        """Join random pairs until one value is left; every value on the way is whole and in 1..max_target."""
+        """Join random pairs until one value is left; every intermediate value is whole and in 1..max_target."""
         parts = [(number, str(number)) for number in numbers]
         lines = []
         while len(parts) > 1:

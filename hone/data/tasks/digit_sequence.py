@@ -1,15 +1,15 @@
-"""Answer a short sequence of digits with another one: small enough to be learned by RL alone, from random weights.
+"""Answer a short sequence of digits with another one: small enough for RL alone, from random weights.
 
-The reward is graded. With ``g`` the ground truth and ``d`` the digits 0 to 9 of the response in order, everything else
-left out::
+The reward is graded. With ``g`` the ground truth and ``d`` the digits 0 to 9 of the response in order, all other
+characters ignored::
 
     score = (number of positions i with d[i] == g[i]) / max(len(g), len(d))
 
-So it lies in [0, 1], is 1 only for exactly the digits of ``g``, and a response that is too short or too long loses in
+The score is in [0, 1] and is 1 only for exactly the digits of ``g``. A response that is too short or too long loses in
 proportion. A response without digits scores 0.
 
-Kinds: ``copy`` 3814 -> 3814, ``reverse`` 3814 -> 4183, ``count`` 3814 -> 4925 (each digit plus one, the last digit of the
-alphabet becomes the first), ``sort`` 3814 -> 1348.
+Kinds: ``copy`` 3814 -> 3814, ``reverse`` 3814 -> 4183, ``count`` 3814 -> 4925 (each digit plus one; the last digit of the
+alphabet wraps around to the first), ``sort`` 3814 -> 1348.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DigitSequence:
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Endless draws."""
+        """Yield problems without end."""
         generator, options = random.Random(seed), self.options
         while True:
             row = [generator.randrange(options.digits) for _ in range(options.length)]

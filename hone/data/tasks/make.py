@@ -1,4 +1,4 @@
-"""Writing a task's problems as training and validation files."""
+"""Write a task's problems as training and validation files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hone.errors import DataError
 __all__ = ["arithmetic", "countdown", "digit_sequence", "make_task", "programs", "reasoning_gym", "write_task"]
 
 PATIENCE = 2000
-"""Draws in a row without a new problem after which a task counts as exhausted."""
+"""A task counts as exhausted after this many draws in a row without a new problem."""
 
 
 def make_task(name: str, options: Sequence[str]) -> Task:
@@ -39,13 +39,13 @@ def write_task(task: Task, out: Path, *, size: int, val_size: int, seed: int) ->
 
     Columns: ``data_source``, ``prompt`` (messages), ``reward_model`` {style, ground_truth}, ``extra_info`` {index, split,
     question, answer, ...} and ``messages`` (the prompt and the worked solution, for supervised fine-tuning); tasks of several
-    turns add ``agent_name`` and ``tools`` (schemas as JSON text). Files that the task brings stand beside them.
+    turns add ``agent_name`` and ``tools`` (schemas as JSON text). Additional files of the task are written to the same folder.
 
     Returns:
         The two paths.
 
     Raises:
-        DataError: a size below 1, fewer different problems than asked for, or the folder cannot be written.
+        DataError: a size is below 1, there are fewer different problems than requested, or the folder cannot be written.
     """
     if size < 1 or val_size < 1:
         raise DataError(f"--size {size} and --val-size {val_size} must be at least 1", fix="--size 1000 --val-size 128")
@@ -60,27 +60,29 @@ def write_task(task: Task, out: Path, *, size: int, val_size: int, seed: int) ->
         for name, rows in task.files().items() if isinstance(task, TaskWithFiles) else ():
             (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     except OSError as error:
-        raise DataError(f"cannot write: {error}", where=str(out), fix="choose another folder with --out") from error
+        raise DataError(
+            f"the dataset cannot be written: {error}", where=str(out), fix="choose another folder with --out"
+        ) from error
     return paths["train"], paths["val"]
 
 
 def _distinct(task: Task, count: int, seed: int) -> list[Problem]:
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     misses = 0
     for problem in task.problems(seed):
         name = problem.key or problem.question
-        misses = misses + 1 if name in found else 0
-        found.setdefault(name, problem)
-        if len(found) == count or misses == PATIENCE:
+        misses = misses + 1 if name in problems else 0
+        problems.setdefault(name, problem)
+        if len(problems) == count or misses == PATIENCE:
             break
-    if len(found) < count:
+    if len(problems) < count:
         raise DataError(
-            f"{count} different problems are asked for, the task has about {len(found)}",
+            f"{count} different problems are requested, and the task has about {len(problems)}",
             where=task.data_source,
             why="training and validation problems must all differ",
             fix="lower --size and --val-size, or widen the task's options",
         )
-    return list(itertools.islice(found.values(), count))
+    return list(itertools.islice(problems.values(), count))
 
 
 def _row(source: str, problem: Problem, split: str, index: int) -> dict[str, Any]:

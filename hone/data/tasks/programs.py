@@ -1,4 +1,4 @@
-"""Small functions to write in Python, checked by calling them in the sandbox.
+"""Short Python functions to write, checked by calling them in the sandbox.
 
     Write f(x): add 3, then multiply by 2.
     ```python
@@ -6,7 +6,7 @@
         return (x + 3) * 2
     ```
 
-The ground truth holds inputs and outputs, as of published problems: ``{"fn_name": "f", "inputs": [[4]], "outputs": [14]}``.
+The ground truth has inputs and outputs, as in published problems: ``{"fn_name": "f", "inputs": [[4]], "outputs": [14]}``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from hone.data.tasks.base import TASKS, Problem, parse_options, require
 
 Steps = Sequence[tuple[str, int]]
-"""Operator and number, in the order in which they are done."""
+"""Operators and numbers, in order of execution."""
 
 _WORDS = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
 
@@ -29,11 +29,11 @@ class ProgramsOptions:
     """Options of the task.
 
     Attributes:
-        steps: what the function does to its argument, one after the other; sums and products take turns.
+        steps: number of operations on the argument; additions and multiplications alternate.
         max_number: numbers run from 2 to this.
-        tests: calls that check a program.
-        slips: percent of the demonstrations that do the steps in the wrong order. Tests and ``extra_info.answer`` stay right.
-            Imitation then learns the mistake too, and a reward can mend it.
+        tests: number of calls that check a program.
+        slips: percentage of the demonstrations that execute the steps in the wrong order. Tests and ``extra_info.answer`` stay
+            right. Imitation then learns the mistake too, and a reward can correct it.
     """
 
     steps: int = 2
@@ -58,7 +58,7 @@ class Programs:
         self.options = options
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Endless draws."""
+        """Yield problems without end."""
         draw, options = random.Random(seed), self.options
         while True:
             sums = draw.random() < 0.5
@@ -81,7 +81,7 @@ class Programs:
 
 
 def program(steps: Steps) -> str:
-    """A block of Python whose function ``f`` does the steps."""
+    """Return a block of Python with a function ``f`` that executes the steps."""
     expression = "x"
     for place, (operator, number) in enumerate(steps):
         inner = f"({expression})" if place and operator == "*" else expression
@@ -90,7 +90,7 @@ def program(steps: Steps) -> str:
 
 
 def result(steps: Steps, x: int) -> int:
-    """What the steps make of ``x``."""
+    """Return the value of the steps applied to ``x``."""
     for operator, number in steps:
         x = {"+": x + number, "-": x - number, "*": x * number}[operator]
     return x

@@ -1,9 +1,9 @@
-"""Any dataset of the reasoning-gym package (about 100 generators, each with its own verifier), as a task.
+"""Any dataset of the reasoning-gym package (about 100 generators, each with a verifier), as a task.
 
-The ground truth of a problem is its whole entry (question, answer, metadata) as JSON text, which is what the dataset's
-``score_answer(answer, entry)`` needs. Every entry is checked when it is made: with the stored entry the verifier must say of
-the reference answer what it says with the original (``arc_agi`` and ``rearc`` fail this and are refused). Two datasets give no
-reference answer; their rows have no solution and serve RL only.
+The ground truth of a problem is its whole entry (question, answer, metadata) as JSON text, the input of the dataset's
+``score_answer(answer, entry)``. Every new entry is checked: the verifier must score the reference answer the same with the
+stored entry as with the original (``arc_agi`` and ``rearc`` fail this and are refused). Two datasets give no reference
+answer; their rows have no solution and serve RL only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReasoningGym:
 
     Args:
         dataset: name in reasoning-gym.
-        options: ``key=value`` for the dataset's own configuration; values are read as JSON where they are JSON.
+        options: ``key=value`` for the dataset's configuration; values are read as JSON if they are JSON.
 
     Raises:
         HoneError: the package is not installed.
@@ -49,20 +49,20 @@ class ReasoningGym:
             raise ConfigError(f"reasoning-gym has no dataset '{dataset}'", fix=did_you_mean(dataset, DATASETS))
         self._create, self._name, self._config = reasoning_gym.create_dataset, dataset, DATASETS[dataset][1]
         self._options = self._parsed(options)
-        self._generator(0, 1)  # refuses bad options now
-        self._verifier = self._create(dataset, seed=0, size=1)  # as the scorer makes it: default options
+        self._generator(0, 1)  # raises for bad options
+        self._verifier = self._create(dataset, seed=0, size=1)  # default options, as in the scorer
         self.data_source = f"reasoning_gym/{dataset}"
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Endless draws."""
+        """Yield problems without end."""
         for chunk in itertools.count():
             generator = self._generator(derive_seed(seed, "chunk", chunk) % 2**31, _CHUNK)
             for index in range(_CHUNK):
                 yield self._problem(generator, generator[index])
 
     def _problem(self, generator: Any, entry: dict[str, Any]) -> Problem:
-        kept = {name: entry[name] for name in ("question", "answer", "metadata")}
-        text = json.dumps(kept, default=str)  # fractions, dates and the like as text
+        fields = {name: entry[name] for name in ("question", "answer", "metadata")}
+        text = json.dumps(fields, default=str)  # fractions, dates and the like as text
         answer = _reference(entry)
         if answer is not None:
             try:
@@ -76,19 +76,19 @@ class ReasoningGym:
 
     def _unfit(self, reason: str) -> DataError:
         return DataError(
-            f"the entries of reasoning-gym's dataset '{self._name}' do not survive being written as JSON: {reason}",
+            f"the entries of reasoning-gym's dataset '{self._name}' change when written as JSON: {reason}",
             why="right answers would be scored as wrong",
             fix="choose another dataset",
         )
 
     def _parsed(self, options: Sequence[str]) -> dict[str, Any]:
-        known = {field.name for field in dataclasses.fields(self._config)} - {"seed", "size"}
+        keys = {field.name for field in dataclasses.fields(self._config)} - {"seed", "size"}
         values: dict[str, Any] = {}
         for option in options:
             name, equals, text = option.partition("=")
-            if not equals or name not in known:
+            if not equals or name not in keys:
                 what = f"unknown option '{name}'" if equals else f"'{option}' is not key=value"
-                raise ConfigError(what, where=f"reasoning_gym:{self._name}", fix=did_you_mean(name, known))
+                raise ConfigError(what, where=f"reasoning_gym:{self._name}", fix=did_you_mean(name, keys))
             try:
                 values[name] = json.loads(text)
             except json.JSONDecodeError:
@@ -99,16 +99,16 @@ class ReasoningGym:
         try:
             return self._create(self._name, seed=seed, size=size, **self._options)
         except (AssertionError, TypeError, ValueError) as error:
-            given = ", ".join(f"{name}={value}" for name, value in self._options.items()) or "no options"
+            options = ", ".join(f"{name}={value}" for name, value in self._options.items()) or "no options"
             raise ConfigError(
-                f"the dataset refuses {given}: {error}",
+                f"the dataset refuses {options}: {error}",
                 where=f"reasoning_gym:{self._name}",
                 fix="change the options; the dataset's own configuration documents them",
             ) from error
 
 
 def _reference(entry: dict[str, Any]) -> str | None:
-    """A right answer: the entry's own, or the example that some datasets with many right answers give instead."""
+    """Return a right answer: the entry's answer, or the example of datasets with many right answers."""
     if entry["answer"] is not None:
         return str(entry["answer"])
     examples = (entry["metadata"].get(name) for name in _EXAMPLES)
@@ -118,7 +118,7 @@ def _reference(entry: dict[str, Any]) -> str | None:
 
 @TASKS.register("reasoning_gym")
 def make(options: Sequence[str]) -> ReasoningGym:
-    """Build the task; the first option is ``dataset=<name>``, as ``reasoning_gym:<name>`` gives it."""
+    """Build the task; the first option is ``dataset=<name>``, as in ``reasoning_gym:<name>``."""
     name = options[0].partition("dataset=")[2] if options and options[0].startswith("dataset=") else ""
     if not name:
         raise ConfigError("reasoning_gym needs a dataset", fix="hone data make reasoning_gym:gsm_symbolic --out DIR")

@@ -1,4 +1,4 @@
-"""The rows being decoded: per-row state as tensors, so that a step needs no Python loop over rows."""
+"""State of the decoded rows, as tensors, so that a step needs no Python loop over rows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class RowState:
     """State of rows ``0 .. A - 1``; every tensor has ``A`` rows.
 
     Attributes:
-        shared: tokens in the cache that the row's prompt has in a slot, which other rows may continue too.
-        length: tokens in the cache of the row's own.
-        next_token: the token that the next step feeds.
-        generated: tokens drawn so far.
-        limit: most tokens to draw.
+        shared: cached tokens of the row's shared prefix, which is stored in a slot.
+        length: cached tokens in the row itself.
+        next_token: input of the next step.
+        generated: tokens sampled so far.
+        limit: maximum of sampled tokens.
         stops: ``[A, S]`` tokens that end the response, padded with NO_TOKEN.
-        tokens: ``[A, M]`` tokens drawn.
-        log_probs: ``[A, M]`` under the raw policy.
-        sampling_log_probs: ``[A, M]`` under the distribution sampled from.
+        tokens: ``[A, M]`` sampled tokens.
+        log_probs: ``[A, M]`` of the sampled tokens under the raw policy.
+        sampling_log_probs: ``[A, M]`` of the same tokens under the distribution sampled from.
         seen: ``[A, V]`` tokens in prompt or response, or ``[A, 0]`` when no row has a repetition penalty.
     """
 
@@ -42,10 +42,10 @@ class RowState:
     seen: Tensor
 
     @classmethod
-    def of(
-        cls, requests: Sequence[GenerationRequest], begun: Sequence[int], vocabulary: int, device: torch.device
+    def from_requests(
+        cls, requests: Sequence[GenerationRequest], row_lengths: Sequence[int], vocabulary: int, device: torch.device
     ) -> RowState:
-        """The state of requests whose prompts, but for the last token, are in the cache, ``begun`` tokens in their rows."""
+        """Return the state after prefill: prompts are cached except for their last token, ``row_lengths`` of it in the rows."""
 
         def vector(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
@@ -59,8 +59,8 @@ class RowState:
             for row, request in enumerate(requests):
                 seen[row, vector(request.prompt_ids)] = True
         return cls(
-            shared=vector([len(r.prompt_ids) - 1 - own for r, own in zip(requests, begun, strict=True)]),
-            length=vector(begun),
+            shared=vector([len(r.prompt_ids) - 1 - n for r, n in zip(requests, row_lengths, strict=True)]),
+            length=vector(row_lengths),
             next_token=vector([r.prompt_ids[-1] for r in requests]),
             generated=vector([0] * len(requests)),
             limit=vector([r.sampling.max_tokens for r in requests]),
@@ -72,7 +72,7 @@ class RowState:
         )
 
     def record(self, tokens: Tensor, log_probs: Tensor, sampling_log_probs: Tensor) -> None:
-        """Append the tokens drawn."""
+        """Append one sampled token per row."""
         place = self.generated[:, None]
         self.tokens.scatter_(1, place, tokens[:, None])
         self.log_probs.scatter_(1, place, log_probs[:, None])
@@ -85,25 +85,25 @@ class RowState:
 
     @property
     def stopped(self) -> Tensor:
-        """``[A]``: whether the last token drawn is a stop token."""
+        """``[A]`` bool: True where the last sampled token is a stop token."""
         return (self.stops == self.next_token[:, None]).any(-1)
 
     @property
     def full(self) -> Tensor:
-        """``[A]``: whether no more tokens are to be drawn."""
+        """``[A]`` bool: True where the limit is reached."""
         return self.generated >= self.limit
 
-    def with_prompts_apart(self, begun: Sequence[int]) -> RowState:
-        """The same rows, when the ``begun`` tokens with which they began in the cache are no longer their own."""
-        moved = torch.tensor(begun, device=self.length.device)
+    def with_shared_prefixes(self, moved_tokens: Sequence[int]) -> RowState:
+        """Return the state after the first ``moved_tokens`` of each row have moved to a shared prefix."""
+        moved = torch.tensor(moved_tokens, device=self.length.device)
         return replace(self, shared=self.shared + moved, length=self.length - moved)
 
     def select(self, rows: Tensor) -> RowState:
-        """These rows, in this order."""
+        """Return the given rows in the given order."""
         return RowState(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def join(self, other: RowState) -> RowState:
-        """These rows, then those of ``other``; columns are widened to fit."""
+        """Return these rows followed by those of ``other``; columns are widened to fit."""
         return RowState(*(_stack(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
 

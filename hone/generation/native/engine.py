@@ -1,7 +1,7 @@
 """The native engine: continuous batching over a Hugging Face module, in the trainer's process.
 
-It reads the very parameters that the optimizer updates, so new weights need no transfer. All requests, of however many
-callers, share one batch; a burst of steps runs without interruption, then callers, pause and abort get their turn.
+It reads the parameters that the optimizer updates, so new weights need no transfer. Requests of all callers share one
+batch. After each burst of steps the event loop serves callers, pause and abort.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from hone.generation.protocol import Completion, EngineDescription, GenerationRe
 from hone.insight import activity
 
 BURST = 32
-"""Most decode steps between two looks at callers; bfloat16 copies of the weights live as long."""
+"""Maximum of decode steps before the event loop gets control; bfloat16 copies of the weights live as long."""
 WATCHED_BURST = 4
-"""The same while a caller watches its tokens come."""
+"""The same while a request reports its progress."""
 
 
 class NativeEngine:
-    """Continuous batching with a key-value cache.
+    """Continuous batching with a KV cache.
 
     Args:
         model: a causal language model (adapters included) that uses Hone's attention.
         tokenizer: decodes, for stop strings.
         device: where the model is.
         dtype: compute dtype, float32 or bfloat16.
-        max_num_seqs: most sequences decoded at once.
+        max_num_seqs: maximum of sequences decoded at once.
         max_cache_tokens: capacity of the cache; None means max_num_seqs sequences of max_model_len.
-        max_model_len: longest prompt with response.
-        shares_weights: whether ``model`` is the very module that is trained; otherwise :meth:`load_weights` copies.
+        max_model_len: maximum of tokens in prompt and response.
+        shares_weights: whether ``model`` is the module that is trained; otherwise :meth:`load_weights` copies.
     """
 
     def __init__(
@@ -54,8 +54,13 @@ class NativeEngine:
     ) -> None:
         self.model, self.device, self.dtype, self.shares_weights = model, device, dtype, shares_weights
         limit = max_cache_tokens or max_num_seqs * max_model_len
-        self._scheduler = Scheduler(max_num_seqs=max_num_seqs, max_cache_tokens=limit, max_model_len=max_model_len)
         self._runner = Runner(model, tokenizer, device=device, dtype=dtype, max_cache_tokens=limit)
+        self._scheduler = Scheduler(
+            max_num_seqs=max_num_seqs,
+            max_cache_tokens=limit,
+            max_model_len=max_model_len,
+            share_prompts=self._runner.per_token,
+        )
         self._entering: list[Job] = []
         self._arrived: set[str] = set()
         self._incomplete: int | None = None
@@ -64,10 +69,10 @@ class NativeEngine:
         self._task: asyncio.Task[None] | None = None
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        """Serve the requests, yielding each completion as it finishes. A caller that goes away ends its requests.
+        """Serve the requests, yielding each completion as it finishes. Closing the iterator aborts its requests.
 
         Raises:
-            GenerationError: a request can never be served (none is begun then), or weights have arrived only in part.
+            GenerationError: a request exceeds the limits (then no request starts), or weights have arrived only in part.
         """
         for request in requests:
             self._scheduler.check(request)
@@ -75,12 +80,12 @@ class NativeEngine:
             raise GenerationError(
                 f"weights of version {self._incomplete} have arrived only in part",
                 why="the engine would sample from a mixture of two policies",
-                fix="send all weights of a version; where the engine refused some, the error before this one says why",
+                fix="send all weights of a version; if the engine refused some, the previous error says why",
             )
         if not self._scheduler.waiting and not self._runner.running:
             self._runner.release()  # weights may have changed since the last request
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
-        jobs = [Job.of(request, answers) for request in requests]
+        jobs = [Job.from_request(request, answers) for request in requests]
         self._scheduler.waiting.extend(jobs)
         self._start()
         try:
@@ -94,77 +99,77 @@ class NativeEngine:
                 job.aborted = True
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
-        """Take the weights of this version: note it when they are the trainer's own, copy them otherwise.
+        """Load weights of a version: copy them, or only note the version if the trainer's parameters are shared.
 
         Raises:
-            GenerationError: a name or shape that the model does not have; with the last call, some that have not arrived.
+            GenerationError: the model has no weight of that name and shape, or after the last call weights are missing.
         """
         if not self.shares_weights:
             self._copy(weights, version, last)
         if not last:
             return
-        self._runner.release()  # what was made of the old weights: a fused optimizer changes them without counting it
-        self._runner.parked.clear()
+        self._runner.release()  # copies of the old weights: a fused optimizer changes weights without a version count
+        self._runner.sessions.clear()
         self._runner.version = version
 
     async def pause(self) -> None:
-        """Stop decoding; requests stay where they are."""
+        """Stop decoding; requests keep their state."""
         self._paused = True
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume decoding."""
         self._paused = False
         self._resumed.set()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the given requests (all when None) with the tokens they have."""
+        """End the given requests (all when None) with the tokens sampled so far."""
         wanted = None if request_ids is None else set(request_ids)
         for job in (*self._scheduler.waiting, *self._runner.running):
             job.aborted = job.aborted or wanted is None or job.request.request_id in wanted
         self._remove_aborted()
 
     async def sleep(self) -> None:
-        """Give the cache's memory back; requests under way end as aborted."""
+        """Free the cache; running requests end as aborted."""
         await self.abort()
         self._runner.sleep()
 
     async def wake(self) -> None:
-        """Nothing to do: the cache grows again when it is needed."""
+        """Do nothing: the cache grows again when it is needed."""
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
-        """Forget the keys and values kept for the next turns of these episodes."""
-        self._runner.parked.forget(sessions)
+        """Drop the session KV caches of these episodes."""
+        self._runner.sessions.forget(sessions)
 
     def describe(self) -> EngineDescription:
-        """What it is, and its counters since start."""
+        """Return the engine's properties and its counters since start."""
         return EngineDescription("native", self.shares_weights, self.dtype, str(self.device), dict(self._runner.stats))
 
     def close(self) -> None:
-        """There is no other process."""
+        """Do nothing: there is no other process."""
 
     def _copy(self, weights: Iterable[tuple[str, Tensor]], version: int, last: bool) -> None:
-        """Copy weights into the model; it is fenced until all of them have arrived."""
-        own = dict(self.model.named_parameters())
+        """Copy weights into the model; requests are refused until all weights have arrived."""
+        parameters = dict(self.model.named_parameters())
         arrived = self._arrived if self._incomplete == version else set()
-        self._arrived = set()  # an update that fails, or is given up for another, begins anew
+        self._arrived = set()  # an update that fails, or is replaced by another, starts again
         with torch.no_grad():
             for name, tensor in weights:
                 self._incomplete = version
-                if name not in own or own[name].shape != tensor.shape:
-                    found = f"of shape {tuple(own[name].shape)}" if name in own else "not there"
+                if name not in parameters or parameters[name].shape != tensor.shape:
+                    expected = f"has shape {tuple(parameters[name].shape)}" if name in parameters else "does not exist"
                     raise GenerationError(
-                        f"weight '{name}' {tuple(tensor.shape)} arrived, in the engine's model it is {found}",
-                        why="the engine would sample from another policy than the one trained",
-                        fix="build the engine over the architecture that is trained",
+                        f"weight '{name}' arrived with shape {tuple(tensor.shape)}; in the engine's model it {expected}",
+                        why="the engine would sample from a different policy than the trained one",
+                        fix="build the engine with the trained architecture",
                     )
-                own[name].copy_(tensor)
+                parameters[name].copy_(tensor)
                 arrived.add(name)
-        missing = sorted(own.keys() - arrived) if self._incomplete is not None else []
+        missing = sorted(parameters.keys() - arrived) if self._incomplete is not None else []
         if last and missing:
             raise GenerationError(
-                f"{len(missing)} of {len(own)} weights have not arrived, such as '{missing[0]}'",
+                f"{len(missing)} of {len(parameters)} weights have not arrived, such as '{missing[0]}'",
                 why="the engine would sample from a mixture of two policies",
-                fix="publish every parameter of the policy",
+                fix="send every parameter of the policy",
             )
         if last:
             self._incomplete = None
@@ -178,7 +183,7 @@ class NativeEngine:
             self._task = loop.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Run while there is work; whatever goes wrong goes to everyone who waits."""
+        """Decode while there are requests; an exception is delivered to every waiting caller."""
         scheduler, runner = self._scheduler, self._runner
         try:
             while scheduler.waiting or runner.running:
@@ -216,19 +221,19 @@ class NativeEngine:
                 _deliver(finished)
                 activity.tick()
                 if any(job.request.session is not None for job, _ in finished):
-                    break  # the episode may go on at once
+                    break  # the episode may continue at once
         for row in self._watched():
             self._runner.running[row].request.progress(*runner.so_far(row))  # type: ignore[misc]
 
     def _watched(self) -> list[int]:
-        """Rows whose callers watch them."""
+        """Return the rows whose requests report progress."""
         return [row for row, job in enumerate(self._runner.running) if job.request.progress is not None]
 
     def _remove_aborted(self) -> None:
         version = self._runner.version
         for job in self._scheduler.remove(lambda job: job.aborted):
-            nothing = Completion(job.request.request_id, [], [], [], StopReason.ABORTED, (version, version))
-            job.answer.put_nowait(nothing)
+            empty = Completion(job.request.request_id, [], [], [], StopReason.ABORTED, (version, version))
+            job.answer.put_nowait(empty)
         _deliver(self._runner.abort({job for job in self._runner.running if job.aborted}))
 
 

@@ -1,7 +1,7 @@
-"""Drawing tokens: vectorised over the batch, each row from its own random stream.
+"""Sampling of tokens: vectorised over the batch, with one random stream per row.
 
-The draw number ``i`` of a request is a hash of (its seed, i), turned into one uniform number and looked up in the
-cumulative distribution. So what a request draws does not depend on what else is in the batch.
+Sample ``i`` of a request looks up one uniform number, a hash of (seed, i), in the cumulative distribution. So the
+tokens of a request do not depend on the other requests of the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COLUMNS = ("seeds", "temperature", "top_k", "top_p", "min_p", "repetition_penal
 
 
 def uniforms(streams: Tensor, counters: Tensor) -> Tensor:
-    """One number in [0, 1 - 2**-52] for each (stream, counter): splitmix64 of the counter, from the mixed seed on.
+    """Return one number in [0, 1 - 2**-52] for each (stream, counter): splitmix64 of the counter, offset by the mixed seed.
 
     Args:
         streams: int64, from :func:`streams_of` seeds.
@@ -36,7 +36,7 @@ def uniforms(streams: Tensor, counters: Tensor) -> Tensor:
 
 
 def streams_of(seeds: Tensor) -> Tensor:
-    """Where the streams of int64 ``seeds`` begin."""
+    """Return the first states of the random streams of int64 ``seeds``."""
     return _mixed(seeds) + _GOLDEN
 
 
@@ -47,18 +47,18 @@ def _mixed(state: Tensor) -> Tensor:
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right."""
+    """Shift logically to the right."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of the rows of a batch, one tensor a parameter.
+    """Sampling parameters of the rows of a batch, one tensor per parameter.
 
     Attributes:
         penalises: whether any row has a repetition penalty.
-        truncates: whether any row leaves tokens out.
-        greedy: whether any row takes the likeliest token.
+        truncates: whether any row uses top-k, top-p or min-p.
+        greedy: whether any row has temperature 0.
     """
 
     seeds: Tensor
@@ -78,16 +78,16 @@ class RowSampling:
 
     @cached_property
     def takes_likeliest(self) -> Tensor:
-        """``[A]`` bool."""
+        """``[A]`` bool: True for temperature 0."""
         return self.temperature == 0
 
     @cached_property
     def divisor(self) -> Tensor:
-        """``[A, 1]``: the temperature, or 1 where the likeliest is taken."""
+        """``[A, 1]``: the temperature, or 1 where it is 0."""
         return torch.where(self.takes_likeliest, 1.0, self.temperature)[:, None]
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> RowSampling:
+    def from_params(cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> RowSampling:
         """Stack the parameters of several requests."""
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,11 +106,11 @@ class RowSampling:
         )
 
     def select(self, rows: Tensor) -> RowSampling:
-        """The parameters of these rows, in this order."""
+        """Return the given rows in the given order."""
         return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     def join(self, other: RowSampling) -> RowSampling:
-        """These rows, then those of ``other``."""
+        """Return these rows followed by those of ``other``."""
         columns = {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _COLUMNS}
         return RowSampling(
             **columns,
@@ -121,17 +121,17 @@ class RowSampling:
 
 
 def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row.
+    """Sample one token per row.
 
     Args:
         logits: ``[A, V]``.
         rows: parameters of the rows.
-        counters: ``[A]`` int64, how many tokens each request has drawn before.
+        counters: ``[A]`` int64, number of tokens sampled before for each request.
         seen: ``[A, V]`` bool, tokens in prompt or response, when a row has a repetition penalty.
 
     Returns:
         tokens ``[A]`` int64; their log-probs under ``softmax(logits / temperature)``; their log-probs under the
-        distribution sampled from. Rows of temperature 0 take the likeliest token and report log-probs of temperature 1.
+        distribution sampled from. Rows of temperature 0 get the likeliest token and log-probs of temperature 1.
     """
     logits = logits.float()
     raw = logits / rows.divisor
@@ -144,23 +144,23 @@ def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | N
         scaled = truncate(scaled, rows)
     sampled_from = scaled.log_softmax(-1)
     cumulative = sampled_from.exp().cumsum(-1, dtype=torch.float64)
-    # A draw is below the total even after rounding, so that a token of probability 0 is never found.
+    # The number is below the total even after rounding, so a token of probability 0 is never selected.
     draw = uniforms(rows.streams, counters)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, draw, right=True)[:, 0]
     tokens = tokens.clamp_(max=logits.shape[1] - 1)
     if rows.greedy:
         tokens = torch.where(rows.takes_likeliest, scaled.argmax(-1), tokens)
-    sampling_log_probs = _of(sampled_from, tokens)
+    sampling_log_probs = _gather(sampled_from, tokens)
     if scaled is raw:
         return tokens, sampling_log_probs, sampling_log_probs
-    log_probs = _of(raw.log_softmax(-1), tokens)
+    log_probs = _gather(raw.log_softmax(-1), tokens)
     return tokens, log_probs, torch.where(rows.takes_likeliest, log_probs, sampling_log_probs)
 
 
 def truncate(scaled: Tensor, rows: RowSampling) -> Tensor:
-    """Minus infinity where top-k, then top-p, then min-p leave a token out; the likeliest always stays.
+    """Set scores to minus infinity where top-k, then top-p, then min-p exclude a token; the likeliest always stays.
 
-    Each rule looks at what the one before has left, renormalised. A row with no rule comes back as it is, to the bit.
+    Each rule applies to the renormalised result of the rule before. A row without rules is returned bit-equal.
     """
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
@@ -174,5 +174,5 @@ def truncate(scaled: Tensor, rows: RowSampling) -> Tensor:
     return torch.empty_like(scaled).scatter_(-1, order, ordered)
 
 
-def _of(log_probs: Tensor, tokens: Tensor) -> Tensor:
+def _gather(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return log_probs.gather(-1, tokens[:, None])[:, 0]

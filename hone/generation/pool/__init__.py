@@ -1,11 +1,11 @@
-"""Several replicas of an engine behind one: :class:`EnginePool` speaks the engine protocol.
+"""Several engine replicas that act as one: :class:`EnginePool` implements the engine protocol.
 
 ===============  ====================================================================================================
 ``replica``      one engine with its state, its load and its counters
-``concurrency``  how many requests a replica is given at once, from how long they wait in it
+``concurrency``  limit of requests per replica, from the time that they wait in it
 ``pool``         queue, choice of replica, retries; the engine protocol
 ``supervision``  probes, restarts, and admission after the weights have been checked
-``weights``      the published weights, kept for replicas that are started again
+``weights``      the latest weights, kept for replicas that restart
 ===============  ====================================================================================================
 """
 

@@ -1,30 +1,29 @@
-"""How many requests a replica is given at once: as many as its cache serves without letting them wait."""
+"""Limit of concurrent requests per replica: as many as its cache serves without a wait."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 WAITED = 0.5
-"""Share of a request's time that it waits in the engine from which on the engine is full. Less than that is what a burst of new
-requests waits for the prefill of each other."""
+"""Share of waiting in a request's time above which the engine counts as full. In a burst, new requests wait for each other's
+prefill, which takes a smaller share."""
 SHRINK, GROW = 0.8, 1.1
 
 
 @dataclass
 class Concurrency:
-    """A limit that follows the pressure on an engine's cache: additive-increase, multiplicative-decrease over windows of
-    requests (Chiu and Jain 1989).
+    """A limit that follows the pressure on an engine's cache, by additive increase and multiplicative decrease.
 
-    An engine that is out of cache lets requests wait before it begins them, or throws begun ones out (preemption). Either shrinks
-    the limit; requests that begin at once while all places are taken let it grow. What waits in the pool instead can still go to
-    another replica.
+    An engine without free cache delays new requests or preempts running ones. Both shrink the limit; requests that start at
+    once while the limit is reached let it grow. A request that waits in the pool can still go to another replica. The
+    windows are numbers of requests (Chiu and Jain 1989).
 
     Attributes:
-        limit: requests that may be under way.
+        limit: maximum of running requests.
 
     Args:
         start: the first limit.
-        least, most: it stays between these.
+        least, most: bounds of the limit.
     """
 
     start: int = 64
@@ -41,12 +40,12 @@ class Concurrency:
         self.limit = min(max(self.start, self.least), self.most)
 
     def note(self, waited: float, lasted: float, under_way: int) -> None:
-        """A request is complete.
+        """Record a completed request.
 
         Args:
-            waited: seconds between sending it and the engine beginning it.
+            waited: seconds between sending it and its start in the engine.
             lasted: seconds between sending it and its completion.
-            under_way: requests in the replica at the end, this one included.
+            under_way: requests in the replica at the end, including this one.
         """
         self._seen += 1
         self._waited += waited
@@ -56,7 +55,7 @@ class Concurrency:
             self._judge()
 
     def note_preemptions(self, total: int) -> None:
-        """The engine has thrown out so many requests since its start."""
+        """Record the engine's total number of preemptions since its start."""
         if total > self._preemptions:
             self._change(SHRINK)
         self._preemptions = total

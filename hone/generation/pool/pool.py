@@ -2,12 +2,12 @@
 
 ::
 
-    generate --> queue --> replica with the fewest outstanding tokens that has room --> completion
-                   ^          |   (an episode goes where its last turn was)
-                   +----------+ lost, or over its time: to the front of the queue, for another replica
+    generate --> queue --> available replica with the fewest outstanding tokens --> completion
+                   ^          |   (an episode returns to the replica of its last turn)
+                   +----------+ lost or timed out: to the front of the queue, for another replica
 
-The tokens of a request depend on its seed alone, so one that is served again gives what it would have given. A completion is
-delivered once: a request leaves the queue only into one replica at a time.
+The tokens of a request depend only on its seed, so a retry gives the same tokens. A completion is delivered once, because a
+request is in at most one replica at a time.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from hone.generation.pool.replica import Replica, ReplicaState
 from hone.generation.pool.supervision import Supervisor, within
 from hone.generation.protocol import Completion, Engine, EngineDescription, GenerationRequest
 
-MOST_HOMES = 65536
-"""Episodes whose replica is remembered; the oldest are forgotten first."""
+MAX_HOMES = 65536
+"""Maximum of episodes whose replica is remembered; the oldest are dropped first."""
 
 
 @dataclass(eq=False)
-class Job:
-    """A request on its way: where its answer goes, and how often it was tried."""
+class PoolRequest:
+    """A request in the pool, with its answer queue and number of attempts."""
 
     number: int
     request: GenerationRequest
     answers: asyncio.Queue[Completion | BaseException]
     since: float
-    """When it began to wait (``time.monotonic``)."""
+    """Start of waiting (``time.monotonic``)."""
     attempts: int = 0
     slow: set[Replica] = field(default_factory=set)
-    """Replicas in which it took too long."""
+    """Replicas in which it timed out."""
     task: asyncio.Task[None] | None = None
 
     @property
     def tokens(self) -> int:
-        """Tokens it may come to hold."""
+        """Maximum of its tokens: prompt and response."""
         return len(self.request.prompt_ids) + self.request.sampling.max_tokens
 
 
@@ -58,13 +58,13 @@ class EnginePool:
     """Several engines as one.
 
     Args:
-        start: makes the engine of the replica with this number; called in a thread, again when that engine is lost.
-        count: of replicas.
-        limits: the block ``rollout.server_pool``; None has its defaults.
-        concurrency: requests that a replica gets at once in the beginning; the limit then follows its engine's cache.
-        bucket_bytes: of weights that replicas are given at a time.
-        delta: whether the engines take what changed since the version before
-            (:meth:`hone.generation.remote.ServedEngine.load_weights`); it is found once for all of them.
+        start: creates the engine of the replica with this number; called in a thread, again after a loss.
+        count: number of replicas.
+        limits: configuration block ``rollout.server_pool``; None has its defaults.
+        concurrency: initial limit of requests per replica; it then follows the engine's cache.
+        bucket_bytes: size of a chunk of weights.
+        delta: whether engines accept changes since the previous version
+            (:meth:`hone.generation.remote.ServedEngine.load_weights`), which are computed once for all engines.
 
     Raises:
         HoneError: an engine cannot be started.
@@ -81,40 +81,39 @@ class EnginePool:
         delta: bool = False,
     ) -> None:
         if count < 1:
-            raise ValueError("a pool has at least one replica")
+            raise ValueError(f"a pool of {count} replicas")
         self.limits = replace(limits) if limits is not None else ServerPoolConfig()
         self.replicas = [Replica(index, Concurrency(concurrency)) for index in range(count)]
         self._bucket_bytes, self._paused = bucket_bytes, False
-        self._supervisor = Supervisor(self, start, delta=delta)
+        self._supervisor = Supervisor(self.replicas, self.limits, start, on_change=self.dispatch, delta=delta)
         self._numbers = itertools.count()
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[PoolRequest] = deque()
         self._homes: dict[str, Replica] = {}
-        self._room = asyncio.Event()
+        self._queue_has_space = asyncio.Event()
         self._supervisor.start_all()
 
     @property
     def version(self) -> int:
-        """Of the weights that were published last."""
+        """Version of the latest weights."""
         return self._supervisor.weights.version
 
     # requests --------------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        """Serve the requests, yielding each completion as it finishes. A caller that goes away ends its requests.
+        """Serve the requests, yielding each completion as it finishes. Closing the iterator aborts its requests.
 
         Raises:
-            GenerationError: a request cannot be served, or took too long in every replica that tried; or the last publication
-                of weights failed.
+            GenerationError: a request exceeds the limits or timed out in every attempt, or the last weight sync failed.
             ProcessError: no replica is left.
         """
         self._supervisor.attend()
         self._check_whole()
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
-        begun = time.monotonic()
-        jobs = [Job(next(self._numbers), request, answers, begun) for request in requests]
+        now = time.monotonic()
+        jobs = [PoolRequest(next(self._numbers), request, answers, now) for request in requests]
         while len(self._waiting) + len(jobs) > self.limits.max_queued_requests and self._waiting:
-            self._room.clear()
-            await self._room.wait()
+            self._queue_has_space.clear()
+            await self._queue_has_space.wait()
         self._waiting.extend(jobs)
         self.dispatch()
         try:
@@ -124,12 +123,12 @@ class EnginePool:
                     raise answer
                 yield answer
         finally:
-            self._leave(jobs)
+            self._drop(jobs)
 
     def dispatch(self) -> None:
-        """Give what waits to replicas that have room, first come, first served."""
+        """Send waiting requests to available replicas, first come, first served."""
         while self._waiting and all(replica.state is ReplicaState.LOST for replica in self.replicas):
-            self._waiting.popleft().answers.put_nowait(self._none_left())
+            self._waiting.popleft().answers.put_nowait(self._no_replica_error())
         while self._waiting and not self._paused:
             replica = self._choose(self._waiting[0])
             if replica is None:
@@ -139,21 +138,21 @@ class EnginePool:
             if job.request.session is not None:
                 self._homes.pop(job.request.session, None)
                 self._homes[job.request.session] = replica
-                if len(self._homes) > MOST_HOMES:
+                if len(self._homes) > MAX_HOMES:
                     del self._homes[next(iter(self._homes))]
             job.task = asyncio.get_running_loop().create_task(self._serve(job, replica))
         if len(self._waiting) < self.limits.max_queued_requests:
-            self._room.set()
+            self._queue_has_space.set()
 
-    def _choose(self, job: Job) -> Replica | None:
-        """The home of the episode while that has room, else the replica with the fewest outstanding tokens."""
+    def _choose(self, job: PoolRequest) -> Replica | None:
+        """Return the replica of the episode's last turn if available, else the one with the fewest outstanding tokens."""
         home = self._homes.get(job.request.session) if job.request.session is not None else None
-        if home is not None and home.has_room and home not in job.slow:
+        if home is not None and home.is_available and home not in job.slow:
             return home
-        free = [replica for replica in self.replicas if replica.has_room]
+        free = [replica for replica in self.replicas if replica.is_available]
         return min(free, key=lambda replica: (replica in job.slow, replica.load, replica.index), default=None)
 
-    async def _serve(self, job: Job, replica: Replica) -> None:
+    async def _serve(self, job: PoolRequest, replica: Replica) -> None:
         job.attempts += 1
         started = time.monotonic()
         answer: Completion | BaseException | None = None
@@ -163,19 +162,19 @@ class EnginePool:
             answer = await within(self.limits.request_timeout, self._completion(job.request, engine))
             replica.note(answer, started - job.since, time.monotonic() - started)
         except ProcessError as error:
-            self._supervisor.lost(replica, engine, error)
-            answer = self._again(job, replica, error)
+            self._supervisor.restart_lost(replica, engine, error)
+            answer = self._requeue(job, replica, error)
         except TimeoutError:
             job.slow.add(replica)
             slow = GenerationError(
-                f"request '{job.request.request_id}' took more than {self.limits.request_timeout:g} s in a replica, "
+                f"request '{job.request.request_id}' timed out after {self.limits.request_timeout:g} s in a replica, "
                 f"{job.attempts} times",
-                why="replicas are overloaded or hang",
+                why="the replicas are overloaded or hang",
                 fix=f"actor_rollout_ref.rollout.server_pool.request_timeout={2 * (self.limits.request_timeout or 0):g}, "
                 "or a smaller data.max_response_length",
                 where="actor_rollout_ref.rollout.server_pool.request_timeout",
             )
-            answer = self._again(job, replica, slow)
+            answer = self._requeue(job, replica, slow)
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is the caller's answer
             answer = error
         finally:
@@ -191,13 +190,13 @@ class EnginePool:
             return await anext(stream)
         except StopAsyncIteration:
             raise GenerationError(
-                f"the engine ended without an answer to request '{request.request_id}'", fix="see its log"
+                f"the engine returned no completion of request '{request.request_id}'", fix="see its log"
             ) from None
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
 
-    def _again(self, job: Job, replica: Replica, error: BaseException) -> BaseException | None:
-        """Put a job back to the front of the queue; returns the error when it was tried often enough."""
+    def _requeue(self, job: PoolRequest, replica: Replica, error: BaseException) -> BaseException | None:
+        """Put a job back at the front of the queue; return the error after the last attempt."""
         replica.window.retried += 1
         if job.attempts >= self.limits.max_attempts:
             return error
@@ -205,8 +204,8 @@ class EnginePool:
         self._waiting.appendleft(job)
         return None
 
-    def _leave(self, jobs: Sequence[Job]) -> None:
-        """The caller is gone, or has all it wants."""
+    def _drop(self, jobs: Sequence[PoolRequest]) -> None:
+        """Drop jobs whose caller is gone or has finished."""
         numbers = {job.number for job in jobs}
         if any(job.number in numbers for job in self._waiting):
             self._waiting = deque(job for job in self._waiting if job.number not in numbers)
@@ -218,26 +217,26 @@ class EnginePool:
         weights = self._supervisor.weights
         if not weights.whole and not self._supervisor.publishing:
             raise GenerationError(
-                f"weights later than version {weights.version} have arrived only in part",
+                f"weights after version {weights.version} have arrived only in part",
                 why="the engines would sample from a mixture of two policies",
-                fix="send all weights of a version again; the error before this one says why they were refused",
+                fix="send all weights of a version again; the previous error says why they were refused",
             )
 
-    def _none_left(self) -> ProcessError:
+    def _no_replica_error(self) -> ProcessError:
         problems = "; ".join(f"replica {replica.index}: {replica.problem}" for replica in self.replicas)
         return ProcessError(
-            f"no replica of {len(self.replicas)} is left, and none can be started: {problems}",
-            why="there is nobody to generate",
+            f"all {len(self.replicas)} replicas are lost and cannot be started: {problems}",
+            why="no engine can generate",
             fix="see the engines' logs",
         )
 
     # the rest of the protocol ----------------------------------------------------------------------------------------
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
-        """Give new weights to all replicas. One that is lost meanwhile gets them when it is back.
+        """Send new weights to all replicas. A replica that is lost meanwhile gets them after its restart.
 
         Raises:
-            GenerationError: the engines refuse them.
+            GenerationError: an engine refuses them.
         """
         self._supervisor.attend()
         await self._supervisor.publish(weights, version, last=last, bucket_bytes=self._bucket_bytes)
@@ -245,67 +244,65 @@ class EnginePool:
             await self._supervisor.admit()
 
     async def pause(self) -> None:
-        """Stop decoding everywhere; requests stay."""
+        """Stop decoding in all replicas; requests keep their state."""
         self._paused = True
         await self._all(lambda engine: engine.pause())
 
     async def resume(self) -> None:
-        """Go on. Replicas that took new weights during the pause are admitted now."""
+        """Resume decoding. Replicas that got new weights during the pause are admitted now."""
         await self._all(lambda engine: engine.resume())
         self._paused = False
         await self._supervisor.admit()
         self.dispatch()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the given requests (all when None) with what they have."""
+        """End the given requests (all when None) with the tokens sampled so far."""
         wanted = None if request_ids is None else set(request_ids)
-        kept: deque[Job] = deque()
+        kept: deque[PoolRequest] = deque()
         for job in self._waiting:
             if wanted is None or job.request.request_id in wanted:
-                nothing = Completion(
-                    job.request.request_id, [], [], [], StopReason.ABORTED, (self.version, self.version)
-                )
-                job.answers.put_nowait(nothing)
+                empty = Completion(job.request.request_id, [], [], [], StopReason.ABORTED, (self.version, self.version))
+                job.answers.put_nowait(empty)
             else:
                 kept.append(job)
         self._waiting = kept
         await self._all(lambda engine: engine.abort(request_ids))
 
     async def sleep(self) -> None:
-        """Give cache memory back everywhere."""
+        """Free cache memory in all replicas."""
         await self._all(lambda engine: engine.sleep())
 
     async def wake(self) -> None:
-        """Take it again."""
+        """Undo :meth:`sleep`."""
         await self._all(lambda engine: engine.wake())
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
-        """These episodes are over: forget where they were."""
+        """Drop the state of ended episodes."""
         for session in sessions:
             self._homes.pop(session, None)
         await self._all(lambda engine: engine.end_sessions(sessions))
 
     async def drain(self, index: int) -> None:
-        """Let a replica finish what it has and give it nothing more; :meth:`admit` ends that."""
+        """Let a replica finish its requests without new ones, until :meth:`admit`."""
         await self._supervisor.drain(self.replicas[index])
 
     def admit(self, index: int) -> None:
-        """Give work to a drained replica again."""
+        """Send requests to a drained replica again."""
         if self.replicas[index].state is ReplicaState.DRAINING:
             self.replicas[index].state = ReplicaState.SERVING
             self.dispatch()
 
     async def take_metrics(self) -> list[dict[str, float]]:
-        """Metrics of each replica since the last call; see :meth:`Replica.take_metrics`."""
+        """Return the metrics of each replica since the last call; see :meth:`Replica.take_metrics`."""
         await self._supervisor.probe()
         return [replica.take_metrics() for replica in self.replicas]
 
     def describe(self) -> EngineDescription:
-        """What its first engine is, with a report on each replica."""
+        """Return the properties of the first engine, with a report on each replica."""
         reports: dict[str, Any] = {f"replica_{replica.index}": replica.report() for replica in self.replicas}
-        found = next(replica.description for replica in self.replicas if replica.description is not None)
+        first = next(replica.description for replica in self.replicas if replica.description is not None)
         return EngineDescription(
-            found.name, False, found.dtype, found.device, {"waiting": len(self._waiting), **reports}
+            first.name, False, first.dtype, first.device, {"waiting": len(self._waiting), **reports}
         )
 
     def close(self) -> None:
@@ -313,7 +310,7 @@ class EnginePool:
         self._supervisor.close()
 
     async def _all(self, do: Callable[[Engine], Any]) -> None:
-        """Do something in every replica that is there; one that is lost by it is started again."""
+        """Apply ``do`` to every running engine; a replica that is lost restarts."""
 
         async def one(replica: Replica) -> None:
             engine = replica.engine
@@ -322,6 +319,6 @@ class EnginePool:
             try:
                 await do(engine)
             except ProcessError as error:
-                self._supervisor.lost(replica, engine, error)
+                self._supervisor.restart_lost(replica, engine, error)
 
         await asyncio.gather(*(one(replica) for replica in self.replicas))

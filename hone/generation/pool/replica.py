@@ -15,34 +15,34 @@ COUNTERS = (
     *("drafted_tokens", "accepted_tokens"),
     *("weights_sent_bytes", "weights_compared", "weights_changed", "weights_refused"),
 )
-"""Counters of engines that a pool reports, as far as an engine has them."""
+"""Engine counters that a pool reports if an engine has them."""
 
 
 class ReplicaState(StrEnum):
-    """What a replica may be given."""
+    """State of a replica."""
 
     SERVING = "serving"
     DRAINING = "draining"
-    """Finishes what it has, and gets nothing more."""
+    """It finishes its requests and gets no more."""
     FENCED = "fenced"
-    """It runs, without the present weights: it waits for them."""
+    """It runs, but waits for the latest weights."""
     STARTING = "starting"
     LOST = "lost"
-    """Its engine is gone and could not be started again."""
+    """Its engine ended and could not be restarted."""
 
 
 @dataclass
 class Window:
-    """What a replica has done since it was last asked.
+    """Counters of a replica since the last report.
 
     Attributes:
-        served: requests that it completed.
-        tokens: sampled by them.
-        retried: requests that were taken from it, because it was lost or too slow.
-        queued: seconds that the completed ones waited, in the pool and in the engine, before the engine began them.
-        first_token: seconds until their first token, waiting included; None where the engine does not say.
-        slowest: seconds of the slowest of them, waiting included.
-        busy: seconds during which it had requests.
+        served: completed requests.
+        tokens: sampled tokens of the completed requests.
+        retried: requests that went to another replica, because this one was lost or too slow.
+        queued: seconds that completed requests waited in the pool and the engine before their start.
+        first_token: seconds until their first token, waiting included; None if the engine does not report it.
+        slowest: seconds of the slowest request, waiting included.
+        busy: seconds with at least one request.
     """
 
     served: int = 0
@@ -59,14 +59,14 @@ class Replica:
     """One engine.
 
     Attributes:
-        index: its number in the pool.
-        concurrency: how many requests it gets at once.
-        engine: None while it is started.
+        index: number in the pool.
+        concurrency: limit of its requests.
+        engine: None while it starts.
         state: see :class:`ReplicaState`.
-        under_way: requests it has, by their number in the pool, with their tokens (prompt and the most that may be sampled).
-        starts: times its engine was started.
-        problem: why its engine is gone; empty while it is there.
-        description: what the engine said of itself last.
+        under_way: number of each request in the pool to its tokens (prompt and maximum of the response).
+        starts: number of engine starts.
+        problem: why its engine ended; empty while it runs.
+        description: latest description of the engine.
         window: see :class:`Window`.
     """
 
@@ -88,33 +88,33 @@ class Replica:
         return sum(self.under_way.values())
 
     @property
-    def has_room(self) -> bool:
-        """Whether it takes one more request."""
+    def is_available(self) -> bool:
+        """True if the replica can take one more request."""
         return self.state is ReplicaState.SERVING and len(self.under_way) < self.concurrency.limit
 
-    def takes(self, engine: Engine, description: EngineDescription) -> None:
-        """Have an engine, just started."""
+    def attach(self, engine: Engine, description: EngineDescription) -> None:
+        """Use an engine that was just started."""
         self.engine, self.description, self._reported = engine, description, {}
         self.starts += 1
 
     def begin(self, number: int, tokens: int) -> None:
-        """Have a request, of so many tokens."""
+        """Add a request with this number of tokens."""
         if not self.under_way:
             self._since = time.monotonic()
         self.under_way[number] = tokens
 
     def end(self, number: int) -> None:
-        """Have it no more."""
+        """Remove a request."""
         if self.under_way.pop(number, None) is not None and not self.under_way:
             self.window.busy += time.monotonic() - self._since
 
     def note(self, completion: Completion, queued: float, lasted: float) -> None:
-        """A request is complete.
+        """Record a completed request.
 
         Args:
-            completion: of it.
+            completion: of the request.
             queued: seconds that it waited in the pool.
-            lasted: seconds from then on.
+            lasted: seconds from then on to the completion.
         """
         waited, window = max(0.0, lasted - completion.seconds), self.window
         self.concurrency.note(waited, lasted, len(self.under_way))
@@ -128,7 +128,7 @@ class Replica:
             window.first_token += queued + waited + completion.first_token_seconds
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the time since the last call, by the last part of their names in the table of metrics."""
+        """Return the metrics since the last call, by the last part of their names in the metric table."""
         window, self.window = self.window, Window()
         if self.under_way:
             now = time.monotonic()
@@ -146,10 +146,10 @@ class Replica:
             metrics["slowest_request"] = window.slowest
             if window.first_token is not None:
                 metrics["time_to_first_token"] = window.first_token / window.served
-        return metrics | self._counted()
+        return metrics | self._engine_metrics()
 
-    def _counted(self) -> dict[str, float]:
-        """What the engine itself has counted since the last call, or since it was started."""
+    def _engine_metrics(self) -> dict[str, float]:
+        """Return the increase of the engine's counters since the last call, or since its start."""
         stats = self.description.stats if self.description is not None else {}
         now = {name: int(stats[name]) for name in COUNTERS if name in stats}
         new = {name: count - self._reported.get(name, 0) for name, count in now.items()}
@@ -170,7 +170,7 @@ class Replica:
         return metrics
 
     def report(self) -> dict[str, Any]:
-        """What it is now: state, starts of its engine, requests and tokens under way, most requests at once, why it is gone."""
+        """Return state, engine starts, running requests and tokens, request limit and problem."""
         return {
             "state": self.state.value,
             "starts": self.starts,

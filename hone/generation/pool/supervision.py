@@ -1,4 +1,4 @@
-"""Replicas that live: started, probed, started again when they are lost, and admitted once they have the present weights."""
+"""Supervision of replicas: start, probes, restart after a loss, and admission once they have the latest weights."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from hone.config.engines import ServerPoolConfig
 from hone.errors import GenerationError, HoneError, ProcessError
 from hone.generation.pool.replica import Replica, ReplicaState
 from hone.generation.pool.weights import PublishedWeights
 from hone.generation.protocol import Engine, EngineDescription, GenerationRequest, SamplingParams
 from hone.generation.remote.transports import buckets
-
-if TYPE_CHECKING:
-    from hone.generation.pool.pool import EnginePool
 
 log = logging.getLogger("hone.generation.pool")
 _PAUSE = 0.2
@@ -28,11 +26,13 @@ T = TypeVar("T")
 
 
 async def within(seconds: float | None, work: Awaitable[T]) -> T:
-    """What ``work`` gives. Unlike ``asyncio.timeout`` it does not take an answer that came while the event loop was busy with
-    something else, an update of the policy say, for a late one.
+    """Return the result of ``work`` within a time limit.
+
+    Unlike with ``asyncio.timeout``, a result that arrived while the event loop was busy, for example with a policy update,
+    does not count as late.
 
     Raises:
-        TimeoutError: there is no answer after so many seconds.
+        TimeoutError: there is no result after ``seconds``.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -47,29 +47,40 @@ async def within(seconds: float | None, work: Awaitable[T]) -> T:
 
 
 class Supervisor:
-    """Looks after the replicas of a pool.
+    """Starts, probes, updates and restarts the replicas of a pool.
 
     ::
 
-        STARTING --> (has the present weights: one token is sampled) --> SERVING <--> DRAINING
-           ^  |                                                             |
-           |  +--> FENCED: must wait for weights --> (the same) ------------+
-           +------ lost: its process died, or a probe was not answered -----+       STARTING --> LOST after several tries
+        STARTING --> (has the latest weights: one token is sampled) --> SERVING <--> DRAINING
+           ^  |                                                            |
+           |  +--> FENCED: waits for weights --> (the same) ----------------+
+           +------ lost: process died or probe not answered ---------------+       STARTING --> LOST after several attempts
 
     Attributes:
-        weights: that were published last.
+        weights: the latest weights.
 
     Args:
-        pool: whose replicas they are.
-        start: makes an engine.
-        delta: whether engines are told what changed since the version before (:class:`~hone.generation.remote.ServedEngine`).
+        replicas: all replicas of the pool.
+        limits: configuration of the pool.
+        start: creates the engine of the replica with this number.
+        on_change: called when a replica starts to serve, or is given up.
+        delta: whether engines accept changes since the previous version (:class:`~hone.generation.remote.ServedEngine`).
     """
 
-    def __init__(self, pool: EnginePool, start: Callable[[int], Engine], *, delta: bool) -> None:
-        self._pool, self._start, self._delta = pool, start, delta
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        limits: ServerPoolConfig,
+        start: Callable[[int], Engine],
+        *,
+        on_change: Callable[[], None],
+        delta: bool,
+    ) -> None:
+        self._replicas, self._limits, self._start = replicas, limits, start
+        self._on_change, self._delta = on_change, delta
         self.weights = PublishedWeights()
-        self._threads = ThreadPoolExecutor(max_workers=4 * len(pool.replicas), thread_name_prefix="hone-pool")
-        self._begun: dict[Replica, Future[Started]] = {}
+        self._threads = ThreadPoolExecutor(max_workers=4 * len(replicas), thread_name_prefix="hone-pool")
+        self._starting: dict[Replica, Future[Started]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._taking: dict[Replica, Engine] | None = None
@@ -78,49 +89,49 @@ class Supervisor:
 
     @property
     def publishing(self) -> bool:
-        """Whether more weights of a version are on their way."""
+        """True while more weights of a version follow."""
         return self._taking is not None
 
     def start_all(self) -> None:
-        """Start every replica, all at once.
+        """Start all replicas at once.
 
         Raises:
-            HoneError: one cannot be started.
+            HoneError: a replica cannot be started.
         """
-        starting = [self._threads.submit(self._begin, replica.index) for replica in self._pool.replicas]
+        starting = [self._threads.submit(self._begin, replica.index) for replica in self._replicas]
         problem: BaseException | None = None
-        for replica, future in zip(self._pool.replicas, starting, strict=True):
+        for replica, future in zip(self._replicas, starting, strict=True):
             try:
-                replica.takes(*future.result())
+                replica.attach(*future.result())
                 replica.state = ReplicaState.SERVING
-            except BaseException as error:  # noqa: BLE001 - the others must be ended before it is raised
+            except BaseException as error:  # noqa: BLE001 - raised after the other replicas have been closed
                 problem = error
         if problem is not None:
             self.close()
             raise problem
-        served = {replica.description.dtype for replica in self._pool.replicas if replica.description is not None}
-        self.weights.dtype = getattr(torch, served.pop()) if len(served) == 1 else None
+        dtypes = {replica.description.dtype for replica in self._replicas if replica.description is not None}
+        self.weights.dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
 
     def attend(self) -> None:
-        """Watch the replicas while somebody needs them on this event loop."""
+        """Watch the replicas on the current event loop."""
         loop = asyncio.get_running_loop()
         if self._watch is None or self._watch.done() or self._watch.get_loop() is not loop:
-            self._watch = loop.create_task(self._probe_now_and_then())
-            for replica in self._pool.replicas:  # what was begun on another loop ended with it
+            self._watch = loop.create_task(self._probe_periodically())
+            for replica in self._replicas:  # restarts on another loop ended with it
                 if replica.state is ReplicaState.STARTING:
                     self._spawn(self._restart(replica))
 
-    def lost(self, replica: Replica, engine: Engine, error: BaseException) -> None:
-        """A replica's engine is gone: start another. What it had under way goes back to the queue by itself."""
+    def restart_lost(self, replica: Replica, engine: Engine, error: BaseException) -> None:
+        """Restart a replica whose engine is lost. Its requests return to the queue by themselves."""
         if self._closed or replica.engine is not engine or replica.state in (ReplicaState.STARTING, ReplicaState.LOST):
-            return  # it is another engine by now, or will be
+            return  # the engine was already replaced, or will be
         what = error.what if isinstance(error, HoneError) else "it did not answer"
         replica.state, replica.problem = ReplicaState.STARTING, what
-        log.warning("replica %d is lost and is started again: %s", replica.index, what)
+        log.warning("replica %d is lost and restarts: %s", replica.index, what)
         self._spawn(self._restart(replica))
 
     async def drain(self, replica: Replica) -> None:
-        """Give a replica nothing more, and wait until it has finished."""
+        """Send a replica no more requests, and wait until it has finished its own."""
         if replica.state is ReplicaState.SERVING:
             replica.state = ReplicaState.DRAINING
         while replica.under_way:
@@ -131,7 +142,7 @@ class Supervisor:
     async def publish(
         self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool, bucket_bytes: int
     ) -> None:
-        """Give weights to all replicas; see :meth:`EnginePool.load_weights`."""
+        """Send weights to all replicas; see :meth:`EnginePool.load_weights`."""
         if self._taking is None:
             self._taking = self._fence()
             self.weights.begin()
@@ -144,40 +155,40 @@ class Supervisor:
                     await asyncio.to_thread(self.weights.add, bucket)
                 else:
                     sending = self._send(self._taking, bucket, version, last=ends and last)
-                    await asyncio.gather(sending, asyncio.to_thread(self.weights.add, bucket))  # engines load meanwhile
+                    await asyncio.gather(sending, asyncio.to_thread(self.weights.add, bucket))  # while engines load
         except BaseException:
-            self._taking = None  # the replicas stay fenced, and the next publication begins anew
+            self._taking = None  # the replicas stay fenced until the next weight sync, which starts again
             raise
         if last:
             self.weights.finish(version)
             self._taken, self._taking = self._taking, None
-            for replica in self._pool.replicas:
+            for replica in self._replicas:
                 if replica.state is ReplicaState.FENCED and self._taken.get(replica) is not replica.engine:
                     replica.state = ReplicaState.STARTING
                     self._spawn(self._restart(replica))
 
     async def admit(self) -> None:
-        """Let the replicas that have taken the last version serve."""
+        """Let the replicas that have loaded the latest version serve."""
         taken, self._taken = self._taken, {}
         await asyncio.gather(*(self._admit_or_lose(replica, engine) for replica, engine in taken.items()))
 
     def _fence(self) -> dict[Replica, Engine]:
-        """Give no replica more requests until it has new weights; returns those that can take some."""
+        """Send replicas no requests until they have new weights; return those that can load them."""
         taking = {}
-        for replica in self._pool.replicas:
+        for replica in self._replicas:
             if replica.engine is not None and replica.state not in (ReplicaState.STARTING, ReplicaState.LOST):
                 replica.state = ReplicaState.FENCED
                 taking[replica] = replica.engine
         return taking
 
     async def _send(
-        self, taking: dict[Replica, Engine], bucket: Sequence[tuple[str, Tensor]], version: int, **how: Any
+        self, taking: dict[Replica, Engine], bucket: Sequence[tuple[str, Tensor]], version: int, **options: Any
     ) -> None:
         async def one(replica: Replica, engine: Engine) -> None:
             try:
-                await engine.load_weights(bucket, version, **how)
+                await engine.load_weights(bucket, version, **options)
             except ProcessError as error:
-                self.lost(replica, engine, error)
+                self.restart_lost(replica, engine, error)
 
         await asyncio.gather(*(one(replica, engine) for replica, engine in taking.items() if replica.engine is engine))
 
@@ -187,14 +198,14 @@ class Supervisor:
         try:
             await self._admit(replica, engine)
         except (ProcessError, TimeoutError) as error:
-            self.lost(replica, engine, error)
+            self.restart_lost(replica, engine, error)
 
     async def _admit(self, replica: Replica, engine: Engine) -> None:
-        """Let a replica serve, if a token that it samples bears the version of the present weights.
+        """Let a replica serve, if it samples a token with the latest weights.
 
         Raises:
-            HoneError: it does not, or the engine is lost.
-            TimeoutError: there is no answer.
+            HoneError: the token has other weights, or the engine is lost.
+            TimeoutError: there is no token in time.
         """
         version = self.weights.version
         request = GenerationRequest("admission", [0], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
@@ -202,27 +213,31 @@ class Supervisor:
         async def sampled() -> list[tuple[int, int]]:
             return [completion.weight_versions async for completion in engine.generate([request])]
 
-        (found,) = await within(self._pool.limits.health_check_timeout, sampled())
-        if found != (version, version):
+        (versions,) = await within(self._limits.health_check_timeout, sampled())
+        if versions != (version, version):
             raise GenerationError(
-                f"replica {replica.index} samples from weights {found}, published is {version}",
-                why="it would serve another policy than the one trained",
+                f"replica {replica.index} samples from weights {versions}, but the latest version is {version}",
+                why="it would sample from a different policy than the trained one",
                 fix="see the engine's log",
             )
         if replica.engine is engine:
             replica.state = ReplicaState.SERVING
-            self._pool.dispatch()
+            self._on_change()
 
     # life ------------------------------------------------------------------------------------------------------------
 
     async def _restart(self, replica: Replica) -> None:
-        """Give a replica a living engine with the present weights, and admit it."""
-        for attempt in range(self._pool.limits.start_attempts):
+        """Give a replica a running engine with the latest weights, and admit it."""
+        for attempt in range(self._limits.start_attempts):
             try:
-                engine = replica.engine if attempt == 0 and self._lives(replica) else await self._another(replica)
+                engine = (
+                    replica.engine
+                    if attempt == 0 and self._only_lacks_weights(replica)
+                    else await self._new_engine(replica)
+                )
                 if engine is None or self._closed:
                     return
-                await self._bring_up_to_date(replica, engine)
+                await self._send_latest(replica, engine)
                 return
             except (HoneError, TimeoutError) as error:
                 replica.problem = error.what if isinstance(error, HoneError) else "it did not answer"
@@ -230,29 +245,29 @@ class Supervisor:
                 await asyncio.sleep(_PAUSE * 2**attempt)
         replica.state = ReplicaState.LOST
         await self._end(replica)
-        self._pool.dispatch()
+        self._on_change()
 
     @staticmethod
-    def _lives(replica: Replica) -> bool:
-        """Whether its engine only lacks weights."""
+    def _only_lacks_weights(replica: Replica) -> bool:
+        """Return whether a replica's engine runs and only lacks weights."""
         return replica.engine is not None and not replica.problem
 
-    async def _another(self, replica: Replica) -> Engine | None:
+    async def _new_engine(self, replica: Replica) -> Engine | None:
         await self._end(replica)
-        if replica not in self._begun:
-            self._begun[replica] = self._threads.submit(self._begin, replica.index)
+        if replica not in self._starting:
+            self._starting[replica] = self._threads.submit(self._begin, replica.index)
         try:
-            engine, told = await asyncio.shield(asyncio.wrap_future(self._begun[replica]))
+            engine, description = await asyncio.shield(asyncio.wrap_future(self._starting[replica]))
         except asyncio.CancelledError:
-            raise  # this loop ends; the next one, or the end of the pool, goes on from here
+            raise  # this loop ends; the next loop or :meth:`close` handles the started engine
         except BaseException:
-            del self._begun[replica]
+            del self._starting[replica]
             raise
-        del self._begun[replica]
+        del self._starting[replica]
         if self._closed:
             engine.close()
             return None
-        replica.takes(engine, told)
+        replica.attach(engine, description)
         replica.problem = ""
         return engine
 
@@ -269,8 +284,8 @@ class Supervisor:
         if old is not None:
             await asyncio.shield(asyncio.wrap_future(self._threads.submit(old.close)))
 
-    async def _bring_up_to_date(self, replica: Replica, engine: Engine) -> None:
-        """Give an engine that was just started the present weights, as often as there are new ones meanwhile."""
+    async def _send_latest(self, replica: Replica, engine: Engine) -> None:
+        """Send the latest weights to a new engine, again if newer ones arrive meanwhile."""
         weights = self.weights
         while self._taking is None and weights.whole:
             version = weights.version
@@ -279,48 +294,52 @@ class Supervisor:
             if self._taking is None and version == weights.version:
                 await self._admit(replica, engine)
                 return
-        replica.state = ReplicaState.FENCED  # the end of this publication, or the next one, brings its weights
+        replica.state = ReplicaState.FENCED  # it gets its weights at the end of this weight sync, or with the next one
 
-    async def _probe_now_and_then(self) -> None:
+    async def _probe_periodically(self) -> None:
         while not self._closed:
-            await asyncio.sleep(self._pool.limits.health_check_period)
+            await asyncio.sleep(self._limits.health_check_period)
             await self.probe()
 
     async def probe(self) -> None:
-        """Ask every replica for its counters; one that does not answer hangs, and is started again."""
-        serving = [r for r in self._pool.replicas if r.state in (ReplicaState.SERVING, ReplicaState.DRAINING)]
+        """Get the counters of every replica; a replica without an answer restarts."""
+        serving = [r for r in self._replicas if r.state in (ReplicaState.SERVING, ReplicaState.DRAINING)]
         await asyncio.gather(*(self._probe(replica) for replica in serving))
 
     async def _probe(self, replica: Replica) -> None:
-        engine, seconds = replica.engine, self._pool.limits.health_check_timeout
+        engine, seconds = replica.engine, self._limits.health_check_timeout
         if engine is None:
             return
         try:
-            found = await within(seconds, asyncio.get_running_loop().run_in_executor(self._threads, engine.describe))
+            description = await within(
+                seconds, asyncio.get_running_loop().run_in_executor(self._threads, engine.describe)
+            )
         except TimeoutError:
-            self.lost(replica, engine, ProcessError(f"replica {replica.index} did not answer within {seconds:g} s"))
+            self.restart_lost(
+                replica, engine, ProcessError(f"replica {replica.index} did not answer within {seconds:g} s")
+            )
         except ProcessError as error:
-            self.lost(replica, engine, error)
+            self.restart_lost(replica, engine, error)
         else:
             if replica.engine is engine:
-                replica.description = found
-                replica.concurrency.note_preemptions(int(found.stats.get("preemptions", 0)))
+                replica.description = description
+                replica.concurrency.note_preemptions(int(description.stats.get("preemptions", 0)))
 
     def close(self) -> None:
-        """End everything."""
+        """End all engines."""
         self._closed = True
         for task in (self._watch, *self._tasks):
             if task is not None:
                 with contextlib.suppress(RuntimeError):  # its event loop is closed already
                     task.cancel()
-        for begun in self._begun.values():
-            begun.cancel()
-            begun.add_done_callback(_close_if_started)
-        for replica in self._pool.replicas:
+        for starting in self._starting.values():
+            starting.cancel()
+            starting.add_done_callback(_close_if_started)
+        for replica in self._replicas:
             engine, replica.engine, replica.state = replica.engine, None, ReplicaState.LOST
             if engine is not None:
                 engine.close()
-        self._threads.shutdown(wait=True)  # engines that are being started, or ended
+        self._threads.shutdown(wait=True)  # waits for engines that start or end
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -328,6 +347,6 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
 
-def _close_if_started(begun: Future[Started]) -> None:
-    if not begun.cancelled() and begun.exception() is None:
-        begun.result()[0].close()
+def _close_if_started(starting: Future[Started]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result()[0].close()

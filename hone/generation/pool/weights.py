@@ -1,4 +1,4 @@
-"""The weights that were published last, kept so that a replica which is started again can have them at once."""
+"""A copy of the latest weights, for replicas that restart."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ Named = tuple[str, Tensor]
 
 
 class PublishedWeights:
-    """A copy of the last whole version, in the memory of this process. Its buffers are used again for the next version.
+    """A copy of the last complete version, in the memory of this process. The next version reuses its buffers.
 
     Attributes:
-        dtype: of the floating-point weights in it, which is that of the engines, so that none is kept wider than it is served;
-            None keeps each as it comes.
-        version: of the weights; 0 are those that engines begin with.
-        whole: whether all of a version have arrived.
+        dtype: of the stored floating-point weights, the same as the engines'; None stores each in its dtype.
+        version: of the weights; 0 for those that engines start with.
+        whole: whether all weights of a version have arrived.
     """
 
     def __init__(self) -> None:
@@ -29,32 +28,32 @@ class PublishedWeights:
         self._arrived: set[str] = set()
 
     def begin(self) -> None:
-        """A new version follows; what is left of one that did not arrive whole is forgotten."""
+        """Start a new version; drop an incomplete one."""
         if not self.whole:
             self._kept = {}
         self.whole, self._arrived = False, set()
 
     def add(self, tensors: Sequence[Named]) -> None:
-        """Keep some of it."""
+        """Store some weights of the version."""
         with torch.no_grad():
             for name, tensor in tensors:
-                known = self._kept.get(name)
+                stored = self._kept.get(name)
                 dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
-                if known is None or known.shape != tensor.shape or known.dtype != dtype:
-                    known = self._kept[name] = torch.empty_like(tensor, device="cpu", dtype=dtype)
-                known.copy_(tensor)
+                if stored is None or stored.shape != tensor.shape or stored.dtype != dtype:
+                    stored = self._kept[name] = torch.empty_like(tensor, device="cpu", dtype=dtype)
+                stored.copy_(tensor)
                 self._arrived.add(name)
 
     def differences(self) -> Differences:
-        """What changes until the next call of :meth:`add`; everything where there is no whole version before this one."""
+        """Return the differences to the stored version, valid until the next :meth:`add`; all weights without such a version."""
         return Differences(self._kept.get)
 
     def finish(self, version: int) -> None:
-        """That was all of it; nothing at all means the weights that there were, under another number."""
+        """Complete the version; without new weights the stored ones get its number."""
         if self._arrived:
             self._kept = {name: self._kept[name] for name in self._kept if name in self._arrived}
         self.version, self.whole = version, True
 
     def tensors(self) -> list[Named]:
-        """All of them; none while engines have the weights that they began with."""
+        """Return all weights; none while engines have the weights that they started with."""
         return list(self._kept.items())

@@ -1,4 +1,4 @@
-"""Engines that live in a process of their own: the client's side. The server's side is :mod:`hone.generation.server`."""
+"""Client side of engines in separate processes. The server side is :mod:`hone.generation.server`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client's end of a connection to an engine's server."""
+"""Client side of a connection to an engine's server."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from hone.generation.remote import messages
 from hone.generation.remote.messages import PROTOCOL, Message
 
 HELLO_SECONDS = 20.0
-"""Seconds that a server may take to say hello."""
+"""Time limit of the server's hello message."""
 
 
 class EngineLost(ProcessError):
-    """The process of an engine died, or its connection broke; what it was asked is lost with it."""
+    """Raised when an engine's process died or its connection broke; its pending requests are lost."""
 
     code = "E-engine-lost"
 
 
 class Connection:
-    """Questions to a server and their answers. A thread of its own reads, so it belongs to no event loop.
+    """Requests to a server and their answers. A thread reads the answers, so the connection needs no event loop.
 
     Attributes:
-        hello: what the server said of itself.
-        lost: why no answer will come any more, or None.
+        hello: first message of the server.
+        lost: why the connection ended, or None.
 
     Args:
         host, port: of the server.
-        token: that the server wants to see.
-        explain: says in words why the connection was lost, when it is.
+        token: expected by the server.
+        explain: returns the reason of a lost connection.
 
     Raises:
-        ConfigError: nothing listens there, it is no engine of Hone's, it speaks another version, or it refuses the token.
+        ConfigError: no server listens there, it is not an engine of Hone, has another protocol, or refuses the token.
     """
 
     def __init__(self, host: str, port: int, token: str, explain: Callable[[], str] | None = None) -> None:
@@ -48,7 +48,7 @@ class Connection:
         try:
             self._socket = socket.create_connection((host, port), timeout=HELLO_SECONDS)
         except OSError as error:
-            raise _no_engine(host, port, f"nothing answers ({error})") from error
+            raise _no_engine(host, port, f"no server answers ({error})") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.hello = self._greet(host, port, token)
         self._socket.settimeout(None)
@@ -56,7 +56,7 @@ class Connection:
         self._thread.start()
 
     def ask(self, do: str, **fields: Any) -> Future[Any]:
-        """Ask; the future has the answer, or the error that the server gave.
+        """Send a request; the future gets the answer, or the server's error.
 
         Raises:
             EngineLost: the connection is broken.
@@ -91,13 +91,13 @@ class Connection:
             hello = messages.receive(self._socket)
         except (OSError, ValueError) as error:
             self._socket.close()
-            raise _no_engine(host, port, f"what answers is no engine of Hone's ({error})") from error
+            raise _no_engine(host, port, f"the server is not an engine of Hone ({error})") from error
         if hello is None or "error" in hello or hello.get("protocol") != PROTOCOL:
             self._socket.close()
             if hello is None:
-                raise _no_engine(host, port, "what answers hangs up")
+                raise _no_engine(host, port, "the server closed the connection")
             raise _no_engine(
-                host, port, hello.get("error") or f"it speaks protocol {hello.get('protocol')}, not {PROTOCOL}"
+                host, port, hello.get("error") or f"the server has protocol {hello.get('protocol')}, not {PROTOCOL}"
             )
         return hello
 
@@ -130,7 +130,7 @@ class Connection:
 
 def _no_engine(host: str, port: int, problem: str) -> ConfigError:
     return ConfigError(
-        f"no engine can be used at {host}:{port}: {problem}",
+        f"cannot use an engine at {host}:{port}: {problem}",
         why="rollout.engine_url attaches to a server that `hone engines serve` started",
         fix="hone engines serve vllm --model DIR --port PORT, then rollout.engine_url=tcp://HOST:PORT and the same HONE_ENGINE_TOKEN",
         where="actor_rollout_ref.rollout.engine_url",

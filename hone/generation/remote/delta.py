@@ -1,14 +1,14 @@
-"""What changed of a weight since the version before, and how the receiver knows that it has the whole right.
+"""Changes of weights since the previous version, with a checksum of the result.
 
-Served in bfloat16, most weights are the same bits before and after an update, as the steps of the optimizer are smaller than their
-rounding. What did change travels as gaps and values:
+In bfloat16 an update leaves most weights bit-equal, because optimizer steps are smaller than the rounding. Changed elements
+are sent as gaps and values:
 
-    former   a b c d e f g h            gaps    2   3      (entries that are skipped; 16 bits each)
+    former   a b c d e f g h            gaps    2   3      (elements that are skipped; 16 bits each)
     new      a b X d e f Y h     -->    values  X   Y
-                 ^       ^              checksum of all of ``new``: CRC-32 of its bytes
+                 ^       ^              checksum of ``new``: CRC-32 of its bytes
 
-Bits are compared, so a delta is right for every dtype, NaN and negative zero among them. A weight travels whole where its delta would
-be no smaller, and where the receiver has no former one of the same shape and dtype.
+Bits are compared, so a delta is exact for every dtype, NaN and negative zero included. A weight is sent whole if its delta
+would not be smaller, or if the receiver has no former weight of the same shape and dtype.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import torch
 from torch import Tensor
 
 REFUSED = "refused"
-"""Answer of a server to a parcel whose weights would not be what was announced: it has taken none of them."""
+"""Answer of a server that refused a chunk, because the checksum of a weight was wrong."""
 _LONGEST_GAP = 2**16 - 1
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True)
 class Change:
-    """A weight on its way.
+    """A weight, or its change, to send.
 
     Attributes:
-        new: the weight itself, contiguous, in the memory of the host.
-        checksum: of it.
-        changed: entries that are not what they were; None where that is unknown.
-        gaps: before each entry that travels, as the bits of 16-bit numbers without sign; None when the whole travels.
-        values: those entries, as bytes; None when the whole travels.
+        new: the weight, contiguous, in host memory.
+        checksum: of ``new``.
+        changed: number of changed elements; None if the former weight is unknown.
+        gaps: before each sent element, as the bits of unsigned 16-bit numbers; None if the whole weight is sent.
+        values: sent elements as bytes; None if the whole weight is sent.
     """
 
     new: Tensor
@@ -48,7 +48,7 @@ class Change:
 
 
 def change_of(new: Tensor, former: Tensor | None) -> Change:
-    """What has to travel to a receiver that has ``former``; None is a receiver that has nothing."""
+    """Return what to send to a receiver that has ``former``, or nothing if that is None."""
     new = new.detach().cpu().contiguous()
     if former is None or former.shape != new.shape or former.dtype != new.dtype:
         return Change(new, checksum_of(new))
@@ -57,7 +57,7 @@ def change_of(new: Tensor, former: Tensor | None) -> Change:
     changed = at.size
     skipped = np.diff(at, prepend=-1) - 1
     if changed and skipped.max() > _LONGEST_GAP:
-        at = _with_stops(at, skipped)
+        at = _with_fillers(at, skipped)
         skipped = np.diff(at, prepend=-1) - 1
     if at.size * (2 + new.itemsize) >= new.nbytes:
         return Change(new, checksum_of(new), changed)
@@ -67,55 +67,55 @@ def change_of(new: Tensor, former: Tensor | None) -> Change:
 
 
 def apply(gaps: Tensor, values: Tensor, target: Tensor) -> None:
-    """Put what changed into the former weight, in place.
+    """Apply a change to the former weight, in place.
 
     Args:
         gaps, values: as in :class:`Change`.
         target: the former weight, contiguous.
 
     Raises:
-        ValueError: they do not fit into it.
+        ValueError: the change does not fit the weight.
     """
     bits = _bits(target)
     new = values.numpy().view(bits.dtype)
     at = np.cumsum(gaps.numpy().view(np.uint16).astype(np.int64) + 1) - 1
     if at.size != new.size or (at.size and at[-1] >= bits.size):
-        raise ValueError(f"{at.size} places and {new.size} values for a weight of {bits.size}")
+        raise ValueError(f"{at.size} gaps and {new.size} values for a weight of {bits.size} elements")
     bits[at] = new
 
 
 def checksum_of(tensor: Tensor) -> int:
-    """CRC-32 of a contiguous tensor's bytes."""
+    """Return the CRC-32 of a contiguous tensor's bytes."""
     return zlib.crc32(_bits(tensor))
 
 
 class Differences:
-    """What changed of weights since the version that receivers have: found once, however many receivers ask.
+    """Changes of weights since the receivers' version, computed once for all receivers.
 
     Args:
-        former: gives a weight of that version by its name; None when there is none.
+        former: returns a weight of that version by its name, or None.
     """
 
     def __init__(self, former: Callable[[str], Tensor | None]) -> None:
         self._former = former
-        self._found: dict[tuple[str, torch.dtype], Change] = {}
+        self._changes: dict[tuple[str, torch.dtype], Change] = {}
 
-    def of(self, name: str, new: Tensor) -> Change:
-        """The change of a weight.
+    def change(self, name: str, new: Tensor) -> Change:
+        """Return the change of a weight.
 
         Args:
-            name: of it.
-            new: as it is served; the former one is brought to the same dtype.
+            name: of the weight.
+            new: in the served dtype; the former weight is converted to it.
         """
         key = name, new.dtype
-        if key not in self._found:
+        if key not in self._changes:
             former = self._former(name)
-            self._found[key] = change_of(new, None if former is None else former.to(new.dtype))
-        return self._found[key]
+            self._changes[key] = change_of(new, None if former is None else former.to(new.dtype))
+        return self._changes[key]
 
 
 def as_entry(name: str, change: Change) -> dict[str, Any]:
-    """What the receiver is told of a weight, besides its bytes."""
+    """Return the description of a weight for the receiver, without its bytes."""
     return {
         "name": name,
         "dtype": str(change.new.dtype).removeprefix("torch."),
@@ -126,21 +126,21 @@ def as_entry(name: str, change: Change) -> dict[str, Any]:
 
 
 def as_tensors(name: str, change: Change) -> list[tuple[str, Tensor]]:
-    """The bytes of a weight on its way: the whole, or gaps and values."""
+    """Return the tensors to send for a weight: the whole, or gaps and values."""
     if change.gaps is None or change.values is None:
         return [(name, change.new)]
     return [(f"{name} gaps", change.gaps), (f"{name} values", change.values)]
 
 
 def _bits(tensor: Tensor) -> Any:
-    """The entries of a contiguous tensor as numbers of the same size, in the same memory."""
+    """Return the elements of a contiguous tensor as unsigned integers of the same size, in the same memory."""
     flat = tensor.reshape(-1)
     return flat.view(torch.uint8).numpy().view(_BITS[tensor.itemsize])
 
 
-def _with_stops(at: Any, skipped: Any) -> Any:
-    """Places with further ones between those that are too far apart for a gap of 16 bits; their entries did not change."""
-    stops = skipped // (_LONGEST_GAP + 1)
-    behind = np.repeat(np.concatenate(([-1], at[:-1])), stops)
-    number = np.arange(stops.sum()) - np.repeat(np.cumsum(stops) - stops, stops) + 1
-    return np.sort(np.concatenate((at, behind + number * (_LONGEST_GAP + 1))))
+def _with_fillers(at: Any, skipped: Any) -> Any:
+    """Insert positions of unchanged elements between positions whose distance exceeds a gap of 16 bits."""
+    fillers = skipped // (_LONGEST_GAP + 1)
+    previous = np.repeat(np.concatenate(([-1], at[:-1])), fillers)
+    number = np.arange(fillers.sum()) - np.repeat(np.cumsum(fillers) - fillers, fillers) + 1
+    return np.sort(np.concatenate((at, previous + number * (_LONGEST_GAP + 1))))

@@ -1,4 +1,4 @@
-"""What an engine's server and its client say to each other: frames of JSON over a socket.
+"""Messages between an engine's server and its client: JSON frames over a socket.
 
     client                                          server
       hello {protocol, token}            ->
@@ -7,8 +7,8 @@
       {id, do: "abort", requests}        ->
                                          <-   {id, result}   or   {id, error: {code, what, why, fix}}
 
-A frame is its length (4 bytes, big-endian) and so many bytes of UTF-8. Every question has an id and one answer; answers come in
-the order in which they are ready. JSON keeps every float as it is. Nothing is unpickled, on either side.
+A frame is its length (4 bytes, big-endian) and that many bytes of UTF-8. Every request has an id and one answer; answers are
+sent in the order in which they are ready. JSON keeps floats exact. Neither side unpickles anything.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, HoneError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 
-PROTOCOL = 2
-"""Version of what is said; both sides must have the same."""
+PROTOCOL = 3
+"""Version of the messages; both sides must have the same."""
 LONGEST = 2**31 - 1
-"""Most bytes of a frame; weights that go inside frames are cut smaller."""
+"""Maximum of bytes in a frame; weights inside frames are sent in smaller chunks."""
 _LENGTH = struct.Struct(">I")
 _KINDS: dict[str, type[HoneError]] = {kind.code: kind for kind in (ConfigError, GenerationError)}
 
@@ -34,65 +34,65 @@ Message = dict[str, Any]
 
 
 def pack(message: Message) -> bytes:
-    """The frame of a message."""
+    """Return the frame of a message."""
     body = json.dumps(message, separators=(",", ":")).encode()
     return _LENGTH.pack(len(body)) + body
 
 
 async def read(reader: asyncio.StreamReader, *, longest: int = LONGEST) -> Message | None:
-    """The next message; None at the end of the stream.
+    """Return the next message; None at the end of the stream.
 
     Raises:
-        ValueError: what came is no message.
+        ValueError: the frame is not a message.
     """
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if length > longest:
-            raise ValueError(f"a frame of {length} bytes, at most {longest} are taken")
+            raise ValueError(f"a frame of {length} bytes, the limit is {longest}")
         return _decode(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """As :func:`read`, of a blocking socket."""
+    """Return the next message of a blocking socket; see :func:`read`."""
     head = _exactly(connection, _LENGTH.size)
     if head is None:
         return None
     (length,) = _LENGTH.unpack(head)
     if length > LONGEST:
-        raise ValueError(f"a frame of {length} bytes, at most {LONGEST} are taken")
+        raise ValueError(f"a frame of {length} bytes, the limit is {LONGEST}")
     body = _exactly(connection, length)
     return None if body is None else _decode(body)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
+    received = bytearray()
+    while len(received) < count:
         try:
-            part = connection.recv(min(count - len(parts), 2**20))
+            chunk = connection.recv(min(count - len(received), 2**20))
         except OSError:
             return None
-        if not part:
+        if not chunk:
             return None
-        parts += part
-    return bytes(parts)
+        received += chunk
+    return bytes(received)
 
 
 def _decode(body: bytes) -> Message:
     message = json.loads(body)
     if not isinstance(message, dict):
-        raise ValueError(f"a frame that holds {type(message).__name__} and no object")
+        raise ValueError(f"a frame with {type(message).__name__}, not an object")
     return message
 
 
 def request_as_message(request: GenerationRequest) -> Message:
-    """A request, for the wire; who watches its progress stays behind."""
+    """Return a request as a message, without its progress callback."""
     return {**vars(request), "sampling": vars(request.sampling), "progress": None}
 
 
 def request_of(message: Message) -> GenerationRequest:
-    """The request in a message."""
+    """Return the request in a message."""
     sampling = dict(message["sampling"])
     for name in ("stop_token_ids", "stop"):
         sampling[name] = tuple(sampling[name])
@@ -100,29 +100,29 @@ def request_of(message: Message) -> GenerationRequest:
 
 
 def completion_as_message(completion: Completion) -> Message:
-    """A completion, for the wire."""
+    """Return a completion as a message."""
     return {**vars(completion), "stop_reason": completion.stop_reason.value}
 
 
 def completion_of(message: Message) -> Completion:
-    """The completion in a message."""
+    """Return the completion in a message."""
     first, last = message["weight_versions"]
     reason = StopReason(message["stop_reason"])
     return Completion(**{**message, "stop_reason": reason, "weight_versions": (first, last)})
 
 
 def error_as_message(error: BaseException) -> Message:
-    """An error, for the wire; what is no error of Hone's own is shown by name."""
+    """Return an error as a message; an error that is not a HoneError is described by its type."""
     if isinstance(error, HoneError):
         return {"code": error.code, "what": error.what, "why": error.why, "fix": error.fix, "where": error.where}
     return {"code": GenerationError.code, "what": f"the engine raised {type(error).__name__}: {error}"}
 
 
 def error_of(message: Message) -> HoneError:
-    """The error in a message."""
+    """Return the error in a message."""
     kind = _KINDS.get(message.get("code", ""), GenerationError)
     return kind(
-        message.get("what", "the engine gave an error without words"),
+        message.get("what", "the engine sent an error without a description"),
         why=message.get("why", ""),
         fix=message.get("fix", ""),
         where=message.get("where", ""),

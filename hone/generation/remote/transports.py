@@ -1,13 +1,13 @@
-"""How weights get from the trainer's process into an engine's: interchangeable transports, one slow and simple.
+"""Transports of weights from the trainer's process to an engine's process.
 
-    shared_memory   memory that both processes map (Linux ``memfd``): read where it lies, by an engine of the same machine and user. One
-                    copy in, or none where the model itself lives in such memory (:func:`settle`).
-    file            a safetensors file in a directory that both see.
-    socket          inside the messages of the connection, as text: slow, works everywhere, and the others are tested against it.
+    shared_memory   memory that both processes map (Linux ``memfd``), for an engine of the same machine and user. The sender
+                    copies once, or not at all if the model's parameters are in such memory (:func:`share_parameters`).
+    file            a safetensors file in a directory that both processes can read.
+    socket          inside the messages of the connection, as text: slow, works everywhere, and the reference for the others.
 
-A sender packs tensors into parcels of a limited size (but at least one tensor each). A parcel is a plain message; :func:`opened`
-gives the tensors in it, on the engine's side. While the engine takes one parcel the next is packed: two are under way at most
-(:data:`AHEAD`), and memory goes back and forth between them, so that it is mapped once and stays in the processor's cache.
+A sender packs tensors into chunks of a limited size, at least one tensor each. A chunk is a plain message; :func:`open_chunk`
+returns its tensors on the engine's side. While the engine loads one chunk the next is packed: at most two are in flight
+(:data:`CHUNKS_IN_FLIGHT`). Their buffers alternate, so each is mapped once and stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -31,64 +31,63 @@ from hone.errors import ConfigError, GenerationError
 
 Named = tuple[str, Tensor]
 _ALIGNED = 64
-"""Tensors begin at multiples of this in a buffer."""
-AHEAD = 2
-"""Parcels that may be under way: what a parcel held may be gone when as many were packed after it."""
-PARCEL_BYTES = 32 * 2**20
-"""Most bytes of a parcel, unless a tensor has more: few enough that the engine soon has something to do, and finds it in the cache."""
+"""Alignment of tensors in a buffer, in bytes."""
+CHUNKS_IN_FLIGHT = 2
+"""Maximum of chunks in flight; a chunk's memory is reused after this many further chunks."""
+CHUNK_BYTES = 32 * 2**20
+"""Maximum of bytes in a chunk with several tensors; small chunks let the engine start early and stay in the processor's cache."""
 
 
 class Sender(Protocol):
-    """The trainer's side of a transport."""
+    """Trainer's side of a transport."""
 
-    def room(self, tensor: Tensor) -> int:
-        """Bytes that a tensor takes on its way."""
+    def bytes_to_copy(self, tensor: Tensor) -> int:
+        """Return the number of bytes that are copied for a tensor."""
         ...
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Put tensors where the engine finds them, and say where. What the parcel before the last one held is gone then."""
+        """Return a chunk with the tensors. The memory of the chunk before the previous one is reused."""
         ...
 
     def close(self) -> None:
-        """Give memory and files back."""
+        """Release memory and files."""
         ...
 
 
 class SharedMemorySender:
-    """Buffers in memory that the engine opens through ``/proc``: they have no names in the file system, so nothing is left behind
-    however either process ends, and they are not bounded by the size of ``/dev/shm``.
+    """Sends through memory buffers that the engine opens in ``/proc``.
+
+    Buffers have no file names, so nothing remains after a crash, and they are not limited by the size of ``/dev/shm``.
     """
 
     def __init__(self) -> None:
-        self._buffers = [SharedBuffer() for _ in range(AHEAD)]
+        self._buffers = [SharedBuffer() for _ in range(CHUNKS_IN_FLIGHT)]
 
-    def room(self, tensor: Tensor) -> int:
-        """None where it is not copied."""
-        return 0 if _home_of(tensor) is not None else tensor.nbytes
+    def bytes_to_copy(self, tensor: Tensor) -> int:
+        """Return 0 if the tensor is in shared memory already."""
+        return 0 if _shared_buffer_of(tensor) is not None else tensor.nbytes
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Say where tensors live, if that is memory which others can map; else copy them into the buffer that has been idle
-        longest, which grows when they need more.
-        """
-        settled = _where_settled(tensors)
-        if settled is not None:
-            return settled
+        """Return the place of tensors in shared memory; others are copied into the buffer that has been idle longest."""
+        shared_chunk = _shared_chunk(tensors)
+        if shared_chunk is not None:
+            return shared_chunk
         buffer = self._buffers[0]
         self._buffers = [*self._buffers[1:], buffer]
-        pieces, size = _places(tensors)
+        places, size = _layout(tensors)
         memory = buffer.at_least(size)
-        for (_, tensor), piece in zip(tensors, pieces, strict=True):
-            copy(tensor, view(memory, piece))
-        return _shared(buffer, pieces)
+        for (_, tensor), place in zip(tensors, places, strict=True):
+            copy(tensor, view(memory, place))
+        return _memory_chunk(buffer, places)
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Release the buffers."""
         for buffer in self._buffers:
             buffer.close()
 
 
 class SharedBuffer:
-    """Memory that other processes of this user can map."""
+    """Memory that other processes of the same user can map."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -96,11 +95,11 @@ class SharedBuffer:
 
     @property
     def path(self) -> str:
-        """Where others find it."""
+        """Path under which other processes open the memory."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def at_least(self, size: int) -> Tensor:
-        """The memory, of so many bytes or more; what it holds stays when it grows."""
+        """Return the memory, grown to at least ``size`` bytes with its contents kept."""
         if size > self._memory.numel():
             if self._file is None:
                 self._file = os.memfd_create("hone-weights")
@@ -109,67 +108,67 @@ class SharedBuffer:
         return self._memory
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the memory."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
-_SETTLED: dict[int, SharedBuffer] = {}
-"""Memory that models live in, by its address."""
+_SHARED_MODELS: dict[int, SharedBuffer] = {}
+"""Shared memory of models, by its address."""
 
 
-def settle(model: nn.Module) -> bool:
-    """Let the parameters of a model live in memory that engines can map: then its weights are published without a copy.
+def share_parameters(model: nn.Module) -> bool:
+    """Move the parameters of a model to shared memory, so that a weight sync needs no copy.
 
-    An engine reads them there while a publication waits for its answer; it cannot write.
+    An engine reads them there during a weight sync, and cannot write.
 
     Returns:
-        Whether they do; those of a divided model, or on a GPU, stay where they are.
+        Whether they were moved; parameters of a sharded model, or on a GPU, are not.
     """
     parameters = dict(model.named_parameters())
     if not all(type(p.data) is Tensor and p.device.type == "cpu" and p.is_contiguous() for p in parameters.values()):
         return False
-    pieces, size = _places([*parameters.items()])
+    places, size = _layout([*parameters.items()])
     buffer = SharedBuffer()
     memory = buffer.at_least(size)
-    for parameter, piece in zip(parameters.values(), pieces, strict=True):
-        parameter.data = view(memory, piece).copy_(parameter.data)
+    for parameter, place in zip(parameters.values(), places, strict=True):
+        parameter.data = view(memory, place).copy_(parameter.data)
     address = memory.untyped_storage().data_ptr()
-    _SETTLED[address] = buffer
-    weakref.finalize(model, _unsettle, address)
+    _SHARED_MODELS[address] = buffer
+    weakref.finalize(model, _release_shared, address)
     return True
 
 
-def _unsettle(address: int) -> None:
-    _SETTLED.pop(address).close()
+def _release_shared(address: int) -> None:
+    _SHARED_MODELS.pop(address).close()
 
 
-def _home_of(tensor: Tensor) -> SharedBuffer | None:
+def _shared_buffer_of(tensor: Tensor) -> SharedBuffer | None:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
-    return _SETTLED.get(tensor.untyped_storage().data_ptr())
+    return _SHARED_MODELS.get(tensor.untyped_storage().data_ptr())
 
 
-def _where_settled(tensors: Sequence[Named]) -> dict[str, Any] | None:
-    """The parcel of tensors that all live in one settled memory."""
-    homes = {_home_of(tensor) for _, tensor in tensors}
-    home = homes.pop() if len(homes) == 1 else None
-    if home is None:
+def _shared_chunk(tensors: Sequence[Named]) -> dict[str, Any] | None:
+    """Return a chunk for tensors that are all in one shared buffer, else None."""
+    buffers = {_shared_buffer_of(tensor) for _, tensor in tensors}
+    buffer = buffers.pop() if len(buffers) == 1 else None
+    if buffer is None:
         return None
-    return _shared(home, [_piece(name, t, int(t.storage_offset()) * t.itemsize) for name, t in tensors])
+    return _memory_chunk(buffer, [_place(name, t, int(t.storage_offset()) * t.itemsize) for name, t in tensors])
 
 
-def _shared(buffer: SharedBuffer, pieces: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"transport": "shared_memory", "path": buffer.path, "bytes": buffer.at_least(0).numel(), "pieces": pieces}
+def _memory_chunk(buffer: SharedBuffer, places: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"transport": "shared_memory", "path": buffer.path, "bytes": buffer.at_least(0).numel(), "places": places}
 
 
 class FileSender:
     """Safetensors files in a directory.
 
     Args:
-        directory: that both processes see; None is a temporary one.
+        directory: that both processes can read; None creates a temporary one.
     """
 
     def __init__(self, directory: str | None = None) -> None:
@@ -177,19 +176,19 @@ class FileSender:
         self._paths: list[Path] = []
         self._count = 0
 
-    def room(self, tensor: Tensor) -> int:
-        """What it has."""
+    def bytes_to_copy(self, tensor: Tensor) -> int:
+        """Return the tensor's size."""
         return tensor.nbytes
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Write a file; the last ones stay."""
+        """Write a file; the files of the chunks in flight stay."""
         from safetensors.torch import save_file
 
         self._count += 1
         path = Path(self._directory.name, f"{self._count}.safetensors")
-        save_file(_apart(tensors), path)
+        save_file(_without_shared_storage(tensors), path)
         self._paths.append(path)
-        if len(self._paths) > AHEAD:
+        if len(self._paths) > CHUNKS_IN_FLIGHT:
             self._paths.pop(0).unlink()
         return {"transport": "file", "path": str(path), "names": [name for name, _ in tensors]}
 
@@ -198,50 +197,50 @@ class FileSender:
         self._directory.cleanup()
 
 
-def _apart(tensors: Sequence[Named]) -> dict[str, Tensor]:
-    """Tensors none of which lies in the memory of another, which safetensors would refuse."""
-    found: dict[str, Tensor] = {}
-    taken: set[int] = set()
+def _without_shared_storage(tensors: Sequence[Named]) -> dict[str, Tensor]:
+    """Copy tensors that share storage with another one, which safetensors would refuse."""
+    separate: dict[str, Tensor] = {}
+    storages: set[int] = set()
     for name, tensor in tensors:
         whole = tensor.detach().cpu().contiguous()
         memory = whole.untyped_storage().data_ptr()
-        found[name] = whole.clone() if memory in taken else whole
-        taken.add(memory)
-    return found
+        separate[name] = whole.clone() if memory in storages else whole
+        storages.add(memory)
+    return separate
 
 
 class SocketSender:
-    """Weights inside the messages themselves."""
+    """Sends weights inside the messages."""
 
-    def room(self, tensor: Tensor) -> int:
-        """What it has."""
+    def bytes_to_copy(self, tensor: Tensor) -> int:
+        """Return the tensor's size."""
         return tensor.nbytes
 
     def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
-        """Write the tensors' bytes as text."""
-        pieces, size = _places(tensors)
+        """Return a chunk with the tensors' bytes as text."""
+        places, size = _layout(tensors)
         buffer = torch.zeros(size, dtype=torch.uint8)
-        for (_, tensor), piece in zip(tensors, pieces, strict=True):
-            view(buffer, piece).copy_(tensor)
-        return {"transport": "socket", "pieces": pieces, "data": base64.b64encode(buffer.numpy().tobytes()).decode()}
+        for (_, tensor), place in zip(tensors, places, strict=True):
+            view(buffer, place).copy_(tensor)
+        return {"transport": "socket", "places": places, "data": base64.b64encode(buffer.numpy().tobytes()).decode()}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 def make_sender(backend: str, *, same_machine: bool) -> Sender:
-    """The sender that ``rollout.checkpoint_engine.backend`` names; ``auto`` is shared memory on one machine, else the socket.
+    """Create the sender of a ``rollout.checkpoint_engine.backend``; ``auto`` is shared memory on one machine, else the socket.
 
     Raises:
-        ConfigError: no such transport.
+        ConfigError: the transport is unknown.
     """
     if backend == "auto":
         backend = "shared_memory" if same_machine else "socket"
     kinds: dict[str, type[Sender]] = {"shared_memory": SharedMemorySender, "file": FileSender, "socket": SocketSender}
     if backend not in kinds:
         raise ConfigError(
-            f"weights cannot travel by '{backend}' yet",
-            why=f"an engine in another process takes them by {', '.join(kinds)}",
+            f"checkpoint_engine.backend={backend} cannot send weights to engine processes",
+            why=f"the transports are {', '.join(kinds)}",
             fix="actor_rollout_ref.rollout.checkpoint_engine.backend=auto",
             where="actor_rollout_ref.rollout.checkpoint_engine.backend",
         )
@@ -249,20 +248,20 @@ def make_sender(backend: str, *, same_machine: bool) -> Sender:
 
 
 def buckets(
-    tensors: Iterable[Named], most_bytes: int, room: Callable[[Tensor], int] = lambda tensor: tensor.nbytes
+    tensors: Iterable[Named], most_bytes: int, size_of: Callable[[Tensor], int] = lambda tensor: tensor.nbytes
 ) -> Iterator[tuple[list[Named], bool]]:
-    """Tensors in portions of at most ``most_bytes`` (but at least one), each with whether it is the last.
+    """Yield chunks of at most ``most_bytes`` (at least one tensor), and whether each is the last.
 
-    Weights of one block, such as ``model.layers.3.mlp``, stay together where they fit: engines join some of them.
+    Weights of one block, such as ``model.layers.3.mlp``, stay together if they fit, because engines fuse some of them.
 
     Args:
         tensors: by name.
-        most_bytes: of a portion.
-        room: bytes of a tensor that count.
+        most_bytes: maximum size of a chunk.
+        size_of: returns the size of a tensor in bytes.
     """
     bucket: list[Named] = []
     used = 0
-    for block, size in _blocks(tensors, most_bytes, room):
+    for block, size in _blocks(tensors, most_bytes, size_of):
         if bucket and used + size > most_bytes:
             yield bucket, False
             bucket, used = [], 0
@@ -272,13 +271,13 @@ def buckets(
 
 
 def _blocks(
-    tensors: Iterable[Named], most_bytes: int, room: Callable[[Tensor], int]
+    tensors: Iterable[Named], most_bytes: int, size_of: Callable[[Tensor], int]
 ) -> Iterator[tuple[list[Named], int]]:
-    """Neighbours whose names have the same beginning, and their bytes; one that is too large is cut."""
+    """Yield neighbours with the same name prefix, and their size; a group that is too large is split."""
     block: list[Named] = []
     size = 0
     for name, tensor in tensors:
-        added = room(tensor)
+        added = size_of(tensor)
         if block and (_block_of(name) != _block_of(block[0][0]) or size + added > most_bytes):
             yield block, size
             block, size = [], 0
@@ -293,27 +292,27 @@ def _block_of(name: str) -> str:
 
 
 class Mappings:
-    """Shared memory that is mapped already, to be read: mapping it anew for every parcel costs as much as copying it."""
+    """Read-only mappings of shared memory, kept because mapping costs as much as copying."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[int, int, int], Tensor]] = {}
+        self._mapped: dict[str, tuple[tuple[int, int, int], Tensor]] = {}
 
-    def of(self, path: str, size: int) -> Tensor:
-        """The bytes at ``path``.
+    def get(self, path: str, size: int) -> Tensor:
+        """Return the bytes at ``path``.
 
         Raises:
-            OSError: there are none.
+            OSError: the file does not exist.
         """
-        found = Path(path).stat()
-        identity = found.st_dev, found.st_ino, size
-        known = self._known.get(path)
-        if known is None or known[0] != identity:
-            known = identity, _mapped(path, size)
-            self._known = {**dict(list(self._known.items())[1 - 2 * AHEAD :]), path: known}
-        return known[1]
+        status = Path(path).stat()
+        identity = status.st_dev, status.st_ino, size
+        mapped = self._mapped.get(path)
+        if mapped is None or mapped[0] != identity:
+            mapped = identity, _map(path, size)
+            self._mapped = {**dict(list(self._mapped.items())[1 - 2 * CHUNKS_IN_FLIGHT :]), path: mapped}
+        return mapped[1]
 
 
-def _mapped(path: str, size: int) -> Tensor:
+def _map(path: str, size: int) -> Tensor:
     with Path(path).open("rb") as file:
         memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
@@ -322,33 +321,33 @@ def _mapped(path: str, size: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def opened(parcel: dict[str, Any], mappings: Mappings | None = None) -> Iterator[list[Named]]:
-    """The tensors of a parcel, on the engine's side; views that hold only inside the block.
+def open_chunk(chunk: dict[str, Any], mappings: Mappings | None = None) -> Iterator[list[Named]]:
+    """Give the tensors of a chunk, on the engine's side; they are views that are valid only inside the block.
 
     Args:
-        parcel: as the sender gave it.
-        mappings: that the receiver keeps between parcels; None maps shared memory for this parcel alone.
+        chunk: from the sender.
+        mappings: kept between chunks; None maps shared memory for this chunk only.
 
     Raises:
-        GenerationError: they are not where the parcel says.
+        GenerationError: the chunk's file or memory cannot be opened.
     """
-    kind = parcel["transport"]
+    kind = chunk["transport"]
     if kind == "socket":
-        buffer = torch.frombuffer(bytearray(base64.b64decode(parcel["data"])), dtype=torch.uint8)
-        yield [(piece["name"], view(buffer, piece)) for piece in parcel["pieces"]]
+        buffer = torch.frombuffer(bytearray(base64.b64decode(chunk["data"])), dtype=torch.uint8)
+        yield [(place["name"], view(buffer, place)) for place in chunk["places"]]
         return
     try:
         if kind == "file":
             from safetensors.torch import load_file
 
-            found = load_file(parcel["path"])
-            named = [(name, found[name]) for name in parcel["names"]]
+            loaded = load_file(chunk["path"])
+            named = [(name, loaded[name]) for name in chunk["names"]]
         else:
-            buffer = (mappings or Mappings()).of(parcel["path"], parcel["bytes"])
-            named = [(piece["name"], view(buffer, piece)) for piece in parcel["pieces"]]
+            buffer = (mappings or Mappings()).get(chunk["path"], chunk["bytes"])
+            named = [(place["name"], view(buffer, place)) for place in chunk["places"]]
     except (OSError, RuntimeError) as error:
         raise GenerationError(
-            f"the engine does not find new weights at {parcel['path']}: {error}",
+            f"the engine cannot open new weights at {chunk['path']}: {error}",
             why="it runs on another machine, in another container or as another user",
             fix="actor_rollout_ref.rollout.checkpoint_engine.backend=socket",
         ) from error
@@ -356,7 +355,7 @@ def opened(parcel: dict[str, Any], mappings: Mappings | None = None) -> Iterator
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """Copy on one core: the engine is busy on the others, and threads of both that wait for each other's cores are slower than one."""
+    """Copy on one core, because the engine is busy on the others and contending threads are slower."""
     if source.device.type == "cpu" and source.is_contiguous() and source.numel():
         target.reshape(-1).view(torch.uint8).numpy()[:] = source.detach().reshape(-1).view(torch.uint8).numpy()
     else:
@@ -364,26 +363,26 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def padded(size: int) -> int:
-    """Bytes that so many take in a buffer."""
+    """Return the aligned size of ``size`` bytes."""
     return math.ceil(size / _ALIGNED) * _ALIGNED
 
 
-def _places(tensors: Sequence[Named]) -> tuple[list[dict[str, Any]], int]:
-    """Where each tensor goes in a buffer, and the size of the buffer in bytes."""
-    pieces, offset = [], 0
+def _layout(tensors: Sequence[Named]) -> tuple[list[dict[str, Any]], int]:
+    """Return the place of each tensor in a buffer, and the size of the buffer in bytes."""
+    places, offset = [], 0
     for name, tensor in tensors:
-        pieces.append(_piece(name, tensor, offset))
+        places.append(_place(name, tensor, offset))
         offset += padded(tensor.nbytes)
-    return pieces, max(offset, _ALIGNED)
+    return places, max(offset, _ALIGNED)
 
 
-def _piece(name: str, tensor: Tensor, offset: int) -> dict[str, Any]:
+def _place(name: str, tensor: Tensor, offset: int) -> dict[str, Any]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
 
 
-def view(buffer: Tensor, piece: dict[str, Any]) -> Tensor:
-    """The tensor that a piece of a parcel says lies in the buffer."""
-    dtype: torch.dtype = getattr(torch, piece["dtype"])
-    size = math.prod(piece["shape"]) * dtype.itemsize
-    return buffer[piece["offset"] : piece["offset"] + size].view(dtype).view(piece["shape"])
+def view(buffer: Tensor, place: dict[str, Any]) -> Tensor:
+    """Return the tensor at a place of a buffer."""
+    dtype: torch.dtype = getattr(torch, place["dtype"])
+    size = math.prod(place["shape"]) * dtype.itemsize
+    return buffer[place["offset"] : place["offset"] + size].view(dtype).view(place["shape"])

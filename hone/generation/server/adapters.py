@@ -1,4 +1,4 @@
-"""An adapter in the files that engines read, filled by parcels of weights."""
+"""A LoRA adapter in the files that engines read, written from chunks of weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hone.errors import GenerationError
 
-_OWN_NAME = ".default."
-"""PEFT puts the adapter's name into its parameters, and leaves it out of its files."""
-_PART = re.compile(r"\.lora_[AB]\.weight$")
+_ADAPTER_NAME = ".default."
+"""Adapter name in PEFT's parameter names, which its files do not have."""
+_LORA_WEIGHT = re.compile(r"\.lora_[AB]\.weight$")
 
 
 class AdapterFolder:
@@ -35,24 +35,26 @@ class AdapterFolder:
         self._names: set[str] = set()
 
     def begin(self) -> None:
-        """A new version follows."""
+        """Start a new version."""
         self._arrived = {}
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep copies of some of it."""
-        self._arrived |= {name.replace(_OWN_NAME, "."): tensor.clone() for name, tensor in tensors}
+        """Store copies of some weights."""
+        self._arrived |= {name.replace(_ADAPTER_NAME, "."): tensor.clone() for name, tensor in tensors}
 
     def finish(self) -> None:
-        """Write the version.
+        """Write the version to the directory.
 
         Raises:
-            GenerationError: a part is missing, or something else came than an adapter.
+            GenerationError: a weight is missing, or does not belong to a LoRA adapter.
         """
         arrived = set(self._arrived)
-        foreign = sorted(name for name in arrived if not _PART.search(name)) or (["nothing"] if not arrived else [])
+        foreign = sorted(name for name in arrived if not _LORA_WEIGHT.search(name)) or (
+            ["nothing"] if not arrived else []
+        )
         if foreign:
             raise GenerationError(
-                f"'{foreign[0]}' is no part of a LoRA adapter, which is what this engine takes",
+                f"'{foreign[0]}' is not a weight of a LoRA adapter, and this engine takes only those",
                 fix="actor_rollout_ref.rollout.merge_lora=true for an engine that takes whole weights",
             )
         modules = {name.split(".lora_")[0] for name in arrived}
@@ -61,7 +63,7 @@ class AdapterFolder:
             raise GenerationError(
                 f"{len(missing)} of {len(expected)} weights of the adapter have not arrived, such as '{missing[0]}'",
                 why="the engine would sample from a mixture of two policies",
-                fix="publish every parameter of the adapter",
+                fix="send every parameter of the adapter",
             )
         self._names = arrived
         modules_by_suffix = sorted({module.rsplit(".", 1)[-1] for module in modules})

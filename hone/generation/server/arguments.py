@@ -1,4 +1,4 @@
-"""An engine's own arguments, as its back end checks them before the engine starts."""
+"""Checks of an engine's arguments before the engine starts."""
 
 from __future__ import annotations
 
@@ -8,50 +8,48 @@ from typing import Any
 from hone.errors import ConfigError, did_you_mean
 
 
-def check_names(engine: str, options: Mapping[str, Any], known: Iterable[str], *, called: str) -> None:
-    """Every option is an argument that the engine has.
+def check_names(engine: str, options: Mapping[str, Any], known: Iterable[str], *, title: str) -> None:
+    """Check that every option is an argument of the engine.
 
     Args:
         engine: as in ``rollout.name``.
-        options: that it is to be started with.
-        known: names that it takes.
-        called: the engine's own name, for people.
+        options: to check.
+        known: names of the engine's arguments.
+        title: of the engine, for the message.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: an option is unknown.
     """
     names = list(known)
     unknown = sorted(set(options) - set(names))
     if unknown:
-        raise refused(engine, f"{called} has no argument '{unknown[0]}'", did_you_mean(unknown[0], names))
+        raise refused(engine, f"{title} has no argument '{unknown[0]}'", did_you_mean(unknown[0], names))
 
 
 def check_owned(engine: str, given: Mapping[str, Any], owned: Mapping[str, str]) -> None:
-    """No option of the user is one that Hone decides on.
+    """Check that the user sets no option that Hone sets.
 
     Args:
         engine: as in ``rollout.name``.
         given: options of the user.
-        owned: what Hone decides on, with the reason.
+        owned: options that Hone sets, with the reason.
 
     Raises:
-        ConfigError: one is.
+        ConfigError: the user sets one.
     """
     for name in sorted(set(given) & set(owned)):
         where = f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{name}"
-        raise ConfigError(
-            f"engine {engine} cannot be given '{name}': {owned[name]}", fix=f"leave {where} out", where=where
-        )
+        raise ConfigError(f"engine {engine} cannot have '{name}': {owned[name]}", fix=f"remove {where}", where=where)
 
 
 def refused(engine: str, what: str, fix: str) -> ConfigError:
-    """The error of an engine that does not take its arguments."""
+    """Return the error for an engine that refuses its arguments."""
     where = f"actor_rollout_ref.rollout.engine_kwargs.{engine}"
     return ConfigError(
-        what, why=f"{where.removeprefix('actor_rollout_ref.')} is passed on as it is", fix=fix, where=where
+        what, why=f"{where.removeprefix('actor_rollout_ref.')} is passed to the engine unchanged", fix=fix, where=where
     )
 
 
 def first_lines(error: Exception) -> str:
-    """What an engine says of its arguments, without its traceback."""
+    """Return the first four lines of an engine's error."""
     return " ".join(line.strip() for line in str(error).splitlines()[:4])

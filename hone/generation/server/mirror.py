@@ -1,10 +1,11 @@
-"""The weights that a server has taken, kept so that of the next version only what changed has to travel.
+"""A server's copy of the latest weights, so that only changes have to be sent for the next version.
 
-An engine keeps its weights in forms of its own: packed, joined, divided over processes. The mirror has them as they are published, in
-memory that the processes of the engine map. A delta is put into it, checked, and the engine then takes the whole from there:
+Engines store weights in other layouts: packed, fused, sharded over processes. The mirror has them as the trainer sends them,
+in memory that the processes of the engine map. A delta is applied to the mirror and checked; the engine then loads the whole
+weights from there:
 
-    parcel --> mirror --> checksum of each whole weight --> parcel of shared memory --> the engine's workers
-                              `-- not what was sent: refused, and nothing of the parcel goes on
+    chunk --> mirror --> checksum of each whole weight --> chunk in shared memory --> the engine's workers
+                              `-- wrong: the chunk is refused, and the engine gets nothing
 """
 
 from __future__ import annotations
@@ -15,45 +16,45 @@ from typing import Any
 from torch import Tensor
 
 from hone.errors import GenerationError
-from hone.generation.remote.delta import apply, checksum_of
-from hone.generation.remote.transports import Mappings, SharedBuffer, copy, opened, padded, view
+from hone.generation.remote import delta
+from hone.generation.remote.transports import Mappings, SharedBuffer, copy, open_chunk, padded, view
 
 _LEAST_BYTES = 2**20
 
 
 class Mirror:
-    """A copy of an engine's weights, in the dtype that they are served in: as many bytes as they have."""
+    """A copy of an engine's weights in their served dtype."""
 
     def __init__(self) -> None:
         self._memory, self._mappings = SharedBuffer(), Mappings()
         self._places: dict[str, dict[str, Any]] = {}
         self._used = 0
 
-    def take(self, parcel: dict[str, Any], entries: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """Take a parcel.
+    def apply(self, chunk: dict[str, Any], entries: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """Apply a chunk.
 
         Args:
-            parcel: of weights, or of what changed of them.
-            entries: what they should be then (:func:`hone.generation.remote.delta.as_entry`).
+            chunk: of weights or their changes.
+            entries: descriptions of the resulting weights (:func:`hone.generation.remote.delta.as_entry`).
 
         Returns:
-            The same weights whole, as a parcel for the engine; None when one of them is not what it should be.
+            A chunk of the whole weights for the engine; None if a checksum is wrong.
         """
-        with opened(parcel, self._mappings) as tensors:
+        with open_chunk(chunk, self._mappings) as tensors:
             arrived = dict(tensors)
-            right = [self._take_one(entry, arrived) for entry in entries]
-        if not all(right):
+            valid = [self._apply_entry(entry, arrived) for entry in entries]
+        if not all(valid):
             return None
-        pieces = [self._places[entry["name"]] for entry in entries]
+        places = [self._places[entry["name"]] for entry in entries]
         memory = self._memory.at_least(self._used)
-        return {"transport": "shared_memory", "path": self._memory.path, "bytes": memory.numel(), "pieces": pieces}
+        return {"transport": "shared_memory", "path": self._memory.path, "bytes": memory.numel(), "places": places}
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all weights."""
         self._memory.close()
         self._places, self._used = {}, 0
 
-    def _take_one(self, entry: dict[str, Any], arrived: dict[str, Tensor]) -> bool:
+    def _apply_entry(self, entry: dict[str, Any], arrived: dict[str, Tensor]) -> bool:
         name = entry["name"]
         if entry["delta"]:
             place = self._places.get(name)
@@ -61,24 +62,26 @@ class Mirror:
                 return False
             target = view(self._memory.at_least(self._used), place)
             try:
-                apply(arrived[f"{name} gaps"], arrived[f"{name} values"], target)
+                delta.apply(arrived[f"{name} gaps"], arrived[f"{name} values"], target)
             except ValueError:
                 return False
         else:
-            target = self._room(entry, arrived[name])
+            target = self._place_for(entry, arrived[name])
             copy(arrived[name], target)
-        return checksum_of(target) == entry["checksum"]
+        return delta.checksum_of(target) == entry["checksum"]
 
-    def _room(self, entry: dict[str, Any], tensor: Tensor) -> Tensor:
-        """Where a weight lies, from now on if it is new."""
-        name, known = entry["name"], self._places.get(entry["name"])
+    def _place_for(self, entry: dict[str, Any], tensor: Tensor) -> Tensor:
+        """Return the mirror's tensor of a weight, allocated if it is new."""
+        name, place = entry["name"], self._places.get(entry["name"])
         if list(tensor.shape) != entry["shape"]:
-            raise GenerationError(f"weight '{name}' has shape {list(tensor.shape)}, announced was {entry['shape']}")
-        if known is None or (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
-            place = {key: entry[key] for key in ("name", "dtype", "shape")}
-            self._places[name] = known = {**place, "offset": self._used}
+            raise GenerationError(
+                f"weight '{name}' has shape {list(tensor.shape)}, but its description has {entry['shape']}"
+            )
+        if place is None or (place["dtype"], place["shape"]) != (entry["dtype"], entry["shape"]):
+            described = {key: entry[key] for key in ("name", "dtype", "shape")}
+            self._places[name] = place = {**described, "offset": self._used}
             self._used += padded(tensor.nbytes)
         memory = self._memory.at_least(_LEAST_BYTES)
         if self._used > memory.numel():
             memory = self._memory.at_least(max(self._used, 2 * memory.numel()))
-        return view(memory, known)
+        return view(memory, place)

@@ -1,4 +1,4 @@
-"""The native engine in a process of its own."""
+"""The native engine as the backend of a server."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hone.errors import ConfigError
-from hone.generation.attention import use_hone_attention
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import Completion, GenerationRequest
-from hone.generation.remote.transports import Mappings, opened
-from hone.generation.server.backend import Settings
+from hone.generation.remote.transports import Mappings, open_chunk
+from hone.generation.server.backend import BackendSettings
+from hone.models.routing import use_hone_attention
 from hone.threads import compute_here
 
 
 class NativeBackend:
-    """A model of its own, loaded from a directory, behind :class:`~hone.generation.native.engine.NativeEngine`."""
+    """Runs :class:`~hone.generation.native.engine.NativeEngine` with a model loaded from a directory."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BackendSettings) -> None:
         if settings.options:
-            raise ConfigError(f"the native engine takes no further arguments, given are {', '.join(settings.options)}")
+            raise ConfigError(f"the native engine has no further arguments, such as {', '.join(settings.options)}")
         compute_here(len(settings.cpus) or None)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
@@ -46,7 +46,7 @@ class NativeBackend:
         return [completion async for completion in self._engine.generate([request])][0]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with the tokens they have."""
+        """End requests with the tokens sampled so far."""
         await self._engine.abort(request_ids)
 
     async def pause(self) -> None:
@@ -54,29 +54,29 @@ class NativeBackend:
         await self._engine.pause()
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume decoding."""
         await self._engine.resume()
 
     async def begin_weights(self) -> None:
-        """A new version follows; what has come of one that broke off does not count."""
+        """Start a new version; weights of an incomplete one do not count."""
         self._update += 1
 
-    async def load_weights(self, parcel: dict[str, Any]) -> None:
-        """Copy the parcel's tensors into the model."""
-        with opened(parcel, self._mappings) as tensors:
+    async def load_weights(self, chunk: dict[str, Any]) -> None:
+        """Copy the chunk's tensors into the model."""
+        with open_chunk(chunk, self._mappings) as tensors:
             await self._engine.load_weights(tensors, self._update, last=False)
 
     async def finish_weights(self) -> None:
-        """Check that all have arrived."""
+        """Check that all weights have arrived."""
         await self._engine.load_weights([], self._update)
 
     async def sleep(self) -> None:
-        """Give the cache's memory back."""
+        """Free the cache."""
         await self._engine.sleep()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since start."""
+        """Return the counters since start."""
         return self._engine.describe().stats
 
     def close(self) -> None:
-        """There is no other process."""
+        """Do nothing: there is no other process."""

@@ -1,4 +1,4 @@
-"""Processes that an engine starts in turn."""
+"""Helpers for the child processes of an engine."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 LOST = 70
-"""Exit code of a server whose engine is gone."""
+"""Exit code of a server whose engine has ended."""
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it is gone (Linux)."""
+    """Let the kernel kill this process when its parent ends (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def give_up() -> NoReturn:
-    """End the server at once: its engine is gone, and clients learn it from the connection."""
+    """End the server at once, because its engine has ended; clients notice the closed connection."""
     os._exit(LOST)
 
 
 def binding(cpus: Sequence[int], workers: int) -> str:
-    """Cores of each worker, as vLLM writes them; by itself it gives each a NUMA node, and fails where there are fewer.
+    """Return the CPU cores of each worker in vLLM's format. vLLM's default, one NUMA node each, fails with too few nodes.
 
     Args:
-        cpus: to divide; none means all that this process has.
-        workers: how many there are; where cores are fewer, some share the last one.
+        cpus: to divide; empty means all cores of this process.
+        workers: number of workers; with fewer cores than workers some share the last core.
     """
     cores = list(cpus) or sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // workers)

@@ -1,7 +1,6 @@
-"""The program: reads on its standard input what to be, starts the engine, says when it is ready, and serves until told otherwise.
+"""Program of an engine process: reads settings from standard input, starts the engine, reports its port and serves.
 
-The end of the standard input, or another parent than the one that is named, means that Hone is gone: then it ends itself with
-its whole process group.
+The end of standard input, or a changed parent process, means that Hone has ended. The program then kills its process group.
 """
 
 from __future__ import annotations
@@ -19,42 +18,43 @@ from typing import Any
 
 from hone.errors import ConfigError
 from hone.generation.remote import messages
-from hone.generation.server.backend import Settings, open_backend
+from hone.generation.server.backend import BackendSettings
+from hone.generation.server.backends import open_backend
 from hone.generation.server.serve import EngineServer, listen
 
 _WATCH_SECONDS = 0.5
 
 
 def main() -> None:
-    """Serve until the parent is gone."""
-    told = json.loads(sys.stdin.readline())
+    """Serve until the parent ends."""
+    plan = json.loads(sys.stdin.readline())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engine prints goes to the log
-    threading.Thread(target=_watch, args=(told["parent"],), name="parent watch", daemon=True).start()
-    if told["cpus"]:
-        os.sched_setaffinity(0, told["cpus"])
+    threading.Thread(target=_watch, args=(plan["parent"],), name="parent watch", daemon=True).start()
+    if plan["cpus"]:
+        os.sched_setaffinity(0, plan["cpus"])
     try:
-        asyncio.run(_serve(told, answers))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is what the parent waits for
-        _say(answers, {"error": messages.error_as_message(error)})
+        asyncio.run(_serve(plan, answers))
+    except BaseException as error:  # noqa: BLE001 - the parent waits for a message in every case
+        _send(answers, {"error": messages.error_as_message(error)})
         raise
 
 
-async def _serve(told: dict[str, Any], answers: Any) -> None:
-    names = {field.name for field in dataclasses.fields(Settings)}
-    settings = Settings(**{name: value for name, value in told.items() if name in names})
+async def _serve(plan: dict[str, Any], answers: Any) -> None:
+    names = {field.name for field in dataclasses.fields(BackendSettings)}
+    settings = BackendSettings(**{name: value for name, value in plan.items() if name in names})
     backend = await open_backend(settings)
-    server = EngineServer(backend, settings, told["token"])
+    server = EngineServer(backend, settings, plan["token"])
     try:
-        listening, port = await listen(server, told["host"], told["port"])
+        listening, port = await listen(server, plan["host"], plan["port"])
     except OSError as error:
         backend.close()
         raise ConfigError(
-            f"the engine cannot listen at {told['host']}:{told['port']}: {error.strerror or error}",
-            why="another process has the port",
-            fix="another --port, or 0 for any that is free",
+            f"the engine cannot listen at {plan['host']}:{plan['port']}: {error.strerror or error}",
+            why="another process uses the port",
+            fix="another --port, or 0 for any free one",
         ) from error
-    _say(answers, {"port": port, "description": server.description()})
+    _send(answers, {"port": port, "description": server.description()})
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with listening:
@@ -62,13 +62,13 @@ async def _serve(told: dict[str, Any], answers: Any) -> None:
     backend.close()
 
 
-def _say(answers: Any, words: dict[str, Any]) -> None:
+def _send(answers: Any, message: dict[str, Any]) -> None:
     with contextlib.suppress(BrokenPipeError):
-        print(json.dumps(words), file=answers, flush=True)  # noqa: T201 - the parent reads it
+        print(json.dumps(message), file=answers, flush=True)  # noqa: T201 - the parent reads it
 
 
 def _watch(parent: int) -> None:
-    """Kill the process group once the parent is gone; beside the main thread, which may be busy."""
+    """Kill the process group when the parent has ended; runs in a thread, because the main thread may be busy."""
     while os.getppid() == parent:
         if select.select([0], [], [], _WATCH_SECONDS)[0] and not os.read(0, 4096):
             break

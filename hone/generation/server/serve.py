@@ -1,4 +1,4 @@
-"""Answers clients: one connection each, any number of questions at once."""
+"""The server of an engine: one connection per client, any number of requests at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.errors import GenerationError
 from hone.generation.remote import messages
 from hone.generation.remote.delta import REFUSED
 from hone.generation.remote.messages import PROTOCOL, Message
-from hone.generation.server.backend import Backend, Settings
+from hone.generation.server.backend import Backend, BackendSettings
 from hone.generation.server.mirror import Mirror
 
 _HELLO_BYTES = 4096
@@ -23,15 +23,15 @@ _HELLO_SECONDS = 10.0
 
 
 class EngineServer:
-    """An engine behind a socket.
+    """Serves an engine on a socket.
 
     Args:
         backend: the engine.
-        settings: that it was started with.
-        token: that clients must show.
+        settings: of the engine.
+        token: that clients must send.
     """
 
-    def __init__(self, backend: Backend, settings: Settings, token: str) -> None:
+    def __init__(self, backend: Backend, settings: BackendSettings, token: str) -> None:
         self._backend, self._settings, self._token = backend, settings, token
         self._version = 0
         self._incomplete: int | None = None
@@ -51,7 +51,7 @@ class EngineServer:
         }
 
     def description(self) -> Message:
-        """What clients are told at the beginning."""
+        """Return the description that clients get at connection."""
         settings, backend = self._settings, self._backend
         return {
             "engine": settings.engine,
@@ -65,7 +65,7 @@ class EngineServer:
         }
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one client until it hangs up; what it still waits for is ended then."""
+        """Serve one client until it disconnects; its pending requests are aborted then."""
         tasks: set[asyncio.Task[None]] = set()
         names: dict[str, str] = {}
         try:
@@ -76,7 +76,7 @@ class EngineServer:
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
         except ValueError:
-            pass  # what came is no message: hang up
+            pass  # not a message: close the connection
         finally:
             await self._backend.abort(list(names.values()))
             for task in tasks:
@@ -90,12 +90,12 @@ class EngineServer:
             return False
         if hello is None:
             return False
-        shown = str(hello.get("token", "")).encode()
+        token = str(hello.get("token", "")).encode()
         answer: Message
-        if not hmac.compare_digest(shown, self._token.encode()):
-            answer = {"error": "it refuses the token"}
+        if not hmac.compare_digest(token, self._token.encode()):
+            answer = {"error": "the server refuses the token"}
         elif hello.get("protocol") != PROTOCOL:
-            answer = {"error": f"it speaks protocol {PROTOCOL}, not {hello.get('protocol')}"}
+            answer = {"error": f"the server has protocol {PROTOCOL}, not {hello.get('protocol')}"}
         else:
             peer = ipaddress.ip_address(writer.get_extra_info("peername")[0])
             answer = {"protocol": PROTOCOL, "description": {**self.description(), "local": peer.is_loopback}}
@@ -108,7 +108,7 @@ class EngineServer:
         try:
             do = self._do.get(message.get("do", ""))
             if do is None:
-                raise GenerationError(f"the engine's server cannot do '{message.get('do')}'")
+                raise GenerationError(f"the engine's server has no request '{message.get('do')}'")
             answer = {"id": number, "result": await do(message, names)}
         except asyncio.CancelledError:
             raise
@@ -118,21 +118,21 @@ class EngineServer:
             writer.write(messages.pack(answer))
             await writer.drain()
 
-    # what can be asked -----------------------------------------------------------------------------------------------
+    # requests --------------------------------------------------------------------------------------------------------
 
     async def _generate(self, message: Message, names: dict[str, str]) -> Message:
         if self._incomplete is not None:
             raise GenerationError(f"weights of version {self._incomplete} have arrived only in part")
-        asked = messages.request_of(message["request"])
+        request = messages.request_of(message["request"])
         self._keys += 1
-        own = str(self._keys)  # names of requests may repeat between clients
-        names[asked.request_id] = own
+        key = str(self._keys)  # request ids may repeat between clients
+        names[request.request_id] = key
         first = self._version
         try:
-            completion = await self._backend.generate(dataclasses.replace(asked, request_id=own))
+            completion = await self._backend.generate(dataclasses.replace(request, request_id=key))
         finally:
-            names.pop(asked.request_id, None)
-        completion.request_id, completion.weight_versions = asked.request_id, (first, self._version)
+            names.pop(request.request_id, None)
+        completion.request_id, completion.weight_versions = request.request_id, (first, self._version)
         return messages.completion_as_message(completion)
 
     async def _abort(self, message: Message, names: dict[str, str]) -> None:
@@ -145,23 +145,25 @@ class EngineServer:
         await self._backend.resume()
 
     async def _load(self, message: Message, names: dict[str, str]) -> str | None:
-        """Take weights, parcel by parcel in the order in which they were sent. Between the first and the last, and after one that
-        failed, nothing is served. A parcel that is refused is sent again before the last.
+        """Load a chunk of weights; chunks are loaded in the order in which they were sent.
+
+        Nothing is generated between the first and the last chunk, and after a failure. Refused chunks are sent again before
+        the last one.
         """
-        parcel, first, last = message["parcel"], message["first"], message["last"]
+        chunk, first, last = message["chunk"], message["first"], message["last"]
         async with self._loading:
-            if parcel is None and first and last:
-                self._version = message["version"]  # the weights are those it has
+            if chunk is None and first and last:
+                self._version = message["version"]  # only the version changes
                 return None
             if self._broken and not first:
                 raise GenerationError(
-                    f"weights of version {self._incomplete} did not arrive whole: send all of them again"
+                    f"weights of version {self._incomplete} arrived only in part: send all of them again"
                 )
             self._incomplete, self._broken = message["version"], True
             if first:
                 await self._backend.begin_weights()
-            if parcel is not None:
-                whole = await self._whole(parcel, message.get("entries"))
+            if chunk is not None:
+                whole = await self._whole_weights(chunk, message.get("entries"))
                 if whole is None:
                     self._broken = False
                     return REFUSED
@@ -172,26 +174,26 @@ class EngineServer:
             self._broken = False
             return None
 
-    async def _whole(self, parcel: Message, entries: list[Message] | None) -> Message | None:
-        """The parcel as the engine takes it; None when its weights are not what they are said to be."""
+    async def _whole_weights(self, chunk: Message, entries: list[Message] | None) -> Message | None:
+        """Return the chunk with whole weights, for the engine; None if a checksum is wrong."""
         if entries is None:
-            self._mirror.close()  # it would be of another version
-            return parcel
-        return await asyncio.to_thread(self._mirror.take, parcel, entries)
+            self._mirror.close()  # its weights would be of another version
+            return chunk
+        return await asyncio.to_thread(self._mirror.apply, chunk, entries)
 
     async def _sleep(self, message: Message, names: dict[str, str]) -> None:
         await self._backend.abort(list(names.values()))
         await self._backend.sleep()
 
     async def _wake(self, message: Message, names: dict[str, str]) -> None:
-        """Engines here keep their weights while they sleep, and fill their cache again by themselves."""
+        """Do nothing: engines keep their weights during sleep, and fill their cache again by themselves."""
 
     async def _describe(self, message: Message, names: dict[str, str]) -> Message:
         return self.description()
 
 
 async def listen(server: EngineServer, host: str, port: int) -> tuple[asyncio.Server, int]:
-    """Listen at an address; returns the port too, which port 0 leaves open.
+    """Listen at an address; return the server and its port, which matters for port 0.
 
     Raises:
         OSError: the port is in use.

@@ -1,4 +1,4 @@
-"""What SGLang's own processes begin with; each imports only what it needs, as SGLang takes its time."""
+"""Entry points of SGLang's processes; each imports only what it needs, because SGLang's imports are slow."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -7,12 +7,9 @@ from typing import Any
 
 from hone.generation.server.processes import die_with_parent
 
-SAMPLED_FROM = "hone_sampling_log_probs"
-"""Name under which the log-probs of the distribution really sampled from come with an answer."""
-
 
 def run_scheduler(*arguments: Any, **named: Any) -> None:
-    """SGLang's scheduler process with Hone's parts in it."""
+    """Run SGLang's scheduler process with Hone's classes."""
     die_with_parent()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
@@ -23,7 +20,7 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
 
 
 def run_detokenizer(*arguments: Any, **named: Any) -> None:
-    """SGLang's detokenizer process, which ends with its parent."""
+    """Run SGLang's detokenizer process, which ends with its parent."""
     die_with_parent()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 

@@ -1,6 +1,6 @@
-"""What runs inside SGLang's own scheduler processes: takes weights, draws tokens, and reports both log-probs.
+"""Hone's classes in SGLang's scheduler processes: they load weights, sample tokens, and report both log-probs.
 
-SGLang puts these classes in the place of its own through its registry of hooks; every process of a tensor-parallel engine has them.
+They replace SGLang's classes through its hook registry, in every process of a tensor-parallel engine.
 """
 
 # pyright: reportMissingImports=false
@@ -20,30 +20,30 @@ from torch import Tensor, nn
 
 from hone.errors import GenerationError
 from hone.generation.native.sampler import RowSampling, sample
-from hone.generation.remote.transports import Mappings, opened
-from hone.generation.server.sglang_processes import SAMPLED_FROM
+from hone.generation.remote.transports import Mappings, open_chunk
+from hone.generation.server.sglang_names import SAMPLED_FROM
 
-_EXPERTS_APART = ("Qwen3MoeForCausalLM",)
-"""SGLang's models that take each expert by itself, where transformers has a layer's in one tensor of the layout known here."""
+_SPLIT_EXPERTS = ("Qwen3MoeForCausalLM",)
+"""SGLang models that load experts one by one, while transformers has those of a layer in one tensor."""
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.adjusted_from_schedule_batch"
 
 
 def install() -> None:
-    """Have SGLang take Hone's classes when it starts its scheduler."""
+    """Register Hone's classes, before SGLang starts its scheduler."""
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler", HoneScheduler, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.sampler.Sampler", HoneSampler, HookType.REPLACE)
     HookRegistry.register(_SAMPLING, _keep_seeds, HookType.AFTER)
 
 
 class HoneScheduler(Scheduler):
-    """Methods that the server calls by name (``hone_...``), and two habits that differ from SGLang's."""
+    """Scheduler with the methods that the server calls by name (``hone_...``), and two changes of behaviour."""
 
     _hone_continues = False
     _hone_expects = False
     _hone_mappings = Mappings()
 
     def init_tokenizer(self) -> None:
-        """Stopping tokens are named by each request alone, not by the model's files."""
+        """Ignore stop tokens in the model's files: each request has its own."""
         super().init_tokenizer()
         self.model_config.hf_eos_token_id = None
         if self.tokenizer is not None:
@@ -51,31 +51,31 @@ class HoneScheduler(Scheduler):
             self.tokenizer.additional_stop_token_ids = None
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """End requests. One that waits to be computed again keeps its tokens, which SGLang would drop with it."""
-        begun = [
-            one
-            for one in self.waiting_queue
-            if one.output_ids and (recv_req.abort_all or one.rid.startswith(recv_req.rid))
+        """End requests. A retracted request keeps its tokens, which SGLang would drop."""
+        retracted = [
+            request
+            for request in self.waiting_queue
+            if request.output_ids and (recv_req.abort_all or request.rid.startswith(recv_req.rid))
         ]
-        self.waiting_queue = [one for one in self.waiting_queue if one not in begun]
+        self.waiting_queue = [request for request in self.waiting_queue if request not in retracted]
         super().abort_request(recv_req)
-        for one in begun:
-            one.to_finish = FINISH_ABORT()
-        self.waiting_queue = begun + self.waiting_queue
+        for request in retracted:
+            request.to_finish = FINISH_ABORT()
+        self.waiting_queue = retracted + self.waiting_queue
 
     def hone_pause(self) -> None:
-        """Stop decoding; requests stay where they are."""
+        """Stop decoding; requests keep their state."""
         self.pause_generation(PauseGenerationReqInput(mode="in_place"))
         self._hone_continues = False
 
     def hone_resume(self) -> None:
-        """Go on, or once new weights have arrived if they are on their way."""
+        """Resume decoding now, or after the weight sync if one is running."""
         self._hone_continues = self._hone_expects
         if not self._hone_expects:
             self.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     def hone_begin_weights(self) -> None:
-        """Empty every parameter, so that one that does not arrive shows. What requests had computed is computed again afterwards."""
+        """Set every parameter to NaN, which shows missing ones later. Running requests are computed again afterwards."""
         if not self._hone_expects:
             self._hone_continues = not self._engine_paused
             self._hone_expects = True
@@ -86,18 +86,18 @@ class HoneScheduler(Scheduler):
             for _, parameter in _floating(runner.model):
                 parameter.fill_(torch.nan)
 
-    def hone_load_weights(self, parcel: str) -> None:
-        """Take a parcel, in JSON."""
-        with opened(json.loads(parcel), self._hone_mappings) as tensors:
+    def hone_load_weights(self, chunk: str) -> None:
+        """Load a chunk, given as JSON."""
+        with open_chunk(json.loads(chunk), self._hone_mappings) as tensors:
             model = self.tp_worker.model_runner.model
-            apart = type(model).__name__ in _EXPERTS_APART
-            model.load_weights(_experts_apart(tensors) if apart else tensors)
+            split = type(model).__name__ in _SPLIT_EXPERTS
+            model.load_weights(_split_experts(tensors) if split else tensors)
 
     def hone_finish_weights(self) -> None:
-        """Make what is derived from the weights anew, and forget what was cached of the old ones.
+        """Complete the weight sync, and drop the cache of the old weights.
 
         Raises:
-            GenerationError: some have not arrived; SGLang itself would go on with the old ones.
+            GenerationError: some weights have not arrived; SGLang would keep the old ones.
         """
         runner = self.tp_worker.model_runner
         parameters = _floating(runner.model)
@@ -113,26 +113,26 @@ class HoneScheduler(Scheduler):
             self.hone_resume()
 
     def hone_forget(self) -> None:
-        """Forget cached prefixes.
+        """Drop cached prefixes.
 
         Raises:
-            GenerationError: a request is being computed.
+            GenerationError: a request is running.
         """
         if not self.flush_cache():
             raise GenerationError("the cache is in use")
 
 
-def _experts_apart(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Each expert's matrices under the names that they have in a model's files; transformers holds those of a layer in one tensor."""
+def _split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each expert's matrices with their names in a model's files; transformers has those of a layer in one tensor."""
     for name, tensor in weights:
-        layer, found, kind = name.rpartition(".experts.")
-        if not found or kind not in ("gate_up_proj", "down_proj"):
+        layer, separator, kind = name.rpartition(".experts.")
+        if not separator or kind not in ("gate_up_proj", "down_proj"):
             yield name, tensor
             continue
         for number, expert in enumerate(tensor):
             names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-            for part, matrix in zip(names, expert.chunk(len(names)), strict=True):
-                yield f"{layer}.experts.{number}.{part}.weight", matrix
+            for matrix_name, matrix in zip(names, expert.chunk(len(names)), strict=True):
+                yield f"{layer}.experts.{number}.{matrix_name}.weight", matrix
 
 
 def _floating(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -140,9 +140,9 @@ def _floating(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class HoneSampler(Sampler):
-    """Draws as the native engine does: each request from its own random stream, with both log-probs of what was drawn.
+    """Samples like the native engine: with one random stream per request, and both log-probs of the sampled token.
 
-    SGLang itself has seeds only in its deterministic mode, which needs kernels for GPUs, and reports one log-prob.
+    SGLang has seeds only in its deterministic mode, which needs GPU kernels, and reports one log-prob.
     """
 
     def forward(
@@ -155,7 +155,7 @@ class HoneSampler(Sampler):
         positions: Tensor,
         **_: Any,
     ) -> Tensor:
-        """Draw a token a row; log-probs are left in ``logits_output``."""
+        """Sample one token per row and store the log-probs in ``logits_output``."""
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
         tokens, policy, drawn = sample(logits, _rows(sampling_info), positions.long(), None)
         logits_output.next_token_logprobs = policy
@@ -165,7 +165,7 @@ class HoneSampler(Sampler):
 
 
 def _rows(info: Any) -> RowSampling:
-    """The rows' sampling. SGLang writes greedy as top-k 1 at temperature 1."""
+    """Return the sampling parameters of the rows. SGLang represents greedy as top-k 1 at temperature 1."""
     temperature = info.temperatures[:, 0]
     return RowSampling(
         seeds=info.sampling_seed,
@@ -182,6 +182,6 @@ def _rows(info: Any) -> RowSampling:
 
 
 def _keep_seeds(_result: None, info: Any, batch: Any, _vocabulary: int) -> None:
-    """Note the requests' seeds, which SGLang then carries along as requests come and go."""
+    """Store the requests' seeds in SGLang's batch, which keeps them when requests enter and leave."""
     seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.temperatures.device)

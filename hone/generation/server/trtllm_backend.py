@@ -1,8 +1,7 @@
-"""TensorRT-LLM behind Hone's server. Runs in TensorRT-LLM's own environment, on NVIDIA GPUs.
+"""TensorRT-LLM as the backend of a server. Runs in TensorRT-LLM's environment, on NVIDIA GPUs.
 
-Written after the published interface of TensorRT-LLM 1.4.0rc1, and held against it by tests; it was never run. It uses what is
-documented for reinforcement learning (``AsyncLLM``, ``collective_rpc``, ``WorkerExtension.update_weights``), and nothing of the
-engine's inside.
+Written for the published interface of TensorRT-LLM 1.4.0rc1, which tests compare with it; it was never run. It uses only the
+interface documented for reinforcement learning (``AsyncLLM``, ``collective_rpc``, ``WorkerExtension.update_weights``).
 """
 
 # pyright: reportMissingImports=false
@@ -23,49 +22,49 @@ from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
-from hone.generation.server.backend import Settings
+from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import give_up
 from hone.generation.server.weight_names import Arrivals
-from hone.generation.stop_strings import first_end
+from hone.generation.stop_strings import stop_length
 
 EXTENSION = "hone.generation.server.trtllm_worker.HoneWorker"
 ENVIRONMENT = {
-    "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # not the trainer's Ray
+    "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # a separate Ray from the trainer's
     "TLLM_DISABLE_MPI": "1",
-    "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # weights are copied on one stream, in their order
+    "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",  # weights are copied on one stream, in order
     "TRTLLM_NO_USAGE_STATS": "1",
 }
-"""Environment variables of TensorRT-LLM that are set where the user has not."""
+"""Environment variables of TensorRT-LLM, unless the user sets them."""
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 _OWNED = {
     "backend": "only its PyTorch backend takes new weights",
-    "orchestrator_type": "only with Ray it takes new weights",
-    "ray_worker_extension_cls": "Hone's part in the worker takes new weights",
+    "orchestrator_type": "it takes new weights only with Ray",
+    "ray_worker_extension_cls": "Hone's worker extension loads new weights",
     "speculative_config": "log-probs of drafted tokens are not those of the policy",
     "sampler_type": "only its Torch sampler reports the log-probs of what it sampled from",
-    "max_beam_width": "answers are sampled",
-    "enable_lora": "adapters are worked into the weights",
-    "lora_config": "adapters are worked into the weights",
-    "sleep_config": "weights are kept while it sleeps",
-    "skip_tokenizer_init": "strings that end an answer need the tokenizer",
+    "max_beam_width": "responses are sampled",
+    "enable_lora": "adapters are merged into the weights",
+    "lora_config": "adapters are merged into the weights",
+    "sleep_config": "weights are kept during sleep",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
 }
 _PLACEMENT = ("placement_groups", "placement_bundle_indices", "per_worker_gpu_share")
-"""Arguments of ``AsyncLLM`` beside those of the engine."""
+"""Arguments of ``AsyncLLM`` besides those of the engine."""
 _PROBE_SECONDS = 1.0
 _STEP_TOKENS = 8192
-"""Tokens of a forward pass, TensorRT-LLM's own default; a prompt must fit into one when it is not cut."""
+"""Tokens of a forward pass, TensorRT-LLM's default; a prompt must fit without chunked prefill."""
 
 
 @dataclass(eq=False)
-class _Job:
-    """A request under way.
+class _ActiveRequest:
+    """A running request.
 
     Attributes:
-        request: asked for.
+        request: sampling for.
         tokens, log_probs: sampled so far.
-        answer: that TensorRT-LLM is making, while it does.
-        interrupted: it was told to stop, to be gone on with later.
-        ended: the client does not want more.
+        answer: TensorRT-LLM's future, while it generates.
+        interrupted: whether it was cancelled to be continued later.
+        ended: whether the client has aborted it.
     """
 
     request: GenerationRequest
@@ -77,22 +76,22 @@ class _Job:
 
 
 class TrtllmBackend:
-    """TensorRT-LLM's asynchronous engine, whose workers are actors of a small Ray of its own.
+    """TensorRT-LLM's asynchronous engine, whose workers are actors of a separate small Ray.
 
-    TensorRT-LLM cannot hold a request where it is. For a pause, or while weights arrive, requests are cancelled and keep their
-    tokens; later they are gone on with behind these.
+    TensorRT-LLM cannot suspend a request. For a pause or a weight sync, requests are cancelled with their tokens; later new
+    requests continue after these tokens.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BackendSettings) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
-                "TensorRT-LLM needs an NVIDIA GPU, and here is none",
+                "TensorRT-LLM needs an NVIDIA GPU, and this machine has none",
                 why="it has no kernels for CPUs",
                 fix="actor_rollout_ref.rollout.name=native or vllm",
                 where="actor_rollout_ref.rollout.name",
             )
         for name in [name for name in os.environ if name.startswith("RAY_")]:
-            del os.environ[name]  # of the trainer's Ray
+            del os.environ[name]  # set by the trainer's Ray
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import tensorrt_llm
@@ -104,14 +103,14 @@ class TrtllmBackend:
         }
         self._settings = settings
         self._arrivals = Arrivals(settings.model)
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _ActiveRequest] = {}
         self._changed = asyncio.Condition()
         self._paused = self._expects = False
         self._watch: asyncio.Task[None] | None = None
-        self._engine = self._made(self._options(settings))
+        self._engine = self._create_engine(self._options(settings))
 
     @classmethod
-    async def opened(cls, settings: Settings) -> TrtllmBackend:
+    async def start(cls, settings: BackendSettings) -> TrtllmBackend:
         """Start the engine and wait until it serves."""
         backend = cls(settings)
         await backend._engine.setup_async()
@@ -119,17 +118,17 @@ class TrtllmBackend:
         return backend
 
     async def _give_up_when_lost(self) -> None:
-        """End the server when a worker is gone: what asks TensorRT-LLM for an answer then may wait for ever."""
+        """End the server when a worker has died, because TensorRT-LLM may then never answer."""
         while True:
             try:
                 await self._engine.collective_rpc("hone_alive")
-            except Exception as error:  # noqa: BLE001 - the method does nothing: whatever it is, the worker is lost
+            except Exception as error:  # noqa: BLE001 - the method does nothing, so any error means a lost worker
                 print(f"a worker of TensorRT-LLM is lost: {first_lines(error)}", file=sys.stderr)  # noqa: T201 - the log
                 give_up()
             await asyncio.sleep(_PROBE_SECONDS)
 
-    def _options(self, settings: Settings) -> dict[str, Any]:
-        """Arguments of the engine: Hone's, and over them those of the user."""
+    def _options(self, settings: BackendSettings) -> dict[str, Any]:
+        """Return the arguments of the engine: Hone's, overridden by the user's."""
         check_owned("trtllm", settings.options, _OWNED)
         options: dict[str, Any] = {
             "model": settings.model,
@@ -143,10 +142,10 @@ class TrtllmBackend:
             "ray_worker_extension_cls": EXTENSION,
             **settings.options,
         }
-        bounded = {} if settings.max_cache_tokens is None else {"max_tokens": settings.max_cache_tokens}
-        return {**options, "kv_cache_config": {**bounded, **(options.get("kv_cache_config") or {})}}
+        capacity = {} if settings.max_cache_tokens is None else {"max_tokens": settings.max_cache_tokens}
+        return {**options, "kv_cache_config": {**capacity, **(options.get("kv_cache_config") or {})}}
 
-    def _made(self, options: dict[str, Any]) -> Any:
+    def _create_engine(self, options: dict[str, Any]) -> Any:
         from tensorrt_llm.llmapi import KvCacheConfig
 
         try:
@@ -155,12 +154,12 @@ class TrtllmBackend:
         except ImportError as error:
             raise ConfigError(
                 f"TensorRT-LLM {self._stats['version']} cannot take new weights: {error}",
-                why="it takes them through AsyncLLM, which newer versions have",
+                why="AsyncLLM, which loads them, is missing in this version",
                 fix="hone engines install trtllm --force",
             ) from error
         cache = options["kv_cache_config"]
-        check_names("trtllm", options, [*TorchLlmArgs.model_fields, *_PLACEMENT], called="TensorRT-LLM")
-        check_names("trtllm", cache, KvCacheConfig.model_fields, called="TensorRT-LLM's kv_cache_config")
+        check_names("trtllm", options, [*TorchLlmArgs.model_fields, *_PLACEMENT], title="TensorRT-LLM")
+        check_names("trtllm", cache, KvCacheConfig.model_fields, title="TensorRT-LLM's kv_cache_config")
         try:
             return AsyncLLM(**{**options, "kv_cache_config": KvCacheConfig(**cache)})
         except (ValueError, TypeError) as error:
@@ -172,14 +171,14 @@ class TrtllmBackend:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Serve one request."""
         _check_sampling(request.sampling)
-        job, began = _Job(request), time.perf_counter()
+        job, start = _ActiveRequest(request), time.perf_counter()
         self._jobs[request.request_id] = job
         try:
             reason = None
             while reason is None:
                 async with self._changed:
                     await self._changed.wait_for(lambda: job.ended or self._serves())
-                reason = StopReason.ABORTED if job.ended else await self._continued(job)
+                reason = StopReason.ABORTED if job.ended else await self._generate_more(job)
         finally:
             del self._jobs[request.request_id]
         self._stats["requests"] += 1
@@ -191,11 +190,11 @@ class TrtllmBackend:
             job.log_probs,
             list(job.log_probs),
             reason,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - start,
         )
 
-    async def _continued(self, job: _Job) -> StopReason | None:
-        """Have more tokens made; None when the request is to be gone on with later."""
+    async def _generate_more(self, job: _ActiveRequest) -> StopReason | None:
+        """Generate more tokens; return None if the request continues later."""
         from tensorrt_llm.executor.utils import RequestError
 
         try:
@@ -204,30 +203,28 @@ class TrtllmBackend:
                 {"prompt_token_ids": [*job.request.prompt_ids, *job.tokens]},
                 self._sampling(sampling_arguments(job.request, len(job.tokens))),
             )
-            made = (await job.answer.aresult()).outputs[0]
+            output = (await job.answer.aresult()).outputs[0]
         except RequestError as error:
             raise GenerationError(f"TensorRT-LLM refuses a request: {first_lines(error)}") from error
         finally:
             job.answer = None
             async with self._changed:
                 self._changed.notify_all()
-        cancelled = made.finish_reason == "cancelled"
-        _take(job, made, cancelled)
-        return self._ending(job, made.finish_reason)
+        cancelled = output.finish_reason == "cancelled"
+        _append(job, output, cancelled)
+        return self._stop_reason(job, output.finish_reason)
 
-    def _ending(self, job: _Job, said: str | None) -> StopReason | None:
-        asked = job.request.sampling
-        end = first_end(self._tokenizer, job.tokens, asked.stop) if asked.stop else None
-        if (
-            end is not None
-        ):  # TensorRT-LLM finds a string only where it is written in the tokens that it would write itself
+    def _stop_reason(self, job: _ActiveRequest, finish_reason: str | None) -> StopReason | None:
+        sampling = job.request.sampling
+        end = stop_length(self._tokenizer, job.tokens, sampling.stop) if sampling.stop else None
+        if end is not None:  # TensorRT-LLM detects a stop string only in the tokenization that it uses itself
             del job.tokens[end:], job.log_probs[end:]
             return StopReason.STOP
-        if said != "cancelled":
-            return _REASONS.get(said or "", StopReason.ERROR)
-        if job.tokens and not asked.ignore_eos and job.tokens[-1] in asked.stop_token_ids:
+        if finish_reason != "cancelled":
+            return _REASONS.get(finish_reason or "", StopReason.ERROR)
+        if job.tokens and not sampling.ignore_eos and job.tokens[-1] in sampling.stop_token_ids:
             return StopReason.STOP
-        if len(job.tokens) >= asked.max_tokens:
+        if len(job.tokens) >= sampling.max_tokens:
             return StopReason.LENGTH
         if job.ended:
             return StopReason.ABORTED
@@ -244,7 +241,7 @@ class TrtllmBackend:
         return Sampling(**{**arguments, "logprobs_mode": modes(arguments["logprobs_mode"])})
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with the tokens they have."""
+        """End requests with the tokens sampled so far."""
         for job in [self._jobs[name] for name in request_ids if name in self._jobs]:
             job.ended = True
             if job.answer is not None:
@@ -253,25 +250,25 @@ class TrtllmBackend:
             self._changed.notify_all()
 
     async def pause(self) -> None:
-        """Stop decoding; requests are taken up again behind the tokens they have."""
+        """Stop decoding; requests later continue after their tokens."""
         self._paused = True
         await self._interrupt()
 
     async def resume(self) -> None:
-        """Go on, or once new weights have arrived if they are on their way."""
+        """Resume decoding now, or after the weight sync if one is running."""
         self._paused = False
         async with self._changed:
             self._changed.notify_all()
 
     async def sleep(self) -> None:
-        """Forget cached prefixes. The memory of the cache stays with TensorRT-LLM."""
+        """Drop cached prefixes. TensorRT-LLM keeps the memory of the cache."""
         await self._engine.collective_rpc("reset_prefix_cache")
 
     def _serves(self) -> bool:
         return not (self._paused or self._expects)
 
     async def _interrupt(self) -> None:
-        """Have nothing computed any more."""
+        """Cancel all running requests and wait until none runs."""
         for job in self._jobs.values():
             if job.answer is not None:
                 job.interrupted = True
@@ -282,22 +279,22 @@ class TrtllmBackend:
     # weights ---------------------------------------------------------------------------------------------------------
 
     async def begin_weights(self) -> None:
-        """New weights follow. Nothing is computed until they have all arrived."""
+        """Prepare for new weights. Nothing is generated until all of them have arrived."""
         self._expects = True
         self._arrivals.begin()
         await self._interrupt()
         await self._engine.collective_rpc("hone_begin_weights")
 
-    async def load_weights(self, parcel: dict[str, Any]) -> None:
-        """Take a parcel."""
-        for names in await self._engine.collective_rpc("hone_load_weights", args=(json.dumps(parcel),)):
+    async def load_weights(self, chunk: dict[str, Any]) -> None:
+        """Load a chunk."""
+        for names in await self._engine.collective_rpc("hone_load_weights", args=(json.dumps(chunk),)):
             self._arrivals.note(names)
 
     async def finish_weights(self) -> None:
-        """Make what is derived of the weights anew, and forget what was computed with the old ones.
+        """Complete the weight sync, and drop the cache of the old weights.
 
         Raises:
-            GenerationError: some have not arrived; TensorRT-LLM itself would go on with the old ones.
+            GenerationError: some weights have not arrived; TensorRT-LLM would keep the old ones.
         """
         self._arrivals.check()
         await self._engine.collective_rpc("hone_finish_weights")
@@ -306,7 +303,7 @@ class TrtllmBackend:
             self._changed.notify_all()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since start."""
+        """Return the counters since start."""
         return dict(self._stats)
 
     def close(self) -> None:
@@ -316,59 +313,61 @@ class TrtllmBackend:
         self._engine.shutdown()
 
 
-def sampling_arguments(request: GenerationRequest, made: int) -> dict[str, Any]:
-    """The request's sampling in TensorRT-LLM's words.
+def sampling_arguments(request: GenerationRequest, sampled: int) -> dict[str, Any]:
+    """Return the request's sampling parameters for TensorRT-LLM.
 
     Args:
-        request: asked for.
-        made: tokens of its answer that are there already. What follows them is drawn with a seed of its own.
+        request: to serve.
+        sampled: number of tokens sampled so far; further tokens are sampled with another seed.
     """
-    asked = request.sampling
+    sampling = request.sampling
     return {
-        "max_tokens": asked.max_tokens - made,
-        "temperature": asked.temperature,
-        "seed": (request.seed + made) % 2**63,
-        "ignore_eos": True,  # stopping tokens are named by the request alone, not by the model's files
-        "stop_token_ids": list(asked.stop_token_ids) if asked.stop_token_ids and not asked.ignore_eos else None,
-        "stop": list(asked.stop) or None,
+        "max_tokens": sampling.max_tokens - sampled,
+        "temperature": sampling.temperature,
+        "seed": (request.seed + sampled) % 2**63,
+        "ignore_eos": True,  # only the request's stop tokens count, not those in the model's files
+        "stop_token_ids": list(sampling.stop_token_ids)
+        if sampling.stop_token_ids and not sampling.ignore_eos
+        else None,
+        "stop": list(sampling.stop) or None,
         "include_stop_str_in_output": True,
         "detokenize": False,
         "add_special_tokens": False,
         "logprobs": 0,
         "logprobs_simple_format": True,
-        # raw is of the scores as they are, which for greedy is what is wanted; processed is of what was sampled from
-        "logprobs_mode": "raw" if asked.temperature == 0 else "processed",
+        # raw log-probs are those of temperature 1, as required for greedy; processed ones are of the distribution sampled from
+        "logprobs_mode": "raw" if sampling.temperature == 0 else "processed",
     }
 
 
-def _check_sampling(asked: SamplingParams) -> None:
-    """The distribution sampled from is the policy.
+def _check_sampling(sampling: SamplingParams) -> None:
+    """Check that the distribution sampled from is the policy.
 
     Raises:
-        GenerationError: it is another one.
+        GenerationError: it is another distribution.
     """
     cuts = (
-        {"top_k": (asked.top_k, -1), "top_p": (asked.top_p, 1.0), "min_p": (asked.min_p, 0.0)}
-        if asked.temperature
+        {"top_k": (sampling.top_k, -1), "top_p": (sampling.top_p, 1.0), "min_p": (sampling.min_p, 0.0)}
+        if sampling.temperature
         else {}
     )
-    others = {**cuts, "repetition_penalty": (asked.repetition_penalty, 1.0)}
-    for name, (value, nothing) in others.items():
-        if value != nothing:
+    others = {**cuts, "repetition_penalty": (sampling.repetition_penalty, 1.0)}
+    for name, (value, neutral) in others.items():
+        if value != neutral:
             raise GenerationError(
                 f"TensorRT-LLM cannot serve {name}={value:g}",
-                why="it reports one log-prob a token, and with that setting those of the policy are other than those sampled from",
-                fix=f"actor_rollout_ref.rollout.{name}={nothing:g} (and val_kwargs likewise), or rollout.name=native or vllm",
+                why="it reports one log-prob per token, and this setting makes the policy differ from the distribution sampled from",
+                fix=f"actor_rollout_ref.rollout.{name}={neutral:g} (and val_kwargs likewise), or rollout.name=native or vllm",
             )
 
 
-def _take(job: _Job, made: Any, cancelled: bool) -> None:
-    """Keep what was made. Of a cancelled answer tokens and log-probs may differ in number by those of the last step."""
-    tokens, log_probs = list(made.token_ids or []), [float(entry) for entry in made.logprobs or []]
+def _append(job: _ActiveRequest, output: Any, cancelled: bool) -> None:
+    """Append the output's tokens. In a cancelled output the numbers of tokens and log-probs may differ by the last step's."""
+    tokens, log_probs = list(output.token_ids or []), [float(entry) for entry in output.logprobs or []]
     if cancelled:
         count = min(len(tokens), len(log_probs))
         tokens, log_probs = tokens[:count], log_probs[:count]
     if len(tokens) != len(log_probs):
-        raise GenerationError(f"TensorRT-LLM reported {len(log_probs)} log-probs of {len(tokens)} tokens")
+        raise GenerationError(f"TensorRT-LLM reported {len(log_probs)} log-probs for {len(tokens)} tokens")
     job.tokens += tokens
     job.log_probs += log_probs

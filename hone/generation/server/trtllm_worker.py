@@ -1,6 +1,6 @@
-"""What runs inside TensorRT-LLM's own worker processes: takes weights.
+"""Hone's extension of TensorRT-LLM's worker processes, which loads weights.
 
-TensorRT-LLM makes a class of its worker and of this (``ray_worker_extension_cls``); every worker of a divided model runs each method.
+TensorRT-LLM combines it with its worker class (``ray_worker_extension_cls``); every worker of a sharded model runs each method.
 """
 
 # pyright: reportMissingImports=false
@@ -13,39 +13,39 @@ from tensorrt_llm._torch.utils import get_device_uuid
 from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 from torch import Tensor
 
-from hone.generation.remote.transports import opened
+from hone.generation.remote.transports import open_chunk
 
 
 class HoneWorker(WorkerExtension):
-    """Methods that the server calls by name on every worker (``hone_...``); ``device_id`` is the worker's.
+    """Methods that the server calls by name on every worker (``hone_...``); ``device_id`` is an attribute of the worker.
 
-    TensorRT-LLM's own ``update_weights`` takes what each device needs as pairs of a function and its arguments, which make a
-    tensor, and ends an update when it gets none. That is what training processes on the same GPU call with handles of CUDA IPC.
+    TensorRT-LLM's ``update_weights`` takes for each device pairs of a function and its arguments, which return a tensor. None
+    ends an update. Training processes on the same GPU call it with CUDA IPC handles.
     """
 
     device_id: int
 
     def hone_alive(self) -> None:
-        """Say nothing; a worker that is lost does not even that."""
+        """Do nothing; the call fails for a lost worker."""
 
     def hone_begin_weights(self) -> None:
-        """Forget what has come of an update that did not end."""
-        abort = getattr(self, "abort_update_weights", None)  # versions without it forget by themselves
+        """Drop an incomplete update."""
+        abort = getattr(self, "abort_update_weights", None)  # versions without it drop it by themselves
         if abort is not None:
             abort()
 
-    def hone_load_weights(self, parcel: str) -> list[str]:
-        """Take a parcel, in JSON; returns the names in it."""
-        with opened(json.loads(parcel)) as tensors:
+    def hone_load_weights(self, chunk: str) -> list[str]:
+        """Load a chunk, given as JSON, and return the names of its weights."""
+        with open_chunk(json.loads(chunk)) as tensors:
             handles = [(name, (_on_device, (tensor, *[None] * 6))) for name, tensor in tensors]
             self.update_weights({get_device_uuid(self.device_id): handles})
         return [name for name, _ in handles]
 
     def hone_finish_weights(self) -> None:
-        """Make what is derived of the weights anew, and forget what was cached of the old ones."""
+        """Update what is derived from weights, and drop the cache of the old ones."""
         self.update_weights(None)
 
 
 def _on_device(tensor: Tensor, *rest: Any) -> Tensor:
-    """The tensor on the device whose number TensorRT-LLM puts at place 6 of the arguments."""
+    """Copy the tensor to the device whose index TensorRT-LLM puts at position 6 of the arguments."""
     return tensor.to(rest[5])

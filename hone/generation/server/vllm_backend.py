@@ -1,4 +1,4 @@
-"""vLLM behind Hone's server. Runs in vLLM's own environment."""
+"""vLLM as the backend of a server. Runs in vLLM's environment."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -14,30 +14,30 @@ from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
-from hone.generation.server.backend import Settings
+from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
 
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 _OWNED = {
-    "logprobs_mode": "both log-probs are reported, those of the policy and those of what was sampled from",
-    "worker_extension_cls": "Hone's part in the worker takes new weights",
-    "generation_config": "sampling is what the run's configuration says",
-    "data_parallel_size": "rollout.num_replicas says how many copies of the model serve",
-    "enable_sleep_mode": "weights are kept while it sleeps",
+    "logprobs_mode": "both log-probs are reported, of the policy and of the distribution sampled from",
+    "worker_extension_cls": "Hone's worker extension loads new weights",
+    "generation_config": "the run's configuration sets the sampling parameters",
+    "data_parallel_size": "rollout.num_replicas sets the number of copies of the model",
+    "enable_sleep_mode": "weights are kept during sleep",
 }
 _COUNTERS = ("requests", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions")
 _DRAFTS = {"method": "ngram", "rejection_sample_method": "standard"}
-"""Keys of ``speculative_config`` and the one value of each with which tokens are those of the policy for sure."""
+"""Keys of ``speculative_config``, each with the value that is verified to sample from the policy."""
 _CPU_CACHE_BYTES = 2 * 2**30
-"""Cache on a CPU when nothing is said; vLLM itself would take half of the memory."""
+"""Default cache size on a CPU; vLLM's default is half of the memory."""
 _CPU_BLOCK = 32
-"""Tokens of a cache block on a CPU: a prefix is found again block by block, and vLLM's 128 are longer than most prompts."""
+"""Tokens of a cache block on a CPU: prefixes are cached by block, and vLLM's 128 exceed most prompts."""
 
 
 class VllmBackend:
-    """vLLM's asynchronous engine, whose workers run in processes of their own."""
+    """vLLM's asynchronous engine, whose workers run in separate processes."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BackendSettings) -> None:
         import vllm
         from vllm.platforms import current_platform
 
@@ -54,14 +54,14 @@ class VllmBackend:
         self.max_cache_tokens: int | None = blocks * cache.block_size if blocks else None
         self._prepared = False
 
-    def _options(self, settings: Settings) -> dict[str, Any]:
-        """Arguments of the engine: Hone's, and over them those of the user."""
+    def _options(self, settings: BackendSettings) -> dict[str, Any]:
+        """Return the arguments of the engine: Hone's, overridden by the user's."""
         check_owned("vllm", settings.options, _OWNED)
         _check_drafts(settings.options)
         if self._on_cpu and settings.options.get("enable_expert_parallel"):
             raise ConfigError(
                 "vLLM cannot divide experts over processes on a CPU",
-                why="its function for experts reaches there for those of the other processes, and the process ends (0.32.0)",
+                why="its CPU function accesses the experts of other processes and crashes (0.32.0)",
                 fix="actor_rollout_ref.rollout.expert_parallel_size=1",
                 where="actor_rollout_ref.rollout.expert_parallel_size",
             )
@@ -81,7 +81,7 @@ class VllmBackend:
             options |= {"block_size": _CPU_BLOCK, "enforce_eager": True}
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(self._cache_bytes(settings) / 2**30))
             workers = settings.options.get("tensor_parallel_size", 1)
-            if workers == 1:  # the worker lives in the process of the engine's core: one process less to start
+            if workers == 1:  # the worker runs in the process of the engine's core, which saves a process
                 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             if settings.cpus or workers > 1:
                 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding(settings.cpus, workers)
@@ -89,8 +89,8 @@ class VllmBackend:
             options["kv_cache_memory_bytes"] = self._cache_bytes(settings)
         return {**options, **settings.options}
 
-    def _cache_bytes(self, settings: Settings) -> int:
-        """Bytes of the key-value cache."""
+    def _cache_bytes(self, settings: BackendSettings) -> int:
+        """Return the size of the KV cache in bytes."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(settings.model).get_text_config()
@@ -108,7 +108,7 @@ class VllmBackend:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        check_names("vllm", options, inspect.signature(AsyncEngineArgs).parameters, called="vLLM")
+        check_names("vllm", options, inspect.signature(AsyncEngineArgs).parameters, title="vLLM")
         try:
             arguments = AsyncEngineArgs(**options)
             arguments.create_engine_config()
@@ -128,19 +128,21 @@ class VllmBackend:
         if self._drafts and request.sampling.min_p > 0:
             raise GenerationError(
                 f"vLLM cannot serve min_p={request.sampling.min_p:g} with speculative decoding",
-                why="it checks drafts against the distribution without it",
-                fix="actor_rollout_ref.rollout.min_p=0, or leave engine_kwargs.vllm.speculative_config out",
+                why="it verifies drafts without min_p",
+                fix="actor_rollout_ref.rollout.min_p=0, or remove engine_kwargs.vllm.speculative_config",
             )
         final = None
         try:
             prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
-            answers = self._engine.generate(prompt, _sampling(request), request.request_id, lora_request=self._lora)
+            answers = self._engine.generate(
+                prompt, _sampling_params(request), request.request_id, lora_request=self._lora
+            )
             async for output in answers:
                 final = output
         except EngineDeadError:
             give_up()
         if final is None:
-            raise GenerationError("vLLM gave no answer")
+            raise GenerationError("vLLM returned no completion")
         answer = final.outputs[0]
         tokens = list(answer.token_ids)
         sampling, policy = _log_probs(tokens, answer.logprobs or [])
@@ -161,35 +163,35 @@ class VllmBackend:
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with the tokens they have."""
+        """End requests with the tokens sampled so far."""
         if request_ids:
             await self._engine.abort(list(request_ids))
 
     async def pause(self) -> None:
-        """Stop decoding; requests stay where they are. (vLLM's own method sleeps for 20 ms after this.)"""
+        """Stop decoding; requests keep their state. (vLLM's method would sleep 20 ms in addition.)"""
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume decoding."""
         await self._engine.resume_generation()
 
     async def sleep(self) -> None:
-        """Forget cached prefixes. The memory of the cache stays with vLLM: its sleep mode needs a GPU, and was never run."""
+        """Drop cached prefixes. vLLM keeps the memory of the cache: its sleep mode needs a GPU, and was never run."""
         await self._engine.reset_prefix_cache()
 
     # weights ---------------------------------------------------------------------------------------------------------
 
     async def begin_weights(self) -> None:
-        """Make every layer ready for weights."""
+        """Prepare every layer for new weights."""
         await self._prepare()
         await self._engine.collective_rpc("hone_begin_weights")
 
-    async def load_weights(self, parcel: dict[str, Any]) -> None:
-        """Take a parcel."""
-        await self._engine.collective_rpc("hone_load_weights", args=(parcel,))
+    async def load_weights(self, chunk: dict[str, Any]) -> None:
+        """Load a chunk."""
+        await self._engine.collective_rpc("hone_load_weights", args=(chunk,))
 
     async def finish_weights(self) -> None:
-        """Make what is derived of the weights anew, and forget what was computed with the old ones."""
+        """Update what is derived from weights, and drop the cache of the old ones."""
         await self._engine.collective_rpc("hone_finish_weights")
         await self._engine.reset_prefix_cache(reset_running_requests=True)
 
@@ -199,7 +201,7 @@ class VllmBackend:
             await self._engine.collective_rpc("hone_prepare")
 
     def stats(self) -> dict[str, Any]:
-        """Counters since start."""
+        """Return the counters since start."""
         return dict(self._stats)
 
     def close(self) -> None:
@@ -208,40 +210,40 @@ class VllmBackend:
 
 
 def _check_drafts(options: Mapping[str, Any]) -> None:
-    """Speculative decoding is of the kind that was verified.
+    """Check that speculative decoding is of a verified kind.
 
     Raises:
-        ConfigError: it is of another one.
+        ConfigError: it is of another kind.
     """
-    asked = options.get("speculative_config") or {}
+    config = options.get("speculative_config") or {}
     for key, only in _DRAFTS.items():
-        if asked and asked.get(key, "standard") != only:
+        if config and config.get(key, "standard") != only:
             raise refused(
                 "vllm",
-                f"speculative decoding with {key}={asked.get(key)} is not supported: only {only} is verified to sample from the policy",
+                f"speculative decoding with {key}={config.get(key)} is not supported: only {only} is verified to sample from the policy",
                 f"engine_kwargs.vllm.speculative_config.{key}={only}",
             )
 
 
-def _sampling(request: GenerationRequest) -> Any:
-    """The request's sampling in vLLM's words. Stopping tokens are named by Hone alone, not by the model's files."""
+def _sampling_params(request: GenerationRequest) -> Any:
+    """Return the request's sampling parameters for vLLM. Only its stop tokens count, not those in the model's files."""
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
-    asked: SamplingParams = request.sampling
+    sampling: SamplingParams = request.sampling
     return vllm.SamplingParams(
-        max_tokens=asked.max_tokens,
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        min_p=asked.min_p,
-        repetition_penalty=asked.repetition_penalty,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         seed=request.seed % 2**63,
         ignore_eos=True,
-        stop_token_ids=None if asked.ignore_eos else list(asked.stop_token_ids),
-        stop=list(asked.stop),
+        stop_token_ids=None if sampling.ignore_eos else list(sampling.stop_token_ids),
+        stop=list(sampling.stop),
         include_stop_str_in_output=True,
-        detokenize=bool(asked.stop),
+        detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         logprobs=0,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -249,19 +251,19 @@ def _sampling(request: GenerationRequest) -> Any:
 
 
 def _log_probs(tokens: Sequence[int], reported: Sequence[Mapping[int, Any]]) -> tuple[list[float], list[float]]:
-    """Log-probs as sampled, and under the raw policy, which the worker puts in the place of the rank."""
+    """Return log-probs as sampled, and under the raw policy, which the worker stores in place of the rank."""
     drawn = [step[token] for token, step in zip(tokens, reported, strict=True)]
     policy = [struct.unpack("<f", struct.pack("<i", entry.rank))[0] for entry in drawn]
     return [entry.logprob for entry in drawn], policy
 
 
 def _counter(stats: dict[str, Any]) -> type:
-    """A logger of vLLM's that counts preempted requests and drafts as they happen. With it requests bear their times, too."""
+    """Return a vLLM logger class that counts preemptions and drafts; a logger also makes vLLM record request times."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Counter(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            """Nothing to set up."""
+            """Do nothing."""
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
             if iteration_stats is not None:
@@ -272,11 +274,11 @@ def _counter(stats: dict[str, Any]) -> type:
                 stats["accepted_tokens"] += drafts.num_accepted_tokens
 
         def log_engine_initialized(self) -> None:
-            """Nothing to say."""
+            """Do nothing."""
 
     return Counter
 
 
 def _seconds(times: Any) -> tuple[float, float]:
-    """Seconds from the moment at which a request was begun to its last and to its first token."""
+    """Return the seconds from the start of a request to its last and to its first token."""
     return times.last_token_ts - times.scheduled_ts, times.first_token_ts - times.scheduled_ts

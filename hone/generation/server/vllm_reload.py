@@ -1,8 +1,8 @@
-"""vLLM's own reload of weights, layer by layer, for the layers whose weights are not simply copied: experts, packed kinds.
+"""vLLM's layer-by-layer reload, for layers whose weights are not simply copied: experts and packed layouts.
 
-It lets each layer keep what it gets until that is whole, and makes the layer anew then. It knows what a layer gets by the loaders
-of its parameters; some models (GPT-OSS) copy into parameters past them, which it would take for nothing and put the old weights back.
-Here such a copy is a load.
+The reload collects the weights of each layer and rebuilds the layer when they are complete. It observes the loaders of
+parameters; some models (GPT-OSS) copy to parameters without their loaders, so the reload would restore the old weights.
+Here such a copy counts as a load.
 """
 
 # pyright: reportMissingImports=false
@@ -22,14 +22,14 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
 
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]  what a mode is told when somebody reads ``tensor.data``
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]  the function that a mode gets for ``tensor.data``
 
 
 class Reload:
-    """One update, from its first weight to :meth:`finish`, which must be called however it goes.
+    """One weight sync, from the first weight to :meth:`finish`, which must be called even after an error.
 
     Args:
-        model: of the engine; its layers await their weights from now on.
+        model: of the engine; its layers wait for their weights from now on.
     """
 
     def __init__(self, model: Any) -> None:
@@ -40,33 +40,33 @@ class Reload:
         self._copies = _CopiesAreLoads(model)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Hand on weights, which are kept until their layers are whole; returns the names of the parameters they went to."""
+        """Load weights, which are kept until their layers are complete; return the names of the loaded parameters."""
         with self._copies:
             return self._model.load_weights(weights)
 
     def finish(self, model_config: Any) -> list[str]:
-        """Make the last layers anew; returns the names of those of which only parts have arrived."""
+        """Rebuild the last layers; return the names of incomplete ones."""
         missing = [
             name
             for name, module in self._model.named_modules()
-            if isinstance(module, LinearBase) and _is_part(get_layerwise_info(module))
+            if isinstance(module, LinearBase) and _is_incomplete(get_layerwise_info(module))
         ]
         finalize_layerwise_reload(self._model, model_config)
         return missing
 
-    def untouched(self, but: set[str]) -> list[str]:
-        """Names of layers that have got nothing so far, without parameters of the names ``but``."""
-        found = []
+    def untouched(self, ignored: set[str]) -> list[str]:
+        """Return the names of layers without any new weight so far; parameters in ``ignored`` do not count."""
+        layers = []
         for name, module in self._model.named_modules():
-            own = {f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)} - but
+            parameters = {f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)} - ignored
             info = get_layerwise_info(module)
-            if own and info.can_load() and not info.load_numel and not is_deferred_attention_layer(module):
-                found.append(name)
-        return found
+            if parameters and info.can_load() and not info.load_numel and not is_deferred_attention_layer(module):
+                layers.append(name)
+        return layers
 
 
 class _CopiesAreLoads(TorchFunctionMode):
-    """While it is on, ``parameter.copy_(weight)`` and ``parameter.data.copy_(weight)`` load the weight into a parameter that awaits it."""
+    """Mode in which ``parameter.copy_(weight)`` and ``parameter.data.copy_(weight)`` load the weight of a waiting parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -90,22 +90,22 @@ class _CopiesAreLoads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _awaits(self, tensor: Tensor) -> bool:
-        """Not within a loader, which copies itself, and in which vLLM counts what it copies."""
+        """Return whether a parameter waits for its weight; False inside a loader, whose copies vLLM counts itself."""
         return id(tensor) in self._places and tensor.is_meta and not _get_current_dispatch_mode_stack()
 
 
 def _pack_experts_again(model: nn.Module) -> None:
-    """On a CPU experts compute from packed copies, which vLLM makes when it first loads them and not when they are loaded again."""
+    """Pack experts after each load: on a CPU they compute from packed copies, which vLLM makes only at the first load."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and "process_weights_after_loading" not in vars(method):
-            method.process_weights_after_loading = partial(_processed_and_packed, method.process_weights_after_loading)
+            method.process_weights_after_loading = partial(_process_and_pack, method.process_weights_after_loading)
 
 
-def _processed_and_packed(process: Callable[[Any], None], layer: Any) -> None:
+def _process_and_pack(process: Callable[[Any], None], layer: Any) -> None:
     process(layer)
     layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
-def _is_part(info: Any) -> bool:
+def _is_incomplete(info: Any) -> bool:
     return info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)

@@ -1,13 +1,13 @@
-"""New weights into a running vLLM on a CPU, along ways that are found once.
+"""Weight syncs into a running vLLM on a CPU, along routes that are recorded once.
 
-vLLM's own reload makes each layer anew: the weights are copied four times, into memory that the system has to clear first. Here its
-loaders are asked once what they copy where, without any weights, and every update then does just that:
+vLLM's reload rebuilds each layer: weights are copied four times, into memory that the system has to clear first. Here its
+loaders run once without weights to record what they copy where, and every weight sync repeats these copies:
 
-    name --> steps (which part of it, into which part of which parameter) --> norms, embeddings: copied
-                                                                          --> linear layers: packed from where the weights lie
+    name --> steps (slice of the weight, slice of a parameter) --> norms, embeddings: copied
+                                                               --> linear layers: packed in place
 
-A linear layer keeps nothing but a packed copy, which oneDNN makes of the whole matrix. Where all its parts arrive side by side, as
-q, k and v do, they are that matrix, and it is packed as it lies in the parcel.
+A linear layer has only a packed copy, which oneDNN makes of the whole matrix. If all its slices are adjacent in a chunk, as q,
+k and v are, they already form that matrix, which is packed without a copy.
 """
 
 # pyright: reportMissingImports=false
@@ -34,55 +34,55 @@ Named = tuple[str, Tensor]
 _KNOWN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
-class Part(NamedTuple):
-    """Some of a tensor, as a view of it; the offset is from the tensor's own beginning, in elements."""
+class TensorSlice(NamedTuple):
+    """A view of a tensor; the offset is relative to the tensor's first_source, in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, view: Tensor, whole: Tensor) -> Part:
-        """What ``view`` is of ``whole``."""
+    def from_view(cls, view: Tensor, whole: Tensor) -> TensorSlice:
+        """Return the slice of ``whole`` that ``view`` shows."""
         return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - whole.storage_offset()))
 
     def within(self, whole: Tensor) -> Tensor:
-        """The view."""
+        """Return the view of ``whole``."""
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return torch.Size(self.shape).numel()
 
 
 @dataclass(eq=False)
-class Target:
+class TargetParameter:
     """A parameter of vLLM's model.
 
     Attributes:
-        name: as vLLM calls it.
-        saved: its form before it is packed: the parameter itself, or one without storage.
-        packed: the layer whose packed copy it becomes; None of one that is kept as it is.
-        padding: elements that no weight fills.
-        arrived: what has come of it in this update.
-        matrix: a place for what has come of a packed one, when its parts do not come side by side.
+        name: in vLLM's model.
+        saved: its unpacked form: the parameter itself, or a tensor without storage.
+        packed: the layer that packs it; None for an unpacked parameter.
+        padding: number of elements that no weight fills.
+        arrived: slices that have arrived in this weight sync.
+        matrix: buffer for the slices of a packed parameter that are not adjacent.
     """
 
     name: str
     saved: Tensor
     packed: nn.Module | None = None
     padding: int = 0
-    arrived: dict[Part, Tensor | None] = field(default_factory=dict)
+    arrived: dict[TensorSlice, Tensor | None] = field(default_factory=dict)
     matrix: Tensor | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether all of it has come."""
-        return sum(part.numel for part in self.arrived) + self.padding >= self.saved.numel()
+        """True if all slices have arrived."""
+        return sum(slice_.numel for slice_ in self.arrived) + self.padding >= self.saved.numel()
 
-    def take(self, part: Part, source: Tensor) -> None:
-        """Some of it has come."""
+    def load(self, part: TensorSlice, source: Tensor) -> None:
+        """Load a slice."""
         if self.packed is None:
             part.within(self.saved.data).copy_(source)
             self.arrived[part] = None
@@ -91,12 +91,12 @@ class Target:
             raise GenerationError(f"weight '{self.name}' arrived twice in one version")
         self.arrived[part] = source
         if self.whole:
-            matrix = self._side_by_side()
+            matrix = self._adjacent_matrix()
             _pack(self.packed, self._gathered() if matrix is None else matrix)
             self.matrix = None
 
-    def keep(self) -> None:
-        """The parcel goes away: copy what waits for the rest."""
+    def keep_incomplete(self) -> None:
+        """Copy the slices of an incomplete parameter, before the chunk's memory is reused."""
         if self.packed is not None and not self.whole:
             self._gathered()
         self.arrived = dict.fromkeys(self.arrived)
@@ -109,86 +109,84 @@ class Target:
                 part.within(self.matrix).copy_(source)
         return self.matrix
 
-    def _side_by_side(self) -> Tensor | None:
-        """The matrix, where its parts lie in memory just as they do in it."""
+    def _adjacent_matrix(self) -> Tensor | None:
+        """Return the matrix, if its slices have the layout of the matrix in memory, else None."""
         first = min(self.arrived, key=lambda part: part.offset)
-        beginning = self.arrived[first]
-        if beginning is None or beginning.dtype != self.saved.dtype or first.offset:
+        first_source = self.arrived[first]
+        if first_source is None or first_source.dtype != self.saved.dtype or first.offset:
             return None
-        memory, base = beginning.untyped_storage().data_ptr(), beginning.storage_offset()
+        memory, base = first_source.untyped_storage().data_ptr(), first_source.storage_offset()
         for part, source in self.arrived.items():
-            if source is None or source.dtype != beginning.dtype or source.untyped_storage().data_ptr() != memory:
+            if source is None or source.dtype != first_source.dtype or source.untyped_storage().data_ptr() != memory:
                 return None
             if (source.stride(), source.storage_offset()) != (part.stride, base + part.offset):
                 return None
-        return beginning.as_strided(self.saved.shape, self.saved.stride(), base)
+        return first_source.as_strided(self.saved.shape, self.saved.stride(), base)
 
 
-class UnknownWay(Exception):
-    """vLLM's loaders do something else with a weight than copying it."""
+class UnsupportedCopy(Exception):
+    """Raised when vLLM's loaders do something other than copying a weight."""
 
 
-class WeightWays:
-    """Where every weight goes in vLLM's model.
+class WeightRoutes:
+    """Destinations of every weight in vLLM's model.
 
     Args:
-        model: vLLM's.
-        tied: names of parameters that are others under another name.
+        model: of vLLM.
+        tied: names of parameters that are aliases of others.
     """
 
     def __init__(self, model: nn.Module, tied: Iterable[str]) -> None:
         self._model, self._tied = model, frozenset(tied)
         self._targets = list(_targets(model))
-        self._steps: dict[tuple[str, torch.Size], list[tuple[Target, Part, Part]]] = {}
+        self._steps: dict[tuple[str, torch.Size], list[tuple[TargetParameter, TensorSlice, TensorSlice]]] = {}
 
     def begin(self) -> None:
-        """An update follows."""
+        """Start a weight sync."""
         for target in self._targets:
             target.arrived, target.matrix = {}, None
 
-    def learn(self, tensors: Sequence[Named]) -> None:
-        """Find the ways of weights that were not seen before.
+    def record(self, tensors: Sequence[Named]) -> None:
+        """Record the routes of new weights.
 
         Raises:
-            UnknownWay: they have none that could be repeated.
+            UnsupportedCopy: a weight has no repeatable route.
         """
         new = {name: tensor for name, tensor in tensors if (name, tensor.shape) not in self._steps}
         if not new:
             return
         blank = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in new.items()}
-        with _unpacked(self._targets), _Watch(blank, self._targets) as watch:
+        with _unpacked(self._targets), _CopyRecorder(blank, self._targets) as recorder:
             try:
                 self._model.load_weights(blank.items())  # type: ignore[operator]
             except (RuntimeError, NotImplementedError) as error:
-                raise UnknownWay(str(error)) from error
+                raise UnsupportedCopy(str(error)) from error
         for name, tensor in blank.items():
-            self._steps[name, tensor.shape] = watch.steps[name]
-        for target, padding in watch.padding.items():
+            self._steps[name, tensor.shape] = recorder.steps[name]
+        for target, padding in recorder.padding.items():
             target.padding = padding
 
-    def take(self, tensors: Sequence[Named]) -> None:
-        """Put weights where they go; they may be gone afterwards."""
-        touched: set[Target] = set()
+    def load(self, tensors: Sequence[Named]) -> None:
+        """Load weights; their memory may be reused afterwards."""
+        touched: set[TargetParameter] = set()
         for name, tensor in tensors:
             for target, source, place in self._steps[name, tensor.shape]:
-                target.take(place, source.within(tensor))
+                target.load(place, source.within(tensor))
                 touched.add(target)
         for target in touched:
-            target.keep()
+            target.keep_incomplete()
 
     def missing(self) -> list[str]:
-        """Names of the parameters that have not arrived whole."""
+        """Return the names of incomplete parameters."""
         return [target.name for target in self._targets if not target.whole and target.name not in self._tied]
 
 
-def ways_of(model: nn.Module, tied: Iterable[str]) -> WeightWays | None:
-    """The ways of a model's weights; None where more is derived from them than packed copies, or not on a CPU."""
+def weight_routes(model: nn.Module, tied: Iterable[str]) -> WeightRoutes | None:
+    """Return the routes of a model's weights; None on a GPU, or if more than packed copies is derived from weights."""
     if not current_platform.is_cpu():
         return None
     for module in model.modules():
-        if hasattr(
-            module, "base_layer"
-        ):  # adapters are around: their layers show the weights of those inside as their own
+        if hasattr(module, "base_layer"):  # adapter layers expose the weights of the layers that they wrap
             return None
         if type(getattr(module, "quant_method", None)) not in (type(None), *_KNOWN_METHODS):
             return None
@@ -196,20 +194,20 @@ def ways_of(model: nn.Module, tied: Iterable[str]) -> WeightWays | None:
             return None
         if any(saved.ndim != 2 for saved in _packed_weights(module)):
             return None
-    return WeightWays(model, tied)
+    return WeightRoutes(model, tied)
 
 
-def _targets(model: nn.Module) -> Iterator[Target]:
+def _targets(model: nn.Module) -> Iterator[TargetParameter]:
     for name, module in model.named_modules():
         for saved in _packed_weights(module):
-            yield Target(f"{name}.weight", restore_layer_refs(to_meta_tensor(saved), module), module)
+            yield TargetParameter(f"{name}.weight", restore_layer_refs(to_meta_tensor(saved), module), module)
     for name, parameter in model.named_parameters():
         if parameter.numel():
-            yield Target(name, parameter)
+            yield TargetParameter(name, parameter)
 
 
 def _packed_weights(module: nn.Module) -> list[Tensor]:
-    """The weight of a layer that keeps only a packed copy, in its form before, without storage."""
+    """Return the weight of a layer with only a packed copy, in its unpacked form without storage."""
     weight = getattr(module, "weight", None)
     if not hasattr(module, "cpu_linear") or weight is None or weight.numel():
         return []
@@ -217,8 +215,8 @@ def _packed_weights(module: nn.Module) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _unpacked(targets: Sequence[Target]) -> Iterator[None]:
-    """Layers have their weights in the form in which they take them, without storage."""
+def _unpacked(targets: Sequence[TargetParameter]) -> Iterator[None]:
+    """Give layers their unpacked weights without storage, for the time of the block."""
     kept = {target: target.packed._parameters["weight"] for target in targets if target.packed is not None}
     try:
         for target in kept:
@@ -229,35 +227,35 @@ def _unpacked(targets: Sequence[Target]) -> Iterator[None]:
             target.packed._parameters["weight"] = weight  # type: ignore[union-attr]
 
 
-class _Watch(TorchDispatchMode):
-    """Notes what loaders copy where, and copies nothing.
+class _CopyRecorder(TorchDispatchMode):
+    """Mode that records what loaders copy where, and copies nothing.
 
     Attributes:
-        steps: of every weight: into which parameter, which part of it, and where.
-        padding: elements of parameters that are set to a number.
+        steps: of every weight: (parameter, slice of the weight, slice of the parameter).
+        padding: number of elements that are set to a constant, by parameter.
     """
 
-    def __init__(self, weights: dict[str, Tensor], targets: Sequence[Target]) -> None:
+    def __init__(self, weights: dict[str, Tensor], targets: Sequence[TargetParameter]) -> None:
         super().__init__()
         self._weights = {_storage(tensor): (name, tensor) for name, tensor in weights.items()}
         self._targets = {_storage(target.saved): target for target in targets}
-        self.steps: dict[str, list[tuple[Target, Part, Part]]] = {name: [] for name in weights}
-        self.padding: dict[Target, int] = {}
+        self.steps: dict[str, list[tuple[TargetParameter, TensorSlice, TensorSlice]]] = {name: [] for name in weights}
+        self.padding: dict[TargetParameter, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         changes = func._schema.is_mutable and isinstance(args[0], Tensor)
         target = self._targets.get(_storage(args[0])) if changes else None
         if target is None:
             return func(*args, **(kwargs or {}))
-        into = Part.of(args[0], target.saved)
+        into = TensorSlice.from_view(args[0], target.saved)
         copies = func is torch.ops.aten.copy_.default and args[0].shape == args[1].shape
         if copies and _storage(args[1]) in self._weights:
             name, weight = self._weights[_storage(args[1])]
-            self.steps[name].append((target, Part.of(args[1], weight), into))
+            self.steps[name].append((target, TensorSlice.from_view(args[1], weight), into))
         elif func is torch.ops.aten.fill_.Scalar and target.packed is None:
-            self.padding[target] = into.numel  # it has that number already
+            self.padding[target] = into.numel  # the parameter has that constant already
         else:
-            raise UnknownWay(f"{func} of '{target.name}'")
+            raise UnsupportedCopy(f"{func} of '{target.name}'")
         return args[0]
 
 
@@ -266,16 +264,16 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _pack(layer: Any, matrix: Tensor) -> None:
-    """Make a layer's packed copy anew. The old one goes first, so that its memory serves again.
+    """Pack a layer's weight again. The old copy is freed first, so that its memory can be reused.
 
     Raises:
-        GenerationError: vLLM keeps the matrix itself, which it did not before.
+        GenerationError: vLLM kept the unpacked matrix.
     """
     empty, layer.cpu_linear = layer.weight, None
     layer._parameters["weight"] = nn.Parameter(matrix, requires_grad=False)
     try:
         layer.quant_method.process_weights_after_loading(layer)
         if layer.weight.numel():
-            raise GenerationError("vLLM did not pack a linear layer's new weight, and would compute without it")
+            raise GenerationError("vLLM did not pack a linear layer's new weight, and would compute with the old one")
     finally:
         layer._parameters["weight"] = empty

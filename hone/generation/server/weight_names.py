@@ -1,4 +1,4 @@
-"""Which weights of a model have arrived, for engines that would go on with old ones without a word."""
+"""Check that all weights of a model have arrived, for engines that would silently keep old ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hone.errors import GenerationError
 
 
 class Arrivals:
-    """Names of an update's weights, held against those in the model's files.
+    """Names of the arrived weights, to compare with those in the model's files.
 
     Args:
         model: Hugging Face directory.
@@ -20,18 +20,18 @@ class Arrivals:
         self._arrived: set[str] = set()
 
     def begin(self) -> None:
-        """An update follows."""
+        """Start a weight sync."""
         self._arrived = set()
 
     def note(self, names: Iterable[str]) -> None:
-        """These have arrived."""
+        """Add names of arrived weights."""
         self._arrived |= set(names)
 
     def check(self) -> None:
-        """All have.
+        """Check that all weights have arrived.
 
         Raises:
-            GenerationError: some have not.
+            GenerationError: some have not arrived.
         """
         expected = self._expected()
         missing = sorted(expected - self._arrived)
@@ -39,7 +39,7 @@ class Arrivals:
             raise GenerationError(
                 f"{len(missing)} of {len(expected)} weights have not arrived, such as '{missing[0]}'",
                 why="the engine would sample from a mixture of two policies",
-                fix="publish every parameter of the policy",
+                fix="send every parameter of the policy",
             )
 
     def _expected(self) -> set[str]:

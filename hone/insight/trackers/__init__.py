@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, the terminal, TensorBoard, wandb, mlflow, behind one interface.
+"""Trackers of metrics with one interface: metrics.jsonl, the terminal, TensorBoard, wandb, mlflow.
 
 >>> trackers = build_trackers(["console"], run_dir=run, project="hone", experiment="demo",     # doctest: +SKIP
 ...                           config_yaml=text, total_steps=100)

@@ -1,7 +1,7 @@
-"""The tracker protocol, the registry, and the composite that a trainer talks to.
+"""Tracker protocol, registry, and the composite that a trainer uses.
 
-``metrics.jsonl`` is the record of the run: it is always written, first, and if it cannot be, the run stops. The other
-trackers show the same numbers elsewhere; one that fails never ends the run.
+``metrics.jsonl`` is the record of the run: it is always written, first, and the run stops if that fails. The other trackers
+show the same numbers elsewhere; their failures never end the run.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one run."""
+    """Receiver of the metrics of one run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step; steps rise."""
+        """Receive the metrics of a step; steps increase."""
         ...
 
     def finish(self, status: str) -> None:
@@ -39,14 +39,14 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told about the run when it is made.
+    """Description of the run for the constructor of a tracker.
 
     Attributes:
         run_dir: the run directory.
         project: groups runs.
         experiment: names the run.
         config_yaml: the resolved config.
-        total_steps: steps that the run will take.
+        total_steps: number of steps of the run.
     """
 
     run_dir: RunDirectory
@@ -56,7 +56,7 @@ class RunInfo:
     total_steps: int
 
     def config(self) -> dict[str, Any]:
-        """The config as a tree, credentials hidden."""
+        """Return the config as a tree, credentials hidden."""
         return redact_tree(yaml.safe_load(self.config_yaml) or {})
 
 
@@ -73,14 +73,18 @@ def build_trackers(
     config_yaml: str,
     total_steps: int,
 ) -> CompositeTracker:
-    """Make the trackers called ``names``, and always that of ``metrics.jsonl``. On resume, rewind the run directory first: trackers go on from its last step.
+    """Build the trackers called ``names``, plus the one of ``metrics.jsonl``.
+
+    On resume, rewind the run directory first: trackers continue from its last step.
 
     Raises:
-        ConfigError: no such tracker, its package is not installed, or it cannot start.
+        ConfigError: a tracker does not exist, its package is not installed, or it cannot start.
     """
     directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
     info = RunInfo(directory, project, experiment, config_yaml, total_steps)
-    factories = {name: TRACKERS.get(name) for name in dict.fromkeys(names)}  # unknown names fail before anything opens
+    factories = {
+        name: TRACKERS.get(name) for name in dict.fromkeys(names)
+    }  # unknown names raise before any tracker starts
     record = TRACKERS.get("jsonl")(info)
     others = {name: _start(name, factory, info) for name, factory in factories.items() if name != "jsonl"}
     return CompositeTracker(record, others)
@@ -91,22 +95,23 @@ def _start(name: str, factory: Callable[[RunInfo], Tracker], info: RunInfo) -> T
         return factory(info)
     except HoneError:
         raise
-    except Exception as error:  # whatever a third party raises: no network, no login, no server
+    except Exception as error:  # any error of a third party: no network, no login, no server
         raise ConfigError(
             f"tracker '{name}' cannot start ({type(error).__name__}: {error})",
             where="trainer.logger",
-            fix=f"mend that, or leave '{name}' out of trainer.logger (wandb: WANDB_MODE=offline needs no network)",
+            fix=f"fix this, or leave '{name}' out of trainer.logger (wandb: WANDB_MODE=offline needs no network)",
         ) from error
 
 
 class CompositeTracker:
-    """Logs to all trackers: first to the record of the run, whose errors go up, then to the others.
+    """Composite of all trackers; errors of the run's record propagate, those of other trackers do not.
 
-    Another tracker that fails, say for want of a network, never ends the run: its errors are counted, the first of each tracker is logged with its traceback, and the count is shown at the end.
+    Failures of other trackers never end the run. They are counted, the first of each tracker is logged with its traceback,
+    and the counts are logged at the end.
 
     Args:
         record: writes ``metrics.jsonl``.
-        others: by name.
+        others: other trackers by name.
 
     Attributes:
         errors: failed calls by tracker name.
@@ -118,7 +123,7 @@ class CompositeTracker:
         self._finished = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step everywhere."""
+        """Log the metrics of a step to all trackers."""
         self._record.log(step, metrics)
         for name, tracker in self._trackers.items():
             self._guarded(name, tracker.log, step, metrics)
@@ -138,17 +143,17 @@ class CompositeTracker:
     def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
         try:
             call(*arguments)
-        except Exception:  # whatever a third party raises; counted and logged
+        except Exception:  # any error of a third party; counted and logged
             self.errors[name] += 1
             if self.errors[name] == 1:
-                logger.exception("tracker '%s' failed; training goes on, further errors are only counted", name)
+                logger.exception("tracker '%s' failed; training continues, further errors are only counted", name)
 
 
 def require(module: str, *, tracker: str) -> ModuleType:
-    """Import the optional package behind a tracker.
+    """Import the optional package of a tracker.
 
     Raises:
-        ConfigError: it is not installed; the fix names the extra.
+        ConfigError: the package is not installed; the fix names the extra.
     """
     try:
         return importlib.import_module(module)

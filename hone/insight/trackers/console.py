@@ -1,4 +1,4 @@
-"""The terminal: a live progress line, or one plain line a step when the output is not a terminal."""
+"""Terminal output: a live progress line, or one plain line per step when the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _FIELDS = (
     ("val accuracy", ("val/rewards/accuracies",), ".3f"),
     ("tokens/s", ("perf/throughput",), ",.0f"),
 )
-"""Label, the first of these metrics that is there, format."""
+"""Label, candidate metrics (the first existing one is shown), format."""
 
 _WIDE = 110
-"""Columns from which on there is room for a bar."""
+"""Smallest number of columns for a progress bar."""
 
 _PACE_WINDOW = 20
-"""Steps whose pace the ETA is taken from."""
+"""Number of steps that the ETA is computed from."""
 
 
 @TRACKERS.register("console")
 class ConsoleTracker:
-    """Shows step, reward, KL, length, tokens/s and ETA; validation results stay as lines above.
+    """Show step, reward, KL, length, tokens/s and ETA; validation results remain as lines above.
 
     Args:
         info: the run.
-        console: where to write; None means standard output.
+        console: output; None means standard output.
     """
 
     def __init__(self, info: RunInfo, console: Console | None = None) -> None:
@@ -78,7 +78,7 @@ class ConsoleTracker:
             self._line("  ".join([head, *fields, *validation, eta]))
 
     def finish(self, status: str) -> None:
-        """End the live line, and say how the run ended with the last numbers."""
+        """End the live line, and show the status of the run with the last numbers."""
         if self._progress is not None:
             self._progress.stop()
         last = self._times[-1][0] if self._times else 0
@@ -96,21 +96,21 @@ class ConsoleTracker:
 
 
 def summarise(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The few numbers worth a place in the progress line, by label.
+    """Return the main numbers for the progress line, by label.
 
     >>> summarise({"critic/rewards/mean": 0.5, "perf/throughput": 1234.5, "actor/lr": 1e-6})
     {'reward': '0.500', 'tokens/s': '1,234'}
     """
-    shown = {}
+    texts = {}
     for label, names, style in _FIELDS:
         name = next((name for name in names if name in metrics), None)
         if name is not None:
-            shown[label] = format(metrics[name], style)
-    return shown
+            texts[label] = format(metrics[name], style)
+    return texts
 
 
 def fit(fields: Sequence[str], width: int) -> str:
-    """As many of the first fields, two spaces apart, as fit into ``width`` columns; always the first.
+    """Join as many of the first fields, two spaces between them, as fit into ``width`` columns; always the first.
 
     >>> fit(["step 1/9", "ETA 0:30", "reward 0.5"], 20)
     'step 1/9  ETA 0:30'
@@ -124,7 +124,7 @@ def fit(fields: Sequence[str], width: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as ``m:ss`` or ``h:mm:ss``.
+    """Format seconds as ``m:ss`` or ``h:mm:ss``.
 
     >>> clock(75), clock(3671)
     ('1:15', '1:01:11')

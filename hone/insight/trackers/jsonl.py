@@ -1,4 +1,4 @@
-"""The record of the run: ``metrics.jsonl`` in the run directory."""
+"""Record of the run: ``metrics.jsonl`` in the run directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hone.insight.trackers.base import TRACKERS, RunInfo
 
 @TRACKERS.register("jsonl")
 class JsonlTracker:
-    """Appends one line a step; always on. A step that is there already is refused, so that a line is never doubled."""
+    """Append one line per step; always on. A step that has a line already is refused."""
 
     def __init__(self, info: RunInfo) -> None:
         self._run_dir = info.run_dir

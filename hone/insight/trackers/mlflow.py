@@ -1,7 +1,7 @@
-"""MLflow. ``MLFLOW_TRACKING_URI`` names the server or database; without it, a file store in ``<run>/mlruns``.
+"""MLflow tracker. ``MLFLOW_TRACKING_URI`` names the server or database; without it, a file store in ``<run>/mlruns``.
 
-MLflow asks for an explicit yes to file stores, which is all that the light package ``mlflow-skinny`` can write alone;
-the tracker gives it. To look at one: ``MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri <run>/mlruns``.
+MLflow requires explicit consent for file stores, the only kind that the light package ``mlflow-skinny`` can write alone;
+the tracker sets it. To view one: ``MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri <run>/mlruns``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from hone.insight.trackers.base import TRACKERS, RunInfo, require
 
-_BATCH = 1000  # most metrics, and _PARAMS most parameters, that one MLflow request takes
+_BATCH = 1000  # limit of metrics, and _PARAMS of parameters, in one MLflow request
 _PARAMS = 100
 _LONGEST_VALUE = 6000
 
 
 @TRACKERS.register("mlflow")
 class MlflowTracker:
-    """One MLflow run a run directory; a resumed run continues it. :func:`metric_key` rewrites names MLflow forbids."""
+    """One MLflow run per run directory; a resumed run continues it. :func:`metric_key` rewrites names that MLflow forbids."""
 
     def __init__(self, info: RunInfo) -> None:
         mlflow = require("mlflow", tracker="mlflow")
@@ -58,7 +58,7 @@ class MlflowTracker:
 
 
 def metric_key(name: str) -> str:
-    """A metric name in the characters that MLflow allows.
+    """Return a metric name in the characters that MLflow allows.
 
     >>> metric_key("val-core/openai/gsm8k/acc/mean@4")
     'val-core/openai/gsm8k/acc/mean_at_4'

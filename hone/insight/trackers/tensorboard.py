@@ -9,7 +9,7 @@ from hone.insight.trackers.base import TRACKERS, RunInfo, require
 
 @TRACKERS.register("tensorboard")
 class TensorBoardTracker:
-    """Writes scalars, and the config as text. After a resume, TensorBoard hides what came after the checkpoint."""
+    """Write scalars, and the config as text. After a resume, TensorBoard hides values after the checkpoint."""
 
     def __init__(self, info: RunInfo) -> None:
         require("tensorboard", tracker="tensorboard")
@@ -23,7 +23,7 @@ class TensorBoardTracker:
             self._writer.add_text("config", "\n".join(f"    {line}" for line in _dump(info).splitlines()), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one scalar a metric."""
+        """Write one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 

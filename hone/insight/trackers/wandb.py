@@ -10,7 +10,7 @@ from hone.insight.trackers.base import TRACKERS, RunInfo, require
 
 @TRACKERS.register("wandb")
 class WandbTracker:
-    """One wandb run a run directory; a resumed run continues it.
+    """One wandb run per run directory; a resumed run continues it.
 
     wandb keeps the first value of a step: after a kill, the steps between the checkpoint and the kill show the numbers
     of the killed process. ``metrics.jsonl`` shows those of the resumed one.
@@ -34,6 +34,6 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step)
 
     def finish(self, status: str) -> None:
-        """Upload the rest and close; anything but ``finished`` and ``interrupted`` marks the run as failed."""
+        """Upload remaining data and close; any status but ``finished`` and ``interrupted`` marks the run as failed."""
         self._run.summary["status"] = status
         self._run.finish(exit_code=0 if status in ("finished", "interrupted") else 1)

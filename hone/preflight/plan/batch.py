@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from hone.config.derived import RunSpec
+from hone.config.limits import micro_batch_tokens
 from hone.config.run import RunConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
-from hone.preflight.evidence import file_list
+from hone.preflight.reading import file_list
 
 
-def batch_plan(config: AnyConfig, rows: int) -> str:
+def batch_plan(config: AnyConfig, rows: int, *, on_cpu: bool) -> str:
     """Return the plan of a run over ``rows`` training rows (those left after too long ones are dropped)."""
     if isinstance(config, RLConfig):
-        return _rl_plan(config, rows)
-    return _update_plan(config, rows, "conversation" if isinstance(config, SFTConfig) else "preference")
+        return _rl_plan(config, rows, on_cpu=on_cpu)
+    return _update_plan(config, rows, "conversation" if isinstance(config, SFTConfig) else "preference", on_cpu=on_cpu)
 
 
 def training_rows(config: AnyConfig) -> int:
@@ -34,29 +36,29 @@ def training_rows(config: AnyConfig) -> int:
     return len(rows)
 
 
-def _rl_plan(config: RLConfig, rows: int) -> str:
+def _rl_plan(config: RLConfig, rows: int, *, on_cpu: bool) -> str:
     actor, n, prompts = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     mini = actor.ppo_mini_batch_size
     cuts, limit = prompts // mini, actor.ppo_micro_batch_size_per_gpu
-    updates = cuts * actor.ppo_epochs
+    spec = RunSpec(config)
     return "; ".join(
         [
             f"plan: {_count(prompts, 'prompt')} x {n} = {prompts * n} sequences a step",
             f"{_count(cuts, 'mini-batch', 'es')} of {mini} prompts ({mini * n} sequences) x "
-            f"{_count(actor.ppo_epochs, 'epoch')} -> {_count(updates, 'optimizer update')} a step",
-            f"micro-batches of up to {actor.ppo_max_token_len_per_gpu} tokens"
+            f"{_count(actor.ppo_epochs, 'epoch')} -> {_count(spec.updates_per_batch, 'optimizer update')} a step",
+            f"micro-batches of up to {spec.micro_batch_tokens(on_cpu=on_cpu)} tokens"
             + (f" and {_count(limit, 'sequence')}" if limit else ""),
             _steps(config.trainer, rows, prompts, "step"),
         ]
     )
 
 
-def _update_plan(config: Any, rows: int, noun: str) -> str:
+def _update_plan(config: Any, rows: int, noun: str, *, on_cpu: bool) -> str:
     data = config.data
     return "; ".join(
         [
             f"plan: {_count(data.train_batch_size, noun)} an optimizer update",
-            f"micro-batches of up to {data.max_token_len_per_gpu} tokens",
+            f"micro-batches of up to {micro_batch_tokens(data.max_token_len_per_gpu, on_cpu=on_cpu)} tokens",
             _steps(config.trainer, rows, data.train_batch_size, "update"),
         ]
     )

@@ -1,4 +1,4 @@
-"""Devices in numbers: GPUs by name, as their makers state them, and clusters of them by a word such as ``2x8xH100-80GB``."""
+"""Devices in numbers: GPUs by name, as their makers state them, and clusters of them such as ``2x8xH100-80GB``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """What one process computes with.
+    """Numbers of the device of one process.
 
     Attributes:
-        name: for people.
-        on_cpu: whether it is a CPU.
         memory: bytes that a process may use.
-        wide_rate: float32 operations a second (a multiplication with its addition counts two) that matrix products reach.
+        wide_rate: float32 operations per second that matmuls reach (a multiplication with its addition counts two).
         narrow_rate: the same in bfloat16.
-        bandwidth: bytes a second between memory and processor.
+        bandwidth: bytes per second between memory and processor.
         launch: seconds that a small operation takes at least.
-        link: bytes a second to a device of the same node.
-        network: bytes a second to a device of another node.
-        host: bytes a second to the host's memory; 0 on a CPU, where that is the same.
+        link: bytes per second to a device of the same node.
+        network: bytes per second to a device of another node.
+        host: bytes per second to the host's memory; 0 on a CPU, where that is the same.
         overhead: bytes that a process takes before it holds a model.
     """
 
@@ -40,6 +38,10 @@ class Device:
     host: float = 0.0
     overhead: float = 0.0
 
+    def rate(self, *, bf16: bool) -> float:
+        """Return the operations per second of matmuls."""
+        return self.narrow_rate if bf16 else self.wide_rate
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -51,7 +53,7 @@ class Cluster:
 
 
 _REACHED = 0.5
-"""Share of the stated rate that training's matrix products reach, all of a layer considered."""
+"""Share of the stated rate that a layer's matmuls reach in training."""
 _SPECS = {
     # name: GiB, dense TFLOP/s in float32 (TF32 off) and bfloat16 (float16 where it has none), TB/s of memory, GB/s to a neighbour
     "B200-180GB": (180, 75, 2250, 8.0, 900),
@@ -77,29 +79,27 @@ _CONTEXT = 0.8 * GIB
 
 
 def known_devices() -> tuple[str, ...]:
-    """Names of the GPUs in the table."""
+    """Return the names of the GPUs in the table."""
     return tuple(_SPECS)
 
 
 def device_named(name: str) -> Device:
-    """A GPU of the table, by its name or its beginning where only one begins so.
+    """Return a GPU of the table, by its name or the only name that begins like this.
 
     Raises:
-        ConfigError: there is none of that name, or several.
+        ConfigError: no GPU has that name, or several do.
     """
     wanted = re.sub(r"[\s_]", "-", name.upper())
-    found = [known for known in _SPECS if known.upper() == wanted] or [
-        known for known in _SPECS if known.upper().startswith(f"{wanted}-")
-    ]
-    if len(found) != 1:
+    matches = [known for known in _SPECS if f"{known.upper()}-".startswith(f"{wanted}-")]
+    if len(matches) != 1:
         raise ConfigError(
-            f"{len(found) or 'no'} GPU{'s' * (len(found) > 1)} called '{name}'",
+            f"{len(matches) or 'no'} GPU{'s' * (len(matches) > 1)} called '{name}'",
             where="--cluster",
-            fix=f"one of {', '.join(found)}" if found else did_you_mean(name, _SPECS),
+            fix=f"one of {', '.join(matches)}" if matches else did_you_mean(name, _SPECS),
         )
-    memory, wide, narrow, bandwidth, link = _SPECS[found[0]]
+    memory, wide, narrow, bandwidth, link = _SPECS[matches[0]]
     return Device(
-        name=found[0],
+        name=matches[0],
         on_cpu=False,
         memory=memory * GIB * _USABLE,
         wide_rate=wide * 1e12 * _REACHED,
@@ -114,17 +114,17 @@ def device_named(name: str) -> Device:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """``2x8xH100-80GB``: nodes x devices on each x device; ``8xH100`` is one node.
+    """Parse ``2x8xH100-80GB``: nodes x devices on each x device; ``8xH100`` is one node.
 
     Raises:
-        ConfigError: it does not read like that.
+        ConfigError: the text has another form.
     """
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z].*)", text.strip())
-    if found is None or int(found[1] or 1) < 1 or int(found[2]) < 1:
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z].*)", text.strip())
+    if match is None or int(match[1] or 1) < 1 or int(match[2]) < 1:
         raise ConfigError(
             f"'{text}' does not describe a cluster",
             why="it takes nodes, devices on each node, and the device",
             where="--cluster",
             fix=f"--cluster 2x8xH100-80GB (devices: {', '.join(_SPECS)})",
         )
-    return Cluster(int(found[1] or 1), int(found[2]), device_named(found[3]))
+    return Cluster(int(match[1] or 1), int(match[2]), device_named(match[3]))

@@ -1,4 +1,4 @@
-"""The numbers of a model that decide about memory and time, from its ``config.json`` and a count of its parameters."""
+"""The sizes of a model that decide about memory and time, from its ``config.json`` and a count of its parameters."""
 
 from __future__ import annotations
 
@@ -11,31 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.model import ModelConfig
+from hone.models.registry import CacheSize, family_of, tensor_plan_of
+from hone.preflight.reading import read_json
 
-LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures whose layers Hone computes itself on a CPU (:data:`hone.generation.native.forward.LLAMA_SHAPED`)."""
-_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HEADER_LIMIT = 100 * 2**20
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder in numbers.
+    """Sizes of a decoder.
 
     Attributes:
         kind: its ``model_type``.
         parameters: all of them, tied ones once.
-        layers: how many.
         hidden: width of the residual stream.
-        heads: attention heads.
-        key_value_heads: heads of keys and values.
-        head_dim: width of a head.
         width: inner width of the feed-forward part; of one expert where there are experts.
-        vocabulary: tokens.
         tied: whether input and output embedding are one matrix.
-        experts: in a layer, 0 for a dense model.
-        chosen: experts that a token meets.
+        experts: experts of a layer, 0 for a dense model.
+        chosen: experts that compute a token.
+        cache: numbers in the KV cache.
     """
 
     kind: str
@@ -50,20 +45,20 @@ class ModelShape:
     tied: bool
     experts: int = 0
     chosen: int = 0
+    cache: CacheSize = CacheSize(0)
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], parameters: int) -> ModelShape | None:
-        """Read ``settings``, the content of a ``config.json``; None when they are not those of a decoder."""
-        numbers = [
-            settings.get(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-        ]
-        if not all(isinstance(number, int) and number > 0 for number in numbers):
+    def from_settings(cls, settings: Mapping[str, Any], parameters: int) -> ModelShape | None:
+        """Read the content of a ``config.json``; None when it does not describe a decoder."""
+        keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        if not all(isinstance(settings.get(key), int) and settings[key] > 0 for key in keys):
             return None
-        layers, hidden, heads, vocabulary = (int(number or 0) for number in numbers)
+        layers, hidden, heads, vocabulary = (settings[key] for key in keys)
         experts = next((settings[key] for key in _EXPERTS if settings.get(key)), 0)
         width = (settings.get("moe_intermediate_size") if experts else None) or settings.get("intermediate_size")
+        kind = str(settings.get("model_type", ""))
         return cls(
-            kind=str(settings.get("model_type", "")),
+            kind=kind,
             parameters=parameters,
             layers=layers,
             hidden=hidden,
@@ -75,17 +70,8 @@ class ModelShape:
             tied=bool(settings.get("tie_word_embeddings", False)),
             experts=experts,
             chosen=settings.get("num_experts_per_tok") or 0,
+            cache=family_of(kind).cache_size(settings),
         )
-
-    @property
-    def llama_shaped(self) -> bool:
-        """Whether Hone computes its layers itself on a CPU."""
-        return self.kind in LLAMA_SHAPED
-
-    @property
-    def head_norms(self) -> bool:
-        """Whether queries and keys are normed."""
-        return self.kind in _HEAD_NORMS
 
     @property
     def queries(self) -> int:
@@ -99,7 +85,7 @@ class ModelShape:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the input embedding; the output embedding has as many."""
+        """Parameters of the input embedding; the output embedding has the same number."""
         return self.vocabulary * self.hidden
 
     @property
@@ -108,65 +94,63 @@ class ModelShape:
         return max(0, self.parameters - self.embedding * (1 if self.tied else 2) - self.hidden) // self.layers
 
     @property
-    def attention_matrices(self) -> int:
-        """Parameters of a layer's projections to and from the heads."""
-        return self.hidden * (2 * self.queries + 2 * self.keys)
-
-    @property
     def matrices(self) -> int:
         """Parameters of a layer's projections, all experts included."""
-        return self.attention_matrices + 3 * self.hidden * self.width * max(1, self.experts)
+        return self._matrices(self.experts)
 
     @property
-    def expert_parameters(self) -> int:
-        """Parameters of all experts."""
-        return 3 * self.hidden * self.width * self.experts * self.layers
+    def multiplications(self) -> int:
+        """Multiplications per token in all layers' matrices, without the output embedding."""
+        return self.layers * self._matrices(self.chosen)
 
-    @property
-    def products(self) -> int:
-        """Multiplications that a token takes through all matrices, the output embedding apart."""
-        return self.layers * (self.attention_matrices + 3 * self.hidden * self.width * max(1, self.chosen))
+    def _matrices(self, experts: int) -> int:
+        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.width * max(1, experts))
 
     def adapter(self, rank: int) -> int:
-        """Parameters of LoRA adapters of this rank on all projections."""
+        """Return the parameters of LoRA adapters of a rank on all projections."""
         ends = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys) + 3 * (self.hidden + self.width)
         return rank * ends * self.layers
 
 
-def count_parameters(model: ModelConfig) -> int | None:
-    """Return the parameters of a model directory: from the heads of its weight files, else from its config.json.
+def shape_of(model: ModelConfig, parameters: int | None = None) -> ModelShape | None:
+    """Return the shape of a model directory; None when its config.json does not describe a decoder.
 
-    None where neither tells. Tied weights that the files leave out are counted once.
+    Args:
+        parameters: of the model; None counts them.
+    """
+    settings = read_json(Path(model.path or "") / "config.json")
+    if not settings:
+        return None
+    settings = {**settings, **model.override_config}
+    counted = parameters or count_parameters(model)
+    return ModelShape.from_settings({**settings.get("text_config", {}), **settings}, counted) if counted else None
+
+
+def count_parameters(model: ModelConfig) -> int | None:
+    """Return the parameters of a model directory, from the headers of its weight files or from its config.json.
+
+    None where neither says. Tied weights that the files leave out are counted once.
     """
     directory = Path(model.path or "")
-    files = sorted(directory.glob("*.safetensors"))
-    counts = [_in_file(file) for file in files]
-    if files and all(count is not None for count in counts):
-        return sum(count for count in counts if count is not None) or None
-    return _from_config(model) if (directory / "config.json").is_file() else None
-
-
-def _in_file(file: Path) -> int | None:
-    """Parameters of a safetensors file, read from its head; None when it has none that can be read."""
     try:
-        with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            if size > _HEADER_LIMIT:
-                return None
-            head = json.loads(stream.read(size))
+        counts = [sum(_tensor_sizes(file)) for file in directory.glob("*.safetensors")]
     except (OSError, ValueError, struct.error):
-        return None
-    return sum(_sizes(head))
+        counts = []
+    if counts:
+        return sum(counts) or None
+    return _count_from_config(model) if (directory / "config.json").is_file() else None
 
 
-def _sizes(head: dict[str, dict[str, list[int]]]) -> Iterator[int]:
-    for name, tensor in head.items():
-        if name != "__metadata__":
-            yield math.prod(tensor["shape"])
+def _tensor_sizes(file: Path) -> Iterator[int]:
+    """Yield the parameters of each tensor of a safetensors file, from its header."""
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(min(size, _HEADER_LIMIT)))
+    yield from (math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
-def _from_config(model: ModelConfig) -> int | None:
-    """Count on modules without storage; None for a configuration that transformers does not take, which R08 tells."""
+def _count_from_config(model: ModelConfig) -> int | None:
+    """Count on modules without storage; None for a configuration that transformers refuses (rule R08 reports it)."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -176,3 +160,14 @@ def _from_config(model: ModelConfig) -> int | None:
             return AutoModelForCausalLM.from_config(settings, dtype=torch.float32).num_parameters()
     except (ValueError, KeyError, OSError, ImportError, AttributeError, TypeError):
         return None
+
+
+def has_tensor_plan(model_type: str) -> bool:
+    """Return whether the family or transformers has a tensor-parallel plan; true for a type neither knows (remote code)."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return True
+    kind = CONFIG_MAPPING[model_type]
+    inner = getattr(kind, "sub_configs", {}).get("text_config", kind)
+    return bool(tensor_plan_of(model_type, inner) or tensor_plan_of(model_type, kind))

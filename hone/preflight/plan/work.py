@@ -1,82 +1,73 @@
-"""What a run asks of its processes, in plain numbers: one record whatever the command (RL, SFT, preferences, reward models)."""
+"""A run in the numbers that memory and time follow from; the same record for RL, SFT, preferences and reward models."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from hone.cluster.pool_keys import pool_keys
+from hone.config.derived import MAIN_POOL, OldLogProbs, Pool, RunSpec, check_layouts, holds_reference
+from hone.config.limits import micro_batch_tokens
 from hone.config.model import ModelConfig, OptimConfig
-from hone.config.parallel import FsdpConfig, ParallelConfig
-from hone.config.preference import PreferenceConfig
+from hone.config.parallel import ParallelConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
-from hone.config.trees import AnyConfig
-from hone.preflight.evidence import model_block, read_json
-from hone.preflight.needs import needs_critic, needs_old_log_probs, needs_reference
-from hone.preflight.plan.activations import Computation
-from hone.preflight.plan.model import ModelShape, count_parameters
-from hone.training.layout import Layout
-
-CPU_TOKENS = 4608
-"""Most tokens of a micro-batch on a CPU (:data:`hone.training.engine.CPU_TOKENS`)."""
+from hone.config.trees import AnyConfig, model_block
+from hone.preflight.plan.activations import Passes
+from hone.preflight.plan.model import ModelShape, shape_of
+from hone.preflight.reading import read_json
 
 
 @dataclass(frozen=True)
-class Process:
-    """One process of a pool; all of a pool are alike.
+class TrainedModel:
+    """A model, and how it is trained.
 
     Attributes:
-        pool: name of the pool.
-        nodes: that the pool spans.
-        per_node: processes on each.
-        layout: how they share a model.
-        roles: that live in each of them.
-    """
-
-    pool: str
-    nodes: int
-    per_node: int
-    layout: Layout
-    roles: tuple[str, ...]
-
-    @property
-    def world(self) -> int:
-        """Processes of the pool."""
-        return self.nodes * self.per_node
-
-    @property
-    def divided(self) -> bool:
-        """Whether its processes hold parts of a model together."""
-        return self.world > 1 and not set(self.roles) <= {"rollout", "reward_model"}
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A model that is trained, and how.
-
-    Attributes:
-        shape: of the model.
-        optim: its optimizer.
-        narrow: whether it computes in bfloat16.
-        budget: most tokens of a micro-batch.
-        mini: prompts an update, over all ranks.
-        epochs: passes over a batch.
-        recompute: gradient checkpointing.
-        value: whether it gives values in place of log-probs.
+        max_tokens: most tokens of a micro-batch.
+        mini_batch: prompts per update, over all ranks.
+        checkpointing: whether gradient checkpointing is on.
+        value: whether it predicts values instead of log-probs.
+        lora_rank: of the adapters that alone are trained, 0 without.
     """
 
     shape: ModelShape
     optim: OptimConfig
-    narrow: bool
-    budget: int
-    mini: int
+    bf16: bool
+    max_tokens: int
+    mini_batch: int
     epochs: int
-    recompute: bool
+    checkpointing: bool
     value: bool = False
+    lora_rank: int = 0
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters that the optimizer changes."""
+        return self.shape.adapter(self.lora_rank) if self.lora_rank else self.shape.parameters
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, those of adapters included."""
+        return self.shape.parameters + self.shape.adapter(self.lora_rank)
+
+
+class MicroBatch(NamedTuple):
+    """The largest micro-batch, when all prompts and responses have their greatest length.
+
+    Attributes:
+        rows: sequences.
+        tokens: tokens in the matmuls; rows of one prompt share it.
+        per_update: micro-batches of a rank's share of the mini-batch.
+    """
+
+    rows: int
+    tokens: int
+    per_update: int
 
 
 @dataclass(frozen=True)
@@ -84,267 +75,180 @@ class Work:
     """A run in numbers.
 
     Attributes:
-        on_cpu: whether its devices are CPUs.
-        model: the block of the trained model.
-        actor: the model that is trained.
-        critic: the value model, or None.
         reference: whether log-probs of a reference are computed.
-        reward_model: its shape, or None.
-        parallel: the actor's sizes of each way to divide a model.
-        processes: one of each pool.
-        rollout: the block of the rollout; None where nothing is generated.
-        served: whether its engine lives in processes of its own.
-        attached: whether those are somebody else's, perhaps on other machines.
-        rollout_narrow: whether generation computes in bfloat16.
-        validates: whether validation prompts are answered.
-        old_log_probs: whether the log-probs of what was sampled take a forward pass before the update.
+        pools: of devices, the actor's first.
         prompt: longest prompt, in tokens.
         response: longest response.
         samples: rows that share a prompt.
-        batch: prompts a step.
-        most_sequences: rows of a micro-batch, None without a limit.
-        saves: whether checkpoints are written.
+        batch: prompts per step.
+        activation_scale: measured activations divided by those of the closed form.
     """
 
+    config: AnyConfig
     on_cpu: bool
-    model: ModelConfig
-    actor: Trained
-    parallel: ParallelConfig
-    processes: tuple[Process, ...]
+    actor: TrainedModel
+    reference: bool
+    pools: tuple[Pool, ...]
     prompt: int
     response: int
     samples: int
     batch: int
-    critic: Trained | None = None
-    reference: bool = False
-    reward_model: ModelShape | None = None
-    rollout: RolloutConfig | None = None
-    served: bool = False
-    attached: bool = False
-    rollout_narrow: bool = False
-    validates: bool = False
-    old_log_probs: bool = False
-    most_sequences: int | None = None
-    saves: bool = False
+    critic: TrainedModel | None = None
+    reward_model: TrainedModel | None = None
+    activation_scale: float = 1.0
 
     @property
-    def adapters(self) -> bool:
-        """Whether only LoRA adapters are trained."""
-        return self.model.lora_rank > 0 or self.model.lora_adapter_path is not None
+    def main(self) -> Pool:
+        """The actor's pool."""
+        return self.pools[0]
+
+    @cached_property
+    def spec(self) -> RunSpec | None:
+        """Derived facts of an RL run."""
+        return RunSpec(self.config) if isinstance(self.config, RLConfig) else None
 
     @property
-    def rank(self) -> int:
-        """Of the adapters."""
-        return adapter_rank(self.model)
+    def rollout(self) -> RolloutConfig | None:
+        """Configuration of the rollout; None where nothing is generated."""
+        return self.config.actor_rollout_ref.rollout if isinstance(self.config, RLConfig) else None
 
     @property
-    def fsdp(self) -> FsdpConfig:
-        """Sharding and offloading."""
-        return self.parallel.fsdp_config
+    def served(self) -> bool:
+        """True when the engine has processes of its own."""
+        from hone.generation import is_served
+
+        return self.rollout is not None and is_served(self.rollout)
 
     @property
-    def main(self) -> Process:
-        """A process of the actor."""
-        return self.processes[0]
+    def rollout_bf16(self) -> bool:
+        """True when generation computes in bfloat16."""
+        dtype = "" if self.rollout is None else self.rollout.dtype
+        return dtype == "bfloat16" or (dtype == "auto" and self.actor.bf16)
 
-    def process_of(self, role: str) -> Process | None:
-        """The process that holds a role, None when the run has none."""
-        return next((process for process in self.processes if role in process.roles), None)
+    @property
+    def old_log_probs(self) -> bool:
+        """True when old log-probs take a forward pass of the trainer."""
+        return self.spec is not None and self.spec.old_log_probs.value is OldLogProbs.OWN_PASS
 
-    def computation(self, trained: Trained, process: Process) -> Computation:
-        """How passes of a trained model are computed in a process."""
-        rank = self.rank if not trained.value and self.adapters else 0
-        gathered = process.divided and trained.narrow
-        micro = self.micro_batch(trained, process)
-        return Computation(
-            on_cpu=self.on_cpu,
-            narrow=trained.narrow,
-            gathered=gathered,
-            adapter_rank=rank,
-            recompute=trained.recompute,
-            tiles=self.model.tiled_mlp.num_shards if self.model.tiled_mlp.enabled else 1,
-            tensor=process.layout.tensor,
-            on_host=self.model.enable_activation_offload and not self.on_cpu,
-            spread=micro.cells / micro.tokens,
+    def pool_of(self, role: str) -> Pool:
+        """Return the pool that has a role; the main pool when none has it."""
+        return next((pool for pool in self.pools if role in pool.roles), self.main)
+
+    def passes(self, model: TrainedModel, pool: Pool) -> Passes:
+        """Return the passes of a model over its largest micro-batch, in a process of ``pool``."""
+        micro, block, layout = self.micro_batch(model, pool), model_block(self.config)[1], pool.layout
+        return Passes(
+            model.shape,
+            self.on_cpu,
+            model.bf16,
+            tokens=micro.tokens / layout.sequence,
+            responses=micro.rows * self.response / layout.sequence,
+            gathered=pool.divided and model.bf16,
+            lora_rank=model.lora_rank,
+            checkpointing=model.checkpointing,
+            tiles=block.tiled_mlp.num_shards if block.tiled_mlp.enabled else 1,
+            tensor=layout.tensor,
+            on_host=block.enable_activation_offload and not self.on_cpu,
+            prompt_copies=micro.rows * (self.prompt + self.response) / micro.tokens,
+            scale=self.activation_scale,
         )
 
-    def micro_batch(self, trained: Trained, process: Process, budget: int | None = None) -> MicroBatch:
-        """The largest micro-batch of an update."""
-        limit = min(budget or trained.budget, CPU_TOKENS) if self.on_cpu else budget or trained.budget
-        rows = math.ceil(trained.mini * self.samples / process.layout.dp_size)
-        return fill(rows, self.samples, self.prompt, self.response, limit, self.most_sequences)
+    def micro_batch(self, model: TrainedModel, pool: Pool, max_tokens: int | None = None) -> MicroBatch:
+        """Return the largest micro-batch of an update."""
+        limit = micro_batch_tokens(max_tokens or model.max_tokens, on_cpu=self.on_cpu)
+        rows, most = math.ceil(model.mini_batch * self.samples / pool.layout.dp_size), None
+        if isinstance(self.config, RLConfig):
+            most = self.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+        return largest_micro_batch(rows, self.samples, self.prompt, self.response, limit, most)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """What goes through a model together when all prompts and responses are as long as they may be.
-
-    Attributes:
-        rows: sequences.
-        tokens: that go through the matrices; rows of one prompt share it.
-        responses: tokens whose log-prob is wanted.
-        cells: tokens of all sequences, each with its prompt.
-        count: micro-batches of a rank's part of the mini-batch.
-    """
-
-    rows: int
-    tokens: int
-    responses: int
-    cells: int
-    count: int
+def largest_micro_batch(
+    rows: int, samples: int, prompt: int, response: int, max_tokens: int, max_rows: int | None
+) -> MicroBatch:
+    """Fill a micro-batch as :func:`hone.training.packing.plan_micro_batches` does: groups stay together, one row at least."""
+    groups, left = divmod(max(max_tokens, prompt + response), prompt + samples * response)
+    further = max(0, (left - prompt) // response)
+    filled = min(max(1, groups * samples + min(further, samples - 1)), rows, max_rows or rows)
+    return MicroBatch(filled, filled * response + math.ceil(filled / samples) * prompt, math.ceil(rows / filled))
 
 
-def fill(rows: int, samples: int, prompt: int, response: int, budget: int, most_rows: int | None) -> MicroBatch:
-    """As :func:`hone.training.packing.plan_micro_batches` fills them: rows of a group stay together, one row at least."""
-    budget = max(budget, prompt + response)
-    group = prompt + samples * response
-    whole, left = divmod(budget, group)
-    some = max(0, (left - prompt) // response)
-    fits = max(1, whole * samples + min(some, samples - 1))
-    fits = min(fits, rows, most_rows or rows)
-    tokens = fits * response + math.ceil(fits / samples) * prompt
-    return MicroBatch(fits, tokens, fits * response, fits * (prompt + response), math.ceil(rows / fits))
-
-
-def shape_of(model: ModelConfig, parameters: int | None = None) -> ModelShape | None:
-    """The shape of a model directory; None when its config.json is not that of a decoder.
-
-    Args:
-        model: names the directory.
-        parameters: of the model, where they are known already.
-    """
-    settings = read_json(Path(model.path or "") / "config.json")
-    settings = {**settings, **model.override_config} if settings else {}
-    counted = parameters or (count_parameters(model) if settings else None)
-    return None if counted is None else ModelShape.of({**settings.get("text_config", {}), **settings}, counted)
+def other_shapes(config: AnyConfig) -> dict[str, ModelShape]:
+    """Return the shapes of a critic and a reward model that have a model directory of their own."""
+    if not isinstance(config, RLConfig):
+        return {}
+    paths = {
+        "critic": config.critic.model.path if RunSpec(config).critic.value else None,
+        "reward_model": config.reward.reward_model.path if config.reward.reward_model.enable else None,
+    }
+    shapes = {role: shape_of(ModelConfig(path=path)) for role, path in paths.items() if path}
+    return {role: shape for role, shape in shapes.items() if shape is not None}
 
 
 def work_of(
     config: AnyConfig, shape: ModelShape, *, on_cpu: bool, others: Mapping[str, ModelShape] | None = None
 ) -> Work:
-    """The numbers of a run.
+    """Return the numbers of a run.
 
     Args:
-        config: of the run.
         shape: of the trained model.
-        on_cpu: whether it runs on CPUs.
         others: shapes of a critic or a reward model where they differ from it.
 
     Raises:
         ConfigError: the sizes of parallelism do not divide.
     """
     if isinstance(config, RLConfig):
-        return _reinforcement(config, shape, on_cpu, dict(others or {}))
-    return _update_only(config, shape, on_cpu)
+        return _rl_work(config, shape, on_cpu, others or {})
+    data, samples, prompt = config.data, 1, 1
+    if not isinstance(config, SFTConfig):  # the sides of a preference share their prompt
+        samples, prompt = 2, data.max_length // 2
+    batch, pool = data.train_batch_size, Pool(MAIN_POOL, "trainer", 1, 1, ("actor",), False, ParallelConfig())
+    model = _trained(shape, config, model_block(config)[1], data.max_token_len_per_gpu, batch)
+    response = max(1, data.max_length - prompt)
+    return Work(config, on_cpu, model, holds_reference(config), (pool,), prompt, response, samples, batch)
 
 
-def adapter_rank(model: ModelConfig) -> int:
-    """Rank of the adapters; of those that are loaded, what their own configuration says."""
+def _rl_work(config: RLConfig, shape: ModelShape, on_cpu: bool, others: Mapping[str, ModelShape]) -> Work:
+    data, actor, model = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    spec, critic, scorer, batch = RunSpec(config), config.critic, config.reward.reward_model, data.train_batch_size
+    check_layouts(spec.pools)
+    max_tokens, mini_batch = actor.ppo_max_token_len_per_gpu, min(actor.ppo_mini_batch_size, batch)
+    policy = _trained(shape, actor, model, max_tokens, mini_batch, actor.ppo_epochs)
+    values = dataclasses.replace(
+        policy,
+        shape=others.get("critic", shape),
+        optim=critic.optim,
+        bf16=(critic.dtype or actor.dtype) == "bfloat16",
+        max_tokens=critic.ppo_max_token_len_per_gpu or max_tokens,
+        mini_batch=min(critic.ppo_mini_batch_size or mini_batch, batch),
+        epochs=critic.ppo_epochs or actor.ppo_epochs,
+        checkpointing=critic.model.enable_gradient_checkpointing,
+        value=True,
+        lora_rank=0,
+    )
+    scores = dataclasses.replace(
+        policy,
+        shape=others.get("reward_model", shape),
+        max_tokens=scorer.max_token_len_per_gpu or max_tokens,
+        mini_batch=batch,
+        checkpointing=False,
+        value=True,
+        lora_rank=0,
+    )
+    sizes = data.max_prompt_length, data.max_response_length, config.actor_rollout_ref.rollout.n, batch
+    models = values if spec.critic.value else None, scores if scorer.enable else None
+    return Work(config, on_cpu, policy, spec.reference.value, spec.pools, *sizes, *models)
+
+
+def _trained(
+    shape: ModelShape, keys: Any, block: ModelConfig, max_tokens: int, mini_batch: int, epochs: int = 1
+) -> TrainedModel:
+    bf16, checkpointing = keys.dtype == "bfloat16", block.enable_gradient_checkpointing
+    rank = _lora_rank(block)
+    return TrainedModel(shape, keys.optim, bf16, max_tokens, mini_batch, epochs, checkpointing, lora_rank=rank)
+
+
+def _lora_rank(model: ModelConfig) -> int:
+    """Return the rank of the adapters; of saved ones, the rank in their own configuration."""
     if model.lora_adapter_path is None:
         return model.lora_rank
     return int(read_json(Path(model.lora_adapter_path) / "adapter_config.json").get("r", model.lora_rank or 8))
-
-
-def _reinforcement(config: RLConfig, shape: ModelShape, on_cpu: bool, others: dict[str, ModelShape]) -> Work:
-    from hone.generation import is_served
-
-    roles, data, critic = config.actor_rollout_ref, config.data, config.critic
-    actor, rollout = roles.actor, roles.rollout
-    policy = Trained(
-        shape,
-        actor.optim,
-        actor.dtype == "bfloat16",
-        actor.ppo_max_token_len_per_gpu,
-        min(actor.ppo_mini_batch_size, data.train_batch_size),
-        actor.ppo_epochs,
-        roles.model.enable_gradient_checkpointing,
-    )
-    values = None
-    if needs_critic(config):
-        values = Trained(
-            others.get("critic", shape),
-            critic.optim,
-            (critic.dtype or actor.dtype) == "bfloat16",
-            critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
-            min(critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, data.train_batch_size),
-            critic.ppo_epochs or actor.ppo_epochs,
-            critic.model.enable_gradient_checkpointing,
-            value=True,
-        )
-    reward = others.get("reward_model", shape) if config.reward.reward_model.enable else None
-    return Work(
-        on_cpu=on_cpu,
-        model=roles.model,
-        actor=policy,
-        parallel=actor,
-        processes=_processes(config, values is not None, reward is not None),
-        prompt=data.max_prompt_length,
-        response=data.max_response_length,
-        samples=rollout.n,
-        batch=data.train_batch_size,
-        critic=values,
-        reference=needs_reference(config),
-        reward_model=reward,
-        rollout=rollout,
-        served=is_served(rollout),
-        attached=rollout.engine_url is not None,
-        rollout_narrow="bfloat16" in (rollout.dtype, actor.dtype if rollout.dtype == "auto" else ""),
-        validates=bool(data.val_files) and (config.trainer.test_freq != 0 or config.trainer.val_before_train),
-        old_log_probs=needs_old_log_probs(config),
-        most_sequences=actor.ppo_micro_batch_size_per_gpu,
-        saves=config.trainer.save_freq != 0,
-    )
-
-
-def _processes(config: RLConfig, critic: bool, reward_model: bool) -> tuple[Process, ...]:
-    roles = ["actor", "rollout"] + ["reference"] * needs_reference(config) + ["critic"] * critic
-    roles += ["reward_model"] * reward_model
-    apart = {role: keys for role, keys in pool_keys(config).items() if keys.enable_resource_pool and role in roles}
-    sizes = [("main", config.trainer.nnodes, config.trainer.n_gpus_per_node, tuple(r for r in roles if r not in apart))]
-    sizes += [(role, keys.nnodes, keys.n_gpus_per_node, (role,)) for role, keys in apart.items()]
-    found = []
-    for pool, nodes, per_node, held in sizes:
-        whole = set(held) <= {"rollout", "reward_model"}
-        world = nodes * per_node
-        layout = Layout(world, dp_shard=world) if whole else Layout.plan(world, config.actor_rollout_ref.actor)
-        found.append(Process(pool, nodes, per_node, layout, held))
-    return tuple(found)
-
-
-def _update_only(config: AnyConfig, shape: ModelShape, on_cpu: bool) -> Work:
-    """SFT, preferences and reward models: one process that updates, with pairs that share their prompt where there are some."""
-    assert not isinstance(config, RLConfig)
-    block, data = model_block(config)[1], config.data
-    pairs = not isinstance(config, SFTConfig)
-    prompt = data.max_length // 2 if pairs else 1
-    trained = Trained(
-        shape,
-        config.optim,
-        config.dtype == "bfloat16",
-        data.max_token_len_per_gpu,
-        data.train_batch_size,
-        1,
-        block.enable_gradient_checkpointing,
-    )
-    return Work(
-        on_cpu=on_cpu,
-        model=block,
-        actor=trained,
-        parallel=ParallelConfig(),
-        processes=(Process("main", 1, 1, Layout(), ("actor",)),),
-        prompt=prompt,
-        response=max(1, data.max_length - prompt),
-        samples=2 if pairs else 1,
-        batch=data.train_batch_size,
-        reference=_holds_reference(config),
-        saves=config.trainer.save_freq != 0,
-    )
-
-
-def _holds_reference(config: AnyConfig) -> bool:
-    """Whether a second copy of the model gives a preference loss its reference."""
-    from hone.algorithms import preference_losses
-
-    if not isinstance(config, PreferenceConfig) or config.loss.name not in preference_losses:
-        return False
-    return "reference" in preference_losses.get(config.loss.name).needs and config.ref.mode in ("auto", "copy")

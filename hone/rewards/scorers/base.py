@@ -1,4 +1,4 @@
-"""What a built-in scorer is, and how answers are found in responses."""
+"""Built-in scorers, and extraction of answers from responses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hone.registry import Registry
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 CONTEXT = ("services", "messages", "trajectory")
-"""What a scorer is also given when its signature asks for it: what it may ask, the prompt, the whole episode. Such a scorer
-does not run in a worker process."""
+"""Additional arguments that a scorer's signature may request: services, the prompt's messages, the trajectory. A scorer with one
+of them does not run in a worker process."""
 
 
 def _nothing() -> None:
@@ -24,18 +24,18 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A built-in scorer.
+    """Built-in scorer.
 
     Attributes:
         name: registered name.
         compute: ``f(data_source, solution_str, ground_truth, extra_info=None, **options) -> dict`` with ``score``.
-        data_sources: names and shell patterns of the data sources it scores.
+        data_sources: names and shell patterns of the data sources that it scores.
         options: names of its options.
-        may_hang: it runs in a worker process with a time limit.
-        package: package it needs, or None; and the extra of Hone that installs it.
+        may_hang: True to run the scorer in a worker process with a time limit.
+        package: required package and the extra of Hone that installs it, or None.
         prepare: called once in a worker, before time is measured (slow imports).
-        context: which of :data:`CONTEXT` it is given.
-        check: called before the run with the services; raises RewardError where the scorer could not work.
+        context: arguments of :data:`CONTEXT` that it receives.
+        check: called before the run with the services; raises RewardError if the scorer cannot work.
     """
 
     name: str
@@ -50,36 +50,36 @@ class Scorer:
 
     @property
     def is_async(self) -> bool:
-        """Whether it asks a service, and is awaited."""
+        """True if the scorer uses a service and is awaited."""
         return inspect.iscoroutinefunction(self.compute)
 
     @property
     def reads_text_only(self) -> bool:
-        """Whether it can be tried anywhere with the four arguments that every reward function has."""
+        """True if the scorer runs in this process with only the four standard arguments."""
         return not self.may_hang and not self.is_async and not self.context
 
     @property
     def needs_truth(self) -> bool:
-        """Whether it compares with a ground truth: its parameter has no default."""
+        """True if the scorer needs a ground truth: the parameter has no default."""
         return inspect.signature(self.compute).parameters["ground_truth"].default is inspect.Parameter.empty
 
     @property
     def text(self) -> str:
-        """What it says of itself."""
+        """Docstring of the scorer."""
         return inspect.cleandoc(self.compute.__doc__ or "")
 
     @property
     def summary(self) -> str:
-        """The first sentence of it, in one line."""
+        """First paragraph of the docstring, in one line."""
         return " ".join(self.text.partition("\n\n")[0].split())
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data: names, options with their defaults, and where it runs."""
+        """Return plain data: names, options with defaults, and where the scorer runs."""
         parameters = inspect.signature(self.compute).parameters
         where = (
             "in worker processes"
             if self.may_hang
-            else "together, as a service answers"
+            else "concurrently, in the trainer's event loop"
             if self.is_async
             else "in the trainer"
         )
@@ -94,15 +94,15 @@ class Scorer:
 
     @property
     def file(self) -> str:
-        """The file of its code."""
+        """Path of the scorer's source file."""
         return str(inspect.getsourcefile(self.compute))
 
     def is_installed(self) -> bool:
-        """Whether the package it needs is there."""
+        """Return whether the required package is installed."""
         return self.package is None or importlib.util.find_spec(self.package[0]) is not None
 
     def check_installed(self) -> None:
-        """Raise RewardError if the package it needs is missing."""
+        """Raise RewardError if the required package is missing."""
         if self.package is not None and not self.is_installed():
             raise RewardError(
                 f"scorer '{self.name}' needs the package {self.package[0].replace('_', '-')}, which is not installed",
@@ -133,7 +133,7 @@ def register_scorer(
 
 
 def scorer_for(data_source: str) -> Scorer | None:
-    """The scorer of a data source: by exact name first, then by pattern, or None."""
+    """Return the scorer of a data source, by exact name first, then by pattern; None without one."""
     scorers = [SCORERS.get(name) for name in SCORERS]
     for scorer in scorers:
         if data_source in scorer.data_sources:
@@ -145,16 +145,16 @@ def scorer_for(data_source: str) -> Scorer | None:
 
 
 def tagged_answer(text: str, tag: str = "answer") -> str | None:
-    """The text of the last ``<answer>...</answer>``, or None."""
+    """Return the text of the last ``<answer>...</answer>``, or None."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
     return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
 
 
 def final_answer(text: str) -> tuple[str, bool]:
-    """The answer in a response, and whether it was marked as such.
+    """Return the answer in a response, and whether it was marked as such.
 
-    It stands in the last ``<answer>...</answer>``, else after the last ``####``, else it is the whole response.
+    The answer is in the last ``<answer>...</answer>``, else after the last ``####``, else the whole response.
     """
     tagged = tagged_answer(text)
     if tagged is not None:

@@ -1,4 +1,4 @@
-"""Programs scored by tests, in the sandbox: what they print, what their functions return, or assertions."""
+"""Scorer of programs by tests in the sandbox: printed output, return values or assertions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hone.rewards.sandbox import Ending, Result
@@ -35,34 +36,17 @@ for arguments in given["calls"]:
         line = json.dumps({"error": repr(error)})
     os.write(answers, line.encode() + b"\\n")
 """
-_ASSERTIONS = """
-import json, sys
-
-def check():
-    given = json.loads(sys.stdin.readline())
-    space = {"__name__": "solution"}
-    exec(compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec"), space)
-    passed = 0
-    for number, test in enumerate(given["tests"]):
-        try:
-            exec(compile(test, f"test {number}", "exec"), space)
-            passed += 1
-        except Exception as error:
-            print(f"test {number}: {error!r}", file=sys.stderr)
-    print("\\n" + given["token"], passed)
-
-check()
-"""
+_ASSERTIONS = Path(__file__).with_name("assertion_program.py")
 
 
 @dataclass(frozen=True)
 class Tests:
-    """The tests of a row.
+    """Tests of a row.
 
     Attributes:
-        inputs, outputs: what a program reads and must print; or with ``function``, arguments and what it must return.
+        inputs, outputs: input and expected output of a program; with ``function``, arguments and expected values.
         function: name of the function to call.
-        assertions: code that raises where the program is wrong, one test each.
+        assertions: code that raises for a wrong program, one test each.
     """
 
     inputs: tuple[Any, ...] = ()
@@ -72,7 +56,7 @@ class Tests:
 
 
 def _check(services: Services) -> None:
-    assert services.sandbox  # made here, it says what is missing
+    assert services.sandbox  # creating it reports a missing sandbox
 
 
 @register_scorer(
@@ -90,26 +74,26 @@ async def compute_score(
     continuous: bool = True,
     max_tests: int = 20,
 ) -> dict[str, Any]:
-    """The share of tests that the response's last block of Python code passes.
+    """Score the share of tests that the response's last block of Python code passes.
 
     Args:
         data_source: not used.
-        solution_str: the response; its last block marked as Python is the program, or else its last block.
+        solution_str: the response; the program is its last block marked as Python, else its last block.
         ground_truth: the tests, as JSON text or plain data: ``{"inputs": [...], "outputs": [...]}`` for a program that reads and
-            prints, with ``"fn_name"`` for a function (or method of a class ``Solution``) that takes and returns; or
-            ``{"assert_case": [...]}``, ``{"tests": "..."}``, a list of assertions, or a text of them.
+            prints, with ``"fn_name"`` for a function (or method of a class ``Solution``); or ``{"assert_case": [...]}``,
+            ``{"tests": "..."}``, a list of assertions, or a text of them.
         extra_info: not used.
-        services: the sandbox is among them.
-        continuous: whether a part of the tests gives a part of the reward; else all must pass.
-        max_tests: tests that are run, from the first.
+        services: provides the sandbox.
+        continuous: True to reward the share of passed tests; False to require all.
+        max_tests: maximum number of tests to run.
 
     Returns:
         ``score``; ``acc`` (1 if all pass); ``format`` (1 if there is a program); ``passed`` (share of tests); ``timeout`` (1 if
-        a limit of the sandbox ended a program); ``fault`` (the first thing that went wrong).
+        a limit of the sandbox ended a program); ``fault`` (the first failure).
 
     Raises:
-        ValueError: the ground truth holds no tests.
-        RuntimeError: the sandbox failed: an error, not a reward of 0.
+        ValueError: the ground truth has no tests.
+        RuntimeError: the sandbox failed, which is an error and not a reward of 0.
     """
     tests, program = read_tests(ground_truth, max_tests), last_program(solution_str)
     if program is None:
@@ -137,36 +121,38 @@ _LIMITS = tuple(f"stopped: {ending.value}" for ending in Ending)
 
 
 def last_program(text: str) -> str | None:
-    """The last block of Python code in a response, or else its last block of code."""
+    """Return the last block of Python code in a response, else its last block of code."""
     blocks = _FENCE.findall(text)
     marked = [python for python, _ in blocks if python.strip()]
     others = [other for _, other in blocks if other.strip()]
     return marked[-1] if marked else others[-1] if others else None
 
 
-def read_tests(ground_truth: Any, most: int = 20) -> Tests:
-    """Read the tests of a row.
+def read_tests(ground_truth: Any, max_tests: int = 20) -> Tests:
+    """Parse the tests of a row.
 
     Raises:
-        ValueError: there are none, or as many inputs as outputs are missing.
+        ValueError: there are no tests, or numbers of inputs and outputs differ.
     """
-    truth = _plain(ground_truth)
+    truth = _plain_data(ground_truth)
     if isinstance(truth, str):
-        return Tests(assertions=(truth,)) if truth.strip() else _none(ground_truth)
+        return Tests(assertions=(truth,)) if truth.strip() else _no_tests(ground_truth)
     if isinstance(truth, list):
-        return Tests(assertions=tuple(map(str, truth[:most]))) if truth else _none(ground_truth)
+        return Tests(assertions=tuple(map(str, truth[:max_tests]))) if truth else _no_tests(ground_truth)
     if not isinstance(truth, dict):
-        return _none(ground_truth)
+        return _no_tests(ground_truth)
     asserted = truth.get("assert_case") or truth.get("tests") or truth.get("test_list") or truth.get("test")
     if asserted:
-        return Tests(assertions=(asserted,) if isinstance(asserted, str) else tuple(map(str, asserted[:most])))
-    inputs, outputs = _plain(truth.get("inputs")) or [], _plain(truth.get("outputs")) or []
+        return Tests(assertions=(asserted,) if isinstance(asserted, str) else tuple(map(str, asserted[:max_tests])))
+    inputs, outputs = _plain_data(truth.get("inputs")) or [], _plain_data(truth.get("outputs")) or []
     if not inputs or len(inputs) != len(outputs):
-        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs are no tests")
-    return Tests(tuple(inputs[:most]), tuple(outputs[:most]), truth.get("fn_name"))
+        raise ValueError(
+            f"tests need equal, nonzero numbers of inputs and outputs, not {len(inputs)} and {len(outputs)}"
+        )
+    return Tests(tuple(inputs[:max_tests]), tuple(outputs[:max_tests]), truth.get("fn_name"))
 
 
-def _plain(value: Any) -> Any:
+def _plain_data(value: Any) -> Any:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
@@ -176,20 +162,20 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _none(ground_truth: Any) -> Tests:
-    raise ValueError(f"ground_truth {str(ground_truth)[:80]!r} holds no tests")
+def _no_tests(ground_truth: Any) -> Tests:
+    raise ValueError(f"ground_truth {str(ground_truth)[:80]!r} has no tests")
 
 
 # --------------------------------------------------------------------------------------------------------------- forms
 
 
 async def _programs(services: Services, program: str, tests: Tests, *, first_only: bool) -> list[str | None]:
-    """What is wrong with what a program prints, for each test; None where nothing is."""
+    """Test a program's printed output; return a failure per test, or None."""
 
-    async def one(given: Any, wanted: Any) -> str | None:
-        result = _sound(await services.sandbox.run(program, stdin=_text(given)))
-        return _ended_badly(result) or (
-            None if same_output(result.stdout, _text(wanted)) else _differs(result.stdout, wanted)
+    async def one(test_input: Any, expected: Any) -> str | None:
+        result = _checked(await services.sandbox.run(program, stdin=_text(test_input)))
+        return _run_failure(result) or (
+            None if same_output(result.stdout, _text(expected)) else _difference(result.stdout, expected)
         )
 
     pairs = list(zip(tests.inputs, tests.outputs, strict=True))
@@ -200,47 +186,51 @@ async def _programs(services: Services, program: str, tests: Tests, *, first_onl
 
 
 async def _calls(services: Services, program: str, tests: Tests) -> list[str | None]:
-    """What is wrong with what a function returns, for each test."""
-    calls = [_arguments(given) for given in tests.inputs]
-    given = json.dumps({"name": tests.function, "calls": calls})
-    result = _sound(await services.sandbox.run(_CALLS, stdin=given, files={SOLUTION: program}))
+    """Test a function's return values; return a failure per test, or None."""
+    calls = [_arguments(request) for request in tests.inputs]
+    request = json.dumps({"name": tests.function, "calls": calls})
+    result = _checked(await services.sandbox.run(_CALLS, stdin=request, files={SOLUTION: program}))
     answers: list[Any] = []
     for line in result.stdout.splitlines():
         try:
             answers.append(json.loads(line))
         except json.JSONDecodeError:
             answers.append(None)
-    missing = _ended_badly(result) or "no answer"
+    missing = _run_failure(result) or "no answer"
     verdicts: list[str | None] = []
-    for number, wanted in enumerate(tests.outputs):
+    for number, expected in enumerate(tests.outputs):
         answer = answers[number] if number < len(answers) else None
         if not isinstance(answer, dict) or "value" not in answer:
             verdicts.append(str(answer["error"]) if isinstance(answer, dict) and "error" in answer else missing)
         else:
-            verdicts.append(None if same_value(answer["value"], _plain(wanted)) else _differs(answer["value"], wanted))
+            verdicts.append(
+                None if same_value(answer["value"], _plain_data(expected)) else _difference(answer["value"], expected)
+            )
     return verdicts
 
 
 async def _assertions(services: Services, program: str, tests: Tests) -> list[str | None]:
-    """What is wrong by assertions. They run in the program's own process: one that ends early, or prints what it likes, has not
-    passed, as it does not know what the end of the tests prints.
+    """Run assertions against a program in another process; return a failure per test, or None.
+
+    The verdict follows a token that only the process with the tests knows, so a program can neither print nor pass it early.
     """
     token = secrets.token_hex(16)
-    given = json.dumps({"token": token, "tests": tests.assertions}) + "\n"
-    result = _sound(await services.sandbox.run(_ASSERTIONS, stdin=given, files={SOLUTION: program}))
+    request = json.dumps({"token": token, "tests": tests.assertions}) + "\n"
+    source = _ASSERTIONS.read_text(encoding="utf-8")
+    result = _checked(await services.sandbox.run(source, stdin=request, files={SOLUTION: program}))
     line = next((line for line in result.stdout.splitlines() if line.startswith(f"{token} ")), None)
-    fault = _ended_badly(result) or (result.stderr.strip().splitlines() or ["the tests did not come to their end"])[0]
-    passed = int(line.split()[1]) if line else 0
-    return [None] * passed + [fault] * (len(tests.assertions) - passed)
+    if line is None:
+        return [_run_failure(result) or "the tests ended early"] * len(tests.assertions)
+    return json.loads(line.partition(" ")[2])
 
 
-def _sound(result: Result) -> Result:
+def _checked(result: Result) -> Result:
     if result.ending is Ending.BROKEN:
         raise RuntimeError(f"the sandbox failed: {result.error}")
     return result
 
 
-def _ended_badly(result: Result) -> str | None:
+def _run_failure(result: Result) -> str | None:
     if result.ending is not Ending.FINISHED:
         return f"stopped: {result.ending.value}"
     if result.exit_code:
@@ -251,9 +241,9 @@ def _ended_badly(result: Result) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- comparison
 
 
-def same_output(printed: str, wanted: str) -> bool:
-    """Equal line by line apart from white space at the ends of lines and of the text, or word by word as numbers."""
-    left, right = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, wanted))
+def same_output(printed: str, expected: str) -> bool:
+    """Compare outputs by lines without trailing white space; words also match as numbers."""
+    left, right = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
     if left == right:
         return True
     if len(left) != len(right):
@@ -264,23 +254,23 @@ def same_output(printed: str, wanted: str) -> bool:
     )
 
 
-def same_value(value: Any, wanted: Any) -> bool:
-    """Equal as JSON, numbers within 1e-6; what is wanted may stand in a list of its own, as APPS writes it."""
-    if isinstance(wanted, list) and len(wanted) == 1 and _same(value, wanted[0]):
+def same_value(value: Any, expected: Any) -> bool:
+    """Compare JSON values, numbers within 1e-6; the expected value may be in a list of one, as in APPS."""
+    if isinstance(expected, list) and len(expected) == 1 and _same(value, expected[0]):
         return True
-    return _same(value, wanted)
+    return _same(value, expected)
 
 
-def _same(value: Any, wanted: Any) -> bool:
-    if isinstance(value, list) and isinstance(wanted, list):
-        return len(value) == len(wanted) and all(map(_same, value, wanted))
-    if isinstance(value, dict) and isinstance(wanted, dict):
-        return value.keys() == wanted.keys() and all(_same(value[key], wanted[key]) for key in value)
-    if isinstance(value, bool) or isinstance(wanted, bool):
-        return value is wanted
-    if isinstance(value, int | float) and isinstance(wanted, int | float):
-        return value == wanted or math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
-    return value == wanted
+def _same(value: Any, expected: Any) -> bool:
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(_same(value[key], expected[key]) for key in value)
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        return value == expected or math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
+    return value == expected
 
 
 def _same_word(a: str, b: str) -> bool:
@@ -291,7 +281,7 @@ def _same_word(a: str, b: str) -> bool:
 
 
 def _arguments(given: Any) -> Sequence[Any]:
-    """The arguments of a call: a list, or text with one JSON value a line."""
+    """Return the arguments of a call: a list, or text with one JSON value per line."""
     if isinstance(given, str):
         return [_value(line) for line in given.splitlines()]
     return given if isinstance(given, list) else [given]
@@ -310,5 +300,5 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _differs(found: Any, wanted: Any) -> str:
-    return f"gives {str(found)[:100]!r}, not {str(wanted)[:100]!r}"
+def _difference(actual: Any, expected: Any) -> str:
+    return f"gives {str(actual)[:100]!r}, not {str(expected)[:100]!r}"

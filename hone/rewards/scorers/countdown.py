@@ -1,4 +1,4 @@
-"""Countdown: an arithmetic expression that uses the given numbers and reaches the target."""
+"""Scorer of countdown: an arithmetic expression that uses the given numbers and reaches the target."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from hone.rewards.scorers.base import final_answer, register_scorer
 
-LONGEST = 256
-"""Longest expression read, in characters."""
+MAX_CHARACTERS = 256
+"""Maximum length of an expression in characters."""
 
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -27,21 +27,21 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     format_score: float = 0.0,
 ) -> dict[str, Any]:
-    """1 for an expression in + - * / that uses each number exactly once and equals the target; exact arithmetic.
+    """Score 1 for an expression in + - * / that uses each number exactly once and equals the target (exact arithmetic).
 
     Args:
         data_source: not used.
-        solution_str: the response; the expression stands in ``<answer>...</answer>`` or after ``####``, or is all of it. What
-            follows an equals sign is ignored.
+        solution_str: the response; the expression is in ``<answer>...</answer>`` or after ``####``, else the whole response. Text
+            after an equals sign is ignored.
         ground_truth: ``{"target": 33, "numbers": [3, 7, 12]}``, as JSON text or as a dict.
         extra_info: not used.
-        format_score: reward of a valid expression in the right numbers that misses the target.
+        format_score: reward of a valid expression with the right numbers and a wrong value.
 
     Returns:
-        ``score``; ``acc``; ``format`` (1 for a valid expression in the right numbers); ``pred`` (its value, or None).
+        ``score``; ``acc``; ``format`` (1 for a valid expression with the right numbers); ``pred`` (its value, or None).
 
     Raises:
-        ValueError: the ground truth cannot be read.
+        ValueError: the ground truth is invalid.
     """
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     target, numbers = Fraction(truth["target"]), [int(number) for number in truth["numbers"]]
@@ -53,8 +53,8 @@ def compute_score(
 
 
 def evaluate(expression: str, numbers: list[int]) -> Fraction | None:
-    """The value of an expression that uses exactly ``numbers``; None if it is none, or divides by zero."""
-    if len(expression) > LONGEST or not _ALLOWED.fullmatch(expression):
+    """Return the value of an expression that uses exactly ``numbers``; None if it is invalid or divides by zero."""
+    if len(expression) > MAX_CHARACTERS or not _ALLOWED.fullmatch(expression):
         return None
     try:
         tree = ast.parse(expression, mode="eval").body

@@ -1,4 +1,4 @@
-"""Digit sequences: graded by how many digits stand in the right place, so that learning can begin from noise."""
+"""Scorer of digit sequences: graded by correct positions, so that learning can begin from random answers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hone.rewards.scorers.base import register_scorer
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Score the digits 0 to 9 of the response, everything else left out, position by position.
+    """Score the digits 0 to 9 of the response, position by position, ignoring other characters.
 
-    ``score = (positions with the right digit) / max(digits wanted, digits given)``, in [0, 1]: a response that is too short
+    ``score = (positions with the right digit) / max(digits expected, digits given)``, in [0, 1]: a response that is too short
     or too long loses in proportion.
 
     Returns:
-        ``score``; ``acc`` (1 if all is right); ``pred`` (the digits given).
+        ``score``; ``acc`` (1 if all digits are right); ``pred`` (the digits given).
     """
-    wanted, given = _digits(str(ground_truth)), _digits(solution_str)
-    if not wanted:
-        raise ValueError(f"ground_truth {ground_truth!r} holds no digit")
-    right = sum(a == b for a, b in zip(wanted, given, strict=False))
-    return {"score": right / max(len(wanted), len(given)), "acc": float(wanted == given), "pred": given}
+    expected, given = _digits(str(ground_truth)), _digits(solution_str)
+    if not expected:
+        raise ValueError(f"ground_truth {ground_truth!r} has no digit")
+    right = sum(a == b for a, b in zip(expected, given, strict=False))
+    return {"score": right / max(len(expected), len(given)), "acc": float(expected == given), "pred": given}
 
 
 def _digits(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Exact match after normalisation."""
+"""Scorer of exact matches after normalisation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hone.rewards.scorers.base import final_answer, register_scorer
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """1 if the response's answer equals the ground truth, or one of them if it is a list.
+    """Score 1 if the response's answer equals the ground truth, or one of them if it is a list.
 
-    The answer stands in ``<answer>...</answer>``, after ``####``, or is the whole response. Case, Unicode variants, repeated
-    white space and punctuation around the answer do not count.
+    The answer is in ``<answer>...</answer>``, after ``####``, or the whole response. Case, Unicode variants, repeated white space
+    and punctuation around the answer are ignored.
     """
     answer, marked = final_answer(solution_str)
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
@@ -24,6 +24,6 @@ def compute_score(
 
 
 def normalise(text: str) -> str:
-    """The text as it is compared."""
+    """Return the normalised text for comparison."""
     folded = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return folded.strip(" .,;:!?\"'`*") or folded

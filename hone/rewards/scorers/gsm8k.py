@@ -1,4 +1,4 @@
-"""Grade-school word problems: the answer is a number after ``####``."""
+"""Scorer of grade-school word problems, whose answer is a number after ``####``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hone.errors import RewardError
 from hone.rewards.scorers.base import register_scorer
 
 TAIL = 300
-"""Characters at the end of a response that are read; an answer belongs there, and searching stays cheap."""
+"""Characters at the end of a response that are searched, which keeps searching cheap."""
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
@@ -29,16 +29,16 @@ def compute_score(
 
     Args:
         data_source: not used.
-        solution_str: the response; its last 300 characters are read.
+        solution_str: the response; its last 300 characters are searched.
         ground_truth: the number.
         extra_info: not used.
-        method: ``strict`` takes the last number after ``#### ``; ``flexible`` the last number of any kind, and forgives a
-            full stop behind it.
-        format_score: reward of a wrong answer in the right place.
+        method: ``strict`` uses the last number after ``#### ``; ``flexible`` the last number of any form, without a full stop
+            after it.
+        format_score: reward of a wrong answer in the right format.
         score: reward of the right answer.
 
     Returns:
-        ``score``; ``acc`` (1 if right); ``format`` (1 if there is an answer to read); ``pred`` (the answer, or None).
+        ``score``; ``acc`` (1 if right); ``format`` (1 if an answer was extracted); ``pred`` (the answer, or None).
     """
     answer = extract(solution_str, method)
     correct = answer is not None and answer == _clean(str(ground_truth))
@@ -47,13 +47,13 @@ def compute_score(
 
 
 def extract(text: str, method: str = "strict") -> str | None:
-    """The number that a response gives as its answer, or None."""
+    """Return the number that is a response's answer, or None."""
     text = text[-TAIL:]
     if method == "strict":
-        found = _STRICT.findall(text)
-        return _clean(found[-1]) if found else None
+        numbers = _STRICT.findall(text)
+        return _clean(numbers[-1]) if numbers else None
     if method == "flexible":
-        numbers = [number for number in (_clean(found).rstrip(".") for found in _NUMBER.findall(text)) if number]
+        numbers = [number for number in (_clean(match).rstrip(".") for match in _NUMBER.findall(text)) if number]
         return numbers[-1] if numbers else None
     raise RewardError(f"unknown gsm8k method '{method}'", fix="reward.scorer_kwargs.method=strict or flexible")
 

@@ -1,4 +1,4 @@
-"""The datasets of the reasoning-gym package, each scored by its own verifier."""
+"""Scorer of reasoning-gym datasets by each dataset's verifier."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def _import() -> None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What the dataset's ``score_answer`` says, usually 0 to 1.
+    """Score by the dataset's ``score_answer``, usually 0 to 1.
 
     Args:
         data_source: ``reasoning_gym/<dataset>``.
-        solution_str: the response; the answer stands in ``<answer>...</answer>`` or after ``####``, or is all of it.
+        solution_str: the response; the answer is in ``<answer>...</answer>``, after ``####``, or the whole response.
         ground_truth: the dataset's entry, as JSON text or as a dict.
         extra_info: not used.
 

@@ -1,4 +1,4 @@
-"""Responses judged by a language model (the block ``reward.judge``)."""
+"""Scorer that uses a language model as judge (config block ``reward.judge``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _check(services: Services) -> None:
-    assert services.judge  # made here, it says what is missing
+    assert services.judge  # creating it reports missing settings
 
 
 @register_scorer("llm_judge", "llm_judge", "judge", check=_check)
@@ -25,22 +25,22 @@ async def compute_score(
     services: Services,
     messages: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """What the judge gives, over the greatest score of the rubric, in [0, 1].
+    """Score by the judge's score divided by the rubric's maximum, in [0, 1].
 
     Args:
         data_source: not used.
         solution_str: the response.
         ground_truth: shown to the judge as the reference answer.
-        extra_info: its ``question`` is shown where there are no messages.
-        services: the judge is among them.
-        messages: of the prompt; what the user says is the question.
+        extra_info: its ``question`` is used without messages.
+        services: provides the judge.
+        messages: messages of the prompt; the user's text is the question.
 
     Returns:
-        ``score``; ``judge_prompt_tokens`` and ``judge_completion_tokens`` (its cost, 0 for what was remembered);
-        ``judge_cached``; ``judgement`` (the end of what it said).
+        ``score``; ``judge_prompt_tokens`` and ``judge_completion_tokens`` (its cost, 0 for a cached judgement);
+        ``judge_cached``; ``judgement`` (the end of its answer).
 
     Raises:
-        JudgementError: the endpoint gives no answer, or the answer holds no score: an error, not a reward of 0.
+        JudgementError: the endpoint gives no answer, or the answer has no score, which is an error and not a reward of 0.
     """
     judgement = await services.judge.judge(question_of(messages, extra_info), solution_str, ground_truth)
     return {

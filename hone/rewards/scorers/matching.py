@@ -1,4 +1,4 @@
-"""Answers compared as text: by their words, by a letter of choice, by a number."""
+"""Scorers that compare answers as text: by words, letter of a choice, or number."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hone.rewards.scorers.base import final_answer, register_scorer, tagged_answ
 
 TAIL = 1000
 """Characters at the end of a response that are searched for an answer."""
-MOST_TAGS = 10
-"""More answers than this in one response are guesses."""
+MAX_TAGS = 10
+"""Maximum number of answer tags; a response with more is guessing."""
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_SAID = re.compile(r"answer(?:\s+is|\s*:)?\W{0,12}([A-Z])\b(?!\w)", re.IGNORECASE)
+_STATED = re.compile(r"answer(?:\s+is|\s*:)?\W{0,12}([A-Z])\b(?!\w)", re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\{\W{0,3}(?:\\text\{)?\W{0,3}([A-Za-z])\W{0,4}\}")
-_ALONE = re.compile(r"(?:^|[\s(*\[])([A-Z])(?=[\s).:*\]]|$)")
+_SINGLE_LETTER = re.compile(r"(?:^|[\s(*\[])([A-Z])(?=[\s).:*\]]|$)")
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d{1,3})?|[-+]?\.\d+")
 
 
 def squad_normal(text: str) -> str:
-    """Lower case, without punctuation and articles, white space as one space (the normalisation of SQuAD)."""
+    """Normalise text as SQuAD does: lower case, no punctuation or articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -32,9 +32,9 @@ def squad_normal(text: str) -> str:
 def f1_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Overlap of words with the ground truth, or with the best of several: F1 of precision and recall, in [0, 1].
+    """Score the F1 of words with the ground truth, or with the best of several, in [0, 1].
 
-    The answer stands in ``<answer>...</answer>``, after ``####``, or is the whole response. Words as SQuAD normalises them.
+    The answer is in ``<answer>...</answer>``, after ``####``, or the whole response. Words are normalised as in SQuAD.
     """
     answer, marked = final_answer(solution_str)
     best = max(_f1(squad_normal(answer), squad_normal(truth)) for truth in _truths(ground_truth))
@@ -50,9 +50,9 @@ def search_em_score(
     format_score: float = 0.0,
     substring: bool = False,
 ) -> dict[str, Any]:
-    """Exact match of what stands in the last ``<answer>...</answer>`` with one of the ground truths, as SQuAD normalises text.
+    """Score 1 if the last ``<answer>...</answer>`` equals one of the ground truths, normalised as in SQuAD.
 
-    A quarter of it where there are more than ten answer tags: those are guesses.
+    The score is divided by 4 for more than ten answer tags, which are guesses.
 
     Args:
         data_source: not used.
@@ -60,14 +60,14 @@ def search_em_score(
         ground_truth: ``{"target": [...]}``, a list, or one text.
         extra_info: not used.
         format_score: reward of a wrong answer in tags.
-        substring: a ground truth within the answer is enough.
+        substring: True to accept an answer that contains a ground truth.
     """
     answer = tagged_answer(solution_str)
     truths = [squad_normal(truth) for truth in _truths(ground_truth)]
     given = squad_normal(answer or "")
     right = answer is not None and (any(truth in given for truth in truths if truth) if substring else given in truths)
     score = 1.0 if right else format_score if answer is not None else 0.0
-    if max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MOST_TAGS:
+    if max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MAX_TAGS:
         score /= 4
     return {"score": score, "acc": float(right), "format": float(answer is not None), "pred": given or None}
 
@@ -76,10 +76,10 @@ def search_em_score(
 def multiple_choice_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    r"""1 for the right letter.
+    r"""Score 1 for the right letter.
 
-    It is read from the last ``<answer>`` or ``####``, else the last ``\boxed{}``, else after the last "answer is", else it is
-    the last letter that stands alone, where all that stand alone near the end are the same.
+    The letter is in the last ``<answer>`` or ``####``, else in the last ``\boxed{}``, else after the last "answer is". Otherwise it
+    is the last single letter near the end, if all single letters there are the same.
 
     Args:
         data_source: not used.
@@ -106,15 +106,15 @@ def number_score(
     tolerance: float = 1e-6,
     partial: float = 0.0,
 ) -> dict[str, Any]:
-    """1 for a number within ``tolerance`` (relative) of the true one; up to ``partial`` for one that is near.
+    """Score 1 for a number within ``tolerance`` (relative) of the true one, else up to ``partial``.
 
-    The last number of the answer counts (after ``####``, in ``<answer>``, else of the response). Near means ``partial x (1 -
-    relative error)``: a graded reward.
+    The last number of the answer counts (after ``####``, in ``<answer>``, else of the response). Other numbers get ``partial x (1 -
+    relative error)``, a graded reward.
     """
-    found = _NUMBER.findall(str(ground_truth))
-    if len(found) != 1:
+    truth_numbers = _NUMBER.findall(str(ground_truth))
+    if len(truth_numbers) != 1:
         raise ValueError(f"ground_truth {ground_truth!r} is not one number")
-    truth, answer = _float(found[0]), final_answer(solution_str)[0]
+    truth, answer = _float(truth_numbers[0]), final_answer(solution_str)[0]
     given = [_float(number) for number in _NUMBER.findall(answer[-TAIL:])]
     if not given:
         return {"score": 0.0, "acc": 0.0, "format": 0.0, "pred": None}
@@ -129,7 +129,7 @@ def number_score(
 
 
 def _truths(ground_truth: Any) -> list[str]:
-    """All right answers: of a text, a list, or JSON of ``{"target": ...}``."""
+    """Return all right answers of a text, a list, or JSON of ``{"target": ...}``."""
     if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("{", "["):
         try:
             ground_truth = json.loads(ground_truth)
@@ -140,16 +140,16 @@ def _truths(ground_truth: Any) -> list[str]:
     ground_truth = getattr(ground_truth, "tolist", lambda: ground_truth)()
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     if not truths or any(truth is None for truth in truths):
-        raise ValueError(f"ground_truth {ground_truth!r} holds no answer")
+        raise ValueError(f"ground_truth {ground_truth!r} has no answer")
     return [str(truth) for truth in truths]
 
 
 def _f1(answer: str, truth: str) -> float:
-    given, wanted = answer.split(), truth.split()
-    if not given or not wanted:
-        return float(given == wanted)
-    shared = sum((Counter(given) & Counter(wanted)).values())
-    return 2 * shared / (len(given) + len(wanted))
+    given, expected = answer.split(), truth.split()
+    if not given or not expected:
+        return float(given == expected)
+    shared = sum((Counter(given) & Counter(expected)).values())
+    return 2 * shared / (len(given) + len(expected))
 
 
 def _letter_of(truth: Any) -> str:
@@ -160,20 +160,20 @@ def _letter_of(truth: Any) -> str:
         return text
     if text.isdigit() and int(text) < 26:
         return string.ascii_uppercase[int(text)]
-    raise ValueError(f"ground_truth {truth!r} is no letter of a choice")
+    raise ValueError(f"ground_truth {truth!r} is not a letter of a choice")
 
 
 def _letter(text: str) -> str | None:
     answer, marked = final_answer(text)
     if marked:
-        found: Sequence[str] = _ALONE.findall(answer[:TAIL].upper())
-        return found[0] if len(set(found)) == 1 else None
+        letters: Sequence[str] = _SINGLE_LETTER.findall(answer[:TAIL].upper())
+        return letters[0] if len(set(letters)) == 1 else None
     end = text[-TAIL:]
-    for pattern in (_BOXED, _SAID):
-        if said := pattern.findall(end):
-            return said[-1].upper()
-    alone = _ALONE.findall(end.rstrip()[-40:])
-    return alone[-1] if len(set(alone)) == 1 else None
+    for pattern in (_BOXED, _STATED):
+        if matches := pattern.findall(end):
+            return matches[-1].upper()
+    letters = _SINGLE_LETTER.findall(end.rstrip()[-40:])
+    return letters[-1] if len(set(letters)) == 1 else None
 
 
 def _float(number: str) -> float:

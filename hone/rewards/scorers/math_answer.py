@@ -1,4 +1,4 @@
-"""Mathematics: is the final answer equal to the true one? By math-verify when it is installed, else as normalised text."""
+"""Scorer of mathematics: compare final answers by math-verify if installed, else as normalised text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from hone.rewards.scorers.base import final_answer, register_scorer
 
 TAIL = 1000
-"""Characters at the end of a response that are searched when no answer is marked."""
+"""Characters at the end of a response that are searched if no answer is marked."""
 
 _UNITS = re.compile(r"\\(?:text|mbox|mathrm)\{[^{}]*\}")
 _SPACING = re.compile(r"\\[!,;: ]|\\left|\\right|\\\$|\$|\s|\\%|%|\^\{?\\circ\}?")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(-?\d+)\}|(-?)\\frac(\d)(\d)")
-_SAID = re.compile(r"(?:final )?answer(?: is|:)\s*([^\n]+)", re.IGNORECASE)
+_STATED = re.compile(r"(?:final )?answer(?: is|:)\s*([^\n]+)", re.IGNORECASE)
 
 
 def _installed() -> bool:
@@ -25,7 +25,7 @@ def _installed() -> bool:
 
 def _import() -> None:
     if _installed():
-        # it warns that its own time limits are off; the worker's is on
+        # it warns that its time limits are off; the worker's limit is on
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         _verify("1", "1", marked=True)
 
@@ -40,14 +40,14 @@ def _import() -> None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    r"""1 if the response's final answer is mathematically equal to the ground truth.
+    r"""Score 1 if the response's final answer is mathematically equal to the ground truth.
 
-    The answer stands in the last ``\boxed{...}``, else in ``<answer>...</answer>`` or after ``####``, else after the last
+    The answer is in the last ``\boxed{...}``, else in ``<answer>...</answer>`` or after ``####``, else after the last
     "answer is", else the end of the response is searched. Only the last box counts: listing guesses does not help.
 
     Returns:
         ``score``; ``acc``; ``format`` (1 if an answer is marked); ``pred``; ``verifier``: "math-verify", or "exact" (equal
-        as normalised text or as fractions of integers) where that package is not installed.
+        as normalised text or as fractions of integers) if that package is not installed.
     """
     answer, marked = extract(solution_str)
     truth = boxed(str(ground_truth)) or str(ground_truth)
@@ -65,19 +65,19 @@ def compute_score(
 
 
 def extract(text: str) -> tuple[str, bool]:
-    """The final answer of a response, and whether it was marked as such."""
+    """Return the final answer of a response, and whether it was marked as such."""
     inside = boxed(text)
     if inside is not None:
         return inside, True
     answer, marked = final_answer(text)
     if marked:
         return answer, True
-    said = _SAID.findall(text[-TAIL:])
-    return (said[-1].strip().rstrip("."), True) if said else (text[-TAIL:].strip(), False)
+    matches = _STATED.findall(text[-TAIL:])
+    return (matches[-1].strip().rstrip("."), True) if matches else (text[-TAIL:].strip(), False)
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` (or ``\fbox``) holds, braces balanced; None if there is none."""
+    r"""Return the content of the last ``\boxed{...}`` (or ``\fbox``) with balanced braces, or None."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
@@ -91,7 +91,7 @@ def boxed(text: str) -> str | None:
 
 
 def equal(answer: str, truth: str) -> bool:
-    """Equal as normalised text, or as integers, decimals and fractions of them."""
+    """Compare as normalised text, or as integers, decimals and fractions of them."""
     left, right = normalise(answer), normalise(truth)
     if left == right:
         return True
@@ -100,7 +100,7 @@ def equal(answer: str, truth: str) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Drop what does not change an answer: spacing, units, dollar signs, thousands separators, "x =", a full stop."""
+    """Remove spacing, units, dollar signs, thousands separators, "x =" and a final full stop."""
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",").strip().rstrip(".")
     text = _SPACING.sub("", _UNITS.sub("", text))
     text = re.sub(r"^[a-zA-Z]=", "", text)
@@ -125,7 +125,7 @@ def _verify(answer: str, truth: str, marked: bool) -> bool:
     from math_verify import parse, verify
 
     def read(text: str) -> list[Any]:
-        # the worker's time limit covers parsing and comparing; the package's own uses signals
+        # the worker's time limit covers parsing and comparing; the package's limit uses signals
         return parse(text, parsing_timeout=0)
 
     parsed = read(f"\\boxed{{{answer}}}" if marked else answer)

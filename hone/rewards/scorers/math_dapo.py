@@ -1,4 +1,4 @@
-"""Mathematics as DAPO scores it: the text after the last "Answer:", normalised as Minerva does, 1 or -1."""
+"""Scorer of mathematics as in DAPO: the text after the last "Answer:", normalised as in Minerva, 1 or -1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hone.rewards.scorers.base import register_scorer
 from hone.rewards.scorers.math_answer import boxed, equal, normalise
 
 TAIL, BOX_TAIL = 300, 100
-"""Characters at the end of a response in which "Answer:" and a box are looked for."""
+"""Characters at the end of a response that are searched for "Answer:" and for a box."""
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _WORDS = re.compile(
     r"\b(?:square|units?|integers?|dollars?|mph|inches|ft|hours?|days?|degrees?|cents?|meters?|minutes?|points?|sq)\b"
@@ -25,21 +25,21 @@ def compute_score(
     strict_box_verify: bool = False,
     wrong: float = -1.0,
 ) -> dict[str, Any]:
-    r"""1 for the right answer, ``wrong`` for any other, none included.
+    r"""Score 1 for the right answer, ``wrong`` for any other or none.
 
-    The answer stands after the last "Answer:" among the last 300 characters, else in the last ``\boxed{}`` among the last 100.
+    The answer is after the last "Answer:" among the last 300 characters, else in the last ``\boxed{}`` among the last 100.
 
     Args:
         data_source: not used.
         solution_str: the response.
         ground_truth: the answer.
         extra_info: not used.
-        strict_box_verify: read the box only.
+        strict_box_verify: True to read only the box.
         wrong: reward of a wrong answer.
     """
-    said = [] if strict_box_verify else _ANSWER.findall(solution_str[-TAIL:])
-    answer = said[-1] if said else boxed(solution_str[-BOX_TAIL:])
-    correct = answer is not None and equal(plain(answer), plain(str(ground_truth)))
+    answers = [] if strict_box_verify else _ANSWER.findall(solution_str[-TAIL:])
+    answer = answers[-1] if answers else boxed(solution_str[-BOX_TAIL:])
+    correct = answer is not None and equal(strip_decoration(answer), strip_decoration(str(ground_truth)))
     return {
         "score": 1.0 if correct else wrong,
         "acc": float(correct),
@@ -48,8 +48,8 @@ def compute_score(
     }
 
 
-def plain(answer: str) -> str:
-    """An answer without what stands around it: a box, what comes before "=", words of units, dollar signs, a full stop."""
+def strip_decoration(answer: str) -> str:
+    """Remove a box, text before "=", words of units, dollar signs and a full stop from an answer."""
     inside = boxed(answer)
     text = (inside if inside is not None else answer).split("=")[-1]
     return normalise(_WORDS.sub("", text.replace("\\$", "").replace("$", "")))

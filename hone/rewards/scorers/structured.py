@@ -1,4 +1,4 @@
-"""Answers that are JSON: does the response hold it, and does it fit a schema."""
+"""Scorer of JSON answers by a JSON schema."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from hone.rewards.scorers.base import register_scorer, tagged_answer
 
-LONGEST = 100_000
-"""Longest JSON text that is read, in characters."""
+MAX_CHARACTERS = 100_000
+"""Maximum length of JSON text in characters."""
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -22,44 +22,44 @@ def compute_score(
     schema: dict[str, Any] | None = None,
     valid_score: float = 0.2,
 ) -> dict[str, Any]:
-    """1 for JSON that fits the schema, ``valid_score`` for other JSON, 0 for none.
+    """Score 1 for JSON that fits the schema, ``valid_score`` for other JSON, 0 for none.
 
-    The JSON is the whole response, stands in the last fenced block, or in the last ``<answer>...</answer>``.
+    The JSON is the whole response, in the last fenced block, or in the last ``<answer>...</answer>``.
 
     Args:
         data_source: not used.
         solution_str: the response.
         ground_truth: the JSON schema, as a dict or as text, unless ``schema`` is given.
         extra_info: not used.
-        schema: the schema for all rows.
+        schema: JSON schema for all rows.
         valid_score: reward of JSON that does not fit.
     """
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
 
-    wanted = schema if schema is not None else ground_truth
-    wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+    required = schema if schema is not None else ground_truth
+    required = json.loads(required) if isinstance(required, str) else required
     try:
-        checker = validator_for(wanted)
-        checker.check_schema(wanted)
+        checker = validator_for(required)
+        checker.check_schema(required)
     except SchemaError as error:
-        raise ValueError(f"the schema is none: {error.message}") from None
-    found, value = read(solution_str)
-    fault = next((error.message for error in checker(wanted).iter_errors(value)), None) if found else "no JSON"
+        raise ValueError(f"the schema is not a JSON schema: {error.message}") from None
+    has_json, value = find_json(solution_str)
+    problem = next((error.message for error in checker(required).iter_errors(value)), None) if has_json else "no JSON"
     return {
-        "score": 1.0 if fault is None else valid_score if found else 0.0,
-        "acc": float(fault is None),
-        "format": float(found),
+        "score": 1.0 if problem is None else valid_score if has_json else 0.0,
+        "acc": float(problem is None),
+        "format": float(has_json),
         "pred": value,
-        "fault": fault and fault[:200],
+        "fault": problem and problem[:200],
     }
 
 
-def read(text: str) -> tuple[bool, Any]:
-    """Whether a response holds JSON, and its value."""
-    fenced = _FENCE.findall(text[-LONGEST:])
+def find_json(text: str) -> tuple[bool, Any]:
+    """Return whether a response has JSON, and its value."""
+    fenced = _FENCE.findall(text[-MAX_CHARACTERS:])
     for candidate in (text.strip(), *fenced[-1:], tagged_answer(text) or ""):
-        if candidate and len(candidate) <= LONGEST:
+        if candidate and len(candidate) <= MAX_CHARACTERS:
             try:
                 return True, json.loads(candidate, parse_constant=_refused)
             except (ValueError, RecursionError):
@@ -68,4 +68,4 @@ def read(text: str) -> tuple[bool, Any]:
 
 
 def _refused(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

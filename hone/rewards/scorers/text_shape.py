@@ -1,4 +1,4 @@
-"""What can be said of a response by its text alone: length, form, words, repetition, script. Each works as a term beside others."""
+"""Scorers of the text itself: length, format, words, repetition and script. Each can be one of several terms."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SCRIPTS = {
     "th": ("THAI",),
     "el": ("GREEK",),
 }
-"""Beginnings of the Unicode names of the letters that a language is written with."""
-MOST = 20_000
-"""Characters of a response that are looked at."""
+"""Prefixes of the Unicode names of a language's letters."""
+MAX_CHARACTERS = 20_000
+"""Maximum number of characters of a response that are examined."""
 
 
 @register_scorer("length", "length")
@@ -38,12 +38,13 @@ def length_score(
     max_chars: int = 2000,
     margin: int | None = None,
 ) -> dict[str, Any]:
-    """1 for a response of ``min_chars`` to ``max_chars`` characters, falling to 0 over ``margin`` more or fewer (by default as
-    many as the nearer bound).
+    """Score 1 for a response of ``min_chars`` to ``max_chars`` characters.
+
+    It falls to 0 over ``margin`` more or fewer characters (by default the value of the nearer bound).
     """
     size = len(solution_str.strip())
     if not 0 <= min_chars <= max_chars:
-        raise ValueError(f"min_chars={min_chars} and max_chars={max_chars} are no range")
+        raise ValueError(f"min_chars={min_chars} and max_chars={max_chars} must be 0 <= min_chars <= max_chars")
     bound = min_chars if size < min_chars else max_chars
     missing, slack = max(min_chars - size, size - max_chars, 0), margin if margin is not None else bound
     score = 1.0 if not missing else max(0.0, 1.0 - missing / slack) if slack else 0.0
@@ -58,24 +59,24 @@ def format_score(
     extra_info: dict[str, Any] | None = None,
     pattern: str | None = None,
 ) -> dict[str, Any]:
-    """1 for a response of the right form: ``<think>...</think>``, once and not empty, and an answer behind it.
+    """Score 1 for the right format: ``<think>...</think>``, once and not empty, then an answer.
 
     Args:
         data_source: not used.
         solution_str: the response.
         ground_truth: not used.
         extra_info: not used.
-        pattern: regular expression that the whole response must match instead (``.`` matches line ends too).
+        pattern: regular expression that the whole response must match instead (``.`` also matches line ends).
     """
     if pattern is not None:
         try:
-            fits = re.fullmatch(pattern, solution_str[:MOST].strip(), re.DOTALL) is not None
+            fits = re.fullmatch(pattern, solution_str[:MAX_CHARACTERS].strip(), re.DOTALL) is not None
         except re.error as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"pattern {pattern!r} is not a valid regular expression: {error}") from None
         return {"score": float(fits), "format": float(fits)}
     once = solution_str.count("<think>") == solution_str.count("</think>") == 1
-    found = _THOUGHT.fullmatch(solution_str) if once else None
-    fits = found is not None and bool(found["thought"].strip()) and bool(found["rest"].strip())
+    match = _THOUGHT.fullmatch(solution_str) if once else None
+    fits = match is not None and bool(match["thought"].strip()) and bool(match["rest"].strip())
     return {"score": float(fits), "format": float(fits)}
 
 
@@ -87,10 +88,10 @@ def keywords_score(
     extra_info: dict[str, Any] | None = None,
     words: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The share of ``words`` (by default those of the ground truth) that the response has, as whole words in any case."""
-    wanted = _words(words, ground_truth)
-    found = [word for word in wanted if _has(solution_str, word)]
-    return {"score": len(found) / len(wanted), "pred": found}
+    """Score the share of ``words`` (default: the ground truth) in the response, as whole words in any case."""
+    required = _words(words, ground_truth)
+    present = [word for word in required if _has_word(solution_str, word)]
+    return {"score": len(present) / len(required), "pred": present}
 
 
 @register_scorer("banned_words", "banned_words")
@@ -102,11 +103,12 @@ def banned_words_score(
     words: Sequence[str] | None = None,
     penalty: float = 1.0,
 ) -> dict[str, Any]:
-    """``-penalty`` for a response with any of ``words`` (by default those of the ground truth), as whole words in any case; 0
-    without.
+    """Score ``-penalty`` for a response with any of ``words`` (default: the ground truth), else 0.
+
+    Words count as whole words in any case.
     """
-    found = [word for word in _words(words, ground_truth) if _has(solution_str, word)]
-    return {"score": -penalty if found else 0.0, "banned": float(len(found)), "pred": found}
+    present = [word for word in _words(words, ground_truth) if _has_word(solution_str, word)]
+    return {"score": -penalty if present else 0.0, "banned": float(len(present)), "pred": present}
 
 
 @register_scorer("repetition", "repetition")
@@ -118,16 +120,16 @@ def repetition_score(
     n: int = 4,
     penalty: float = 1.0,
 ) -> dict[str, Any]:
-    """``-penalty`` times the share of n-grams of words that occurred before: 0 where nothing is repeated.
+    """Score ``-penalty`` times the share of repeated n-grams of words, so 0 without repetition.
 
-    Text without spaces is taken by characters (four times as many).
+    Text without spaces uses n-grams of 4 ``n`` characters.
     """
     if n < 1:
-        raise ValueError(f"n={n} is no length")
-    parts: Sequence[str] = solution_str[:MOST].split()
-    if len(parts) < n <= len(solution_str) // 8:
-        parts, n = solution_str[:MOST], 4 * n
-    grams = Counter(tuple(parts[start : start + n]) for start in range(len(parts) - n + 1))
+        raise ValueError(f"n={n} must be at least 1")
+    units: Sequence[str] = solution_str[:MAX_CHARACTERS].split()
+    if len(units) < n <= len(solution_str) // 8:
+        units, n = solution_str[:MAX_CHARACTERS], 4 * n
+    grams = Counter(tuple(units[start : start + n]) for start in range(len(units) - n + 1))
     total = sum(grams.values())
     repeated = 1.0 - len(grams) / total if total else 0.0
     return {"score": -penalty * repeated if repeated else 0.0, "repeated": repeated}
@@ -141,29 +143,29 @@ def language_score(
     extra_info: dict[str, Any] | None = None,
     language: str = "en",
 ) -> dict[str, Any]:
-    """The share of letters in the script of ``language``, 0 without letters.
+    """Score the share of letters in the script of ``language``, 0 without letters.
 
-    It tells scripts, not languages that share one: it holds against answers that drift into another script.
+    It distinguishes scripts, not languages of one script, and penalises a drift into another script.
     """
     scripts = SCRIPTS.get(language.lower())
     if scripts is None:
-        raise ValueError(f"language '{language}' is none of {', '.join(SCRIPTS)}")
-    letters = Counter(character for character in solution_str[:MOST] if character.isalpha())
+        raise ValueError(f"language '{language}' is not one of {', '.join(SCRIPTS)}")
+    letters = Counter(character for character in solution_str[:MAX_CHARACTERS] if character.isalpha())
     total = sum(letters.values())
-    own = sum(count for letter, count in letters.items() if unicodedata.name(letter, "").startswith(scripts))
-    return {"score": own / total if total else 0.0, "letters": float(total)}
+    script_letters = sum(count for letter, count in letters.items() if unicodedata.name(letter, "").startswith(scripts))
+    return {"score": script_letters / total if total else 0.0, "letters": float(total)}
 
 
 def _words(words: Sequence[str] | None, ground_truth: Any) -> list[str]:
-    """The words to look for."""
+    """Return the words to search."""
     chosen = words if words is not None else ground_truth
     chosen = getattr(chosen, "tolist", lambda: chosen)()
-    found = [chosen] if isinstance(chosen, str) else chosen
-    if not isinstance(found, list | tuple) or not found:
-        raise ValueError(f"there are no words to look for: {chosen!r}")
-    return [str(word) for word in found]
+    listed = [chosen] if isinstance(chosen, str) else chosen
+    if not isinstance(listed, list | tuple) or not listed:
+        raise ValueError(f"words must be a text or a non-empty list, not {chosen!r}")
+    return [str(word) for word in listed]
 
 
-def _has(text: str, word: str) -> bool:
-    """Whether a text has a word, and not only as part of another one."""
-    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text[:MOST], re.IGNORECASE) is not None
+def _has_word(text: str, word: str) -> bool:
+    """Return whether a text has a word, not only as part of another one."""
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text[:MAX_CHARACTERS], re.IGNORECASE) is not None

@@ -1,4 +1,4 @@
-"""How tools are used in an episode: are the calls well formed, and are they few."""
+"""Scorers of tool use in an episode: well-formed calls, and few calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from hone.rewards.scorers.base import register_scorer
 
 _WELL_FORMED = ("ok", "timeout", "error", "over_limit")
-"""Calls that could be read, name a tool and fit its schema, whatever came of them."""
+"""Statuses of calls that were parsed, name a known tool and fit its schema, with any result."""
 
 
 @register_scorer("tool_format", "tool_format")
@@ -18,16 +18,16 @@ def tool_format_score(
     extra_info: dict[str, Any] | None = None,
     required: bool = True,
 ) -> dict[str, Any]:
-    """The share of tool calls that can be read, name a tool that exists and fit its schema.
+    """Score the share of tool calls that can be parsed, name a known tool and fit its schema.
 
-    Without any call it is 0 where calls are ``required``, else 1.
+    Without any call the score is 0 if calls are ``required``, else 1.
 
     Args:
         data_source: not used.
-        solution_str: not used: what counts is what became of the calls.
+        solution_str: not used; the scorer reads the status of the calls.
         ground_truth: not used.
-        extra_info: of an episode, with ``episode.tool_calls``.
-        required: whether a response needs tools.
+        extra_info: extra info of an episode, with ``episode.tool_calls``.
+        required: True if a response must call tools.
     """
     calls = _calls(extra_info)
     good = [call for call in calls if call["status"] in _WELL_FORMED]
@@ -45,7 +45,7 @@ def tool_efficiency_score(
     free_calls: int = 1,
     cost: float = 0.1,
 ) -> dict[str, Any]:
-    """``-cost`` for each call beyond ``free_calls``, and for each that repeats an earlier one; at least -1."""
+    """Score ``-cost`` for each call beyond ``free_calls``, and for each that repeats an earlier one; at least -1."""
     calls = _calls(extra_info)
     seen = [(call["name"], repr(call["arguments"])) for call in calls]
     repeated = len(seen) - len(set(seen))

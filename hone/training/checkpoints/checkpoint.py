@@ -1,4 +1,4 @@
-"""One checkpoint: opened, checked, and found by what a user calls it."""
+"""One checkpoint: its check, and its location from a path, `latest` or `best`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        storage: the directory it lies in.
+        storage: its directory.
         step: after which it was saved.
-        value: of the metric that chooses the best checkpoint, at that step; None when it was not measured.
+        value: of the metric that selects the best checkpoint, at that step; None if it was not measured.
     """
 
     storage: Storage
@@ -42,20 +42,20 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The trainer's state."""
+        """State of the trainer."""
         return json.loads(self.storage.read_text("state.json"))
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that it was made with."""
+        """Configuration of its run."""
         return yaml.safe_load(self.storage.read_text("config.yaml"))
 
     @classmethod
     def open(cls, location: str | Path | Storage) -> Checkpoint:
-        """Open a checkpoint, checking that every file is there in full.
+        """Open a checkpoint, and check that every file is complete.
 
         Raises:
-            CheckpointError: not a checkpoint, or incomplete, or of another format, or not to be read.
+            CheckpointError: it is not a checkpoint, is incomplete or unreadable, or has another format.
         """
         storage = Storage(location)
         try:
@@ -70,34 +70,34 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"'{storage}' cannot be read: {error}", where="trainer.resume_from_path") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(storage, f"{MANIFEST} cannot be understood ({error})") from error
+            raise _damaged(storage, f"{MANIFEST} cannot be parsed ({error})") from error
         if content.get("format", 1) != FORMAT:
             raise CheckpointError(
-                f"'{storage}' has format {content.get('format', 1)}, this version of Hone reads format {FORMAT}",
-                why="the state of its optimizer lies in other files",
+                f"'{storage}' has format {content.get('format', 1)}, but this version of Hone reads format {FORMAT}",
+                why="its optimizer state has other files",
                 fix=f"start a new run from its weights: model.path={storage}/actor",
             )
-        found = storage.sizes()
+        sizes = storage.sizes()
         for name, size in files.items():
-            if found.get(name) != size:
-                raise _damaged(storage, f"{name} should have {size} bytes, found {found.get(name)}")
+            if sizes.get(name) != size:
+                raise _damaged(storage, f"{name} has {sizes.get(name, 0)} bytes instead of {size}")
         return cls(storage, step, content.get("value"))
 
 
 def find_checkpoint(location: str | Path) -> Checkpoint:
-    """The checkpoint meant by ``location``: itself, or `latest` or `best` of a run or of a folder of checkpoints.
+    """Open the checkpoint of a location: itself, or `latest` or `best` of a run or a folder of checkpoints.
 
     ``RUN``, ``RUN/checkpoints`` and ``RUN/checkpoints/latest`` mean the newest, ``RUN/checkpoints/best`` the best.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     storage = Storage(location)
     if storage.is_file(MANIFEST):
         return Checkpoint.open(storage)
     wanted = storage.name if storage.name in ("best", "latest") else "latest"
-    above = storage.parent if storage.name in ("best", "latest") else storage
-    for root in (above, above / "checkpoints", _elsewhere(above)):
+    parent = storage.parent if storage.name in ("best", "latest") else storage
+    for root in (parent, parent / "checkpoints", _configured_folder(parent)):
         if root is None:
             continue
         if wanted == "best" and root.is_file(BEST):
@@ -107,21 +107,21 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
             return Checkpoint.open(root / f"step_{steps[-1]}")
     raise CheckpointError(
         f"'{storage}' is neither a checkpoint nor a run with checkpoints"
-        + (f", or has no {BEST} (trainer.best_ckpt_metric names what is best)" if wanted == "best" else ""),
+        + (f", or has no {BEST} (needs trainer.best_ckpt_metric)" if wanted == "best" else ""),
         where="trainer.resume_from_path",
         fix="give .../checkpoints/step_<N>, .../checkpoints/best, or a run directory (`hone runs list`)",
     )
 
 
 def complete_steps(root: Storage) -> list[int]:
-    """Steps with a checkpoint below ``root``, rising. In an object store one without manifest is still being written."""
-    found = (re.fullmatch(r"step_(\d+)", name) for name in root.names())
-    steps = sorted(int(match[1]) for match in found if match)
+    """Return the steps of complete checkpoints in ``root``, ascending. In an object store a manifest marks complete ones."""
+    matches = (re.fullmatch(r"step_(\d+)", name) for name in root.names())
+    steps = sorted(int(match[1]) for match in matches if match)
     return steps if root.is_local else [step for step in steps if (root / f"step_{step}").is_file(MANIFEST)]
 
 
 def files_named(checkpoint: Storage, files: Iterable[str]) -> set[str]:
-    """The files that the indices among ``files`` name: weights of several files, and the shards of all ranks."""
+    """Return the files that the index files among ``files`` list: weights in several files, and the shards of all ranks."""
     named: set[str] = set()
     for name in files:
         folder, _, file = name.rpartition("/")
@@ -136,9 +136,9 @@ def files_named(checkpoint: Storage, files: Iterable[str]) -> set[str]:
 
 
 def model_directory(location: str | Path, name: str) -> Path:
-    """The Hugging Face directory ``name`` ("actor", "critic") of a checkpoint, as a local directory.
+    """Return the Hugging Face directory ``name`` ("actor", "critic") of a checkpoint, as a local directory.
 
-    That of a remote checkpoint is copied once a machine, into the user's cache.
+    A remote directory is copied once per machine, into the user's cache.
     """
     storage = Storage(location)
     if storage.is_local:
@@ -154,13 +154,13 @@ def model_directory(location: str | Path, name: str) -> Path:
             fresh.rename(target)
         except OSError:
             shutil.rmtree(fresh)
-            if not target.is_dir():  # not that another process was first
+            if not target.is_dir():  # unless another process was first
                 raise
     return target
 
 
-def _elsewhere(run: Storage) -> Storage | None:
-    """Where a run keeps its checkpoints when it was told to by trainer.checkpoint_dir."""
+def _configured_folder(run: Storage) -> Storage | None:
+    """Return the trainer.checkpoint_dir of a run, if it has one."""
     if not run.is_file("config.yaml"):
         return None
     config = yaml.safe_load(run.read_text("config.yaml"))
@@ -171,6 +171,6 @@ def _elsewhere(run: Storage) -> Storage | None:
 def _damaged(storage: Storage, what: str) -> CheckpointError:
     return CheckpointError(
         f"'{storage}' is damaged: {what}",
-        why="training would go on from wrong numbers",
+        why="training would continue with wrong numbers",
         fix="trainer.resume_mode=resume_path trainer.resume_from_path=<another checkpoint>",
     )

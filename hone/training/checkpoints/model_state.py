@@ -1,4 +1,4 @@
-"""A model and its optimizer in a checkpoint: staged in memory, then written; and read back."""
+"""A model and its optimizer in a checkpoint: staged in memory, then written, and read back."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hone.training.checkpoints.weights import stage_weights
 
 
 class ModelStager:
-    """Stages one model time and again.
+    """Stages the checkpoints of one model.
 
     Args:
-        model: of Hugging Face, adapters included, of any layout.
-        optimizer: of its trained parameters, or None.
+        model: a Hugging Face model of any layout, adapters included.
+        optimizer: of the trained parameters, or None.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -28,42 +28,42 @@ class ModelStager:
         self._shards = ShardStager()
 
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
-        """Copy what this rank is to write; every rank calls it.
+        """Copy the data that this rank writes. Collective.
 
         Args:
-            location: directory or URL of the checkpoint that is being written.
+            location: directory or URL of the new checkpoint.
             name: "actor" or "critic".
             tokenizer: saved with the model.
 
         Returns:
-            The writing: files only, no collective, from any thread, while the model is trained on.
+            A function that writes the files, without collectives, in any thread and during training.
         """
         checkpoint = Storage(location)
         writes = [stage_weights(self._model, checkpoint / name, tokenizer)]
         if self._optimizer is not None:
             tensors, about = named_state(self._model, self._optimizer)
-            writes.append(self._shards.stage(tensors, about, checkpoint / _state_of(name)))
+            writes.append(self._shards.stage(tensors, about, checkpoint / _optimizer_folder(name)))
 
         def write() -> None:
-            while writes:  # what is written need not be kept
+            while writes:  # frees what is written
                 writes.pop(0)()
 
         return write
 
     def restore(self, location: str, name: str) -> None:
-        """Take up the optimizer state of a checkpoint, saved by any layout; weights come with the model directory.
+        """Load the optimizer state of a checkpoint of any layout; weights are loaded from the model directory.
 
         Raises:
-            CheckpointError: it is of another model or optimizer, or damaged.
+            CheckpointError: the state is of another model or optimizer, or damaged.
         """
         if self._optimizer is None:
             raise RuntimeError("this model was built without an optimizer")
-        storage = Storage(location) / _state_of(name)
+        storage = Storage(location) / _optimizer_folder(name)
         try:
             load_state(self._model, self._optimizer, storage)
         except OSError as error:
             raise CheckpointError(f"'{storage}' cannot be read: {error}", where="trainer.resume_from_path") from error
 
 
-def _state_of(name: str) -> str:
+def _optimizer_folder(name: str) -> str:
     return f"{name}_optimizer"

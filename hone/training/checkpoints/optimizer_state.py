@@ -1,4 +1,4 @@
-"""The state of an optimizer by the names of its parameters, so that any layout of the same model can take it up."""
+"""Optimizer state by parameter name, so that any layout of the same model can load it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hone.training.checkpoints.storage import Storage
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state as it lies in this process.
+    """Return this process's part of the optimizer state.
 
     Returns:
-        Tensors as ``<key>/<parameter>`` ("exp_avg/model.norm.weight"), and what else is needed: the kind of optimizer, the
-        names of all trained parameters, and state that is no tensor.
+        Tensors as ``<key>/<parameter>`` ("exp_avg/model.norm.weight"), and other values: the class of the optimizer, the
+        names of all trained parameters, and state without tensors.
 
     Raises:
-        ConfigError: the optimizer keeps for a divided parameter something that is neither divided alike nor a single number.
+        ConfigError: the state of a sharded parameter is neither sharded in the same way nor a single number.
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
@@ -34,10 +34,10 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
                 continue
             if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
                 raise ConfigError(
-                    f"{type(optimizer).__name__} keeps '{key}' of {name} with shape {list(value.shape)}, of each shard its own",
-                    why="it could not be read back with another number of ranks",
+                    f"{type(optimizer).__name__} has a '{key}' of shape {list(value.shape)} for each shard of {name}",
+                    why="another number of ranks could not load it",
                     where="optim.optimizer",
-                    fix="optim.optimizer=AdamW, or one whose state has the shape of the parameter",
+                    fix="optim.optimizer=AdamW, or another one whose state has the shape of the parameter",
                 )
             tensors[f"{key}/{name}"] = value
     trained = [name for name, _ in _trained(model)]
@@ -45,10 +45,10 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
 
 
 def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage) -> None:
-    """Give the optimizer the state that :func:`named_state` took from a model of any layout.
+    """Load a state that :func:`named_state` returned for a model of any layout.
 
     Raises:
-        CheckpointError: it is the state of another optimizer or of other parameters, or damaged.
+        CheckpointError: the state is of another optimizer or other parameters, or damaged.
     """
     index = read_index(storage)
     _check(index.values, model, optimizer, storage)
@@ -74,18 +74,18 @@ def _check(saved: dict[str, Any], model: nn.Module, optimizer: Optimizer, storag
     kind = type(optimizer).__name__
     if saved["optimizer"] != kind:
         raise CheckpointError(
-            f"'{storage}' holds the state of {saved['optimizer']}, this run uses {kind}",
-            why="its averages would mean something else",
-            fix=f"optim.optimizer={saved['optimizer']}, or a new run from the weights alone: model.path=<checkpoint>/actor",
+            f"'{storage}' has the state of {saved['optimizer']}, but this run uses {kind}",
+            why="its averages have another meaning",
+            fix=f"optim.optimizer={saved['optimizer']}, or a new run from the weights: model.path=<checkpoint>/actor",
         )
-    names, before = {name for name, _ in _trained(model)}, set(saved["trained"])
-    if names != before:
-        odd = sorted(names ^ before)
+    names, saved_names = {name for name, _ in _trained(model)}, set(saved["trained"])
+    if names != saved_names:
+        different = sorted(names ^ saved_names)
         raise CheckpointError(
-            f"'{storage}' holds the state of {len(before)} parameters, this run trains {len(names)}; "
-            f"{len(odd)} are on one side only, {odd[0]} among them",
-            why="it was saved by another model, or with other adapters",
-            fix="go on with the model and the adapters of the checkpoint (its config.yaml), or start a new run: "
+            f"'{storage}' has the state of {len(saved_names)} parameters, but this run trains {len(names)}; "
+            f"{len(different)} are only in one of them, such as {different[0]}",
+            why="it was saved for another model or other adapters",
+            fix="use the model and the adapters of the checkpoint (its config.yaml), or start a new run: "
             "trainer.experiment_name=<another name>",
         )
 

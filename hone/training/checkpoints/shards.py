@@ -1,10 +1,10 @@
-"""State of any layout in shards: each rank writes what it holds, and any other layout reads the pieces that it needs.
+"""Sharded state: each rank writes its chunks of tensors, and a run with any layout reads the chunks that it needs.
 
-Who writes what, and which pieces a reader needs, is planned by the planners of ``torch.distributed.checkpoint``. The files are our
-own, because that library's are unpickled when they are read:
+The planners of ``torch.distributed.checkpoint`` decide which rank writes and reads which chunks. The file format is Hone's,
+because the library's files are unpickled when they are read:
 
-    rank_<R>.safetensors    the pieces that rank R wrote (readable by torch's HuggingFaceStorageReader too)
-    index.json              of every tensor: type, shape, and its pieces with file and place; and the plain values
+    rank_<R>.safetensors    chunks that rank R wrote (torch's HuggingFaceStorageReader can read them)
+    index.json              for every tensor: dtype, shape, and its chunks with file and offsets; and the plain values
 """
 
 from __future__ import annotations
@@ -35,60 +35,60 @@ Values = dict[str, Any]
 
 
 def shard_file(rank: int) -> str:
-    """Name of the file that a rank writes."""
+    """Return the name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 class ShardStager:
     """Copies state, so that it can be written while training changes it.
 
-    Which rank writes which piece is agreed upon once and kept while the names stay the same: then staging talks to nobody.
+    Ranks agree once on the chunks that each writes; while the names stay the same, staging needs no communication.
     """
 
     def __init__(self) -> None:
-        self._names: list[str] | None = None  # nothing is agreed yet, not even to write nothing
+        self._names: list[str] | None = None  # before the first agreement
         self._plan = SavePlan([])
         self._index: dict[str, Any] = {}
 
     def stage(self, tensors: Mapping[str, Tensor], values: Values, storage: Storage) -> Callable[[], None]:
-        """Copy what this rank is to write; every rank of the default process group calls it.
+        """Copy the data that this rank writes; every rank of the default process group calls it.
 
         Args:
             tensors: by name; DTensors, and plain tensors that are equal on all ranks.
             values: plain values for the index, equal on all ranks.
-            storage: the directory that the state goes to.
+            storage: directory for the state.
 
         Returns:
-            The writing, to be called from any thread; it talks to no other rank.
+            A function that writes the files, in any thread and without communication.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), is_coordinator=_rank() == 0)
         if self._names != list(tensors):
             self._agree(planner)
             self._names = list(tensors)
-        pieces: dict[str, Tensor] = {}
+        chunks: dict[str, Tensor] = {}
         for item in self._plan.items:
             data = planner.resolve_data(item)
             assert isinstance(data, Tensor)
-            pieces[item.index.fqn] = to_host(data)
-        settle(tensors.values())
+            chunks[item.index.fqn] = to_host(data)
+        wait_for_copies(tensors.values())
         offsets = {item.index.fqn: list(_chunk(item).offsets) for item in self._plan.items}
         index = json.dumps({**self._index, "values": values}) if _rank() == 0 else None
         name = shard_file(_rank())
 
         def write() -> None:
-            if pieces:
+            if chunks:
                 places = {key: {"saved_offsets": offset} for key, offset in offsets.items()}
-                specs = {key: TensorSpec.of(piece) for key, piece in pieces.items()}
+                specs = {key: TensorSpec.from_tensor(chunk) for key, chunk in chunks.items()}
                 with storage.create(name) as file:
-                    write_tensors(file, specs, pieces.__getitem__, {"DCP_SHARDING_INFO": json.dumps(places)})
+                    write_tensors(file, specs, chunks.__getitem__, {"DCP_SHARDING_INFO": json.dumps(places)})
             if index is not None:
                 storage.write_text(INDEX, index)
 
         return write
 
     def _agree(self, planner: DefaultSavePlanner) -> None:
-        """Share the pieces out over the ranks: each is written once, however many hold it."""
+        """Distribute the chunks over the ranks: each is written once, even if several ranks have it."""
         local = planner.create_local_plan()
         local = replace(local, items=[item for item in local.items if 0 not in _chunk(item).sizes])
         if _world() == 1:
@@ -107,23 +107,23 @@ class ShardStager:
 
 
 def load_shards(tensors: Mapping[str, Tensor], storage: Storage) -> None:
-    """Fill ``tensors`` in place with what was saved under their names, by whatever layout; no rank talks to another.
+    """Load ``tensors`` in place by their names, from any layout and without communication.
 
     Raises:
-        CheckpointError: a tensor was not saved, or with another shape, or the files are damaged.
+        CheckpointError: a tensor is missing or has another shape, or the files are damaged.
     """
     index = read_index(storage)
     missing = [name for name in tensors if name not in index.tensors]
     if missing:
         raise CheckpointError(
-            f"'{storage}' lacks {len(missing)} of {len(tensors)} tensors, {missing[0]} among them",
-            why="it was saved by another model, or with other parameters trained",
+            f"'{storage}' lacks {len(missing)} of {len(tensors)} tensors, such as {missing[0]}",
+            why="it was saved for another model or other trained parameters",
         )
     for name, tensor in tensors.items():
         if (saved := index.tensors[name]).shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"'{storage}' holds {name} with shape {list(saved.shape)}, this run has {list(tensor.shape)}",
-                why="it was saved by another model",
+                f"'{storage}' has {name} with shape {list(saved.shape)}, but this run has {list(tensor.shape)}",
+                why="it was saved for another model",
             )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), index.as_metadata(), is_coordinator=True)
@@ -142,12 +142,12 @@ def load_shards(tensors: Mapping[str, Tensor], storage: Storage) -> None:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What ``index.json`` says.
+    """Contents of ``index.json``.
 
     Attributes:
-        tensors: type and whole shape of each.
-        chunks: the pieces of each: offsets and sizes.
-        files: the file of each piece, by name and offsets.
+        tensors: dtype and whole shape of each tensor.
+        chunks: offsets and sizes of each tensor's chunks.
+        files: file of each chunk, by tensor name and offsets.
         values: the plain values.
     """
 
@@ -157,7 +157,7 @@ class ShardIndex:
     values: Values
 
     def as_metadata(self) -> Metadata:
-        """As the planner wants it."""
+        """Return the index as metadata for the planner."""
         return Metadata(
             {
                 name: TensorStorageMetadata(TensorProperties(spec.dtype), torch.Size(spec.shape), self.chunks[name])
@@ -167,7 +167,7 @@ class ShardIndex:
 
 
 def read_index(storage: Storage) -> ShardIndex:
-    """What was saved there.
+    """Read the index of a saved state.
 
     Raises:
         CheckpointError: there is no index, or it is damaged.
@@ -184,35 +184,35 @@ def read_index(storage: Storage) -> ShardIndex:
                 files[name, tuple(offsets)] = file
         return ShardIndex(tensors, chunks, files, content["values"])
     except FileNotFoundError as error:
-        raise CheckpointError(f"'{storage}' holds no saved state: it has no {INDEX}") from error
+        raise CheckpointError(f"'{storage}' has no saved state: {INDEX} is missing") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"'{storage}/{INDEX}' is damaged: {type(error).__name__}: {error}") from error
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory; from a GPU it may still be on its way until :func:`settle`."""
+    """Return a copy in host memory; from a GPU it is complete only after :func:`wait_for_copies`."""
     if tensor.device.type == "cuda":
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach(), non_blocking=True)
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def settle(tensors: Iterable[Tensor]) -> None:
-    """Wait until all copies made by :func:`to_host` have arrived."""
+def wait_for_copies(tensors: Iterable[Tensor]) -> None:
+    """Wait for all copies of :func:`to_host`."""
     if any(tensor.device.type == "cuda" for tensor in tensors):
         torch.cuda.synchronize()
 
 
 def _index(plans: list[SavePlan]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             data, chunk = item.tensor_data, _chunk(item)
             assert data is not None
-            about = found.setdefault(
+            about = tensors.setdefault(
                 item.index.fqn, {"dtype": DTYPES[data.properties.dtype], "shape": list(data.size), "pieces": []}
             )
             about["pieces"].append([shard_file(rank), list(chunk.offsets), list(chunk.sizes)])
-    return found
+    return tensors
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:

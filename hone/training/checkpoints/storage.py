@@ -1,4 +1,4 @@
-"""A directory that holds checkpoints: on a local disk, or under any URL that fsspec knows (s3://, gs://, memory://, ...)."""
+"""Directories for checkpoints: on a local disk, or at any URL that fsspec supports (s3://, gs://, memory://, ...)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fsspec.spec import AbstractBufferedFile
 from hone.errors import CheckpointError, HoneError
 
 OBJECT_STORES = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "hf"))
-"""Protocols of stores that know no directories."""
+"""Protocols of stores without directories."""
 
 
 class Storage:
-    """A directory, local or remote; nothing is created until something is written.
+    """A directory, local or remote; it is created with its first file.
 
-    A local file is on the disk when :meth:`create` returns (fsync). Errors of a remote store, of whatever type, are OSErrors.
+    A local file is on the disk when :meth:`create` returns (fsync). All errors of a remote store are raised as OSError.
 
     Args:
         location: path or URL.
 
     Raises:
-        CheckpointError: no file system is known for this URL, or its package is not installed.
+        CheckpointError: fsspec does not support the URL, or its package is not installed.
     """
 
     def __init__(self, location: str | Path | Storage) -> None:
@@ -40,21 +40,21 @@ class Storage:
             self.files, self.path = fsspec.url_to_fs(str(location))
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"no storage is known for '{location}': {error}",
-                fix="give a local path, or a URL of fsspec; for s3:// and gs://: pip install 'hone-rl[remote]'",
+                f"no storage supports '{location}': {error}",
+                fix="a local path, or a URL of fsspec; for s3:// and gs://: pip install 'hone-rl[remote]'",
             ) from error
 
     def __truediv__(self, name: str) -> Storage:
-        below = Storage(self)
-        below.path = f"{self.path.rstrip('/')}/{name}"
-        return below
+        child = Storage(self)
+        child.path = f"{self.path.rstrip('/')}/{name}"
+        return child
 
     def __str__(self) -> str:
         return self.path if self.is_local else str(self.files.unstrip_protocol(self.path))
 
     @property
     def is_local(self) -> bool:
-        """Whether it lies in this machine's file system."""
+        """True for a directory in this machine's file system."""
         return isinstance(self.files, LocalFileSystem)
 
     @property
@@ -64,14 +64,14 @@ class Storage:
 
     @property
     def parent(self) -> Storage:
-        """The directory above."""
-        above = Storage(self)
-        above.path = self.path.rstrip("/").rsplit("/", 1)[0]
-        return above
+        """Parent directory."""
+        parent = Storage(self)
+        parent.path = self.path.rstrip("/").rsplit("/", 1)[0]
+        return parent
 
     @property
     def local_path(self) -> Path:
-        """The path, of a local directory."""
+        """Path of a local directory."""
         if not self.is_local:
             raise ValueError(f"{self} is not local")
         return Path(self.path)
@@ -79,12 +79,12 @@ class Storage:
     # reading ---------------------------------------------------------------------------------------------------------
 
     def is_file(self, name: str) -> bool:
-        """Whether there is a file of this name below."""
+        """Return whether the directory has a file of this name."""
         with self._translated():
             return self.files.isfile(f"{self.path}/{name}")
 
     def names(self) -> list[str]:
-        """Names of the files and directories right below, none when the directory does not exist."""
+        """Return the names of files and directories in the directory, none if it does not exist."""
         with self._translated():
             self.files.invalidate_cache(self.path)
             if not self.files.isdir(self.path):
@@ -92,26 +92,26 @@ class Storage:
             return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in self.files.ls(self.path, detail=False)]
 
     def sizes(self) -> dict[str, int]:
-        """Every file below, by its path from here, with its size in bytes."""
+        """Return the relative path of every file, with its size in bytes."""
         with self._translated():
             self.files.invalidate_cache(self.path)
-            found = self.files.find(self.path, detail=True)
+            files = self.files.find(self.path, detail=True)
         start = len(self.path.rstrip("/")) + 1
-        return {path[start:]: int(about["size"]) for path, about in sorted(found.items())}
+        return {path[start:]: int(about["size"]) for path, about in sorted(files.items())}
 
     def read_text(self, name: str) -> str:
-        """The content of a file."""
+        """Return the text of a file."""
         with self.open(name) as file:
             return file.read().decode()
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file to read from any place in it."""
+        """Open a file for reading at any position."""
         with self._translated(), self.files.open(f"{self.path}/{name}", "rb") as file:
-            yield file  # type: ignore[misc]  # fsspec says less than it gives
+            yield file  # type: ignore[misc]  # fsspec's annotation is too wide
 
     def fetch(self, into: Path) -> Path:
-        """Copy everything below into a local directory; returns it."""
+        """Copy all files to a local directory and return it."""
         with self._translated():
             into.mkdir(parents=True, exist_ok=True)
             for name in self.sizes():
@@ -123,7 +123,7 @@ class Storage:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Write a file from its beginning; it is there for good when the block ends, and not there if it fails."""
+        """Create a file; it is durable after the block, and does not exist if the block fails."""
         path = f"{self.path}/{name}"
         with self._translated():
             if self.is_local:
@@ -139,7 +139,7 @@ class Storage:
             except BaseException:
                 if isinstance(remote, AbstractBufferedFile):
                     remote.discard()
-                    remote.closed = True  # or the collector would close it, and so upload the half
+                    remote.closed = True  # otherwise the garbage collector closes it and uploads half a file
                 raise
             remote.close()
 
@@ -149,7 +149,7 @@ class Storage:
             file.write(text.encode())
 
     def replace_text(self, name: str, text: str) -> None:
-        """Write a small file, perhaps in the place of an older one; a reader sees one or the other, whole."""
+        """Create or replace a small file; a reader sees either the old or the new one."""
         self.write_text(f"{name}.new", text)
         if self.is_local:
             (self.local_path / f"{name}.new").replace(self.local_path / name)
@@ -158,13 +158,13 @@ class Storage:
             self.files.mv(f"{self.path}/{name}.new", f"{self.path}/{name}")
 
     def put(self, directory: Path) -> None:
-        """Copy the files right in a local directory here."""
+        """Copy the files of a local directory to this one."""
         for file in sorted(directory.iterdir()):
             with file.open("rb") as source, self.create(file.name) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
 
     def make(self) -> None:
-        """Create the directory, where the store knows such a thing. A bucket is never made: its name would be a typing error."""
+        """Create the directory, unless in an object store: a missing bucket is a typing error."""
         if OBJECT_STORES.intersection(
             [self.files.protocol] if isinstance(self.files.protocol, str) else self.files.protocol
         ):
@@ -173,7 +173,7 @@ class Storage:
             self.files.makedirs(self.path, exist_ok=True)
 
     def remove(self) -> None:
-        """Delete everything below, if there is anything."""
+        """Delete the directory, if it exists."""
         if self.is_local:
             if self.local_path.exists():
                 shutil.rmtree(self.local_path)
@@ -191,7 +191,7 @@ class Storage:
             self.files.invalidate_cache()
 
     def sync(self) -> None:
-        """Put a local directory's list of names, and those of the directories below, on the disk."""
+        """Sync a local directory and its subdirectories to the disk."""
         if not self.is_local:
             return
         for folder in (self.local_path, *(path for path in self.local_path.rglob("*") if path.is_dir())):
@@ -214,10 +214,10 @@ class Storage:
 
 
 def as_bytes(file: IO[bytes], count: int) -> bytes:
-    """Exactly ``count`` bytes from where ``file`` stands.
+    """Read exactly ``count`` bytes from a file's current position.
 
     Raises:
-        EOFError: the file ends before.
+        EOFError: the file is too short.
     """
     content = file.read(count)
     if len(content) != count:

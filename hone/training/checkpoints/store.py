@@ -1,9 +1,9 @@
-"""The checkpoints of one run: saved beside training, published whole, the newest and the best kept.
+"""The checkpoints of one run: saved during training, visible only when complete, the newest and the best kept.
 
-    begin(step)      wait for the save before; an empty directory to write into
-    publish(...)     in a thread: write the weights, then config, state and manifest; then the name; then retire old ones
-    check()          raise what went wrong in the thread, if anything
-    wait()           until the thread is done
+    begin(step)      wait for the previous save; return an empty directory
+    publish(...)     in a thread: write weights, then config, state and manifest; rename; delete old checkpoints
+    check()          raise an error of the thread
+    wait()           wait for the thread
 
 On a disk a checkpoint is written under another name and renamed; in an object store its manifest comes last.
 """
@@ -30,9 +30,9 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        root: the folder they lie in, a path or a URL.
-        keep: newest checkpoints kept; None keeps all. The best one is kept besides.
-        best: "max" or "min": which value of the metric is best.
+        root: folder of the checkpoints, a path or a URL.
+        keep: number of newest checkpoints to keep; None keeps all. The best one is kept in addition.
+        best: "max" or "min", the best value of the metric.
         background: whether :meth:`publish` returns at once.
     """
 
@@ -45,31 +45,31 @@ class CheckpointStore:
         self._failure: BaseException | None = None
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, rising."""
+        """Return the steps with a checkpoint, ascending."""
         return complete_steps(self.root)
 
     def open(self, step: int) -> Checkpoint:
-        """The checkpoint of a step."""
+        """Return the checkpoint of a step."""
         return Checkpoint.open(self.root / f"step_{step}")
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint, or None."""
+        """Return the newest checkpoint, or None."""
         steps = self.steps()
         return self.open(steps[-1]) if steps else None
 
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best checkpoint by its metric, the earlier of equals; None when none was measured."""
+        """Return step and value of the best checkpoint by its metric, the earlier of equals; None if none was measured."""
         measured = [(step, value) for step in self.steps() if (value := self._value(step)) is not None]
         choose = max if self._best_is == "max" else min
-        return choose(measured, key=lambda found: found[1]) if measured else None
+        return choose(measured, key=lambda pair: pair[1]) if measured else None
 
     # saving ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Storage:
-        """The directory to write checkpoint ``step`` into; waits until the save before is published.
+        """Wait for the previous save and return the directory for checkpoint ``step``.
 
         Raises:
-            CheckpointError: the save before failed, or the storage cannot be written.
+            CheckpointError: the previous save failed, or the storage cannot be written.
         """
         self.wait()
         try:
@@ -92,18 +92,18 @@ class CheckpointStore:
         metric: str | None = None,
         value: float | None = None,
     ) -> None:
-        """Let checkpoint ``step`` appear: after ``write()``, which fills the directory that :meth:`begin` gave.
+        """Complete checkpoint ``step`` after ``write()``, which fills the directory that :meth:`begin` returned.
 
         Args:
             step: the same as for :meth:`begin`.
-            state: the trainer's; taken as it is now.
+            state: of the trainer; copied now.
             config: the resolved configuration.
-            write: puts the weights in; called in the background.
-            metric: the name of what chooses the best checkpoint.
-            value: of this metric at this step, None when it was not measured.
+            write: writes the weights; called in the background.
+            metric: name of the metric that selects the best checkpoint.
+            value: of this metric at this step; None if it was not measured.
 
         Raises:
-            CheckpointError: without background: the disk is full or cannot be written; earlier checkpoints are untouched.
+            CheckpointError: without ``background``, the disk is full or cannot be written; earlier checkpoints are intact.
         """
         texts = {
             "config.yaml": yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
@@ -119,10 +119,10 @@ class CheckpointStore:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
+        """Wait until the running save has ended.
 
         Raises:
-            CheckpointError: it could not be; earlier checkpoints are untouched.
+            CheckpointError: the save failed; earlier checkpoints are intact.
         """
         if self._thread is not None:
             self._thread.join()
@@ -137,7 +137,7 @@ class CheckpointStore:
             raise failure
 
     def _run(self, step: int, texts: dict[str, str], manifest: dict[str, Any], write: Callable[[], object]) -> None:
-        """What the thread does; an error waits there for :meth:`check`."""
+        """Save the checkpoint in the thread; an error is kept for :meth:`check`."""
         try:
             try:
                 write()
@@ -168,14 +168,14 @@ class CheckpointStore:
             self.root.sync()
 
     def _require_all(self, partial: Storage, step: int) -> None:
-        """Check that what all ranks wrote has come to one place."""
-        found = partial.sizes()
-        missing = sorted(files_named(partial, found) - found.keys())
-        if missing or not found:
+        """Check that the files of all ranks are in one directory."""
+        files = partial.sizes()
+        missing = sorted(files_named(partial, files) - files.keys())
+        if missing or not files:
             raise CheckpointError(
-                f"the checkpoint of step {step} is not whole: {', '.join(missing[:3]) or 'all files'} of other processes "
-                f"cannot be seen in '{partial}'",
-                why="nodes that each write on a disk of their own leave pieces that nobody can put together",
+                f"the checkpoint of step {step} is incomplete: {', '.join(missing[:3]) or 'all files'} of other processes "
+                f"are not in '{partial}'",
+                why="nodes that write to separate disks leave incomplete checkpoints",
                 where="trainer.checkpoint_dir",
                 fix="trainer.checkpoint_dir=<directory that all nodes share, or URL of an object store>",
             )
@@ -198,19 +198,20 @@ class CheckpointStore:
         return CheckpointError(
             f"cannot save the checkpoint of step {step} in '{self.root}': {reason}",
             why=f"the run cannot be resumed beyond its earlier checkpoints ({kept}), which are untouched",
-            fix="free space, or set trainer.checkpoint_dir=<another disk or URL> or trainer.max_ckpt_to_keep=1; run again",
+            fix="free space, or set trainer.checkpoint_dir=<another disk or URL> or trainer.max_ckpt_to_keep=1; then run again",
         )
 
     # keeping ---------------------------------------------------------------------------------------------------------
 
     def set_aside_after(self, step: int) -> list[int]:
-        """Take checkpoints later than ``step`` out of the count: a run that goes on from an earlier one would otherwise find
-        them as its newest. On a disk they become ``abandoned_step_<N>``; in an object store, where a rename is a copy, their
-        manifest becomes ``abandoned.json``. Returns their steps.
+        """Rename checkpoints after ``step``, so that a run that resumes there does not take them for its newest.
+
+        On a disk they become ``abandoned_step_<N>``; in an object store, where a rename is a copy, their manifest becomes
+        ``abandoned.json``. Return their steps.
         """
-        later = [found for found in self.steps() if found > step]
-        for found in later:
-            directory, aside = self.root / f"step_{found}", self.root / f"abandoned_step_{found}"
+        later = [other for other in self.steps() if other > step]
+        for other in later:
+            directory, aside = self.root / f"step_{other}", self.root / f"abandoned_step_{other}"
             if self.root.is_local:
                 aside.remove()
                 directory.local_path.rename(aside.local_path)
@@ -240,28 +241,29 @@ class CheckpointStore:
                     self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Delete a checkpoint, if it exists; a kill on the way leaves no half of it that counts."""
+        """Delete a checkpoint, if it exists; after an interruption the rest is not taken for a checkpoint."""
         checkpoint = self.root / f"step_{step}"
         if not self.root.is_local:
             checkpoint.remove_file(MANIFEST)
             checkpoint.remove()
         elif checkpoint.local_path.exists():
-            doomed = self.root / f".partial-old_step_{step}"
-            checkpoint.local_path.rename(doomed.local_path)
-            doomed.remove()
+            renamed = self.root / f".partial-old_step_{step}"
+            checkpoint.local_path.rename(renamed.local_path)
+            renamed.remove()
 
     def _clear_leftovers(self) -> None:
-        """Delete what a killed process left half written."""
+        """Delete incomplete checkpoints of killed processes."""
         for name in self.root.names():
             directory = self.root / name
-            half = re.fullmatch(r"step_\d+", name) and not self.root.is_local and not directory.is_file(MANIFEST)
-            if name.startswith(".partial-") or (half and not directory.is_file("abandoned.json")):
+            incomplete = re.fullmatch(r"step_\d+", name) and not self.root.is_local and not directory.is_file(MANIFEST)
+            if name.startswith(".partial-") or (incomplete and not directory.is_file("abandoned.json")):
                 directory.remove()
 
 
 def _system_error(error: Exception) -> int | None:
-    """The errno behind a failed write, None when the error is of another kind. Libraries written in Rust (safetensors,
-    tokenizers) raise exceptions of their own that only name it in their text.
+    """Return the errno of a failed write, None if the error has another cause.
+
+    Libraries written in Rust (safetensors, tokenizers) have the errno only in the text of their exceptions.
     """
     if isinstance(error, OSError):
         return error.errno or errno.EIO

@@ -1,8 +1,8 @@
-"""Safetensors files as streams: written tensor by tensor, read piece by piece, on any storage.
+"""Safetensors files as streams on any storage: written one tensor at a time, read in chunks.
 
-The format (https://huggingface.co/docs/safetensors): eight bytes with the length of a JSON header, the header with type, shape
-and place of each tensor, then the tensors. The library of that name wants a whole local file; here a tensor is made when its turn
-comes and forgotten afterwards.
+The format (https://huggingface.co/docs/safetensors): eight bytes with the length of a JSON header, the header with dtype,
+shape and offsets of each tensor, then the tensors. The safetensors library needs a whole local file; here only one tensor
+is in memory.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-_LONGEST_HEADER = 100 * 2**20  # the library's own bound
+_LONGEST_HEADER = 100 * 2**20  # limit of the safetensors library
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What stands in a file under one name.
+    """Dtype and shape of a tensor in a file.
 
     Attributes:
         dtype: of the elements.
-        shape: of the tensor, or of the piece of it that this file holds.
+        shape: of the tensor, or of its chunk in this file.
     """
 
     dtype: torch.dtype
@@ -52,17 +52,17 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        """That of a tensor."""
+    def from_tensor(cls, tensor: Tensor) -> TensorSpec:
+        """Return the spec of a tensor."""
         return cls(tensor.dtype, tuple(tensor.shape))
 
     @classmethod
     def named(cls, dtype: str, shape: Sequence[int]) -> TensorSpec:
-        """From what a header says."""
+        """Return the spec of a header's entry."""
         return cls(_BY_NAME[dtype], tuple(shape))
 
 
@@ -76,8 +76,8 @@ def write_tensors(
 
     Args:
         file: open for writing.
-        specs: what will be written, in this order but for the width of the elements: wide ones first, so that all are aligned.
-        value: gives the tensor of a name, asked once for each.
+        specs: of the tensors, in this order except that wide elements come first, so that all are aligned.
+        value: returns the tensor of a name; called once for each.
         metadata: strings for the header.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -92,21 +92,21 @@ def write_tensors(
     file.write(text)
     for name, spec in specs.items():
         tensor = value(name)
-        if TensorSpec.of(tensor) != spec:
-            raise ValueError(f"{name} was announced as {spec}, and is {TensorSpec.of(tensor)}")
+        if TensorSpec.from_tensor(tensor) != spec:
+            raise ValueError(f"{name} is {TensorSpec.from_tensor(tensor)}, but its spec is {spec}")
         file.write(_bytes_of(tensor))
         activity.tick()
 
 
 class TensorFile:
-    """A safetensors file open for reading: any rectangular piece of any tensor.
+    """A safetensors file open for reading any rectangular chunk of any tensor.
 
     Args:
-        file: open for reading, able to seek.
+        file: open for reading, seekable.
         name: for messages.
 
     Raises:
-        CheckpointError: it is no safetensors file.
+        CheckpointError: it is not a safetensors file.
     """
 
     def __init__(self, file: IO[bytes], name: str) -> None:
@@ -120,18 +120,18 @@ class TensorFile:
             self.specs = {key: TensorSpec.named(about["dtype"], about["shape"]) for key, about in header.items()}
             self._starts = {key: 8 + length + about["data_offsets"][0] for key, about in header.items()}
         except (ValueError, KeyError, TypeError, EOFError) as error:
-            raise CheckpointError(f"'{name}' is no safetensors file: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"'{name}' is not a safetensors file: {type(error).__name__}: {error}") from error
 
     def read(self, key: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
-        """The tensor of this name, or the piece of it that begins at ``offsets`` and is ``lengths`` long.
+        """Return a tensor, or its chunk of shape ``lengths`` at ``offsets``.
 
-        Only the rows (along the first axis) that the piece touches are read.
+        Only the rows (along the first axis) of the chunk are read.
         """
         spec, start = self.specs[key], self._starts[key]
         if offsets is None or lengths is None or not spec.shape:
             return self._rows(spec, start)
-        below = TensorSpec(spec.dtype, spec.shape[1:])
-        rows = self._rows(TensorSpec(spec.dtype, (lengths[0], *below.shape)), start + offsets[0] * below.size)
+        row = TensorSpec(spec.dtype, spec.shape[1:])
+        rows = self._rows(TensorSpec(spec.dtype, (lengths[0], *row.shape)), start + offsets[0] * row.size)
         for axis in range(1, len(spec.shape)):
             rows = rows.narrow(axis, offsets[axis], lengths[axis])
         return rows
@@ -149,6 +149,6 @@ class TensorFile:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The elements in memory order, without a copy when they are contiguous."""
+    """Return the bytes of a tensor, without a copy if it is contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -1,4 +1,4 @@
-"""Weights of a model of any layout as a Hugging Face directory, or a PEFT directory when it has adapters."""
+"""Weights of a model of any layout as a Hugging Face directory, or a PEFT directory if it has adapters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from hone.insight import activity
-from hone.training.checkpoints.shards import settle, to_host
+from hone.training.checkpoints.shards import to_host, wait_for_copies
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.tensor_files import TensorSpec, write_tensors
 
-LARGEST_FILE = 5 * 10**9  # bytes; what transformers and the hub are used to
+LARGEST_FILE = 5 * 10**9  # bytes; the usual size for transformers and the hub
 
 
 def stage_weights(
@@ -34,28 +34,28 @@ def stage_weights(
     *,
     largest_file: int = LARGEST_FILE,
 ) -> Callable[[], None]:
-    """Copy the weights that this rank is to write; every rank of the default process group calls it.
+    """Copy the weights that this rank writes; every rank of the default process group calls it.
 
-    Tensors are gathered whole, a layer at a time, and each is kept by one rank, so that all hold about the same.
+    Tensors are all-gathered one layer at a time, and each is kept by one rank, in balanced amounts.
 
     Args:
-        model: of Hugging Face, with adapters or without, its parameters plain or DTensors.
-        storage: the directory that the model goes to.
-        tokenizer: saved beside it.
-        largest_file: bytes of one safetensors file, unless a single tensor is larger.
+        model: a Hugging Face model with or without adapters; parameters are plain tensors or DTensors.
+        storage: directory for the model.
+        tokenizer: saved with the model.
+        largest_file: maximum of bytes in a safetensors file, unless a single tensor is larger.
 
     Returns:
-        The writing, to be called from any thread; it talks to no other rank.
+        A function that writes the files, in any thread and without communication.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     adapter = isinstance(model, PeftModel)
-    shelf = Shelf("adapter_model" if adapter else "model", 1 if adapter else ranks, largest_file)
+    layout = FileLayout("adapter_model" if adapter else "model", 1 if adapter else ranks, largest_file)
     kept: dict[str, Tensor] = {}
     for layer in whole_layers(model):
         for name, tensor in layer.items():
-            if shelf.place(name, TensorSpec.of(tensor)) == rank:
+            if layout.add(name, TensorSpec.from_tensor(tensor)) == rank:
                 kept[name] = to_host(tensor)
-        settle(layer.values())
+        wait_for_copies(layer.values())
         activity.tick()
     small = Path(tempfile.mkdtemp(prefix="hone-model-")) if rank == 0 else None
     if small is not None:
@@ -64,12 +64,12 @@ def stage_weights(
             tokenizer.save_pretrained(small)
 
     def write() -> None:
-        for file, specs in shelf.files_of(rank).items():
+        for file, specs in layout.files_of(rank).items():
             with storage.create(file) as stream:
                 write_tensors(stream, specs, kept.__getitem__)
         if small is not None:
-            if index := shelf.index():
-                (small / f"{shelf.stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            if index := layout.index():
+                (small / f"{layout.stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
             storage.put(small)
             shutil.rmtree(small)
 
@@ -77,10 +77,10 @@ def stage_weights(
 
 
 def whole_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The tensors that a checkpoint of the model holds, whole and by the names of its files, one layer after another.
+    """Yield the whole tensors of the model's checkpoint by their names in files, one layer at a time.
 
-    Collective when parameters are DTensors: every rank iterates to the end. Tied weights come once. What transformers
-    fuses when it loads a model (the experts of a layer) is taken apart again.
+    Collective for DTensors: every rank iterates to the end. Tied weights come once. Weights that transformers fuses at
+    loading (the experts of a layer) are split again.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(inner, PreTrainedModel)
@@ -89,13 +89,13 @@ def whole_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield whole if isinstance(model, PeftModel) else revert_weight_conversion(inner, whole)
 
 
-class Shelf:
-    """Which tensor goes into which file, and which rank writes it. All ranks place the same tensors and so agree.
+class FileLayout:
+    """Assignment of tensors to files and ranks; all ranks add the same tensors and get the same assignment.
 
     Args:
-        stem: beginning of the files' names ("model").
-        ranks: how many share the writing.
-        largest_file: bytes.
+        stem: prefix of the file names ("model").
+        ranks: number of ranks that write.
+        largest_file: maximum of bytes in a file.
     """
 
     def __init__(self, stem: str, ranks: int, largest_file: int = LARGEST_FILE) -> None:
@@ -103,8 +103,8 @@ class Shelf:
         self._loads = [0] * ranks
         self._files: list[list[dict[str, TensorSpec]]] = [[] for _ in range(ranks)]
 
-    def place(self, name: str, spec: TensorSpec) -> int:
-        """The rank that keeps this tensor: the one with the least so far."""
+    def add(self, name: str, spec: TensorSpec) -> int:
+        """Add a tensor and return its rank, which is the one with the fewest bytes so far."""
         rank = self._loads.index(min(self._loads))
         self._loads[rank] += spec.size
         files = self._files[rank]
@@ -114,11 +114,11 @@ class Shelf:
         return rank
 
     def files_of(self, rank: int) -> dict[str, dict[str, TensorSpec]]:
-        """The files that a rank writes, with what goes into them."""
+        """Return the files that a rank writes, with their tensors."""
         return {name: specs for name, (owner, specs) in self._named().items() if owner == rank}
 
     def index(self) -> dict[str, object] | None:
-        """The content of ``*.safetensors.index.json``, None when there is a single file."""
+        """Return the content of ``*.safetensors.index.json``, None for a single file."""
         files = self._named()
         if len(files) == 1:
             return None
@@ -126,7 +126,7 @@ class Shelf:
         return {"metadata": {"total_size": sum(self._loads)}, "weight_map": weight_map}
 
     def _named(self) -> dict[str, tuple[int, dict[str, TensorSpec]]]:
-        files = [(rank, specs) for rank, own in enumerate(self._files) for specs in own]
+        files = [(rank, specs) for rank, rank_files in enumerate(self._files) for specs in rank_files]
         if len(files) == 1:
             return {f"{self.stem}.safetensors": files[0]}
         total = len(files)
@@ -134,7 +134,7 @@ class Shelf:
 
 
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of the model holds, as it lies in this process."""
+    """Return this process's tensors (or shards) of the model's checkpoint."""
     state = model.state_dict()
     if isinstance(model, PeftModel):
         return get_peft_model_state_dict(model, state_dict=state)
@@ -145,22 +145,22 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _by_layer(names: Iterable[str]) -> list[list[str]]:
-    """Names that share their beginning up to the first number ("model.layers.3."), each other name alone."""
+    """Group names by their prefix up to the first number ("model.layers.3."); other names are separate groups."""
     layers: dict[str, list[str]] = {}
     for name in names:
-        found = re.match(r".*?\.\d+\.", name)
-        layers.setdefault(found[0] if found else name, []).append(name)
+        prefix = re.match(r".*?\.\d+\.", name)
+        layers.setdefault(prefix[0] if prefix else name, []).append(name)
     return list(layers.values())
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):  # an offloaded shard travels between devices
+    if isinstance(tensor, DTensor):  # an offloaded shard is first copied to the device
         return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor().detach()
     return tensor.detach()
 
 
 def _write_settings(model: nn.Module, directory: Path) -> None:
-    """Configuration, generation settings and code of the model, or the adapter's configuration."""
+    """Write configuration, generation settings and code of the model, or the adapter's configuration."""
     if isinstance(model, PeftModel):
         settings, base = copy.deepcopy(model.peft_config[str(model.active_adapter)]), model.get_base_model()
         settings.base_model_name_or_path = settings.base_model_name_or_path or str(base.name_or_path) or None

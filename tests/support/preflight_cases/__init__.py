@@ -1,4 +1,4 @@
-"""The casebook of preflight: for every rule a configuration that it refuses, what it must say, and the repair."""
+"""Cases of preflight: for every rule a configuration with a finding, what the message must name, and the repair."""
 
 from support.preflight_cases.files import FILE_CASES
 from support.preflight_cases.keys import KEY_CASES

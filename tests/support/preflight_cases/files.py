@@ -11,37 +11,37 @@ from support.preflight_cases.world import Case, World, message
 
 from hone.data.chat_formats import CHAT_FORMATS
 
-OWN = "reward.custom_reward_function.path=TMP/own.py reward.num_workers=1 preflight.reward_rows=3"
+CUSTOM = "reward.custom_reward_function.path=TMP/own.py reward.num_workers=1 preflight.reward_rows=3"
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
 GOLDEN = "float(ground_truth in solution_str)"
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking | default(true) %}<think>\n{% endif %}{% endif %}"
 )
-DEAF = (
+NO_TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LONG = message("9 + 8 + 7 + 6 " * 20)
 
 
-def sound_rows(world: World) -> None:
-    """Rows with which nothing is wrong."""
+def valid_rows(world: World) -> None:
+    """Write rows without problems."""
     world.rows()
 
 
 def template(world: World, text: str) -> None:
-    """Give the model another chat template."""
+    """Replace the chat template of the model."""
     world.write("model/chat_template.jinja", text)
 
 
 def restore_template(world: World) -> None:
-    """Give it its own."""
-    template(world, (world.folder / "sound.jinja").read_text())
+    """Restore the chat template of the model."""
+    template(world, (world.folder / "original.jinja").read_text())
 
 
 def checkpoint(world: World, **changes: object) -> None:
-    """Write a checkpoint as far as preflight looks into it."""
+    """Write the parts of a checkpoint that preflight reads."""
     folder = world.folder / "run" / "checkpoints" / "step_4"
     (folder / "actor").mkdir(parents=True, exist_ok=True)
     (folder / "actor" / "config.json").write_text(json.dumps({**SMALL_MODEL, **changes}))
@@ -49,12 +49,12 @@ def checkpoint(world: World, **changes: object) -> None:
 
 
 def reward(body: str):
-    """Return what writes a reward function of the user's own."""
+    """Return a function that writes a custom reward function."""
     return lambda world: world.write("own.py", f"{HEAD}{body}\n")
 
 
-def unstopped(world: World) -> None:
-    """End generation at another token than the one that ends a turn."""
+def wrong_eos(world: World) -> None:
+    """Change the end-of-sequence token to one that does not end a turn."""
     settings = json.loads((world.model / "tokenizer_config.json").read_text())
     world.write("model/tokenizer_config.json", json.dumps({**settings, "eos_token": "<|endoftext|>"}))
 
@@ -70,15 +70,22 @@ def tool_rows(results: list[str], calls: int) -> dict[int, dict[str, object]]:
 DIRECTORIES = [
     Case(
         "R08 files.model_directory",
-        spoil=lambda world: (world.model / "model.safetensors").rename(world.folder / "aside"),
-        says=("no weights (model.safetensors)",),
-        advice="copy the weights into it",
-        mend=lambda world: (world.folder / "aside").rename(world.model / "model.safetensors"),
+        breaks=lambda world: (world.model / "model.safetensors").rename(world.folder / "aside"),
+        says=("TMP/model", "model.safetensors"),
+        advice="copy",
+        repairs=lambda world: (world.folder / "aside").rename(world.model / "model.safetensors"),
+    ),
+    Case(
+        "R08 files.overridden_settings",
+        f"{MODEL}.override_config={{attention_dropot:0.1}}",
+        ("attention_dropot",),
+        advice="attention_dropout",
+        then=f"{MODEL}.override_config={{}}",
     ),
     Case(
         "R08 files.critic_directory",
         "critic.model.path=TMP/nowhere",
-        ("TMP/nowhere' does not exist",),
+        ("TMP/nowhere", "critic.model.path"),
         advice="critic.model.path=DIR",
         then="critic.model.path=TMP/model",
         given=GAE,
@@ -86,45 +93,45 @@ DIRECTORIES = [
     Case(
         "R08 preference.reward_model_directory",
         f"{JUDGE}.enable=true",
-        ("enable=true, and no model is named",),
+        ("reward_model.enable=true",),
         advice=f"{JUDGE}.path=DIR",
         then=f"{JUDGE}.path=TMP/judge",
-        spoil=lambda world: judge(world),
+        breaks=lambda world: judge(world),
     ),
     Case(
         "R08 template.tokenizer_loads",
-        spoil=lambda world: world.settings(vocab_size=100),
-        says=("tokens, the model 100",),
+        breaks=lambda world: world.settings(vocab_size=100),
+        says=("TMP/model", "vocab_size=100"),
         advice=f"{MODEL}.tokenizer_path=DIR",
-        mend=lambda world: world.settings(),
+        repairs=lambda world: world.settings(),
     ),
     Case(
         "R30 files.model_length",
         "data.max_response_length=1600",
-        ("= 2112 tokens", "made for 2048"),
-        advice="at most 2048 tokens",
+        ("= 2112 tokens", "max_position_embeddings=2048"),
+        advice="2048 tokens",
         then="data.max_response_length=1536",
     ),
     Case(
         "R39 files.chat_template",
-        spoil=lambda world: (world.model / "chat_template.jinja").unlink(),
-        says=("TMP/model' has no chat template",),
+        breaks=lambda world: (world.model / "chat_template.jinja").unlink(),
+        says=("TMP/model", "chat template"),
         advice=f"{MODEL}.custom_chat_template=PATH.jinja",
-        then=f"{MODEL}.custom_chat_template=TMP/sound.jinja",
+        then=f"{MODEL}.custom_chat_template=TMP/original.jinja",
     ),
     Case(
         "R55 files.run_directory",
         "trainer.default_local_dir=/dev/null/run",
-        ("/dev/null/run cannot be written", "/dev/null is not a directory"),
+        ("/dev/null/run", "/dev/null "),
         advice="trainer.default_local_dir=DIR",
         then="trainer.default_local_dir=TMP/run",
     ),
     Case(
         "R55 checkpoints.checkpoint_of_this_model",
-        spoil=lambda world: checkpoint(world, hidden_size=64, vocab_size=512),
-        says=("step_4", "vocab_size 512 there, 300 here, hidden_size 64 there, 32 here"),
-        advice="name the model that the checkpoint was made from",
-        mend=lambda world: checkpoint(world),
+        breaks=lambda world: checkpoint(world, hidden_size=64, vocab_size=512),
+        says=("step_4", "vocab_size=512, not 300, hidden_size=64, not 32"),
+        advice="trainer.experiment_name=",
+        repairs=lambda world: checkpoint(world),
     ),
     Case(
         "R56 lifecycle.long_runs_are_saved",
@@ -145,27 +152,27 @@ ROWS = [
     ),
     Case(
         "R42 rows.prompts_are_sound",
-        spoil=lambda world: world.rows(at={3: {"prompt": []}, 4: {"prompt": None}}),
-        says=("row 3", "2 of 10 rows", "null or empty"),
+        breaks=lambda world: world.rows(at={3: {"prompt": []}, 4: {"prompt": None}}),
+        says=("row 3", "2 of 10 rows"),
         advice="remove",
-        mend=sound_rows,
+        repairs=valid_rows,
     ),
     Case(
         "R42 rows.conversations_are_sound",
-        spoil=lambda world: world.rows(at={6: {"messages": [message("a")]}}),
-        says=("row 6", "no assistant message"),
+        breaks=lambda world: world.rows(at={6: {"messages": [message("a")]}}),
+        says=("row 6", "assistant"),
         advice="remove",
-        mend=sound_rows,
+        repairs=valid_rows,
         tree="sft",
     ),
     Case(
         "R42 rows.sampler_fits_the_rows",
         "data.sampler.name=mixture",
-        ("a mixture without weights",),
+        ("data.sampler.weights",),
         fix="data.sampler.weights={exact:1}",
     ),
     Case(
-        "R42 preference.preference_columns_there",
+        "R42 preference.preference_columns_exist",
         "data.chosen_key=better",
         ("'better' and 'rejected'",),
         advice="hone data pairs",
@@ -174,17 +181,17 @@ ROWS = [
     ),
     Case(
         "R43 rows.every_source_has_a_reward",
-        spoil=lambda world: world.rows(at={5: {"data_source": "gsm9k"}, 6: {"data_source": "gsm9k"}}),
-        says=("'gsm9k' (2 rows) has no reward",),
+        breaks=lambda world: world.rows(at={5: {"data_source": "gsm9k"}, 6: {"data_source": "gsm9k"}}),
+        says=("'gsm9k' (2 rows)",),
         advice="reward.scorer=NAME",
         then="reward.scorer=exact",
     ),
     Case(
         "R44 rows.every_row_has_a_ground_truth",
-        spoil=lambda world: world.rows(at={n: {"reward_model": {"ground_truth": ""}} for n in (1, 2)}),
-        says=("row 1", "2 of 10 rows", "missing or empty"),
-        advice="fill it in, or remove the rows",
-        mend=sound_rows,
+        breaks=lambda world: world.rows(at={n: {"reward_model": {"ground_truth": ""}} for n in (1, 2)}),
+        says=("row 1", "2 of 10 rows", "ground_truth"),
+        advice="remove",
+        repairs=valid_rows,
     ),
     Case(
         "R46 rows.an_epoch_has_steps",
@@ -196,21 +203,21 @@ ROWS = [
     Case(
         "R46 template.an_epoch_has_steps_after_dropping",
         "data.truncation=drop",
-        ("10 rows, 8 left after 2 long prompts", "data.train_batch_size=9"),
+        ("10 rows, 8 left", "2 long prompts", "data.train_batch_size=9"),
         fix="data.train_batch_size=8",
         then=f"{ACTOR}.ppo_mini_batch_size=8 preflight.allow=[R45]",
         given=f"data.max_prompt_length=64 data.train_batch_size=9 {ACTOR}.ppo_mini_batch_size=9",
-        spoil=lambda world: world.rows(
+        breaks=lambda world: world.rows(
             at={n: {"prompt": [LONG | {"content": f"{n} {LONG['content']}"}]} for n in (3, 5)}
         ),
-        beside=("R45",),
+        also=("R45",),
     ),
     Case(
         "R47 rows.rows_differ",
-        spoil=lambda world: world.rows(at={n: {"prompt": [message("1 + 1 = ?")]} for n in (1, 2, 3)}),
-        says=("2 of 10 training prompts (20%)", "occurs 3 times"),
-        advice="repetitions",
-        mend=sound_rows,
+        breaks=lambda world: world.rows(at={n: {"prompt": [message("1 + 1 = ?")]} for n in (1, 2, 3)}),
+        says=("2 of 10 training prompts (20%)", "3 times"),
+        advice="r",
+        repairs=valid_rows,
         warns=True,
     ),
 ]
@@ -219,41 +226,41 @@ TURNS = [
     Case(
         "R33 agents.several_turns_are_played",
         f"{MULTI}.tool_config_path=TMP/tools.yaml",
-        ("tool_config_path is set", "enable=false"),
+        ("tool_config_path", "multi_turn.enable=false"),
         fix=f"{MULTI}.enable=true {MULTI}.max_assistant_turns=8",
         given=SHOWN,
     ),
     Case(
         "R34 agents.conversations_begin_with_messages",
-        spoil=lambda world: world.rows(at={n: {"prompt": f"{n} + 1 = ?"} for n in range(10)}),
-        says=("10 of 10 prompts are plain text",),
+        breaks=lambda world: world.rows(at={n: {"prompt": f"{n} + 1 = ?"} for n in range(10)}),
+        says=("10 of 10 prompts",),
         advice='[{"role": "user", "content": "..."}]',
-        mend=sound_rows,
+        repairs=valid_rows,
         given=f"{TOOLS} {SHOWN}",
     ),
     Case(
         "R35 agents.tools_are_shown",
-        f"{MODEL}.custom_chat_template=TMP/deaf.jinja",
+        f"{MODEL}.custom_chat_template=TMP/no_tools.jinja",
         ("tools",),
         advice="template",
         then=SHOWN,
         given=TOOLS,
     ),
     Case(
-        "R37 agents.tool_limits_take_what_prompts_show",
+        "R37 agents.tool_limits_cover_the_prompts",
         f"{MULTI}.max_tool_response_length=20",
         ("10 of 20 tool results", "(50%)", "=20 tokens (longest 30)"),
         fix=f"{MULTI}.max_tool_response_length=30",
         given=f"{TOOLS} {SHOWN} preflight.allow=[R47]",
-        spoil=lambda world: world.rows(at=tool_rows(["2", "7" * 30], 2)),
+        breaks=lambda world: world.rows(at=tool_rows(["2", "7" * 30], 2)),
         warns=True,
     ),
     Case(
         "R48 agents.agents_and_tools_exist",
-        spoil=lambda world: world.rows(at={4: {"agent_name": "tool_agnt"}}),
+        breaks=lambda world: world.rows(at={4: {"agent_name": "tool_agnt"}}),
         says=("'tool_agnt' (1 of 10 rows)",),
         advice="tool_agent",
-        mend=lambda world: world.rows(at={4: {"agent_name": "tool_agent"}}),
+        repairs=lambda world: world.rows(at={4: {"agent_name": "tool_agent"}}),
         given=f"{TOOLS} {SHOWN}",
     ),
 ]
@@ -262,33 +269,33 @@ TEMPLATES = [
     Case(
         "R36 template.truncation_spares_the_system_message",
         "data.max_prompt_length=64 data.truncation=truncate",
-        ("1 of them begin with a system message",),
+        ("1 of them", "system message"),
         fix="data.truncation=drop",
         then="preflight.allow=[R45]",
-        spoil=lambda world: world.rows(at={5: {"prompt": [message("Add.", "system"), LONG]}}),
+        breaks=lambda world: world.rows(at={5: {"prompt": [message("Add.", "system"), LONG]}}),
     ),
     Case(
         "R45 template.prompts_fit",
         "data.max_prompt_length=64",
-        ("1 of 10 prompts are longer than 64 tokens", "row 3"),
+        ("1 of 10 prompts", "64 tokens", "row 3"),
         advice="data.max_prompt_length=",
         then="data.max_prompt_length=256",
-        spoil=lambda world: world.rows(at={3: {"prompt": [LONG]}}),
+        breaks=lambda world: world.rows(at={3: {"prompt": [LONG]}}),
     ),
     Case(
         "R39 template.template_takes_the_prompts",
-        spoil=lambda world: world.rows(at={4: {"prompt": [message("Add.", "system"), message("4 + 1 = ?")]}}),
-        says=("row 4", "roles must alternate"),
-        advice="check the roles and their order",
-        mend=sound_rows,
+        breaks=lambda world: world.rows(at={4: {"prompt": [message("Add.", "system"), message("4 + 1 = ?")]}}),
+        says=("row 4", "roles"),
+        advice="roles",
+        repairs=valid_rows,
         given=f"{MODEL}.custom_chat_template=TMP/gemma.jinja {ROLLOUT}.stop=['<|/turn|>']",
     ),
     Case(
         "R39 template.template_only_appends",
-        spoil=lambda world: world.rows(
+        breaks=lambda world: world.rows(
             at={2: {"messages": [message("1"), message("2", "assistant"), message("3"), message("4", "assistant")]}}
         ),
-        says=("row 0", "from token 0 on", "differently when more messages follow"),
+        says=("row 0", "token 0"),
         advice="template",
         then="model.custom_chat_template=null",
         given="model.custom_chat_template=TMP/numbered.jinja",
@@ -296,15 +303,15 @@ TEMPLATES = [
     ),
     Case(
         "R40 template.turns_can_end",
-        spoil=unstopped,
-        says=("'<|im_end|>' (3) ends a turn", "generation ends at [1] only"),
+        breaks=wrong_eos,
+        says=("'<|im_end|>' (3)", "[1]"),
         advice="eos_token_id: [1, 3] in the model's generation_config.json",
-        mend=lambda world: world.write("model/generation_config.json", json.dumps({"eos_token_id": [1, 3]})),
+        repairs=lambda world: world.write("model/generation_config.json", json.dumps({"eos_token_id": [1, 3]})),
     ),
     Case(
-        "R41 template.thinking_leaves_room",
-        spoil=lambda world: template(world, THINKING),
-        says=("max_response_length=512 tokens", "thinking block"),
+        "R41 template.thinking_fits",
+        breaks=lambda world: template(world, THINKING),
+        says=("max_response_length=512", "thinking"),
         advice="data.apply_chat_template_kwargs={enable_thinking: false}",
         then="data.apply_chat_template_kwargs={enable_thinking:false}",
         warns=True,
@@ -314,59 +321,59 @@ TEMPLATES = [
 REWARDS = [
     Case(
         "R49 rewards.reward_R49",
-        spoil=reward("return 0.0"),
-        says=("the reward is 0 for all", "on 3 rows"),
-        advice="`hone reward test` shows every answer",
-        mend=reward(f"return {GOLDEN}"),
-        given=OWN,
+        breaks=reward("return 0.0"),
+        says=("3 rows",),
+        advice="hone reward test",
+        repairs=reward(f"return {GOLDEN}"),
+        given=CUSTOM,
     ),
     Case(
         "R50 rewards.reward_R50",
-        spoil=lambda world: world.write("own.py", "def score(**kwargs): return 0.0\n"),
-        says=("has no function 'compute_score'",),
+        breaks=lambda world: world.write("own.py", "def score(**kwargs): return 0.0\n"),
+        says=("own.py", "'compute_score'"),
         advice="score",
-        mend=reward(f"return {GOLDEN}"),
-        given=OWN,
+        repairs=reward(f"return {GOLDEN}"),
+        given=CUSTOM,
     ),
     Case(
         "R51 rewards.reward_R51",
-        spoil=reward("return float('inf')"),
-        says=("returned inf",),
+        breaks=reward("return float('inf')"),
+        says=("inf",),
         advice="number",
-        mend=reward(f"return {GOLDEN}"),
-        given=OWN,
+        repairs=reward(f"return {GOLDEN}"),
+        given=CUSTOM,
     ),
     Case(
         "R52 rewards.reward_R52",
-        spoil=reward("return float(int(solution_str))"),
-        says=("calls in a worker process failed", "ValueError"),
+        breaks=reward("return float(int(solution_str))"),
+        says=("ValueError",),
         advice="",
-        mend=reward(f"return {GOLDEN}"),
-        given=OWN,
+        repairs=reward(f"return {GOLDEN}"),
+        given=CUSTOM,
     ),
     Case(
         "R53 rewards.reward_R53",
-        spoil=reward(f"import time; time.sleep(0.02)\n    return {GOLDEN}"),
+        breaks=reward(f"import time; time.sleep(0.02)\n    return {GOLDEN}"),
         says=("8192 sequences / 1 workers",),
         advice="num_workers=",
-        mend=reward(f"return {GOLDEN}"),
-        given=f"{OWN} data.train_batch_size=2048 {ACTOR}.ppo_mini_batch_size=2048 preflight.reward_rows=1 preflight.allow=[R46]",
+        repairs=reward(f"return {GOLDEN}"),
+        given=f"{CUSTOM} data.train_batch_size=2048 {ACTOR}.ppo_mini_batch_size=2048 preflight.reward_rows=1 preflight.allow=[R46]",
         warns=True,
     ),
     Case(
         "R54 rewards.reward_R54",
-        spoil=reward(f"return 100 * {GOLDEN}"),
-        says=("rewards reach 100",),
+        breaks=reward(f"return 100 * {GOLDEN}"),
+        says=("100",),
         advice="",
-        mend=reward(f"return {GOLDEN}"),
-        given=OWN,
+        repairs=reward(f"return {GOLDEN}"),
+        given=CUSTOM,
         warns=True,
     ),
 ]
 
 
 def judge(world: World) -> None:
-    """A directory that looks like a reward model."""
+    """Write a directory that looks like a reward model."""
     import shutil
 
     shutil.copytree(world.model, world.folder / "judge", dirs_exist_ok=True)
@@ -379,5 +386,5 @@ TEMPLATE_FILES = {
     "gemma.jinja": GEMMA,
     "numbered.jinja": NUMBERED,
     "tools.jinja": CHAT_FORMATS["chatml_tools"].template,
-    "deaf.jinja": DEAF,
+    "no_tools.jinja": NO_TOOLS,
 }

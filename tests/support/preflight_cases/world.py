@@ -1,4 +1,4 @@
-"""What a case of the casebook is, and the small world of files that it spoils and mends."""
+"""Cases of preflight rules, and the files and machine that they break and repair."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hone.preflight import machine
 
 @dataclass
 class World:
-    """The folder of a run: ``model/``, ``train.jsonl``, and what the machine is said to be."""
+    """The directory of a run (``model/``, ``train.jsonl``) and a simulated machine."""
 
     folder: Path
     monkeypatch: pytest.MonkeyPatch
@@ -31,22 +31,22 @@ class World:
         (self.model / "config.json").write_text(json.dumps({**SMALL_MODEL, **changes}))
 
     def rows(self, count: int = 10, at: dict[int, dict[str, Any]] | None = None, name: str = "train.jsonl") -> None:
-        """Write sound rows, some with other columns."""
+        """Write valid rows, some with changed columns."""
         content = rows(count)
         for number, columns in (at or {}).items():
             content[number] = content[number] | columns
         write_rows(self.folder / name, content)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the folder."""
+        """Write a file into the directory."""
         (self.folder / name).write_text(text)
 
     def machine(self, **facts: Any) -> None:
-        """Say what the machine is like."""
+        """Simulate facts about the machine."""
         self.monkeypatch.setattr(machine, "look", lambda: replace(SOUND_MACHINE, **facts))
 
     def gpus(self, count: int = 1, *, bfloat16: bool = True) -> None:
-        """Let torch see GPUs."""
+        """Simulate GPUs."""
         import torch
 
         self.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -55,33 +55,34 @@ class World:
         self.monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16)
 
     def bfloat16(self, cost: float) -> None:
-        """Say how long a product in bfloat16 takes, in times of one in float32."""
+        """Simulate the time of a bfloat16 matmul as a multiple of a float32 one."""
         self.monkeypatch.setattr(machine, "bfloat16_cost", lambda: cost)
 
     def place(self, text: str) -> str:
-        """Return a text with TMP for this folder."""
+        """Return a text with TMP replaced by this directory."""
         return text.replace("TMP", str(self.folder))
 
 
-Deed = Callable[[World], object]
+Action = Callable[[World], object]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration that one rule refuses or warns of, and the repair.
+    """A configuration for which one rule has a finding, and the repair.
 
     Attributes:
-        name: code and function of the rule, as in ``R14 batches.mini_batch_divides``.
-        keys: overrides that are wrong, one a word.
-        says: what the message must say of it: numbers and names.
-        fix: overrides that the message gives as its fix, letter by letter; with them the check is silent.
-        advice: what the fix says where it is not (only) an override.
+        name: code and function of the rule, such as ``R14 batches.mini_batch_divides``.
+        keys: wrong overrides, separated by spaces.
+        says: numbers, keys and names that the message must contain.
+        fix: overrides that the fix must contain; with them there are no findings.
+        advice: a text that the fix must contain when it is not (only) an override.
         then: overrides that follow the advice.
-        given: overrides before and after.
-        spoil, mend: the same for what is no key: files, rows, the machine.
-        tree: the command whose configuration it is.
-        warns: whether the run goes on all the same.
-        beside: codes of further rules that the same mistake calls up.
+        given: overrides before and after the repair.
+        breaks: changes files, rows or the machine so that the rule has a finding.
+        repairs: reverts that change.
+        tree: command of the configuration.
+        warns: whether the finding is a warning.
+        also: codes of further rules with findings.
     """
 
     name: str
@@ -91,25 +92,25 @@ class Case:
     advice: str = ""
     then: str = ""
     given: str = ""
-    spoil: Deed | None = None
-    mend: Deed | None = None
+    breaks: Action | None = None
+    repairs: Action | None = None
     tree: str = "train"
     warns: bool = False
-    beside: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:
-        """The code that the message bears."""
+        """Code of the message."""
         return self.name.split()[0]
 
     @property
     def repaired_keys(self) -> list[str]:
-        """The overrides after the repair: what is given anew takes the place of what was wrong."""
-        anew = [*self.fix.split(), *self.then.split()]
-        names = {override.partition("=")[0] for override in anew}
-        return [override for override in self.keys.split() if override.partition("=")[0] not in names] + anew
+        """Overrides after the repair: those of the fix replace wrong ones of the same key."""
+        repaired = [*self.fix.split(), *self.then.split()]
+        names = {override.partition("=")[0] for override in repaired}
+        return [override for override in self.keys.split() if override.partition("=")[0] not in names] + repaired
 
 
 def message(text: str, role: str = "user", **more: Any) -> dict[str, Any]:
-    """A chat message."""
+    """Return a chat message."""
     return {"role": role, "content": text, **more}

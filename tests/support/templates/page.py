@@ -45,7 +45,7 @@ def models_page(existing: str) -> str:
 def _line(name: str) -> str:
     found = report(name)
     said = {check.name: check for check in found.checks}
-    ends = ", ".join(f"`{end.split(' (')[0]}`" for end in said["end of turn"].said.split(", "))
-    results = "one by one" if "one by one" in said["tool results"].said else "together"
+    ends = ", ".join(f"`{end.split(' (')[0]}`" for end in said["end of turn"].detail.split(", "))
+    results = "one by one" if "one by one" in said["tool results"].detail else "together"
     cells = [TITLES[name], found.renderer, found.parser, ends.replace("|", "\\|"), results, found.verdict]
     return "| " + " | ".join(cells) + " |"

@@ -12,7 +12,7 @@ from support.examples import examples
 from support.templates import SHAPES, tokenizer
 
 from hone.agents.messages import AssistantTurn, ToolCall, tool_message
-from hone.agents.parsers import TOOL_PARSERS, parser_for
+from hone.agents.parsers import TOOL_PARSERS
 from hone.agents.rendering import renderer_for
 from hone.agents.rendering.probes import ASKED, call, calling
 
@@ -27,7 +27,7 @@ HARMONY = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
     ("name", "text", "error"),
     [
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1,}}</tool_call>', "not valid JSON"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON value"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'has no "name"'),
         ("hermes", '<tool_call>{"name": "add"}</tool_call>', 'has no "arguments"'),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', "not an object but a string"),
@@ -35,7 +35,7 @@ HARMONY = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}', "not closed by </tool_call>"),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
         ("qwen3_coder", "<tool_call>add(1)</tool_call>", "no <function=...> block"),
-        ("qwen3_coder", "<tool_call><function=add>a=1</function></tool_call>", "cannot be read from 'a=1' on"),
+        ("qwen3_coder", "<tool_call><function=add>a=1</function></tool_call>", "a=1"),
         (
             "qwen3_coder",
             "<tool_call><function=add><parameter=b>\none\n</parameter></function></tool_call>",
@@ -137,7 +137,7 @@ def test_any_tokens_can_be_read(name: str, data: st.DataObject) -> None:
             st.one_of(st.integers(0, len(made) - 1), st.sampled_from(sorted(made.added_tokens_decoder))), max_size=30
         )
     )
-    turn = parser_for(made).parse(
+    turn = renderer_for(made).parser.parse(
         pieces, TOOLS, calls_before=data.draw(st.integers(0, 3)), thinking=data.draw(st.booleans())
     )
     _sound(turn)

@@ -2,8 +2,8 @@
 
 import asyncio
 
+from hone.agents.context import EpisodeContext
 from hone.agents.player import Player
-from hone.agents.setting import Setting
 from hone.data.types import Sample, StopReason
 from hone.generation.protocol import Completion, SamplingParams
 
@@ -40,7 +40,7 @@ def test_every_sample_is_asked_n_times_and_tokens_pass_through_untouched():
         Sample(uid=uid, prompt_ids=[number], messages=None, data_source="x") for number, uid in enumerate(["a#b", "c"])
     ]
     engine, sampling = Scripted(), SamplingParams(max_tokens=5)
-    player = Player(engine, Setting(Tokens()))  # type: ignore[arg-type]
+    player = Player(engine, EpisodeContext(Tokens()))  # type: ignore[arg-type]
     played = asyncio.run(player.play(samples, sampling, n=2, seed_of=lambda uid, index: 100 * len(uid) + index))
 
     (asked,) = engine.calls  # episodes that begin together are one call: a group shares its prefill

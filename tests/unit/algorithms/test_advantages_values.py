@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.messages import raises
 
 from hone.algorithms import advantage_estimators, masked_mean, masked_whiten
 from hone.algorithms.advantages import Groups, place_rewards, turn_returns, turn_rewards
@@ -83,7 +84,7 @@ def test_group_ids_as_a_tensor_as_numbers_and_of_wrong_length() -> None:
     expected = grpo(rewards, mask, group_ids=list("aabb"))[0]
     for ids in (torch.tensor([7, 7, 1, 1]), [(0, 1), (0, 1), (2,), (2,)]):
         assert torch.equal(grpo(rewards, mask, group_ids=ids)[0], expected)
-    with pytest.raises(ConfigError, match="3 entries for 4 sequences"):
+    with raises(ConfigError, "3 entries", "4 sequences"):
         grpo(rewards, mask, group_ids=list("aab"))
 
 
@@ -170,7 +171,7 @@ def test_whitening_in_place_equals_the_masked_one() -> None:
 
 
 def test_best_two_of_a_group() -> None:
-    groups = Groups.of(list("aaabc"), torch.tensor([[1], [1], [1], [1], [0]]))
+    groups = Groups.from_ids(list("aaabc"), torch.tensor([[1], [1], [1], [1], [0]]))
     best, second, first = groups.best_two(torch.tensor([2.0, 5.0, 5.0, 1.0, 9.0]))
     assert best.tolist() == [5, 5, 5, 1, -math.inf]
     assert second.tolist() == [5, 5, 5, -math.inf, -math.inf]
@@ -198,22 +199,22 @@ def test_turn_rewards_undo_the_placement_and_are_discounted_by_turn() -> None:
     placed = torch.tensor([[1.0, 1.0, math.nan, 3.0, 0.0], [math.nan] * 5])
     rewards = turn_rewards(placed, MASK, TURNS)
     assert rewards.tolist() == [[2, 0, 3], [0, 0, 0]]
-    # turn 1 was not sampled: it is no step, and costs no discount
+    # turn 1 was not sampled: it is not a step, and is not discounted
     present = torch.tensor([[True, False, True], [False] * 3])
     assert turn_returns(rewards, present, gamma=0.5).tolist() == [[3.5, 0, 3], [0, 0, 0]]
 
 
 def test_wrong_placements() -> None:
-    with pytest.raises(ConfigError, match="reward of 4 for turn 1, which has no sampled token"):
+    with raises(ConfigError, "row 0", "reward of 4", "turn 1"):
         place_rewards(torch.tensor([[1.0, 4.0, 2.0], [0.0, 0.0, 0.0]]), MASK, "turn", turn_ids=TURNS)
-    with pytest.raises(ConfigError, match="need turn_ids"):
+    with raises(ConfigError, "turn_ids"):
         place_rewards(torch.zeros(2, 3), MASK, "turn")
-    with pytest.raises(ConfigError, match="unknown level 'turns'"):
+    with raises(ConfigError, "'turns'", "turn"):
         place_rewards(torch.zeros(2, 3), MASK, "turns")
     for rewards, level in (
         (torch.zeros(2, 1), "trajectory"),
         (torch.zeros(2, 4), "token"),
         (torch.zeros(3, 3), "turn"),
     ):
-        with pytest.raises(ConfigError, match=f"level '{level}' have shape"):
+        with raises(ConfigError, f"'{level}'", "B=2"):
             place_rewards(rewards, MASK, level, turn_ids=TURNS)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from oracles import algorithms as aggregation
 from oracles import divergences as oracle
 from support.examples import examples
+from support.messages import raises
 from support.ragged_cases import Case, build, cases
 from torch import Tensor
 
@@ -89,7 +90,7 @@ def test_top_k_with_the_rest_is_exact_and_never_above_the_whole(
     ]
     assert result.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert bool((result <= whole * (1 + 1e-6) + 1e-9).all())
-    if count == vocabulary - 1:  # one token is its own bucket
+    if count == vocabulary - 1:  # one token is a bucket by itself
         torch.testing.assert_close(result, whole, rtol=1e-6, atol=1e-9)
 
 
@@ -134,9 +135,9 @@ def test_jensen_shannon_is_bounded_symmetric_and_reaches_both_kls() -> None:
     reverse = divergence(student, teacher, "jsd", beta=1 - tiny) / tiny
     torch.testing.assert_close(reverse, divergence(student, teacher, "reverse_kl"), rtol=1e-3, atol=1e-6)
     for beta in (0.0, 1.0):
-        with pytest.raises(ConfigError, match="between 0 and 1"):
+        with raises(ConfigError, f"beta={beta}", "above 0", "below 1"):
             divergence(student, teacher, "jsd", beta=beta)
-    with pytest.raises(ConfigError, match="Did you mean"):
+    with raises(ConfigError, "'reverse'", "Did you mean reverse_kl"):
         divergence(student, teacher, "reverse")
 
 
@@ -164,7 +165,7 @@ def test_full_kl_of_top_k_and_lower_precision() -> None:
     torch.testing.assert_close(
         low.double(), full_kl(a.bfloat16().double(), b.bfloat16().double()), rtol=1e-4, atol=1e-5
     )
-    with pytest.raises(ConfigError, match="full_kl"):
+    with raises(ConfigError, "hone.algorithms.full_kl"):
         kl_penalty(a[:, 0], b[:, 0], "full")
 
 
@@ -341,9 +342,9 @@ def test_advantages_are_zero_outside_the_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "mention"),
     [
-        ({"loss_mode": "k1"}, "loss_mode=k1\\+"),
+        ({"loss_mode": "k1"}, "loss_mode=k1+"),
         ({"loss_mode": "kl"}, "distillation_advantages"),
         ({"loss_mode": "forward_topk"}, "forward_kl_topk"),
         ({"loss_mode": "k3", "log_prob_min_clamp": 10.0}, "log_prob_min_clamp=-10"),
@@ -351,13 +352,13 @@ def test_advantages_are_zero_outside_the_mask() -> None:
         ({"loss_mode": "reverse_kl_topk", "tail_bucket": False}, "tail_bucket=true"),
     ],
 )
-def test_a_wrong_setting_is_explained(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_wrong_setting_is_explained(settings: dict, mention: str) -> None:
+    with raises(ConfigError, mention):
         distillation_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), **settings)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not fit"):
+def test_shapes_that_do_not_match_are_refused() -> None:
+    with raises(ValueError, "(2, 3, 4)", "(2, 3, 5)"):
         distillation_loss(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), torch.ones(2, 3), loss_mode="reverse_kl")
-    with pytest.raises(ValueError, match="do not fit"):
+    with raises(ValueError, "(2, 3)", "(2, 4)"):
         distillation_advantages(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 4))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import algorithms as oracle
 from support.examples import examples
+from support.messages import raises
 from support.ragged_cases import Case, build, cases, rows_of
 from torch import Tensor
 
@@ -36,12 +37,12 @@ def test_aggregation_equals_the_oracle(case: Case, mode: str) -> None:
 
 def test_aggregation_refuses_what_it_cannot_know() -> None:
     loss, mask = torch.ones(2, 3), torch.ones(2, 3)
-    with pytest.raises(ConfigError, match="token-mean"):
+    with raises(ConfigError, "token-mean"):
         aggregate_loss(loss, mask, "token-men")
-    with pytest.raises(ConfigError, match="loss_scale_factor"):
+    with raises(ConfigError, "loss_scale_factor"):
         aggregate_loss(loss, mask, "seq-mean-token-sum-norm")
     for mode, name in {"token-mean": "batch_num_tokens", "seq-mean-token-sum": "global_batch_size"}.items():
-        with pytest.raises(ValueError, match=name):
+        with raises(ValueError, name, "dp_size=2"):
             aggregate_loss(loss, mask, mode, dp_size=2)
 
 

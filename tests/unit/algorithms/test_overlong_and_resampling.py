@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import corrections as oracle
 from support.examples import examples
+from support.messages import raises
 
 from hone.algorithms import REWEIGHT_METHODS, overlong_penalty, resample, resampling_weights
 from hone.errors import ConfigError, RewardError
@@ -33,15 +34,15 @@ def test_overlong_penalty(lengths: list[int], limit: int, share: float, factor: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "mention"),
     [
         ((100, 0, 1.0), "buffer_len=0"),
         ((100, 101, 1.0), "max_resp_len=100"),
         ((100, 20, -1.0), "penalty_factor=1.0"),
     ],
 )
-def test_overlong_penalty_refuses_wrong_numbers(arguments: tuple, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_overlong_penalty_refuses_wrong_numbers(arguments: tuple, mention: str) -> None:
+    with raises(ConfigError, mention):
         overlong_penalty(torch.tensor([1]), *arguments)
 
 
@@ -83,9 +84,9 @@ def test_resample_keeps_the_size_and_takes_an_empty_batch() -> None:
 
 def test_resampling_refuses_what_it_cannot_weigh() -> None:
     generator = torch.Generator()
-    with pytest.raises(RewardError, match="sample 2 is nan"):
+    with raises(RewardError, "sample 2", "nan"):
         resample(torch.tensor([1.0, 0.0, math.nan]), generator=generator)
-    with pytest.raises(ConfigError, match="max_min"):
+    with raises(ConfigError, "max_min"):
         resample(torch.tensor([1.0]), "maxmin", generator=generator)
-    with pytest.raises(ConfigError, match="weight_pow=-1"):
+    with raises(ConfigError, "weight_pow=-1"):
         resample(torch.tensor([1.0]), generator=generator, weight_pow=-1)

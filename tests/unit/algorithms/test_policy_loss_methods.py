@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import raises
 from support.ragged_cases import Case, build
 from torch import Tensor
 
@@ -173,8 +174,8 @@ def test_without_preparation_the_choice_is_made_within_the_micro_batch() -> None
     loss = policy_losses.get("kl_cov")
     whole = loss.prepare(case.old, case.new, case.advantages, case.mask, kl_cov_ratio=0.1)["chosen"]
     halves = [case.select(list(range(i, i + 6))) for i in (0, 6)]
-    apart = [loss.prepare(h.old, h.new, h.advantages, h.mask, kl_cov_ratio=0.1)["chosen"] for h in halves]
-    assert not torch.equal(torch.cat(apart), whole)
+    per_half = [loss.prepare(h.old, h.new, h.advantages, h.mask, kl_cov_ratio=0.1)["chosen"] for h in halves]
+    assert not torch.equal(torch.cat(per_half), whole)
 
 
 # -------------------------------------------------------------------------------------------------------------- bypass
@@ -210,45 +211,44 @@ def test_bypass_weighs_and_rejects_as_rollout_correction_does(level: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "mention"),
     [
         ("vanilla", {"clip_ratio_lo": 0.1}, "clip_ratio_low"),
-        ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c=1.0 must be above 1"),
-        ("dppo_tv", {"clip_ratio_c": 0.5}, "clip_ratio_c=0.5 must be above 1"),
-        ("gspo", {"clip_ratio_high": -0.1}, "clip_ratio_high=-0.1 must not be negative"),
-        ("sapo", {"tau_neg": 0.0}, "tau_neg=0.0 must be positive"),
-        ("dro", {"dro_beta": 0.0}, "dro_beta=0.0 must be positive"),
-        ("m2po", {"m2_threshold": 0.0}, "m2_threshold=0.0 must be positive"),
+        ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c=1.0"),
+        ("dppo_tv", {"clip_ratio_c": 0.5}, "clip_ratio_c=0.5"),
+        ("gspo", {"clip_ratio_high": -0.1}, "clip_ratio_high=-0.1"),
+        ("sapo", {"tau_neg": 0.0}, "tau_neg=0.0"),
+        ("dro", {"dro_beta": 0.0}, "dro_beta=0.0"),
+        ("m2po", {"m2_threshold": 0.0}, "m2_threshold=0.0"),
         ("clip_cov", {"clip_cov_ratio": 1.5}, "clip_cov_ratio=1.5"),
-        ("clip_cov", {"clip_cov_lb": 5.0}, "clip_cov_lb=5.0 is not below clip_cov_ub=5.0"),
+        ("clip_cov", {"clip_cov_lb": 5.0}, "clip_cov_lb=5.0"),
         ("kl_cov", {"kl_cov_ratio": 0.0}, "kl_cov_ratio=0.0"),
         ("kl_cov", {"ppo_kl_coef": -1.0}, "ppo_kl_coef=-1.0"),
         ("bypass_mode", {"loss_type": "reinfore"}, "reinforce"),
         ("bypass_mode", {"rollout_is": "token"}, "ppo_clip"),
         ("bypass_mode", {"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize"),
-        ("gpg", {"dro_beta": 1.0}, "no option 'dro_beta'"),
+        ("gpg", {"dro_beta": 1.0}, "'dro_beta'"),
     ],
 )
-def test_mistakes_say_what_to_do(name: str, options: dict[str, Any], message: str) -> None:
+def test_mistakes_say_what_to_do(name: str, options: dict[str, Any], mention: str) -> None:
     x = torch.zeros(1, 2)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, mention, "Fix:"):
         policy_losses.get(name)(x, x, x, x + 1, **options)
-    assert message in str(error.value) and "Fix:" in str(error.value)
     if name in ("clip_cov", "m2po"):
-        with pytest.raises(ConfigError, match=message):
+        with raises(ConfigError, mention):
             policy_losses.get(name).prepare(x, x, x, x + 1, **options)
 
 
 def test_common_options_are_always_taken_and_others_never() -> None:
     x = torch.zeros(1, 2)
     policy_losses.get("gpg")(x, x, x, x + 1, clip_ratio_low=0.1, clip_ratio_high=0.1, clip_ratio_c=2.0)
-    with pytest.raises(ConfigError, match="no option 'prepared'"):
+    with raises(ConfigError, "'prepared'"):
         policy_losses.get("m2po").prepare(x, x, x, x + 1, prepared={})
 
 
 def test_shapes_that_would_broadcast_are_refused() -> None:
     x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"\(2, 1\).*\(2, 3\)"):
+    with raises(ValueError, "(2, 1)", "(2, 3)"):
         policy_losses.get("vanilla")(x, x, x[:, :1], x)
 
 
@@ -262,9 +262,9 @@ def test_a_loss_of_ones_own_by_import_path(tmp_path: Path, monkeypatch: pytest.M
         "    return TokenLoss(-scale * advantages * ratio, ratio)\n"
     )
     monkeypatch.chdir(tmp_path)
-    own = policy_losses.get("my_losses:unclipped")
-    assert own.formula == "The surrogate without a clip." and own.options == {"scale"}
+    my_loss = policy_losses.get("my_losses:unclipped")
+    assert my_loss.formula == "The surrogate without a clip." and my_loss.options == {"scale"}
     x = torch.zeros(1, 2)
-    assert float(own(x, x, x + 1, x + 1, scale=2.0, clip_ratio_low=0.1)[0]) == -2.0
-    with pytest.raises(ConfigError, match="it must be a function of"):
+    assert float(my_loss(x, x, x + 1, x + 1, scale=2.0, clip_ratio_low=0.1)[0]) == -2.0
+    with raises(ConfigError, "my_losses:NUMBER", "(old_log_probs, log_probs, advantages, response_mask, *, options)"):
         policy_losses.get("my_losses:NUMBER")

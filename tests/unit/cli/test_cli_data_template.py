@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.chat_templates import CHATML_SYSTEM, NUMBERED
+from support.messages import mentioned, raises
 from support.templates import SHAPES, Shape, tokenizer, tokenizer_with
 from support.templates.page import models_page, report
 from typer.testing import CliRunner
@@ -41,29 +42,29 @@ def test_a_template_that_appends(tmp_path: Path) -> None:
 def test_a_template_that_ignores_tools(chatml: Path) -> None:
     shown = run(chatml, "--json")
     found = json.loads(shown.output)
-    assert shown.exit_code == 2 and not found["usable"] and found["verdict"] == "not usable as it is: tools"
+    assert shown.exit_code == 2 and not found["usable"] and found["verdict"].endswith(": tools")
     (bad,) = [check for check in found["checks"] if check["outcome"] == "fails"]
-    assert "ignores tools: 'get_weather'" in bad["said"]
+    assert bad["name"] == "tools" and mentioned("get_weather", bad["said"])
     assert run(chatml, "--no-tools").exit_code == 0
     as_text = run(chatml, "--renderer", "text_tools")
     assert (
         as_text.exit_code == 0 and "renderer text_tools" in as_text.output and "read back by hermes" in as_text.output
     )
     wrong = run(chatml, "--renderer", "text_tools", "--format", "kimi")
-    assert wrong.exit_code == 2 and "is not read by kimi: choose another multi_turn.format" in wrong.output
+    assert wrong.exit_code == 2 and mentioned("kimi", wrong.output) and mentioned("multi_turn.format", wrong.output)
 
 
 def test_the_end_of_turns(chatml: Path) -> None:
     """A token that ends turns is compared with those at which generations end by themselves."""
     number = tokenizer_with(CHATML_SYSTEM, CHATML).convert_tokens_to_ids("<|im_end|>")
-    told = f"note   end of turn: <|im_end|> ({number}) ends turns, and generation_config.json does not name it"
-    assert told in run(chatml, "--no-tools").output
+    note = f"note   end of turn: <|im_end|> ({number})"
+    assert note in run(chatml, "--no-tools").output
     (chatml / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, number]}))
     assert f"ok     end of turn: <|im_end|> ({number})\n" in run(chatml, "--no-tools").output
 
 
 def test_templates_that_rewrite(chatml: Path, tmp_path: Path) -> None:
-    """Changing an earlier turn when more follows splits samples; changing what stands before a turn is refused."""
+    """Changing an earlier turn when more follows splits samples; changing the text before a turn is refused."""
     marked = CHATML_SYSTEM.replace(
         "{{ m.content }}", "{% if not loop.last and m.role == 'assistant' %}(old) {% endif %}{{ m.content }}"
     )
@@ -75,27 +76,26 @@ def test_templates_that_rewrite(chatml: Path, tmp_path: Path) -> None:
         and "splits append-only at a user's message" in shown.output
         and "becomes '\\n(old) It" in shown.output
     )
-    assert "verdict: append-only within a turn of the user, splits at the next one" in shown.output
     shown = run(chatml, "--template", tmp_path / "numbered.jinja", "--no-tools")
-    assert shown.exit_code == 2 and "does not begin with the generation prompt it was asked with" in shown.output
+    assert shown.exit_code == 2 and "fails  append-only at a user's message" in shown.output
 
 
 def test_thoughts(tmp_path: Path) -> None:
     tokenizer("qwen3").save_pretrained(tmp_path)
-    assert "earlier thoughts are removed at a user's message: samples are split there" in run(tmp_path).output
+    assert "splits append-only with thoughts" in run(tmp_path).output
     closed = run(tmp_path, "--kwargs", '{"enable_thinking": false}', "--json")
     assert "</think>" in json.loads(closed.output)["checks"][0]["said"]
 
 
 def test_mistakes(tmp_path: Path, chatml: Path) -> None:
-    with pytest.raises(ConfigError, match="--kwargs is not JSON"):
+    with raises(ConfigError, "--kwargs", "JSON"):
         run(chatml, "--kwargs", "{enable_thinking}")
-    with pytest.raises(ConfigError, match="not a JSON object"):
+    with raises(ConfigError, "[1]", "JSON"):
         run(chatml, "--kwargs", "[1]")
     bare = tokenizer_with(CHATML_SYSTEM, CHATML)
     bare.chat_template = None
     bare.save_pretrained(tmp_path / "bare")
-    with pytest.raises(DataError, match="no chat template"):
+    with raises(DataError, "bare"):
         run(tmp_path / "bare")
 
 
@@ -110,7 +110,7 @@ def test_the_template_for_small_models(tmp_path: Path) -> None:
     )
     shown = run(tmp_path / "t")
     assert shown.exit_code == 0 and shown.output.endswith("verdict: append-only\n")
-    with pytest.raises(DataError, match="256 bytes and 6 special tokens need 262"):
+    with raises(DataError, 256, 6, 262):
         train_tokenizer([tmp_path / "text.jsonl"], tmp_path / "u", vocab_size=261, template="chatml_tools")
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hone.cli import runs
 from hone.cli.main import app, main
 from hone.insight.run_directory import RunDirectory
-from hone.preflight.plan import profile
+from hone.preflight.plan import local
 from hone.preflight.plan.devices import GIB, Device
 
 SETTINGS = {
@@ -38,20 +38,20 @@ def call(*arguments: str) -> Any:
 
 def test_a_plan_from_the_config_alone(words: list[str]) -> None:
     done = call(*words, "--device", "h200", "--json")
-    found = json.loads(done.output)
-    assert done.exit_code == 0 and not found["fits"] and found["fits_with_knobs"]
-    assert found["model"]["parameters"] == 8030261248, "of Llama 3.1 8B"
-    assert found["knobs"][0]["setting"].startswith("actor_rollout_ref.")
-    (pool,) = found["pools"]
+    plan = json.loads(done.output)
+    assert done.exit_code == 0 and not plan["fits"] and plan["fits_with_knobs"]
+    assert plan["model"]["parameters"] == 8030261248, "of Llama 3.1 8B"
+    assert plan["knobs"][0]["setting"].startswith("actor_rollout_ref.")
+    (pool,) = plan["pools"]
     for phase in pool["phases"].values():
         assert phase["total"] == pytest.approx(sum(size for name, size in phase.items() if name != "total"))
     text = call(*words, "--device", "h200").output
-    assert "8.03 billion parameters" in text and "to make it fit, in this order:" in text
+    assert "8.03 billion parameters" in text and plan["knobs"][0]["setting"] in text
 
 
 def test_a_placement(words: list[str]) -> None:
     done = call(*words, "--cluster", "8xH100", "actor_rollout_ref.actor.dtype=bfloat16")
-    assert done.exit_code == 0 and "run it with:" in done.output and "trainer.n_gpus_per_node=8" in done.output
+    assert done.exit_code == 0 and "trainer.n_gpus_per_node=8" in done.output
 
 
 def test_exit_code_when_nothing_fits(words: list[str]) -> None:
@@ -59,19 +59,19 @@ def test_exit_code_when_nothing_fits(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "mention"),
     [
-        (["--cluster", "many"], "does not describe a cluster"),
-        (["--device", "H1000"], "no GPU called 'H1000'"),
-        (["--cluster", "8xH100", "--of", "sft"], "there is nothing to place"),
+        (["--cluster", "many"], "'many'"),
+        (["--device", "H1000"], "'H1000'"),
+        (["--cluster", "8xH100", "--of", "sft"], "`hone sft`"),
     ],
 )
-def test_mistakes(words: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(words: list[str], more: list[str], mention: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "sft" in more:
         words = ["plan"]
     with pytest.raises(SystemExit) as ended:
         main([*words, *more])
-    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert ended.value.code == 2 and mention in capsys.readouterr().err
 
 
 def test_this_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]) -> None:
@@ -82,15 +82,15 @@ def test_this_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path
         measured.append(name)
         return Device(name, on_cpu, 0.0, 1e11, 1e11, 1e10, 1e-6, 5e9, 1e9, 0.0, 0.4 * GIB)
 
-    monkeypatch.setattr(profile, "_measured", measure)
-    local = [*words, "trainer.device=cpu", "--json"]
-    first = json.loads(call(*local).output)
+    monkeypatch.setattr(local, "_measured", measure)
+    here = [*words, "trainer.device=cpu", "--json"]
+    first = json.loads(call(*here).output)
     assert first["device"]["wide_rate"] == 1e11 and first["device"]["memory"] > GIB
-    assert json.loads(call(*local).output) == first and len(measured) == 1
-    _ = call(*local, "--measure")
+    assert json.loads(call(*here).output) == first and len(measured) == 1
+    _ = call(*here, "--measure")
     assert len(measured) == 2
     (tmp_path / "hone" / "devices.json").write_text('{"x": {"name": "of another version"}}')
-    _ = call(*local)
+    _ = call(*here)
     assert len(measured) == 3
 
 
@@ -98,7 +98,7 @@ def test_this_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_measured_device_is_plausible() -> None:
     from hone.preflight.machine import look
 
-    found = profile._measured("here", True, look())
+    found = local._measured("here", True, look())
     assert 1e9 < found.wide_rate < 1e14 and 1e8 < found.bandwidth < 1e12 and 1e-8 < found.launch < 1e-2
     assert 0.1 * GIB < found.overhead < 4 * GIB
 
@@ -113,9 +113,9 @@ def test_prediction_and_measurement_are_shown(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["plan"] == plan and record["memory"] == memory
     (text,) = runs._memory(record).values()
-    assert text == "1.00 GiB measured above 0.40 GiB of the bare process, 1.10 GiB predicted (update), +10%"
+    assert all(part in text for part in ("1.00 GiB", "0.40 GiB", "1.10 GiB", "(update)", "+10%"))
     assert "main[0]" in call("runs", "show", str(tmp_path / "run")).output
     directory.start(seed=1, config_yaml="a: 1\n")
     assert json.loads((tmp_path / "run/run.json").read_text())["memory"] == {}, (
-        "of the run that goes on, not the one before"
+        "of the resumed run, not of the one before"
     )

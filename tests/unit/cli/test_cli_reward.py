@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.messages import check_message, mentioned, raises
 from typer.testing import CliRunner
 
 from hone.cli.reward import app
@@ -45,8 +46,8 @@ def reward(tmp_path):
 
 def test_a_built_in_scorer(data, tmp_path):
     shown = run("--data", data, "--rows", 4, "--show", 1, "--png", tmp_path / "h.png", "--output", tmp_path / "o.jsonl")
-    assert shown.exit_code == 0 and "nothing wrong with this reward" in shown.output
-    assert "golden (best form)" in shown.output and "ms a call" in shown.output and "####" in shown.output
+    assert shown.exit_code == 0 and " R" not in shown.output
+    assert "golden (best form)" in shown.output and "ms per call" in shown.output and "####" in shown.output
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     kinds = {record["kind"] for record in records}
@@ -57,31 +58,31 @@ def test_a_built_in_scorer(data, tmp_path):
 
 BROKEN = {
     "always the same": ("    return 0.5", "R49", "the reward is 0.5 for all"),
-    "the wrong way round": ("    return float(ground_truth not in solution_str)", "R49", "no better than garbage"),
-    "pays for nothing": ("    return 1.0 if not solution_str else float(solution_str == ground_truth)", "R49", "no better than garbage"),
+    "the wrong way round": ("    return float(ground_truth not in solution_str)", "R49", "garbage"),
+    "pays for nothing": ("    return 1.0 if not solution_str else float(solution_str == ground_truth)", "R49", "garbage"),
     "pays for length": ("    return len(solution_str) / 1000", "R49", "garbage"),
-    "text": ("    return 'good'", "R51", "gave no finite number"),
-    "no number": ("    return float('nan')", "R51", "gave no finite number"),
-    "forgets to return": ("    score = float(ground_truth in solution_str)", "R51", "gave no finite number"),
-    "a dict without a score": ("    return {'reward': 1.0}", "R51", "gave no finite number"),
-    "raises on most text": ("    return float(solution_str == ground_truth) if float(solution_str) else 0", "R52", "calls in a worker process failed"),
-    "kills its process": ("    import os; os._exit(1)", "R52", "calls in a worker process failed"),
-    "never ends": ("    while 'lorem' not in solution_str: pass", "R52", "a call did not end"),
-    "cannot be loaded": ("    return 1.0\nimport no_such_module", "E-reward", "importing"),
-    "other arguments": ("    return 1.0\ndef compute_score(text): return 1.0", "E-reward", "cannot be called with"),
+    "text": ("    return 'good'", "R51", "finite number"),
+    "no number": ("    return float('nan')", "R51", "finite number"),
+    "forgets to return": ("    score = float(ground_truth in solution_str)", "R51", "finite number"),
+    "a dict without a score": ("    return {'reward': 1.0}", "R51", "finite number"),
+    "raises on most text": ("    return float(solution_str == ground_truth) if float(solution_str) else 0", "R52", "calls"),
+    "kills its process": ("    import os; os._exit(1)", "R52", "calls"),
+    "never ends": ("    while 'lorem' not in solution_str: pass", "R52", "call"),
+    "cannot be loaded": ("    return 1.0\nimport no_such_module", "E-reward", "no_such_module"),
+    "other arguments": ("    return 1.0\ndef compute_score(text): return 1.0", "E-reward", "data_source"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rewards_are_caught(data, reward, name):
-    body, code, words = BROKEN[name]
+    body, code, mention = BROKEN[name]
     try:
         result = run("--data", data, "--reward", reward(body), "--rows", 3, "--timeout", 1, "--json")
     except HoneError as error:  # the program prints it, and ends with 2
-        assert code == error.code and words in error.what
+        check_message(error, mention, code=code)
         return
     found = json.loads(result.output)["findings"]
-    assert any(entry["code"] == code and words in entry["what"] for entry in found), found
+    assert any(entry["code"] == code and mentioned(mention, entry["what"]) for entry in found), found
     assert result.exit_code == 2 or name == "pays for length"  # it may be what is wanted: a warning
 
 
@@ -89,13 +90,13 @@ def test_the_list_of_scorers():
     every = CliRunner().invoke(app, ["list", "--json"], catch_exceptions=False)
     scorers = {entry["name"]: entry for entry in json.loads(every.output)}
     assert scorers["gsm8k"]["options"] == {"method": "strict", "format_score": 0.0, "score": 1.0}
-    assert scorers["code"]["runs"] == "together, as a service answers" and "services" not in scorers["code"]["options"]
+    assert scorers["code"]["runs"] != scorers["math"]["runs"] and "services" not in scorers["code"]["options"]
     assert scorers["math"]["runs"] == "in worker processes" and "searchR1_*" in scorers["search_em"]["data_sources"]
     shown = CliRunner().invoke(app, ["list"], catch_exceptions=False).output
     assert "reasoning_gym" in shown and "options: method='strict'" in shown
     one = CliRunner().invoke(app, ["list", "code"], catch_exceptions=False).output
     assert "assert_case" in one and "codecontests" in one
-    with pytest.raises(HoneError, match="Did you mean code"):
+    with raises(HoneError, "'coed'", "code"):
         CliRunner().invoke(app, ["list", "coed"], catch_exceptions=False)
 
 
@@ -107,32 +108,32 @@ def test_json_and_arguments(data, reward):
     kinds = {row["kind"]: row for row in report["kinds"]}
     assert kinds["golden (best form)"]["min"] == 1.5 and kinds["empty"]["max"] == 0.5
     assert report["forms"]["as it is"] == 1.5 and report["rows"] == 3 and report["seconds_per_call"] > 0
-    with pytest.raises(HoneError, match="--set name=value"):
+    with raises(HoneError, "'bonus'", "--set name=value"):
         run("--data", data, "--reward", own, "--set", "bonus")
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "words"),
+    ("body", "code", "mention"),
     [
-        ("    return 0.0", "R49", "the reward is 0 for all"),
-        ("    return float(ground_truth not in solution_str)", "R49", "no better than garbage in 3 of 3 rows"),
-        ("    return float(solution_str)", "R52", "calls in a worker process failed"),
-        ("    return 'good'", "R51", "gave no finite number"),
+        ("    return 0.0", "R49", "0"),
+        ("    return float(ground_truth not in solution_str)", "R49", "3 of 3 rows"),
+        ("    return float(solution_str)", "R52", "calls"),
+        ("    return 'good'", "R51", "finite number"),
     ],
 )
-def test_harmful_rewards_end_with_2(data, reward, body, code, words):
+def test_harmful_rewards_end_with_2(data, reward, body, code, mention):
     result = run("--data", data, "--reward", reward(body), "--rows", 3, "--json")
     assert result.exit_code == 2
     found = [(finding["code"], finding["what"]) for finding in json.loads(result.output)["findings"]]
-    assert any(code == its and words in what for its, what in found), found
+    assert any(code == its and mentioned(mention, what) for its, what in found), found
 
 
-def test_traps_that_pay_and_traps_that_hang(data, reward):
+def test_rewarded_and_hanging_adversarial_answers(data, reward):
     pays = reward("    return float(ground_truth in solution_str)")
     result = run("--data", data, "--reward", pays, "--rows", 2, "--json")
     assert result.exit_code == 0, "a warning"
-    said = [finding["what"] for finding in json.loads(result.output)["findings"]]
-    assert any("traps score like a right answer" in what and "every number up to 200" in what for what in said)
+    findings = json.loads(result.output)["findings"]
+    assert any(found["code"] == "R49" and "every number up to 200" in found["what"] for found in findings)
     hangs = reward(
         "    import re\n    re.match(r'(a|aa)+$', 'a' * 60 + 'b') if 'nest' or len(solution_str) > 9000 else 0\n    return 0.0"
     )
@@ -146,7 +147,7 @@ def test_right_answers_of_all_kinds_of_ground_truth(tmp_path):
     file.write_text(
         "".join(json.dumps({"data_source": "x", "reward_model": {"ground_truth": t}}) + "\n" for t in truths)
     )
-    rows = scored_rows(file, reward_fn_key="data_source", most=6)
+    rows = scored_rows(file, reward_fn_key="data_source", limit=6)
     plain = [[text for form, text in golden(row) if form == "as it is"] for row in rows]
     assert plain[:3] == [["42"], ["42"], ["a", "b"]] and plain[4:] == [["blue"], []]
     assert eval(plain[3][0]) == 24
@@ -158,7 +159,7 @@ def test_right_answers_of_all_kinds_of_ground_truth(tmp_path):
 def test_rows_of_all_data_sources_are_taken_in_turn(tmp_path):
     file = tmp_path / "t.jsonl"
     file.write_text("".join(json.dumps({"data_source": "a" if n < 50 else "b"}) + "\n" for n in range(60)))
-    assert [row.sample.data_source for row in scored_rows(file, reward_fn_key="data_source", most=5)] == list("ababa")
+    assert [row.sample.data_source for row in scored_rows(file, reward_fn_key="data_source", limit=5)] == list("ababa")
 
 
 def test_histograms():

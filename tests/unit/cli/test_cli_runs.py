@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.messages import raises
 from typer.testing import CliRunner
 
 from hone.cli.runs import app
@@ -50,7 +51,7 @@ def test_list(root):
 
 def test_list_of_an_empty_and_of_no_folder(tmp_path):
     assert "no runs under" in invoke("list", "--root", tmp_path)
-    with pytest.raises(HoneError, match="no folder.*nowhere"):
+    with raises(HoneError, "--root", code="E-runs"):
         invoke("list", "--root", tmp_path / "nowhere")
 
 
@@ -96,14 +97,14 @@ def test_compare_chosen_metrics_as_json(root):
 
 
 def test_bad_input(root):
-    with pytest.raises(HoneError, match="no run 'fasst'") as caught:
+    with raises(HoneError, "'fasst'") as caught:
         invoke("show", "fasst", "--root", root)
     assert "fast" in caught.value.fix
-    with pytest.raises(HoneError, match="1 run to compare"):
+    with raises(HoneError, "hone runs compare A B", code="E-runs"):
         invoke("compare", "fast", "--root", root)
-    with pytest.raises(HoneError, match="no metric 'critic/reward/mean'") as caught:
+    with raises(HoneError, "'critic/reward/mean'") as caught:
         invoke("compare", "slow", "fast", "--root", root, "--metrics", "critic/reward/mean")
     assert "critic/rewards/mean" in caught.value.fix
     (root / "file").write_text("")
-    with pytest.raises(HoneError, match="cannot write"):
+    with raises(HoneError, "x.png"):
         invoke("compare", "slow", "fast", "--root", root, "--png", root / "file" / "x.png")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.judges import write_judge
+from support.messages import mentioned, raises
 from transformers import AutoModelForCausalLM
 
 from hone.cluster.context import WorkerContext
@@ -49,7 +50,7 @@ def config_of(directory: Path | None, **settings) -> RLConfig:
 
 def worker(config: RLConfig) -> GenerativeRewardModelWorker:
     (spec,) = (role for role in model_roles(config) if role.name == "reward_model")
-    assert spec.cls is GenerativeRewardModelWorker and spec.whole
+    assert spec.cls is GenerativeRewardModelWorker and spec.replicated
     context = WorkerContext(config, torch.device("cpu"))
     path = config.reward.reward_model.path
     context.tokenizer = load_tokenizer(path) if path else None
@@ -81,7 +82,7 @@ def test_it_writes_what_transformers_writes_and_its_score_is_read(directory):
 def test_it_asks_what_the_row_asks(directory):
     judge = worker(config_of(directory))
     rows = (answer("12"), answer("12", messages=None, extra={"question": "copy 12"}), answer("12", messages=None))
-    seen = [judge._asked(row) for row in rows]
+    seen = [judge._judge_prompt(row) for row in rows]
     assert seen[0] == seen[1] == "copy 12: 12?"
     assert seen[2] == f"{judge.policy_tokenizer.decode([1, 2], skip_special_tokens=True)}: 12?"
 
@@ -90,15 +91,15 @@ def test_what_is_longer_than_the_budget_has_no_score_and_the_others_do(directory
     short = len(render_prompt(load_tokenizer(str(directory)), [{"role": "user", "content": "copy 12: 12?"}]))
     judge = worker(config_of(directory, max_token_len_per_gpu=short + 8))
     scores, words = judged(judge, answer("12"), answer("12 " * 40), answer("1"))
-    assert math.isnan(scores[1]) and words[1].startswith("(not asked: more than")
+    assert math.isnan(scores[1]) and mentioned(str(judge.longest), words[1])
     assert [scores[0], scores[2]] == pytest.approx([0.9, 0.2])
 
 
 def test_a_path_and_a_rubric_are_needed(directory, tmp_path):
-    with pytest.raises(ConfigError, match="no model is named"):
+    with raises(ConfigError, "reward.reward_model.path"):
         worker(config_of(None))
     config = config_of(directory)
     (tmp_path / "empty.txt").write_text("how good is it?")
     config.reward.judge.prompt = str(tmp_path / "empty.txt")
-    with pytest.raises(RewardError, match="has no {response}"):
+    with raises(RewardError, "{response}"):
         worker(config)

@@ -1,4 +1,4 @@
-"""The supervisor: what a run starts with is left out of garbage collections, and let in again at its end."""
+"""The supervisor: objects from the start of a run are excluded from garbage collections until its end."""
 
 import gc
 from pathlib import Path

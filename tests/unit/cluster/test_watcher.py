@@ -1,4 +1,4 @@
-"""What the watcher notes of a driver that is gone."""
+"""Record of the watcher about a driver that is gone."""
 
 from __future__ import annotations
 

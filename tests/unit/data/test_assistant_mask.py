@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from support import chat_templates as chats
 from support.chat_templates import assistant, user
 from support.examples import examples
+from support.messages import raises
 
 from hone.data.assistant_mask import render_conversations
 from hone.data.chat import render_prompt, render_prompts
@@ -72,7 +73,7 @@ def test_answers_that_begin_with_a_line_break_keep_the_tokens_of_the_prompt(with
     assert written(tokenizer, ids, mask) == ["\n\nb<|im_end|>", "\nd<|im_end|>"]
 
 
-def test_a_template_that_varies_only_the_wrapping_of_earlier_turns_counts_them_as_they_stand(with_template):
+def test_a_template_that_varies_only_the_wrapping_of_earlier_turns_counts_the_final_rendering(with_template):
     tokenizer = with_template(chats.THINK)
     messages = [user("a"), assistant("b"), user("c"), assistant("<think>\nhm\n</think>\n\nd")]
     ((ids, mask),) = render_conversations(tokenizer, [messages])
@@ -82,22 +83,22 @@ def test_a_template_that_varies_only_the_wrapping_of_earlier_turns_counts_them_a
 def test_a_template_that_drops_earlier_thoughts_is_refused(with_template):
     tokenizer = with_template(chats.THINK)
     messages = [user("a"), assistant("<think>\nhm\n</think>\n\nb"), user("c"), assistant("d")]
-    with pytest.raises(DataError, match=r"file, row 4: the chat template changes the content of message 1: '<think>"):
+    with raises(DataError, "file, row 4", 1, "<think>", "model.custom_chat_template"):
         render_conversations(tokenizer, [messages], names=["file, row 4"])
 
 
 def test_a_template_that_rewrites_what_came_before_is_refused(with_template):
     tokenizer = with_template(chats.NUMBERED)
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
-    with pytest.raises(DataError, match="renders what leads up to message 1 differently.*'1.* alone and '4"):
+    with raises(DataError, 1, "'1", "'4", "model.custom_chat_template"):
         render_conversations(tokenizer, [messages])
 
 
-def test_rows_of_many_conversations_stay_apart(with_template):
+def test_rows_of_many_conversations_do_not_mix(with_template):
     tokenizer = with_template(chats.GEMMA)
     many = [[user(str(i)), assistant("x" * i), user("y"), assistant(str(i))][: 2 + 2 * (i % 2)] for i in range(1, 9)]
-    together = render_conversations(tokenizer, many)
-    assert together == [render_conversations(tokenizer, [one])[0] for one in many]
+    at_once = render_conversations(tokenizer, many)
+    assert at_once == [render_conversations(tokenizer, [one])[0] for one in many]
 
 
 def test_template_arguments_reach_the_template(with_template):
@@ -107,13 +108,13 @@ def test_template_arguments_reach_the_template(with_template):
     assert tokenizer.decode(render_prompt(tokenizer, [user("a")], {"tone": "warm"})).startswith("warm")
 
 
-def test_mistakes_are_told(with_template):
-    with pytest.raises(DataError, match="no message with role 'assistant' among 1"):
+def test_wrong_conversations_and_templates_are_refused(with_template):
+    with raises(DataError, "'assistant'", 1):
         render_conversations(with_template(chats.CHATML_SYSTEM), [[user("a")]])
-    with pytest.raises(DataError, match="refuses the messages: roles must alternate"):
+    with raises(DataError, "roles must alternate", "model.custom_chat_template"):
         render_conversations(with_template(chats.GEMMA), [[user("a"), user("b"), assistant("c")]])
-    with pytest.raises(DataError, match="no chat template"):
+    with raises(DataError, "model.custom_chat_template=PATH"):
         render_conversations(with_template(None), [[user("a"), assistant("b")]])
-    with pytest.raises(DataError, match=r"no chat template.*\n.*\n.*custom_chat_template"):
+    with raises(DataError, "model.custom_chat_template=PATH"):
         render_prompt(with_template(None), [user("a")])
     assert render_prompts(with_template(None), []) == []

@@ -43,11 +43,11 @@ def rows_of(lengths: Lengths, rows: list[int]) -> list[tuple[int, int, int]]:
 
 
 @given(COSTS, st.integers(1, 9), st.booleans())
-def test_every_item_stands_in_one_part_and_no_part_is_needlessly_empty(costs, parts, equal_count):
-    found = karmarkar_karp(np.array(costs, float), parts, equal_count=equal_count)
-    assert len(found) == parts
-    assert sorted(item for part in found for item in part) == list(range(len(costs)))
-    sizes = [len(part) for part in found]
+def test_every_item_is_in_one_part_and_no_part_is_needlessly_empty(costs, parts, equal_count):
+    parts_of_items = karmarkar_karp(np.array(costs, float), parts, equal_count=equal_count)
+    assert len(parts_of_items) == parts
+    assert sorted(item for part in parts_of_items for item in part) == list(range(len(costs)))
+    sizes = [len(part) for part in parts_of_items]
     assert min(sizes) >= min(1, len(costs) // parts)
     if equal_count:
         assert max(sizes) - min(sizes) <= 1
@@ -55,16 +55,16 @@ def test_every_item_stands_in_one_part_and_no_part_is_needlessly_empty(costs, pa
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=7), st.integers(2, 3), st.booleans())
 def test_partitions_are_near_the_best_there_is(costs, parts, equal_count):
-    found = karmarkar_karp(np.array(costs, float), parts, equal_count=equal_count)
-    reached = max(sum(costs[item] for item in part) for part in found)
+    parts_of_items = karmarkar_karp(np.array(costs, float), parts, equal_count=equal_count)
+    reached = max(sum(costs[item] for item in part) for part in parts_of_items)
     best = best_makespan(costs, parts, equal_count=equal_count)
     assert best <= reached <= (4 / 3 if not equal_count else 2 - 1 / parts) * best
 
 
 def test_largest_differencing_on_the_textbook_example():
     """{8, 7, 6, 5, 4} over two: 16 and 14, where always giving the next item to the lighter part would end at 17 and 13."""
-    found = karmarkar_karp(np.array([8.0, 7, 6, 5, 4]), 2)
-    assert sorted(sum([8, 7, 6, 5, 4][item] for item in part) for part in found) == [14, 16]
+    parts_of_items = karmarkar_karp(np.array([8.0, 7, 6, 5, 4]), 2)
+    assert sorted(sum([8, 7, 6, 5, 4][item] for item in part) for part in parts_of_items) == [14, 16]
 
 
 def test_sixteen_thousand_sequences_over_a_thousand_ranks_take_less_than_a_second():
@@ -88,12 +88,12 @@ def test_sixteen_thousand_sequences_over_a_thousand_ranks_take_less_than_a_secon
 def test_loads_are_what_counting_token_by_token_gives(groups, parts, random, pairs_per_token):
     lengths = lengths_of(groups)
     part_of = np.array([random.randrange(parts) for _ in range(len(lengths))])
-    found = load_of(lengths, part_of, parts, CostModel(pairs_per_token))
+    counted = load_of(lengths, part_of, parts, CostModel(pairs_per_token))
     for part in range(parts):
         rows = np.flatnonzero(part_of == part).tolist()
         tokens, cost = load(rows_of(lengths, rows), pairs_per_token)
-        assert found.tokens[part] == tokens and found.rows[part] == len(rows)
-        assert found.cost[part] == pytest.approx(cost)
+        assert counted.tokens[part] == tokens and counted.rows[part] == len(rows)
+        assert counted.cost[part] == pytest.approx(cost)
 
 
 def test_the_default_cost_is_that_of_a_dense_decoder_of_width_4096():
@@ -103,19 +103,19 @@ def test_the_default_cost_is_that_of_a_dense_decoder_of_width_4096():
         "num_hidden_layers": 32,
         "intermediate_size": 4096 * 8 // 3,
     }
-    assert CostModel.of_model(config).pairs_per_token == pytest.approx(CostModel().pairs_per_token, rel=1e-3)
+    assert CostModel.from_config(config).pairs_per_token == pytest.approx(CostModel().pairs_per_token, rel=1e-3)
 
 
 def test_costs_follow_the_shape_of_the_model():
     qwen = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    dense = CostModel.of_model({**qwen, "num_hidden_layers": 28, "intermediate_size": 3072, "vocab_size": 151936})
+    dense = CostModel.from_config({**qwen, "num_hidden_layers": 28, "intermediate_size": 3072, "vocab_size": 151936})
     by_hand = 1024 * 128 * (16 + 8 + 8 + 16) + 3 * 1024 * 3072 + 1024 * 151936 / 28
     assert dense.pairs_per_token == pytest.approx(by_hand / (2 * 16 * 128))
     experts = {**qwen, "num_hidden_layers": 28, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
-    same = CostModel.of_model({**qwen, "num_hidden_layers": 28, "intermediate_size": 3072})
-    assert CostModel.of_model(experts) == same, "four experts of a quarter of the width"
-    assert CostModel.of_model({"text_config": {**qwen, "num_hidden_layers": 28, "intermediate_size": 3072}}) == same
-    assert CostModel.of_model({"model_type": "unknown"}) == CostModel()
+    same = CostModel.from_config({**qwen, "num_hidden_layers": 28, "intermediate_size": 3072})
+    assert CostModel.from_config(experts) == same, "four experts of a quarter of the width"
+    assert CostModel.from_config({"text_config": {**qwen, "num_hidden_layers": 28, "intermediate_size": 3072}}) == same
+    assert CostModel.from_config({"model_type": "unknown"}) == CostModel()
 
 
 # -------------------------------------------------------------------------------------------------------------- balance
@@ -124,18 +124,18 @@ def test_costs_follow_the_shape_of_the_model():
 @given(GROUPS, st.integers(1, 6), st.booleans(), st.sampled_from([None, 2]))
 def test_balance_gives_every_row_to_one_part(groups, parts, equal_count, unit):
     lengths = lengths_of(groups, unit)
-    found = balance(lengths, parts, equal_count=equal_count)
-    if found is None:
+    division = balance(lengths, parts, equal_count=equal_count)
+    if division is None:
         assert unit is not None and len(lengths) < parts * unit
         return
-    assert sorted(row for rows in found for row in rows) == list(range(len(lengths)))
+    assert sorted(row for rows in division for row in rows) == list(range(len(lengths)))
     if unit is None:
-        assert min(map(len, found)) >= min(1, len(lengths) // parts)
-        assert not equal_count or max(map(len, found)) - min(map(len, found)) <= 1
+        assert min(map(len, division)) >= min(1, len(lengths) // parts)
+        assert not equal_count or max(map(len, division)) - min(map(len, division)) <= 1
     else:
-        homes = Counter((row // unit, part) for part, rows in enumerate(found) for row in rows)
+        homes = Counter((row // unit, part) for part, rows in enumerate(division) for row in rows)
         assert len(homes) == -(-len(lengths) // unit), "a unit was parted"
-    for rows in found:
+    for rows in division:
         keys = [(int(lengths.group_of[row]), row) for row in rows]
         assert keys == sorted(keys), "rows of one prompt stand side by side"
 
@@ -143,9 +143,9 @@ def test_balance_gives_every_row_to_one_part(groups, parts, equal_count, unit):
 @given(GROUPS, st.integers(1, 6))
 def test_balance_is_never_worse_than_single_rows_or_whole_groups(groups, parts):
     lengths, model = lengths_of(groups), CostModel(100.0)
-    found = balance(lengths, parts, model)
-    assert found is not None
-    reached = load_of(lengths, part_of_rows(found), parts, model).cost.max()
+    division = balance(lengths, parts, model)
+    assert division is not None
+    reached = load_of(lengths, part_of_rows(division), parts, model).cost.max()
     rows = load_of(lengths, np.arange(len(lengths)), len(lengths), model).cost
     alone = load_of(lengths, part_of_rows(karmarkar_karp(rows, parts)), parts, model).cost.max()
     everything = load_of(lengths, np.zeros(len(lengths), np.int64), 1, model).cost[0]
@@ -164,16 +164,16 @@ def test_groups_stay_whole_where_that_is_balanced_and_are_cut_where_it_is_not():
 
 def test_a_long_prompt_keeps_its_group_together():
     """Parting the group would cost each side the prompt again."""
-    found = balance(lengths_of([(1000, [1, 1]), (500, [1, 1]), (500, [1, 1])]), 2)
-    assert found == [[0, 1], [2, 3, 4, 5]] or found == [[2, 3, 4, 5], [0, 1]]
+    division = balance(lengths_of([(1000, [1, 1]), (500, [1, 1]), (500, [1, 1])]), 2)
+    assert division == [[0, 1], [2, 3, 4, 5]] or division == [[2, 3, 4, 5], [0, 1]]
 
 
 @given(GROUPS, st.integers(1, 6), st.integers(20, 400), st.integers(1, 6))
 def test_limits_are_kept(groups, parts, max_tokens, max_rows):
     lengths = lengths_of(groups)
-    found = balance(lengths, parts, equal_count=True, max_tokens=max_tokens, max_rows=max_rows)
-    assume(found is not None)
-    load = load_of(lengths, part_of_rows(found), parts, CostModel())
+    division = balance(lengths, parts, equal_count=True, max_tokens=max_tokens, max_rows=max_rows)
+    assume(division is not None)
+    load = load_of(lengths, part_of_rows(division), parts, CostModel())
     assert load.rows.max() <= max_rows
     assert all(tokens <= max_tokens or rows <= 1 for tokens, rows in zip(load.tokens, load.rows, strict=True))
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.messages import raises
 
 from hone.data.batch import Batch, same_column
 from hone.data.ragged import Ragged
@@ -159,9 +160,9 @@ def test_views_of_a_batch_can_be_saved(tmp_path):
 
 @pytest.mark.parametrize("value", [(1, 2), {1: "x"}, object(), {1, 2}, torch.zeros(1)])
 def test_objects_that_json_would_change_are_refused(tmp_path, value):
-    with pytest.raises(TypeError, match="row 1 of column 'thing'"):
+    with raises(TypeError, "row 1", "'thing'"):
         Batch({"thing": ["fine", value]}).save(tmp_path)
-    with pytest.raises(TypeError, match="metadata 'thing'"):
+    with raises(TypeError, "'thing'"):
         Batch({"ok": [1]}, thing=value).save(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -174,7 +175,7 @@ def test_nan_survives_in_objects_and_tensors(tmp_path):
 
 
 def test_damaged_files_are_reported_not_unpickled(tmp_path):
-    with pytest.raises(CheckpointError, match=r"batch\.json"):
+    with raises(CheckpointError, "batch.json", "tensors.safetensors", where=str(tmp_path)):
         Batch.load(tmp_path)
     Batch({"x": torch.zeros(2)}).save(tmp_path)
     (tmp_path / "tensors.safetensors").write_bytes(b"\x80\x04pickle")
@@ -188,7 +189,7 @@ def test_damaged_files_are_reported_not_unpickled(tmp_path):
 
 def test_a_path_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot write"):
+    with raises(CheckpointError, where=str(tmp_path / "file" / "below")):
         Batch({"x": [1]}).save(tmp_path / "file" / "below")
 
 
@@ -199,37 +200,37 @@ def test_union_refuses_what_conflicts():
         (Batch({"x": torch.tensor([1.0, 2.0])}), "'x'"),
         (Batch({"x": [1.0, 2.0]}), "'x'"),
         (Batch({"r": Ragged.from_rows([[1, 2], [3]])}), "'r'"),
-        (Batch({"y": [1]}), "1"),
+        (Batch({"y": [1]}), 2),
         (Batch({"y": [1, 2]}, step=2), "'step'"),
     ):
-        with pytest.raises(ValueError, match=word):
+        with raises(ValueError, word):
             batch.union(other)
 
 
 def test_concat_refuses_what_does_not_match():
     batch = Batch({"x": torch.zeros(2, 3)}, step=1)
     for other, word in (
-        (Batch({"y": torch.zeros(2, 3)}, step=1), "differ in their columns"),
-        (Batch({"x": torch.zeros(2, 4)}, step=1), "column 'x'"),
-        (Batch({"x": torch.zeros(2, 3, dtype=torch.int64)}, step=1), "column 'x'"),
-        (Batch({"x": [1, 2]}, step=1), "column 'x'"),
+        (Batch({"y": torch.zeros(2, 3)}, step=1), "['x'] and ['y']"),
+        (Batch({"x": torch.zeros(2, 4)}, step=1), "'x'"),
+        (Batch({"x": torch.zeros(2, 3, dtype=torch.int64)}, step=1), "'x'"),
+        (Batch({"x": [1, 2]}, step=1), "'x'"),
         (Batch({"x": torch.zeros(2, 3)}, step=2), "'step'"),
     ):
-        with pytest.raises(ValueError, match=word):
+        with raises(ValueError, word):
             Batch.concat([batch, other])
-    with pytest.raises(ValueError, match="no batch"):
+    with pytest.raises(ValueError):
         Batch.concat([])
 
 
 def test_wrong_arguments_are_errors():
     batch = Batch({"x": [1, 2, 3], "y": [1, 2, 3]})
-    with pytest.raises(ValueError, match="differ in length"):
+    with raises(ValueError, "{'x': 1, 'y': 2}"):
         Batch({"x": [1], "y": [1, 2]})
-    with pytest.raises(KeyError, match="no column 'z'"):
+    with raises(KeyError, "'z'", "['x', 'y']"):
         batch.select("z")
-    with pytest.raises(KeyError, match="no column 'z'"):
+    with raises(KeyError, "'z'"):
         batch.rename({"z": "w"})
-    with pytest.raises(ValueError, match="two columns the name y"):
+    with raises(ValueError, "y"):
         batch.rename({"x": "y"})
     for rows in ([3], [-1]):
         with pytest.raises(IndexError):
@@ -246,9 +247,9 @@ def test_wrong_arguments_are_errors():
         with pytest.raises(ValueError):
             call()
     for name, method in (("x", batch.tensor), ("x", batch.ragged)):
-        with pytest.raises(TypeError, match="is a list"):
+        with raises(TypeError, "'x'", "list"):
             method(name)
-    with pytest.raises(TypeError, match="names"):
+    with raises(TypeError, "names()", "split(1)"):
         list(batch)
 
 

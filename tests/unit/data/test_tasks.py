@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.messages import raises
 
 from hone.data.tasks.make import make_task, write_task
 from hone.errors import ConfigError, DataError, HoneError
@@ -45,10 +46,10 @@ def test_slips_change_the_worked_solution_and_never_the_answer():
     assert 0.5 < sum(problem.extra["slip"] for problem in problems) / 500 < 0.7
     for problem in problems:
         *_, step, answer = problem.solution.split("\n")
-        shown = int(answer.removeprefix("#### "))
+        last_value = int(answer.removeprefix("#### "))
         off = (1 if "-" in step.partition("=")[0] else -1) * problem.extra["slip"]
-        assert step.endswith(f"={shown}")
-        assert shown == int(problem.ground_truth) + off
+        assert step.endswith(f"={last_value}")
+        assert last_value == int(problem.ground_truth) + off
 
 
 def test_arithmetic_has_plenty_of_problems():
@@ -62,12 +63,12 @@ def test_programs_do_what_their_tests_want_unless_they_slip(steps, seed):
     slips = mistakes = 0
     for problem in first("programs", 40, [f"steps={steps}", "slips=50"], seed):
         tests, space = json.loads(problem.ground_truth), {}
-        shown = problem.answer[0]["content"] if problem.extra["slip"] else problem.solution
-        exec(shown.removeprefix("```python\n").removesuffix("\n```"), space)
-        told = re.findall(r"(add|subtract|multiply by) (\d+)", problem.question)
-        assert len(told) == steps
+        solution = problem.answer[0]["content"] if problem.extra["slip"] else problem.solution
+        exec(solution.removeprefix("```python\n").removesuffix("\n```"), space)
+        operations = re.findall(r"(add|subtract|multiply by) (\d+)", problem.question)
+        assert len(operations) == steps
         for (x,), wanted in zip(tests["inputs"], tests["outputs"], strict=True):
-            for word, number in told:
+            for word, number in operations:
                 x = {"add": x + int(number), "subtract": x - int(number), "multiply by": x * int(number)}[word]
             assert x == wanted
         right = [space["f"](*given) for given in tests["inputs"]] == tests["outputs"]
@@ -121,22 +122,22 @@ def test_reasoning_gym_options_and_refusals():
         p.question.count("+") + p.question.count("-") for p in first("reasoning_gym:chain_sum", 20, ["max_terms=2"])
     ]
     assert max(terms) == 1
-    for name, options, message in (
-        ("reasoning_gym:gsm_symbolik", [], "Did you mean gsm_symbolic"),
-        ("reasoning_gym", [], "needs a dataset"),
-        ("reasoning_gym:chain_sum", ["max_term=2"], "unknown option 'max_term'(.|\n)*max_terms"),
-        ("reasoning_gym:chain_sum", ["max_terms"], "not key=value"),
-        ("reasoning_gym:chain_sum", ["max_terms=0"], "refuses max_terms=0"),
+    for name, options, mentions in (
+        ("reasoning_gym:gsm_symbolik", [], ("Did you mean gsm_symbolic",)),
+        ("reasoning_gym", [], ("hone data make reasoning_gym:gsm_symbolic",)),
+        ("reasoning_gym:chain_sum", ["max_term=2"], ("'max_term'", "max_terms")),
+        ("reasoning_gym:chain_sum", ["max_terms"], ("'max_terms'", "key=value")),
+        ("reasoning_gym:chain_sum", ["max_terms=0"], ("max_terms=0",)),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with raises(ConfigError, *mentions):
             make_task(name, options)
-    with pytest.raises(DataError, match="'arc_agi' do not survive"):
+    with raises(DataError, "'arc_agi'", "JSON"):
         first("reasoning_gym:arc_agi", 1)
 
 
 def test_reasoning_gym_missing_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with pytest.raises(HoneError, match=r"pip install 'hone-rl\[tasks\]'"):
+    with raises(HoneError, "pip install 'hone-rl[tasks]'"):
         make_task("reasoning_gym:chain_sum", NO_OPTIONS)
 
 
@@ -168,38 +169,38 @@ def test_the_seed_decides_and_held_out_problems_do_not_depend_on_the_size(tmp_pa
     assert rows(a / "val.parquet") != rows(d / "val.parquet")
 
 
-def test_mistakes_are_told(tmp_path):
+def test_sizes_and_folders_are_checked(tmp_path):
     small = make_task("digit_sequence", ["length=1"])
-    with pytest.raises(DataError, match="12 different problems are asked for, the task has about 10"):
+    with raises(DataError, 12, 10, "--size", "--val-size"):
         write_task(small, tmp_path, size=10, val_size=2, seed=1)
     write_task(small, tmp_path, size=8, val_size=2, seed=1)  # all of them
-    with pytest.raises(DataError, match="must be at least 1"):
+    with raises(DataError, "--size 0", "--val-size 2"):
         write_task(small, tmp_path, size=0, val_size=2, seed=1)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot write"):
+    with raises(DataError, "--out", where=str(tmp_path / "file")):
         write_task(small, tmp_path / "file", size=5, val_size=2, seed=1)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "mentions"),
     [
-        ("arithmetik", [], "unknown task 'arithmetik'(.|\n)*Did you mean arithmetic"),
-        ("arithmetic", ["max_numbr=3"], "unknown option 'max_numbr'(.|\n)*max_number"),
-        ("arithmetic", ["max_number"], "not key=value"),
-        ("arithmetic", ["max_number=x"], "not a whole number"),
-        ("arithmetic", ["max_number=3", "max_number=4"], "given twice"),
-        ("arithmetic", ["max_number=1"], "not in 2"),
-        ("arithmetic", ["operations=0"], "not in 1"),
-        ("arithmetic", ["min_operations=2"], r"not in 0\.\.1"),
-        ("arithmetic", ["operators=%"], "must be some of"),
-        ("digit_sequence", ["kind=copi"], "Did you mean copy"),
-        ("digit_sequence", ["length=0"], "not in 1"),
-        ("digit_sequence", ["digits=11"], "not in 2"),
-        ("countdown", ["max_numbers=2"], "min_numbers=3, max_numbers=2"),
-        ("countdown", ["max_target=5"], "below max_number=20"),
-        ("countdown", ["max_number=1"], "is below 2"),
+        ("arithmetik", [], ("'arithmetik'", "Did you mean arithmetic")),
+        ("arithmetic", ["max_numbr=3"], ("'max_numbr'", "Did you mean max_number")),
+        ("arithmetic", ["max_number"], ("'max_number'", "key=value")),
+        ("arithmetic", ["max_number=x"], ("max_number=x", "a whole number")),
+        ("arithmetic", ["max_number=3", "max_number=4"], ("'max_number'", "once")),
+        ("arithmetic", ["max_number=1"], ("max_number=1", "2..1000000")),
+        ("arithmetic", ["operations=0"], ("operations=0", "1..8")),
+        ("arithmetic", ["min_operations=2"], ("min_operations=2", "0..1")),
+        ("arithmetic", ["operators=%"], ("operators=%", "+-*")),
+        ("digit_sequence", ["kind=copi"], ("Did you mean copy",)),
+        ("digit_sequence", ["length=0"], ("length=0", "1..64")),
+        ("digit_sequence", ["digits=11"], ("digits=11", "2..10")),
+        ("countdown", ["max_numbers=2"], ("min_numbers=3", "max_numbers=2")),
+        ("countdown", ["max_target=5"], ("max_target=5", "max_number=20")),
+        ("countdown", ["max_number=1"], ("max_number=1", 2)),
     ],
 )
-def test_bad_options_are_told(name, options, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_options_are_refused(name, options, mentions):
+    with raises(ConfigError, *mentions):
         make_task(name, options)

@@ -11,12 +11,14 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from support.examples import examples
+from support.messages import raises
 from torch import Tensor, nn
 
 from hone.data.types import StopReason
 from hone.errors import GenerationError
-from hone.generation.attention import PackedLayout, attention_of
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.models.attention.packed import PackedContext
+from hone.models.routing import attention_of
 
 ARCHITECTURES = ("qwen3", "llama", "mistral", "gemma2", "gemma3", "gpt_oss")
 
@@ -173,7 +175,7 @@ def test_callers_share_a_batch(make_model, make_engine):
     assert engine.describe().stats["peak_sequences"] == 6
 
 
-def test_abort_keeps_what_was_drawn_and_disturbs_nobody(make_model, make_engine, serve):
+def test_abort_keeps_sampled_tokens_and_leaves_other_requests_alone(make_model, make_engine, serve):
     model = make_model("qwen3")
     asked = [request(str(i), [5, i], i, max_tokens=100) for i in range(6)]
     whole = serve(make_engine(model), asked)
@@ -239,7 +241,7 @@ def test_a_caller_that_leaves_ends_its_requests(make_model, make_engine, serve):
     assert len(serve(engine, [request("next", [9])])["next"].token_ids) == 12
 
 
-def test_sleep_gives_memory_back_and_work_goes_on_after(make_model, make_engine, serve):
+def test_sleep_frees_the_cache_and_requests_work_afterwards(make_model, make_engine, serve):
     engine = make_engine(make_model("qwen3"))
     before = serve(engine, crowd(4))
     asyncio.run(engine.sleep())
@@ -250,18 +252,18 @@ def test_sleep_gives_memory_back_and_work_goes_on_after(make_model, make_engine,
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("refused", "mentions"),
     [
-        (request("long", [5] * 20, max_tokens=50), "max_cache_tokens=70"),
-        (request("longer", [5] * 100, max_tokens=50), "needs 150 tokens .*serves at most 128"),
-        (request("empty", []), "0 prompt tokens"),
-        (request("nothing", [5], max_tokens=0), "asks for 0"),
+        (request("long", [5] * 20, max_tokens=50), ("long", 70, 60, "actor_rollout_ref.rollout.max_cache_tokens=70")),
+        (request("longer", [5] * 100, max_tokens=50), (150, 128, "data.max_response_length=28")),
+        (request("empty", []), ("empty", 0)),
+        (request("nothing", [5], max_tokens=0), ("nothing", "max_tokens=0")),
     ],
 )
-def test_what_can_never_be_served_is_refused_with_the_fix(make_model, make_engine, serve, asked, words):
+def test_requests_beyond_the_limits_are_refused_with_the_fix(make_model, make_engine, serve, refused, mentions):
     engine = make_engine(make_model("qwen3"), max_cache_tokens=60)
-    with pytest.raises(GenerationError, match=words.replace("(", r"\(")):
-        serve(engine, [request("fine", [5]), asked])
+    with raises(GenerationError, *mentions):
+        serve(engine, [request("fine", [5]), refused])
     assert engine.describe().stats["steps"] == 0
 
 
@@ -279,7 +281,7 @@ def test_an_error_in_the_model_reaches_every_caller(make_model, make_engine, ser
     assert len(serve(engine, [request("next", [9])])["next"].token_ids) == 12
 
 
-def test_shared_weights_are_read_as_they_are_and_own_weights_are_copied(make_model, make_engine, serve):
+def test_shared_weights_are_read_in_place_and_others_are_copied(make_model, make_engine, serve):
     trained, other = make_model("qwen3"), make_model("qwen3", seed=1)
     wanted = serve(make_engine(other), crowd(3))
     engine = make_engine(make_model("qwen3"), shares_weights=False)
@@ -287,14 +289,14 @@ def test_shared_weights_are_read_as_they_are_and_own_weights_are_copied(make_mod
     asyncio.run(engine.load_weights(other.named_parameters(), 7))
     copied = serve(engine, crowd(3))
     assert all(same(copied[key], wanted[key]) for key in wanted)
-    with pytest.raises(GenerationError, match="not there"):
+    with raises(GenerationError, "nonsense", "(1,)"):
         asyncio.run(engine.load_weights([("nonsense", torch.zeros(1))], 8))
 
     shared = make_engine(trained)
     serve(shared, crowd(3))
     with torch.no_grad():
-        for own, new in zip(trained.parameters(), other.parameters(), strict=True):
-            own.copy_(new)
+        for parameter, new in zip(trained.parameters(), other.parameters(), strict=True):
+            parameter.copy_(new)
     followed = serve(shared, crowd(3))
     assert all(same(followed[key], wanted[key]) for key in wanted)
 
@@ -338,9 +340,9 @@ def test_lora_and_the_state_of_the_model_is_left_alone(make_model, make_engine, 
         expected = forward_log_probs(wrapped, one, got.token_ids)
         tolerance = 1e-4 if dtype == "float32" else 0.15
         torch.testing.assert_close(torch.tensor(got.log_probs), expected, atol=tolerance, rtol=0)
-    layout = PackedLayout.from_lengths([3], "cpu")
+    context = PackedContext.from_lengths([3], "cpu")
     ids = torch.tensor([[5, 6, 7]])
-    out = wrapped(input_ids=ids, position_ids=layout.position_ids, layout=layout, use_cache=False)
+    out = wrapped(input_ids=ids, position_ids=context.position_ids, context=context, use_cache=False)
     out.logits.sum().backward()
 
 

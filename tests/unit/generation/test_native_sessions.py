@@ -1,4 +1,4 @@
-"""Turns of an episode: what the last one left is not computed again, and nothing else changes."""
+"""Session KV cache: cached turns are not computed again, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from hone.generation.native.parked import ParkedTurns, Turn
+from hone.generation.native.sessions import CachedTurn, SessionCache
 from hone.generation.protocol import Completion, Engine, GenerationRequest, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=7, ignore_eos=True)
@@ -28,10 +28,10 @@ def play(engine: Engine, *, sessions: bool, episodes: int = 4, turns: int = 4) -
     async def episode(number: int) -> list[Completion]:
         ids, answers = opening(number), []
         for turn in range(turns):
-            asked = GenerationRequest(
+            request = GenerationRequest(
                 f"{number}.{turn}", ids, SAMPLING, 31 * number + turn, f"episode {number}" if sessions else None
             )
-            answer = [completion async for completion in engine.generate([asked])][0]
+            answer = [completion async for completion in engine.generate([request])][0]
             answers.append(answer)
             ids = ids + answer.token_ids + ADDED.get(turn + 1, [])
         return answers
@@ -49,9 +49,9 @@ def test_a_turn_costs_its_new_tokens_and_draws_the_same(make_model, make_engine,
     kept, fresh = make_engine(model), make_engine(model)
     with_sessions, without = play(kept, sessions=True), play(fresh, sessions=False)
     for number, answers in without.items():
-        for expected, found in zip(answers, with_sessions[number], strict=True):
-            assert found.token_ids == expected.token_ids
-            torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+        for expected, actual in zip(answers, with_sessions[number], strict=True):
+            assert actual.token_ids == expected.token_ids
+            torch.testing.assert_close(actual.log_probs, expected.log_probs, atol=1e-5, rtol=0)
     # computed at a turn's start: its last sampled token, which was not fed, and what was added but for the last token
     added = [len(ids) for ids in ADDED.values()]
     first = sum(len(opening(number)) - 1 for number in range(4))
@@ -67,8 +67,8 @@ def test_new_weights_and_ended_sessions_are_forgotten(make_model, make_engine):
 
     def turn(ids: list[int]) -> Completion:
         async def ask() -> Completion:
-            asked = GenerationRequest("r", ids, SAMPLING, 3, "episode")
-            return [completion async for completion in engine.generate([asked])][0]
+            request = GenerationRequest("r", ids, SAMPLING, 3, "episode")
+            return [completion async for completion in engine.generate([request])][0]
 
         return asyncio.run(ask())
 
@@ -91,12 +91,12 @@ def test_new_weights_and_ended_sessions_are_forgotten(make_model, make_engine):
 
 @examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30), st.booleans()), max_size=30))
-def test_parked_turns_stay_within_their_limit_and_the_longest_unused_goes_first(steps):
-    parked, model = ParkedTurns(limit=50), {}
-    for name, length, found in steps:
+def test_cached_turns_stay_within_their_limit_and_the_longest_unused_goes_first(steps):
+    cached, model = SessionCache(limit=50), {}
+    for name, length, lookup in steps:
         session = str(name)
-        if found:
-            got = parked.find(session, [*range(length), 0], 0)
+        if lookup:
+            got = cached.find(session, [*range(length), 0], 0)
             kept = model.get(session)
             assert (got is None) == (kept is None)
             if got is not None and kept is not None:
@@ -105,18 +105,18 @@ def test_parked_turns_stay_within_their_limit_and_the_longest_unused_goes_first(
         else:
             model.pop(session, None)
             model[session] = length
-            parked.put(session, Turn(list(range(length)), 0, {}))
+            cached.put(session, CachedTurn(list(range(length)), 0, {}))
             while sum(model.values()) > 50:
                 model.pop(next(iter(model)))
-        assert parked.tokens == sum(model.values()) <= 50 and len(parked) == len(model)
+        assert cached.tokens == sum(model.values()) <= 50 and len(cached) == len(model)
 
 
-def test_a_turn_of_other_weights_is_not_found():
-    parked = ParkedTurns(limit=50)
-    turn = Turn([1, 2, 3], 4, {})
-    parked.put("a", turn)
-    assert parked.find("a", [1, 2, 3, 9], 4) == (turn, 3)
-    assert parked.find("a", [1, 2, 3], 4) == (turn, 2)
+def test_a_turn_of_other_weights_is_not_reused():
+    cached = SessionCache(limit=50)
+    turn = CachedTurn([1, 2, 3], 4, {})
+    cached.put("a", turn)
+    assert cached.find("a", [1, 2, 3, 9], 4) == (turn, 3)
+    assert cached.find("a", [1, 2, 3], 4) == (turn, 2)
     for other in (dataclasses.replace(turn, version=5), turn):
-        assert parked.find("a", [7, 2, 3], other.version) is None
-    assert parked.find("a", [1, 2, 3, 9], 5) is None and parked.find(None, [1, 2, 3], 4) is None
+        assert cached.find("a", [7, 2, 3], other.version) is None
+    assert cached.find("a", [1, 2, 3, 9], 5) is None and cached.find(None, [1, 2, 3], 4) is None

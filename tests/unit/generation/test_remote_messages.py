@@ -10,6 +10,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.messages import check_message
 
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, ModelError
@@ -37,10 +38,10 @@ async def _read_all(data: bytes) -> list[messages.Message]:
     reader = asyncio.StreamReader()
     reader.feed_data(data)
     reader.feed_eof()
-    found = []
+    received = []
     while (message := await messages.read(reader)) is not None:
-        found.append(message)
-    return found
+        received.append(message)
+    return received
 
 
 @given(st.lists(st.dictionaries(st.text(), values, max_size=3), max_size=4))
@@ -50,7 +51,7 @@ def test_messages_arrive_as_they_were(sent):
 
 
 @given(st.dictionaries(st.text(), values, max_size=3), st.integers(0, 100))
-def test_a_stream_that_breaks_off_is_its_end_and_no_message(message, missing):
+def test_an_interrupted_stream_ends_without_a_message(message, missing):
     data = messages.pack(message)
     assert asyncio.run(_read_all(data[: max(0, len(data) - 1 - missing)])) == []
 
@@ -79,22 +80,22 @@ def test_errors_arrive_as_they_were(error):
 
 
 def test_other_errors_are_named():
-    assert "ZeroDivisionError: none" in str(messages.error_of(messages.error_as_message(ZeroDivisionError("none"))))
+    check_message(messages.error_of(messages.error_as_message(ZeroDivisionError("none"))), "ZeroDivisionError: none")
     assert isinstance(messages.error_of(messages.error_as_message(ModelError("m"))), GenerationError)
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\0\0\0\x02[]", b"\0\0\0\x01x", b"GET / HTTP/1.1\r\n\r\n"])
-def test_what_is_no_message_is_refused(data):
+def test_other_data_than_messages_is_refused(data):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sender = threading.Thread(target=lambda: (theirs.sendall(data), theirs.shutdown(socket.SHUT_WR)))
         sender.start()
         try:
-            found = messages.receive(ours)
+            received = messages.receive(ours)
         except ValueError:
-            found = None
+            received = None
         sender.join()
-        assert found is None
+        assert received is None
 
 
 def test_log_probs_of_impossible_tokens_survive():

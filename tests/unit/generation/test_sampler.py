@@ -62,7 +62,7 @@ def test_every_row_has_the_distribution_of_transformers(params, seed):
     generator = torch.Generator().manual_seed(seed % 2**31)
     logits = torch.randn(len(params), VOCABULARY, generator=generator) * 3
     ids = [torch.randint(0, VOCABULARY, (6,), generator=generator) for _ in params]
-    rows = RowSampling.of(params, [seed + i for i in range(len(params))], CPU)
+    rows = RowSampling.from_params(params, [seed + i for i in range(len(params))], CPU)
     counters = torch.arange(len(params))
     tokens, log_probs, drawn = sample(logits, rows, counters, seen_of(ids) if rows.penalises else None)
     for row, p in enumerate(params):
@@ -83,7 +83,7 @@ def test_frequencies_follow_the_truncated_distribution():
     params = SamplingParams(temperature=0.8, top_k=12, top_p=0.9, min_p=0.02)
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(4)) * 2
     count = 40_000
-    rows = RowSampling.of([params] * count, list(range(count)), CPU)
+    rows = RowSampling.from_params([params] * count, list(range(count)), CPU)
     tokens, _, _ = sample(logits.expand(count, -1), rows, torch.zeros(count, dtype=torch.int64), None)
     expected = oracle(logits, params, torch.zeros(1, dtype=torch.int64)).exp() * count
     observed = torch.bincount(tokens, minlength=VOCABULARY)
@@ -98,11 +98,11 @@ def test_frequencies_follow_the_truncated_distribution():
 def test_a_row_does_not_feel_its_neighbours(params):
     logits = torch.randn(len(params), VOCABULARY, generator=torch.Generator().manual_seed(len(params)))
     ids = [torch.tensor([row, row + 3]) for row in range(len(params))]
-    together = RowSampling.of(params, list(range(len(params))), CPU)
+    together = RowSampling.from_params(params, list(range(len(params))), CPU)
     counters = torch.arange(len(params))
     crowd = sample(logits, together, counters, seen_of(ids) if together.penalises else None)
     for row, p in enumerate(params):
-        own = RowSampling.of([p], [row], CPU)
+        own = RowSampling.from_params([p], [row], CPU)
         seen = seen_of(ids[row : row + 1]) if own.penalises else None
         alone = sample(logits[row : row + 1], own, counters[row : row + 1], seen)
         for a, b in zip(alone, crowd, strict=True):
@@ -110,14 +110,16 @@ def test_a_row_does_not_feel_its_neighbours(params):
 
 
 def test_nothing_truncated_means_one_log_prob():
-    rows = RowSampling.of([SamplingParams()] * 3, [1, 2, 3], CPU)
+    rows = RowSampling.from_params([SamplingParams()] * 3, [1, 2, 3], CPU)
     _, raw, drawn = sample(torch.randn(3, VOCABULARY), rows, torch.zeros(3, dtype=torch.int64), None)
     assert raw is drawn
 
 
 def test_greedy_takes_the_likeliest_at_temperature_one():
     logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    rows = RowSampling.of([SamplingParams(temperature=0.0, top_k=3), SamplingParams(temperature=2.0)], [0, 0], CPU)
+    rows = RowSampling.from_params(
+        [SamplingParams(temperature=0.0, top_k=3), SamplingParams(temperature=2.0)], [0, 0], CPU
+    )
     tokens, raw, drawn = sample(logits, rows, torch.zeros(2, dtype=torch.int64), None)
     assert int(tokens[0]) == int(logits[0].argmax())
     torch.testing.assert_close(raw[0], logits[0].log_softmax(-1).max())
@@ -151,6 +153,6 @@ def test_uniforms_are_splitmix64_uniform_and_independent_of_shape():
 @pytest.mark.parametrize("logits", [[0.0, -200.0, -300.0], [-300.0, -200.0, 0.0]])
 def test_a_token_of_probability_zero_is_never_drawn(logits):
     count = 2000
-    rows = RowSampling.of([SamplingParams()] * count, list(range(count)), CPU)
+    rows = RowSampling.from_params([SamplingParams()] * count, list(range(count)), CPU)
     tokens, _, _ = sample(torch.tensor(logits).expand(count, 3), rows, torch.zeros(count, dtype=torch.int64), None)
     assert set(tokens.tolist()) == {logits.index(0.0)}

@@ -14,10 +14,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.messages import raises
 from torch import nn
 
 from hone.errors import ConfigError, GenerationError
-from hone.generation.remote.transports import AHEAD, FileSender, Mappings, buckets, make_sender, opened, settle
+from hone.generation.remote.transports import (
+    CHUNKS_IN_FLIGHT,
+    FileSender,
+    Mappings,
+    buckets,
+    make_sender,
+    open_chunk,
+    share_parameters,
+)
 
 KINDS = ("shared_memory", "file", "socket")
 shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -34,11 +43,11 @@ def tensors(drawn):
 
 @examples(30)
 @given(st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=5), st.sampled_from(KINDS))
-def test_what_arrives_is_what_was_sent(drawn, kind):
+def test_tensors_arrive_as_they_were_sent(drawn, kind):
     sent, sender = tensors(drawn), make_sender(kind, same_machine=True)
     try:
-        parcel = json.loads(json.dumps(sender.pack(sent)))
-        with opened(parcel) as arrived:
+        chunk = json.loads(json.dumps(sender.pack(sent)))
+        with open_chunk(chunk) as arrived:
             assert [name for name, _ in arrived] == [name for name, _ in sent]
             for (_, got), (_, wanted) in zip(arrived, sent, strict=True):
                 assert got.dtype == wanted.dtype and torch.equal(got, wanted)
@@ -51,23 +60,23 @@ def test_a_sender_is_used_again_and_leaves_nothing(kind, tmp_path):
     before = len(list(Path("/proc/self/fd").iterdir()))
     sender = FileSender(str(tmp_path)) if kind == "file" else make_sender(kind, same_machine=True)
     for size in (10, 1000, 3):
-        with opened(sender.pack([("w", torch.full((size,), float(size)))])) as arrived:
+        with open_chunk(sender.pack([("w", torch.full((size,), float(size)))])) as arrived:
             assert torch.equal(arrived[0][1], torch.full((size,), float(size)))
-    assert len(list(tmp_path.rglob("*.safetensors"))) <= AHEAD
+    assert len(list(tmp_path.rglob("*.safetensors"))) <= CHUNKS_IN_FLIGHT
     del arrived
     sender.close()
     assert not list(tmp_path.iterdir()) and len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @examples(20)
-@given(st.lists(st.integers(1, 3000), min_size=AHEAD + 1, max_size=8), st.sampled_from(KINDS))
-def test_parcels_under_way_hold_what_they_held_when_they_were_packed(sizes, kind):
+@given(st.lists(st.integers(1, 3000), min_size=CHUNKS_IN_FLIGHT + 1, max_size=8), st.sampled_from(KINDS))
+def test_chunks_in_flight_keep_their_contents(sizes, kind):
     sender, mappings, under_way = make_sender(kind, same_machine=True), Mappings(), []
     try:
         for number, size in enumerate(sizes):
             under_way.append((sender.pack([("w", torch.full((size,), float(number)))]), size, number))
-            for parcel, long, value in under_way[-AHEAD:]:
-                with opened(parcel, mappings) as ((_, got),):
+            for chunk, long, value in under_way[-CHUNKS_IN_FLIGHT:]:
+                with open_chunk(chunk, mappings) as ((_, got),):
                     assert torch.equal(got, torch.full((long,), float(value)))
                 del got
     finally:
@@ -78,8 +87,8 @@ def test_a_mapping_is_used_again_until_other_memory_is_at_its_place():
     mappings, sender = Mappings(), make_sender("shared_memory", same_machine=True)
 
     def seen(sender, size):
-        parcels = [sender.pack([("w", torch.full((size,), float(size)))]) for _ in range(AHEAD)]
-        with opened(parcels[0], mappings) as ((_, got),):
+        chunks = [sender.pack([("w", torch.full((size,), float(size)))]) for _ in range(CHUNKS_IN_FLIGHT)]
+        with open_chunk(chunks[0], mappings) as ((_, got),):
             assert torch.equal(got, torch.full((size,), float(size)))
             return got.untyped_storage().data_ptr()
 
@@ -122,24 +131,27 @@ class Tied(nn.Module):
         self.same = self.head
 
 
-def test_settled_weights_are_read_where_they_live_and_nothing_else_is_left():
+def test_shared_parameters_are_read_in_place_and_no_file_is_left_open():
     before = len(list(Path("/proc/self/fd").iterdir()))
     model, mappings, sender = Tied(), Mappings(), make_sender("shared_memory", same_machine=True)
     wanted = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
-    assert settle(model) and model.same.weight is model.head.weight
+    assert share_parameters(model) and model.same.weight is model.head.weight
     assert [(name, p.tolist()) for name, p in model.named_parameters()] == [(n, p.tolist()) for n, p in wanted]
     named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    assert [len(bucket) for bucket, _ in buckets(named, 1, sender.room)] == [3], "they take no room on their way"
-    parcel = json.loads(json.dumps(sender.pack(named)))
-    with opened(parcel, mappings) as arrived:
+    assert [len(bucket) for bucket, _ in buckets(named, 1, sender.bytes_to_copy)] == [3], "nothing is copied"
+    chunk = json.loads(json.dumps(sender.pack(named)))
+    with open_chunk(chunk, mappings) as arrived:
         assert all(torch.equal(got, wanted) for (_, got), (_, wanted) in zip(arrived, named, strict=True))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model.first(torch.ones(3)).sum().backward()
         optimizer.step()
         assert torch.equal(arrived[0][1], model.first.weight) and not torch.equal(model.first.weight, wanted[0][1])
     mixed = sender.pack([named[0], ("other", torch.ones(2))])
-    assert mixed["path"] != parcel["path"] and len(list(buckets([*named, ("o", torch.ones(2))], 1, sender.room))) == 2
-    with opened(mixed, mappings) as arrived:
+    assert (
+        mixed["path"] != chunk["path"]
+        and len(list(buckets([*named, ("o", torch.ones(2))], 1, sender.bytes_to_copy))) == 2
+    )
+    with open_chunk(mixed, mappings) as arrived:
         assert torch.equal(arrived[0][1], model.first.weight)
     del arrived, named, model, optimizer, mappings
     gc.collect()
@@ -147,14 +159,14 @@ def test_settled_weights_are_read_where_they_live_and_nothing_else_is_left():
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_an_engine_cannot_write_to_settled_weights():
+def test_an_engine_cannot_write_to_shared_parameters():
     model, sender = nn.Linear(2, 2), make_sender("shared_memory", same_machine=True)
-    assert settle(model)
-    parcel = sender.pack([("weight", model.weight.detach())])
+    assert share_parameters(model)
+    chunk = sender.pack([("weight", model.weight.detach())])
 
     def write() -> None:
         faulthandler.disable()
-        with opened(parcel) as ((_, weight),):
+        with open_chunk(chunk) as ((_, weight),):
             weight.fill_(7)
 
     process = multiprocessing.get_context("fork").Process(target=write)
@@ -163,17 +175,17 @@ def test_an_engine_cannot_write_to_settled_weights():
     assert process.exitcode == -signal.SIGSEGV and not bool((model.weight == 7).any())
 
 
-def test_weights_that_are_not_where_they_should_be_are_an_error():
+def test_a_missing_file_of_weights_is_an_error():
     for kind in ("shared_memory", "file"):
         with (
-            pytest.raises(GenerationError, match="does not find new weights"),
-            opened({"transport": kind, "path": "/nowhere/at/all", "bytes": 64, "pieces": [], "names": []}),
+            raises(GenerationError, "/nowhere/at/all", "checkpoint_engine.backend=socket"),
+            open_chunk({"transport": kind, "path": "/nowhere/at/all", "bytes": 64, "places": [], "names": []}),
         ):
             pass
 
 
-def test_the_way_is_chosen_by_where_the_engine_is():
+def test_the_transport_depends_on_the_engines_machine():
     assert type(make_sender("auto", same_machine=True)).__name__ == "SharedMemorySender"
     assert type(make_sender("auto", same_machine=False)).__name__ == "SocketSender"
-    with pytest.raises(ConfigError, match="'nccl' yet"):
+    with raises(ConfigError, "checkpoint_engine.backend=nccl", "shared_memory", where="actor_rollout_ref.rollout"):
         make_sender("nccl", same_machine=True)

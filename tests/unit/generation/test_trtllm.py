@@ -27,6 +27,7 @@ from support.engine_cases import (
     save,
 )
 from support.examples import examples
+from support.messages import check_message, raises
 from typer.testing import CliRunner
 
 from hone.cli.engines import app
@@ -37,7 +38,8 @@ from hone.generation import environments
 from hone.generation.options import engine_options
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.generation.remote.transports import SharedMemorySender
-from hone.generation.server.backend import Settings, open_backend
+from hone.generation.server.backend import BackendSettings
+from hone.generation.server.backends import open_backend
 from hone.generation.server.trtllm_backend import EXTENSION, TrtllmBackend, sampling_arguments
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -59,12 +61,12 @@ def engine_in_place() -> Iterator[None]:
         yield
 
 
-def settings_of(models: Any, **options: Any) -> Settings:
-    return Settings("trtllm", str(models[2]), str(models[2]), "float32", 8, MAX_MODEL_LEN, 4096, options)
+def settings_of(models: Any, **options: Any) -> BackendSettings:
+    return BackendSettings("trtllm", str(models[2]), str(models[2]), "float32", 8, MAX_MODEL_LEN, 4096, options)
 
 
 def playing(models: Any, play: Any, **options: Any) -> Any:
-    """Open the back end as its server does, and have ``play`` play with it."""
+    """Open the backend as its server does, and call ``play`` with it."""
 
     async def run() -> Any:
         backend: Any = await open_backend(settings_of(models, **options))
@@ -80,12 +82,12 @@ async def all_of(backend: TrtllmBackend, asked: list[GenerationRequest]) -> dict
     return {done.request_id: done for done in await asyncio.gather(*map(backend.generate, asked))}
 
 
-async def publish(backend: TrtllmBackend, model: Any, *, without: str = "", parcels: int = 3) -> None:
-    """Send a policy's weights in some parcels, through the memory that both processes share."""
+async def publish(backend: TrtllmBackend, model: Any, *, without: str = "", chunks: int = 3) -> None:
+    """Send a policy's weights in some chunks, through the memory that both processes share."""
     named = [(name, tensor) for name, tensor in model.named_parameters() if name != without]
     sender = SharedMemorySender()
     await backend.begin_weights()
-    size = -(-len(named) // parcels)
+    size = -(-len(named) // chunks)
     for start in range(0, len(named), size):
         await backend.load_weights(sender.pack(named[start : start + size]))
     await backend.finish_weights()
@@ -126,26 +128,25 @@ def test_without_a_word_of_the_user_graphs_stay_and_a_prompt_of_full_length_fits
     args = playing(models, play, **engine_options(RolloutConfig(name="trtllm")))
     assert "cuda_graph_config" not in args.model_fields_set and args.max_num_tokens == 8192
     longer = settings_of(models)
-    longer = Settings(**{**vars(longer), "max_model_len": 20000})
+    longer = BackendSettings(**{**vars(longer), "max_model_len": 20000})
     backend = TrtllmBackend.__new__(TrtllmBackend)
     assert backend._options(longer)["max_num_tokens"] == 20000
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "mentions"),
     [
-        ({"max_seq_length": 3}, "no argument 'max_seq_length'"),
-        ({"kv_cache_config": {"free_gpu_fraction": 0.5}}, "kv_cache_config has no argument 'free_gpu_fraction'"),
-        ({"tensor_parallel_size": "two"}, "TensorRT-LLM refuses its arguments"),
-        ({"speculative_config": {"decoding_type": "NGram"}}, "cannot be given 'speculative_config'"),
-        ({"orchestrator_type": "rpc"}, "cannot be given 'orchestrator_type'"),
-        ({"ray_worker_extension_cls": "mine.Worker"}, "cannot be given 'ray_worker_extension_cls'"),
+        ({"max_seq_length": 3}, ("max_seq_length", "max_seq_len")),
+        ({"kv_cache_config": {"free_gpu_fraction": 0.5}}, ("kv_cache_config", "free_gpu_fraction")),
+        ({"tensor_parallel_size": "two"}, ("tensor_parallel_size",)),
+        ({"speculative_config": {"decoding_type": "NGram"}}, ("speculative_config",)),
+        ({"orchestrator_type": "rpc"}, ("orchestrator_type",)),
+        ({"ray_worker_extension_cls": "mine.Worker"}, ("ray_worker_extension_cls",)),
     ],
 )
-def test_arguments_that_it_does_not_have_or_hone_decides_on_are_refused(models, options, words):
-    with pytest.raises(ConfigError, match=words) as raised:
+def test_unknown_arguments_and_those_that_hone_sets_are_refused(models, options, mentions):
+    with raises(ConfigError, *mentions, where="actor_rollout_ref.rollout.engine_kwargs.trtllm"):
         playing(models, lambda backend: None, **options)
-    assert raised.value.where.startswith("actor_rollout_ref.rollout.engine_kwargs.trtllm")
 
 
 def test_nothing_is_used_that_is_not_published():
@@ -203,15 +204,14 @@ def test_tokens_come_with_the_log_probs_of_the_policy(models, temperature):
 
 
 @pytest.mark.parametrize("given_", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.2}])
-def test_what_would_part_the_two_log_probs_is_refused(models, given_):
-    (name,) = given_
+def test_sampling_that_separates_the_two_log_probs_is_refused(models, given_):
+    ((name, value),) = given_.items()
     asked = requests(SamplingParams(max_tokens=4, **given_), 1)
-    with pytest.raises(GenerationError, match=f"cannot serve {name}=") as raised:
+    with raises(GenerationError, f"{name}={value}", f"actor_rollout_ref.rollout.{name}="):
         playing(models, lambda backend: all_of(backend, asked))
-    assert f"rollout.{name}=" in raised.value.fix
 
 
-def test_greedy_takes_no_notice_of_what_only_narrows_the_choice(models):
+def test_greedy_ignores_top_k_and_top_p(models):
     asked = requests(SamplingParams(max_tokens=4, temperature=0.0, top_k=5, top_p=0.5), 1)
     assert_greedy(models[0], asked[0], playing(models, lambda backend: all_of(backend, asked))["0"])
 
@@ -250,13 +250,14 @@ def test_a_stop_string_ends_an_answer_in_whatever_tokens_it_is_written(models, m
     assert len(got.log_probs) == len(got.sampling_log_probs) == end
 
 
-def test_a_request_that_cannot_be_served_harms_nobody(models):
+def test_a_refused_request_does_not_affect_the_others(models):
     async def play(backend):
         long = GenerationRequest("long", [5] * 250, SamplingParams(max_tokens=20))
         return await asyncio.gather(*map(backend.generate, [long, *requests(GREEDY, 2)]), return_exceptions=True)
 
     refused, *fine = playing(models, play)
-    assert isinstance(refused, GenerationError) and "TensorRT-LLM refuses a request" in refused.what
+    assert isinstance(refused, GenerationError)
+    check_message(refused, "TensorRT-LLM")
     for one, got in zip(requests(GREEDY, 2), fine, strict=True):
         assert_greedy(models[0], one, got)
 
@@ -346,13 +347,11 @@ def greedy_after(model: Any, prompt: list[int], tokens: list[int]) -> list[int]:
         return model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-def test_an_update_that_arrives_in_part_serves_nobody_until_a_whole_one_has(models):
+def test_an_incomplete_weight_sync_serves_no_request_until_a_whole_one_arrives(models):
     missing = "model.layers.1.mlp.up_proj.weight"
 
     async def play(backend):
-        with pytest.raises(
-            GenerationError, match="1 of 21 weights have not arrived, such as 'model.layers.1.mlp.up_proj"
-        ):
+        with raises(GenerationError, 1, 21, missing):
             await publish(backend, models[1], without=missing)
         task = asyncio.create_task(all_of(backend, requests(GREEDY, 1)))
         await turns(10)
@@ -392,21 +391,22 @@ def test_a_lost_worker_ends_the_server(models, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "gpu", "message"),
+    ("words", "gpu"),
     [
-        ([], False, "engine trtllm needs an NVIDIA GPU, and here is none"),
-        (["--cpu"], True, "engine trtllm has no build for CPUs"),
+        ([], False),
+        (["--cpu"], True),
     ],
 )
-def test_it_is_not_installed_where_it_cannot_run(tmp_path, monkeypatch, words, gpu, message):
+def test_it_is_not_installed_where_it_cannot_run(tmp_path, monkeypatch, words, gpu):
     monkeypatch.setattr(environments, "_has_gpu", lambda: gpu)
     ended = CliRunner().invoke(app, ["install", "trtllm", "--env", str(tmp_path / "engine"), *words])
-    assert isinstance(ended.exception, ConfigError) and message in ended.exception.what
+    assert isinstance(ended.exception, ConfigError)
+    check_message(ended.exception, "trtllm", "hone engines install vllm --cpu")
     assert not (tmp_path / "engine").exists()
 
 
-def test_it_is_installed_with_its_own_python_from_nvidias_index(tmp_path, monkeypatch):
-    """What the installer is told: PyPI's package would fetch the wheel while it is built."""
+def test_it_is_installed_with_a_separate_python_from_nvidias_index(tmp_path, monkeypatch):
+    """The installer gets NVIDIA's index: PyPI's package would download the wheel while it is built."""
     ran: list[list[str]] = []
     monkeypatch.setattr(environments, "_has_gpu", lambda: True)
     monkeypatch.setattr(environments, "_check_disk", lambda recipe, place: None)
@@ -429,4 +429,4 @@ def test_it_is_installed_with_its_own_python_from_nvidias_index(tmp_path, monkey
 
 def test_the_list_says_that_it_was_never_run():
     row = next(row for row in environments.engine_table() if row.name == "trtllm")
-    assert row.verified == "never run: written after the interface of 1.4.0rc1; it starts only on a GPU"
+    assert row.verified.startswith("never run") and "1.4.0rc1" in row.verified

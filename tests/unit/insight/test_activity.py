@@ -22,24 +22,28 @@ def published(tmp_path: Path):
     activity.end()
 
 
-def own(folder: Path) -> activity.Record:
+def only_record(folder: Path) -> activity.Record:
     (record,) = activity.read_records(folder)
     return record
 
 
 def test_a_record_says_who_does_what_and_for_whom_it_waits(published: Path):
-    assert (own(published).name, own(published).stage, own(published).is_alive()) == ("actor[1]", "idle", True)
+    assert (only_record(published).name, only_record(published).stage, only_record(published).is_alive()) == (
+        "actor[1]",
+        "idle",
+        True,
+    )
     with activity.doing("step 3"), activity.waiting("scores", on=["reward worker"], limit=2.0):
-        inside = own(published)
+        inside = only_record(published)
         activity.tick()
-        after = own(published)
+        after = only_record(published)
     assert inside.stage == "step 3 > scores"
     assert [(s.waits, s.waits_on, s.limit) for s in inside.spans] == [
         (False, (), None),
         (True, ("reward worker",), 2.0),
     ]
     assert after.ticks == inside.ticks + 1 and after.spans == inside.spans
-    assert own(published).spans == () and own(published).ticks > after.ticks
+    assert only_record(published).spans == () and only_record(published).ticks > after.ticks
 
 
 def test_nothing_is_left_of_a_process_that_leaves_in_good_order(tmp_path: Path):
@@ -65,10 +69,10 @@ def test_spans_end_in_any_order(tmp_path_factory, script):
                 open_spans.append((text, span))
             elif open_spans:
                 open_spans.pop(which % len(open_spans))[1].__exit__(None, None, None)
-            shown = [span.what for span in own(folder).spans]
-            assert shown == [text for text, _ in open_spans][len(open_spans) - len(shown) :]
+            names = [span.what for span in only_record(folder).spans]
+            assert names == [text for text, _ in open_spans][len(open_spans) - len(names) :]
             if open_spans and len(open_spans[-1][0]) < 500:
-                assert shown
+                assert names
     finally:
         for _, span in open_spans:
             span.__exit__(None, None, None)
@@ -106,10 +110,10 @@ def test_a_killed_process_leaves_its_last_record(tmp_path: Path):
     process.start()
     while not [record for record in activity.read_records(tmp_path) if record.spans]:
         time.sleep(0.01)
-    assert own(tmp_path).is_alive()
+    assert only_record(tmp_path).is_alive()
     process.kill()
     process.join()
-    assert own(tmp_path).stage == "update_actor" and not own(tmp_path).is_alive()
+    assert only_record(tmp_path).stage == "update_actor" and not only_record(tmp_path).is_alive()
     activity.clear(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -137,13 +141,13 @@ culprit()
         while not [record for record in activity.read_records(tmp_path) if record.spans]:
             assert process.poll() is None
             time.sleep(0.02)
-        record = own(tmp_path)
-        found = stacks.collect({record.pid: record.stacks_file}, {record.pid: record.thread})[record.pid]
+        record = only_record(tmp_path)
+        collected = stacks.collect({record.pid: record.stacks_file}, {record.pid: record.thread})[record.pid]
     finally:
         process.kill()
         process.wait()
-    assert found.problem == "" and "culprit" in [frame.function for frame in found.frames]
-    assert found.collective is None
+    assert collected.problem == "" and "culprit" in [frame.function for frame in collected.frames]
+    assert collected.collective is None
 
 
 def test_a_dead_process_has_no_stacks(tmp_path: Path):
@@ -153,7 +157,7 @@ def test_a_dead_process_has_no_stacks(tmp_path: Path):
     assert stacks.collect({process.pid: tmp_path / "file"}, {})[process.pid].problem == "it is dead"
 
 
-def test_the_thread_that_works_is_found_among_others():
+def test_the_thread_that_works_is_selected_among_others():
     text = """Thread 0x00007f00000000aa (most recent call first):
   File "/x/threading.py", line 5 in wait
 Current thread 0x00007f00000000bb (most recent call first):
@@ -163,8 +167,8 @@ Current thread 0x00007f00000000bb (most recent call first):
 """
     frames = stacks.parse(text, 0x7F00000000BB)
     assert [frame.function for frame in frames] == ["__call__", "all_reduce", "step"]
-    assert stacks.Stacks(text, frames).collective == "all_reduce"
-    assert stacks.Stacks(text, stacks.parse(text, 0x7F00000000AA)).collective is None
+    assert stacks.ThreadStacks(text, frames).collective == "all_reduce"
+    assert stacks.ThreadStacks(text, stacks.parse(text, 0x7F00000000AA)).collective is None
 
 
 def test_no_heavy_import():

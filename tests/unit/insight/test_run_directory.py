@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.messages import raises
 
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import HoneError
@@ -50,15 +51,15 @@ def test_numbers_come_back_to_the_bit(tmp_path_factory, value):
     json.loads(run.metrics_path.read_text(), parse_constant=pytest.fail)  # strict JSON
 
 
-def test_one_line_a_step(run):
+def test_one_line_per_step(run):
     run.log_metrics(0, {})
     run.log_metrics(3, {})
     for step in (3, 2):
-        with pytest.raises(ValueError, match=f"step {step} come after those of step 3"):
+        with raises(ValueError, f"step {step}", "step 3"):
             run.log_metrics(step, {})
-    again = RunDirectory(run.path)  # the next process knows too
+    again = RunDirectory(run.path)  # the next process reads it
     assert again.last_step == 3
-    with pytest.raises(ValueError, match="come after"):
+    with raises(ValueError, "step 3"):
         again.log_metrics(3, {})
 
 
@@ -93,7 +94,7 @@ def test_half_a_last_line_is_dropped(run, half):
 
 def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(run):
     run.metrics_path.write_text('{"step": 1}\nrubbish\n{"step": 3}\n')
-    with pytest.raises(HoneError, match="line 2 of 3"):
+    with raises(HoneError, "line 2 of 3", "trainer.experiment_name"):
         run.rewind(3)
     assert "rubbish" in run.metrics_path.read_text()
 
@@ -126,7 +127,7 @@ def test_run_json_tells_what_ran_where(run):
     record = read_run(run.path)
     assert (record["status"], record["exit_reason"], record["last_step"]) == ("interrupted", "SIGINT after step 4", 4)
     assert record["ended"] >= record["started"]
-    with pytest.raises(ValueError, match="sleeping"):
+    with raises(ValueError, "'sleeping'"):
         run.update_status("sleeping")
 
 
@@ -183,7 +184,9 @@ def test_records_of_any_kind_become_json(run):
 def test_disk_full_while_appending(run, tmp_path):
     run.log_metrics(1, {})
     run._metrics_file = Path("/dev/full").open("w")  # noqa: SIM115 - the run closes it
-    with pytest.raises(HoneError, match=r"E-disk-full.*metrics.jsonl: the disk is full \(\d+ MB of [\d.]+ GB free\)"):
+    with raises(
+        HoneError, "MB", "GB free", "trainer.resume_mode=auto", code="E-disk-full", where=str(run.metrics_path)
+    ):
         run.log_metrics(2, {})
 
 
@@ -194,7 +197,7 @@ def test_disk_full_leaves_the_old_file_and_no_litter(run, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(HoneError, match="the disk is full"):
+    with raises(HoneError, "trainer.default_local_dir", code="E-disk-full"):
         run.write_rollouts(1, [{"good": False}])
     assert [path.name for path in run.rollouts.iterdir()] == ["step_1.jsonl"]
     assert json.loads((run.rollouts / "step_1.jsonl").read_text()) == {"good": True}
@@ -202,16 +205,15 @@ def test_disk_full_leaves_the_old_file_and_no_litter(run, monkeypatch):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(HoneError, match="E-run-directory.*cannot write") as caught:
+    with raises(HoneError, "trainer.default_local_dir", code="E-run-directory"):
         RunDirectory(tmp_path / "file" / "run")
-    assert "trainer.default_local_dir" in caught.value.fix
 
 
-def test_reading_a_directory_that_is_none(tmp_path):
-    with pytest.raises(HoneError, match="no such file"):
+def test_reading_a_directory_without_a_run(tmp_path):
+    with raises(HoneError, where=str(tmp_path / "run.json")):
         read_run(tmp_path)
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(HoneError, match="not JSON"):
+    with raises(HoneError, "JSON", where=str(tmp_path / "run.json")):
         read_run(tmp_path)
     assert read_metrics(tmp_path) == []
 
@@ -235,11 +237,11 @@ def test_a_trajectory_becomes_a_record_with_tokens_text_mask_and_scores(run):
     assert row.items() >= expected.items()
 
 
-def test_a_reward_that_changed_is_told_on_resume(tmp_path, caplog):
+def test_a_reward_that_changed_gives_a_warning_on_resume(tmp_path, caplog):
     run = RunDirectory(tmp_path / "run")
     start(run, rewards={"score.py:f": "sha256:1", "gsm8k": "sha256:2"})
     assert read_run(run.path)["rewards"] == {"score.py:f": "sha256:1", "gsm8k": "sha256:2"}
     start(run, rewards={"score.py:f": "sha256:1", "gsm8k": "sha256:2"}, last_step=3)
-    assert "reward is not what it was" not in caplog.text
+    assert "score.py:f" not in caplog.text
     start(run, rewards={"score.py:f": "sha256:3", "gsm8k": "sha256:2"}, last_step=3)
-    assert "when the run began: score.py:f" in caplog.text
+    assert "score.py:f" in caplog.text

@@ -46,14 +46,14 @@ def test_an_episode_is_read_from_top_to_bottom():
     )
     broken = log()
     broken.error = "OSError: gone"
-    assert trace(record(broken)).endswith("ended: answer\nbroke: OSError: gone\n")
+    assert trace(record(broken)).endswith("ended: answer\nerror: OSError: gone\n")
 
 
-def test_some_of_a_step_are_written_beside_the_records(tmp_path):
+def test_some_of_a_step_are_written_next_to_the_records(tmp_path):
     records = [record(log(), index, part) for index in range(20) for part in (0, 1)]
-    told = sampled_traces(records, 5)
-    assert told is not None
-    assert [line.split()[3] for line in told.splitlines() if line.startswith("row row")] == [
+    text = sampled_traces(records, 5)
+    assert text is not None
+    assert [line.split()[3] for line in text.splitlines() if line.startswith("row row")] == [
         "0:",
         "4:",
         "8:",

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 from rich.console import Console
+from support.messages import raises
 
 from hone.errors import ConfigError
 from hone.insight.run_directory import RunDirectory, read_metrics
@@ -118,7 +119,7 @@ def test_a_failing_tracker_does_not_stop_the_others_and_is_counted(caplog):
     assert trackers.errors == {"broken": 3}
     tracebacks = [record for record in caplog.records if record.exc_info]
     assert len(tracebacks) == 1 and "no network at step 1" in caplog.text
-    assert "tracker errors: broken: 3" in caplog.records[-1].getMessage()
+    assert "broken: 3" in caplog.records[-1].getMessage()
 
 
 def test_the_record_of_the_run_must_be_written():
@@ -148,9 +149,8 @@ def test_interrupts_are_not_swallowed():
 
 def test_names(tmp_path):
     assert TRACKERS.names() == ["console", "jsonl", "mlflow", "tensorboard", "wandb"]
-    with pytest.raises(ConfigError, match="trainer.logger: unknown tracker 'tensorbord'") as caught:
+    with raises(ConfigError, "'tensorbord'", "tensorboard", where="trainer.logger"):
         build(["console", "tensorbord"], tmp_path)
-    assert "tensorboard" in caught.value.fix
     assert build([], tmp_path).errors == {}
 
 
@@ -160,9 +160,8 @@ def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
         raise ModuleNotFoundError(f"No module named '{module}'")
 
     monkeypatch.setattr(base_module.importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=f"No module named '{name}'") as caught:
+    with raises(ConfigError, f"'{name}'", f"pip install 'hone-rl[{name}]'"):
         build([name], tmp_path)
-    assert f"pip install 'hone-rl[{name}]'" in caught.value.fix
 
 
 def test_a_tracker_that_cannot_start_is_a_message(tmp_path, monkeypatch):
@@ -170,7 +169,7 @@ def test_a_tracker_that_cannot_start_is_a_message(tmp_path, monkeypatch):
         raise ConnectionError("connection refused")
 
     monkeypatch.setitem(TRACKERS._entries, "wandb", refuse)
-    with pytest.raises(ConfigError, match="tracker 'wandb' cannot start.*connection refused"):
+    with raises(ConfigError, "'wandb'", "connection refused", "trainer.logger"):
         build(["wandb"], tmp_path)
 
 

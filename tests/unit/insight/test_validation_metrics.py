@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.messages import raises
 
 from hone.insight.metrics import find_metric
 from hone.insight.validation import best_of, majority, subset_sizes, validation_metrics
@@ -103,9 +104,9 @@ def test_missing_values_shrink_the_problem():
 
 
 def test_wrong_shapes_are_refused():
-    with pytest.raises(ValueError, match="have not 2 responses"):
+    with raises(ValueError, "1 problems of 's'", "2 responses"):
         validation_metrics(["s"] * 3, ["1", "1", "2"], {"reward": [1, 1, 1]}, 2)
-    with pytest.raises(ValueError, match="'acc': 1"):
+    with raises(ValueError, "'acc': 1"):
         validation_metrics(["s", "s"], ["1", "2"], {"acc": [1]}, 1)
 
 

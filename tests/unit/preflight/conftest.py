@@ -1,4 +1,4 @@
-"""A small dataset, a model directory without weights worth loading, and a machine that lacks nothing."""
+"""A small dataset, a model directory with tiny weights, and a simulated machine without problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hone.preflight import machine
 
 @pytest.fixture(autouse=True)
 def sound_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said does not depend on the machine that the tests run on."""
+    """Simulate a machine, so that results do not depend on the real one."""
     monkeypatch.setattr(machine, "look", lambda: SOUND_MACHINE)
     monkeypatch.setattr(machine, "bfloat16_cost", lambda: 1.0)
 
@@ -34,7 +34,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path, tokenizer: Path) -> Path:
-    """A complete model directory, as far as files go."""
+    """A model directory with all files."""
     directory = tmp_path / "model"
     shutil.copytree(tokenizer, directory)
     (directory / "config.json").write_text(json.dumps(SMALL_MODEL))
@@ -44,7 +44,7 @@ def model(tmp_path: Path, tokenizer: Path) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Ten such rows."""
+    """Ten training rows."""
     return write_rows(tmp_path / "train.jsonl", rows())
 
 
@@ -55,7 +55,7 @@ def prepare_trainer(trainer: RunConfig, folder: Path) -> None:
 
 @pytest.fixture
 def rl(model: Path, data: Path, tmp_path: Path) -> RLConfig:
-    """A configuration of `hone train` with which nothing is wrong."""
+    """A configuration of `hone train` without problems."""
     config = RLConfig()
     config.data.train_files = str(data)
     config.data.train_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size = 8
@@ -67,7 +67,7 @@ def rl(model: Path, data: Path, tmp_path: Path) -> RLConfig:
 
 @pytest.fixture
 def sft(model: Path, data: Path, tmp_path: Path) -> SFTConfig:
-    """A configuration of `hone sft` with which nothing is wrong."""
+    """A configuration of `hone sft` without problems."""
     config = SFTConfig()
     config.data.train_files = str(data)
     config.data.train_batch_size = 2

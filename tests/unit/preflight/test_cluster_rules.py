@@ -1,4 +1,4 @@
-"""Rules about where processes live and how a model is divided over them: numbers, reason and fix of each mistake."""
+"""Rules about processes and about sharding a model over them: numbers and fix of each mistake."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from support.preflight import SMALL_MODEL, change
 
 from hone.config import RLConfig
+from hone.config.parallel_layout import Layout
 from hone.errors import ConfigError
 from hone.preflight import findings
 from hone.preflight import machine as machine_module
 from hone.preflight.rules import Finding
-from hone.training.layout import Layout
 
 ACTOR = "actor_rollout_ref.actor"
 RAY = {"trainer.runtime": "ray"}
@@ -30,14 +30,14 @@ PLENTY = {"ray.address": None}
 
 @pytest.fixture
 def rl(rl: RLConfig) -> RLConfig:
-    """More rows than the ranks of any layout below."""
+    """A configuration with more rows than the ranks of any layout below."""
     return change(rl, {"data.train_batch_size": 8, "actor_rollout_ref.rollout.n": 4})
 
 
-def the_one(config: RLConfig) -> Finding:
-    found = list(findings(config))
-    assert len(found) == 1, [f.error.render() for f in found]
-    return found[0]
+def only_finding(config: RLConfig) -> Finding:
+    finding = list(findings(config))
+    assert len(finding) == 1, [f.error.render() for f in finding]
+    return finding[0]
 
 
 def write_model(config: RLConfig, **settings: Any) -> None:
@@ -56,17 +56,17 @@ def write_model(config: RLConfig, **settings: Any) -> None:
         {**TWO, "actor_rollout_ref.rollout.enable_resource_pool": True},
     ],
 )
-def test_layouts_that_fit_pass(rl: RLConfig, changes: dict[str, Any]) -> None:
+def test_valid_layouts_have_no_findings(rl: RLConfig, changes: dict[str, Any]) -> None:
     assert [f.error.render() for f in findings(change(rl, changes))] == []
 
 
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"trainer.n_gpus_per_node": 4}, "R02", ["runtime=local is one process", "4", "trainer.runtime=ray"]),
+        ({"trainer.n_gpus_per_node": 4}, "R02", ["runtime=local", "4", "trainer.runtime=ray"]),
         ({"trainer.nnodes": 2}, "R02", ["2", "trainer.runtime=ray"]),
         ({"actor_rollout_ref.rollout.enable_resource_pool": True}, "R02", ["rollout", "trainer.runtime=ray"]),
-        ({**RAY, "trainer.nnodes": 3}, "R02", ["trainer.nnodes=3", "one node", "2 more", "ray.address=HOST:PORT"]),
+        ({**RAY, "trainer.nnodes": 3}, "R02", ["trainer.nnodes=3", "1 node", "2 more", "ray.address=HOST:PORT"]),
         (
             {
                 **RAY,
@@ -84,7 +84,7 @@ def test_layouts_that_fit_pass(rl: RLConfig, changes: dict[str, Any]) -> None:
         ),
         ({**FOUR, f"{ACTOR}.fsdp_config.fsdp_size": 3}, "R70", ["3 of 4 ranks", "fsdp_size=<one of 1, 2, 4"]),
         ({**FOUR, f"{ACTOR}.strategy": "local"}, "R70", ["'local'", "4", f"{ACTOR}.strategy=fsdp2"]),
-        ({**FOUR, f"{ACTOR}.strategy": "megatron"}, "R70", ["'megatron' is not supported yet", "strategy=fsdp2"]),
+        ({**FOUR, f"{ACTOR}.strategy": "megatron"}, "R70", ["'megatron'", "strategy=fsdp2"]),
         (
             {
                 **TWO,
@@ -93,7 +93,7 @@ def test_layouts_that_fit_pass(rl: RLConfig, changes: dict[str, Any]) -> None:
                 f"{ACTOR}.use_kl_loss": True,
             },
             "R70",
-            ["the pool of actor_rollout_ref.ref: 1 processes", "2 tensor"],
+            ["actor_rollout_ref.ref: 1 processes", "2 tensor"],
         ),
         (
             {**FOUR, f"{ACTOR}.tensor_model_parallel_size": 4},
@@ -103,50 +103,50 @@ def test_layouts_that_fit_pass(rl: RLConfig, changes: dict[str, Any]) -> None:
         (
             {**RAY, "trainer.n_gpus_per_node": 3, f"{ACTOR}.ulysses_sequence_parallel_size": 3},
             "R72",
-            ["4 attention heads with 2 key-value heads", "3 sequence-parallel"],
+            ["4 attention heads", "2 key-value heads", "3"],
         ),
-        ({**TWO, f"{ACTOR}.expert_parallel_size": 2}, "R73", ["=2", "qwen3 model has no experts", "size=1"]),
+        ({**TWO, f"{ACTOR}.expert_parallel_size": 2}, "R73", ["=2", "qwen3", "expert_parallel_size=1"]),
         (
             {**FOUR, f"{ACTOR}.ppo_mini_batch_size": 1, "trainer.n_gpus_per_node": 8},
             "R12",
-            ["1 prompts x 4 = 4 sequences for 8", "4 ranks", f"{ACTOR}.ppo_mini_batch_size=2"],
+            ["1 prompts x 4 = 4 sequences", "8 data-parallel ranks", "4 ranks", f"{ACTOR}.ppo_mini_batch_size=2"],
         ),
         (
             {**FOUR, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 9},
             "R15",
-            ["=9", "32 of a mini-batch over 4 ranks = 8", "at most 8"],
+            ["=9", "32", "4 ranks = 8", "8,"],
         ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_one_message(
     rl: RLConfig, changes: dict[str, Any], code: str, words: list[str]
 ) -> None:
-    found = the_one(change(rl, changes))
-    assert found.error.code == code and found.error.fix
-    assert found.stops == (code != "R15")
+    finding = only_finding(change(rl, changes))
+    assert finding.error.code == code and finding.error.fix
+    assert finding.stops == (code != "R15")
     for word in words:
-        assert word in found.error.render(), found.error.render()
+        assert word in finding.error.render(), finding.error.render()
 
 
-def test_rows_that_do_not_divide_are_a_warning_when_ranks_wait_long(rl: RLConfig) -> None:
+def test_rows_that_do_not_divide_are_a_warning_when_ranks_are_idle(rl: RLConfig) -> None:
     change(rl, {**RAY, "trainer.n_gpus_per_node": 7, f"{ACTOR}.ppo_mini_batch_size": 2})
-    found = the_one(rl)  # 8 sequences over 7 ranks: one has two
-    assert found.error.code == "R12" and not found.stops
-    assert "43% of their time" in found.error.render() and f"{ACTOR}.ppo_mini_batch_size=7" in found.error.fix
+    finding = only_finding(rl)  # 8 sequences over 7 ranks: one has two
+    assert finding.error.code == "R12" and not finding.stops
+    assert "43%" in finding.error.render() and f"{ACTOR}.ppo_mini_batch_size=7" in finding.error.fix
 
 
 def test_experts_that_do_not_divide(rl: RLConfig) -> None:
     write_model(rl, model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16)
     change(rl, {**FOUR, f"{ACTOR}.expert_parallel_size": 4})
-    found = the_one(rl)
-    assert found.error.code == "R73" and "6 experts" in found.error.what
-    assert "<one of 1, 2, 3, 6>" in found.error.fix
+    finding = only_finding(rl)
+    assert finding.error.code == "R73" and "6 experts" in finding.error.what
+    assert "<one of 1, 2, 3, 6>" in finding.error.fix
 
 
-def test_a_model_without_a_plan_is_not_cut(rl: RLConfig) -> None:
+def test_a_model_without_a_tensor_plan_is_not_sharded(rl: RLConfig) -> None:
     write_model(rl, model_type="gpt2", num_key_value_heads=None)
-    found = the_one(change(rl, {**TWO, f"{ACTOR}.tensor_model_parallel_size": 2}))
-    assert found.error.code == "R71" and "plan for gpt2" in found.error.what
+    finding = only_finding(change(rl, {**TWO, f"{ACTOR}.tensor_model_parallel_size": 2}))
+    assert finding.error.code == "R71" and "gpt2" in finding.error.what
 
 
 @given(
@@ -192,28 +192,28 @@ def test_more_gpus_than_present(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     change(rl, {**FOUR, "trainer.device": "auto"})
-    found = the_one(rl)
-    assert found.error.code == "R02" and found.stops
-    assert "trainer.n_gpus_per_node=4 workers take 4 GPUs, this machine has 2" in found.error.what
-    assert "trainer.n_gpus_per_node=2" in found.error.fix and "ray.device_fraction=0.5" in found.error.fix
+    finding = only_finding(rl)
+    assert finding.error.code == "R02" and finding.stops
+    assert "trainer.n_gpus_per_node=4 workers" in finding.error.what and "4 GPUs" in finding.error.what
+    assert "trainer.n_gpus_per_node=2" in finding.error.fix and "ray.device_fraction=0.5" in finding.error.fix
     change(rl, {"ray.device_fraction": 0.5})
     assert list(findings(rl)) == []
 
 
-def test_a_pool_of_its_own_counts(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_separate_pool_counts(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     rollout = {"actor_rollout_ref.rollout.enable_resource_pool": True, "actor_rollout_ref.rollout.n_gpus_per_node": 1}
-    found = the_one(change(rl, {**TWO, **rollout, "trainer.device": "auto"}))
-    assert "take 3 GPUs, this machine has 2" in found.error.what and "trainer.n_gpus_per_node=1" in found.error.fix
+    finding = only_finding(change(rl, {**TWO, **rollout, "trainer.device": "auto"}))
+    assert "3 GPUs" in finding.error.what and "trainer.n_gpus_per_node=1" in finding.error.fix
 
 
 def test_more_processes_than_cores_is_a_warning(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     small = machine_module.Machine(2, 2, None, 64 << 30, 8 << 30, 1 << 20)
     monkeypatch.setattr(machine_module, "look", lambda: small)
-    found = the_one(change(rl, FOUR))
-    assert found.error.code == "R02" and not found.stops
-    assert "4 processes on 2 cores" in found.error.what and "n_gpus_per_node=2" in found.error.fix
+    finding = only_finding(change(rl, FOUR))
+    assert finding.error.code == "R02" and not finding.stops
+    assert "4 processes on 2 cores" in finding.error.what and "n_gpus_per_node=2" in finding.error.fix
 
 
 # ------------------------------------------------------------------------------------------------------------- clusters
@@ -222,17 +222,17 @@ def test_more_processes_than_cores_is_a_warning(rl: RLConfig, monkeypatch: pytes
 def test_ray_that_is_not_installed(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
-    found = the_one(change(rl, RAY))
-    assert found.error.code == "R74" and "hone-rl[ray]" in found.error.fix
+    finding = only_finding(change(rl, RAY))
+    assert finding.error.code == "R74" and "hone-rl[ray]" in finding.error.fix
 
 
 def test_a_cluster_that_does_not_answer(rl: RLConfig) -> None:
-    with socket.socket() as probe:  # a port that nobody listens at
+    with socket.socket() as probe:  # a port without a listener
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-        found = the_one(change(rl, {**RAY, "ray.address": f"127.0.0.1:{port}"}))
-    assert found.error.code == "R74" and found.stops
-    assert f"127.0.0.1:{port}: " in found.error.what and "ray start --head" in found.error.fix
+        finding = only_finding(change(rl, {**RAY, "ray.address": f"127.0.0.1:{port}"}))
+    assert finding.error.code == "R74" and finding.stops
+    assert f"127.0.0.1:{port}: " in finding.error.what and "ray start --head" in finding.error.fix
 
 
 def test_a_cluster_that_answers(rl: RLConfig) -> None:
@@ -244,16 +244,16 @@ def test_a_cluster_that_answers(rl: RLConfig) -> None:
 
 
 @pytest.mark.parametrize("address", ["head", "head:port", ":6379"])
-def test_an_address_that_is_none(rl: RLConfig, address: str) -> None:
-    found = the_one(change(rl, {**RAY, "ray.address": address}))
-    assert found.error.code == "R74" and "neither auto nor HOST:PORT" in found.error.what
+def test_an_invalid_address(rl: RLConfig, address: str) -> None:
+    finding = only_finding(change(rl, {**RAY, "ray.address": address}))
+    assert finding.error.code == "R74" and address in finding.error.what and "HOST:6379" in finding.error.fix
 
 
 def test_auto_without_a_cluster(rl: RLConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    found = the_one(change(rl, {**RAY, "ray.address": "auto"}))
-    assert found.error.code == "R74" and "no Ray cluster runs on this machine" in found.error.what
+    finding = only_finding(change(rl, {**RAY, "ray.address": "auto"}))
+    assert finding.error.code == "R74" and "ray.address=auto" in finding.error.what
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -261,13 +261,13 @@ def test_auto_without_a_cluster(rl: RLConfig, tmp_path: Path, monkeypatch: pytes
         (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{server.getsockname()[1]}")
         assert list(findings(rl)) == []
         monkeypatch.setenv("RAY_ADDRESS", "nowhere")
-        assert "nowhere" in the_one(rl).error.what or "HOST:PORT" in the_one(rl).error.what
+        assert "nowhere" in only_finding(rl).error.what or "HOST:PORT" in only_finding(rl).error.what
 
 
-def test_a_layout_that_does_not_fit_is_not_asked_for_its_ranks(rl: RLConfig) -> None:
-    """R12 and R15 are silent where R70 speaks."""
+def test_an_invalid_layout_has_one_finding(rl: RLConfig) -> None:
+    """R12 and R15 have no finding when R70 has one."""
     change(rl, {**FOUR, f"{ACTOR}.tensor_model_parallel_size": 3, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 9})
-    codes = [found.error.code for found in findings(rl)]
+    codes = [finding.error.code for finding in findings(rl)]
     assert "R70" in codes and "R12" not in codes
     with pytest.raises(ConfigError):
         Layout.plan(4, rl.actor_rollout_ref.actor)

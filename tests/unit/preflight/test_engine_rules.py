@@ -1,4 +1,4 @@
-"""Rules about engines in an environment of their own."""
+"""Rules about engines in separate environments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def missing(config: RLConfig) -> list[str]:
-    return [found.error.render() for found in engines.engine_is_installed(config)]
+    return [finding.error.render() for finding in engines.engine_is_installed(config)]
 
 
 def test_an_engine_that_is_not_installed_is_a_warning_with_its_install_command(rl: RLConfig, nothing_installed: Path):
@@ -54,7 +54,7 @@ def test_an_installed_engine_is_found(rl: RLConfig, nothing_installed: Path):
         ),
     ],
 )
-def test_keys_of_an_engine_that_is_not_started_do_nothing(rl: RLConfig, changes: dict[str, Any], key: str):
+def test_keys_of_an_engine_that_is_not_started_have_no_effect(rl: RLConfig, changes: dict[str, Any], key: str):
     change(rl, changes)
     idle = [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"]
     assert [error.where for error in idle] == [f"{ROLLOUT}.{key}"]
@@ -70,18 +70,18 @@ def test_a_native_engine_with_replicas_has_no_environment_and_no_share_of_a_gpu(
     assert idle.where == f"{ROLLOUT}.{key}"
 
 
-def test_keys_of_replicas_that_are_not_there_do_nothing(rl: RLConfig):
+def test_keys_of_absent_replicas_have_no_effect(rl: RLConfig):
     change(rl, {f"{ROLLOUT}.server_pool.max_attempts": 7})
     (idle,) = [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"]
     assert idle.where == f"{ROLLOUT}.server_pool.max_attempts" and f"{ROLLOUT}.num_replicas=1" in idle.fix
 
 
-def test_an_engine_that_lives_in_the_trainer_alone_has_no_replicas(rl: RLConfig):
+def test_an_engine_in_the_trainer_has_no_replicas(rl: RLConfig):
     change(rl, {f"{ROLLOUT}.num_replicas": 2})
     assert list(engines.engine_has_replicas(rl)) == []
     change(rl, {f"{ROLLOUT}.name": "hf"})
-    (found,) = engines.engine_has_replicas(rl)
-    assert found.stops and "rollout.num_replicas=2" in found.error.what
+    (finding,) = engines.engine_has_replicas(rl)
+    assert finding.stops and "rollout.num_replicas=2" in finding.error.what
 
 
 def test_keys_of_the_engine_that_is_started_are_fine(rl: RLConfig):
@@ -93,15 +93,15 @@ def test_keys_of_the_engine_that_is_started_are_fine(rl: RLConfig):
     ("changes", "message"),
     [
         ({f"{ROLLOUT}.name": "vllm", "actor_rollout_ref.model.lora_rank": 4}, None),
-        ({f"{ROLLOUT}.name": "sglang", "actor_rollout_ref.model.lora_rank": 4}, "engine 'sglang' takes no adapters"),
-        ({"actor_rollout_ref.model.lora_rank": 4}, "engine 'native' takes no adapters"),
-        ({f"{ROLLOUT}.name": "vllm"}, "no adapter is trained"),
-        ({f"{ROLLOUT}.name": "vllm", "actor_rollout_ref.model.lora_adapter_path": "/not/there"}, "is missing"),
+        ({f"{ROLLOUT}.name": "sglang", "actor_rollout_ref.model.lora_rank": 4}, "'sglang'"),
+        ({"actor_rollout_ref.model.lora_rank": 4}, "'native'"),
+        ({f"{ROLLOUT}.name": "vllm"}, "rollout.merge_lora=false"),
+        ({f"{ROLLOUT}.name": "vllm", "actor_rollout_ref.model.lora_adapter_path": "/not/there"}, "/not/there"),
     ],
 )
-def test_an_adapter_apart_needs_an_engine_that_computes_with_it(
+def test_a_separate_adapter_needs_an_engine_that_computes_with_it(
     rl: RLConfig, changes: dict[str, Any], message: str | None
 ):
     change(rl, {f"{ROLLOUT}.merge_lora": False, **changes})
-    found = [finding.error.render() for finding in engines.engine_takes_the_adapter(rl)]
-    assert len(found) == (message is not None) and (message is None or message in found[0])
+    finding = [finding.error.render() for finding in engines.engine_takes_the_adapter(rl)]
+    assert len(finding) == (message is not None) and (message is None or message in finding[0])

@@ -1,4 +1,4 @@
-"""Rules about the machine, against machines that lack something; and those about settings that are advised against."""
+"""Rules about the machine, on simulated machines, and about settings that are usually mistakes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch):
-    """Say what the machine is like."""
+    """Return a function that simulates facts about the machine."""
 
     def put(**changes: Any) -> None:
         monkeypatch.setattr(machine, "look", lambda: replace(SOUND_MACHINE, **changes))
@@ -33,31 +33,31 @@ def on(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("facts", "changes", "code", "stops", "words"),
     [
-        ({"quota": 2.0}, {}, "R03", False, ["8 threads", "use 2 of 8 CPUs (a quota of 2)", "trainer.num_threads=2"]),
-        ({}, {"trainer.num_threads": 9}, "R03", False, ["9 threads", "its affinity", "trainer.num_threads=8"]),
+        ({"quota": 2.0}, {}, "R03", False, ["8 threads", "2 of 8 CPUs", "quota of 2", "trainer.num_threads=2"]),
+        ({}, {"trainer.num_threads": 9}, "R03", False, ["9 threads", "trainer.num_threads=8"]),
         ({"shared_memory": GIB // 16}, {"trainer.runtime": "ray"}, "R04", False, ["0.062 GiB", "--shm-size=8g"]),
         ({"open_files": 1024}, {"trainer.runtime": "ray"}, "R04", False, ["1024 files", "ulimit -n 65535"]),
         (
             {"gpus": (Gpu(0, "H100", 80, 41),), "gpu_users": (GpuUser(0, 4711, "VLLM::EngineCore", 41),)},
             *({"trainer.device": "auto"}, "R05", False, ["41.0 of 80 GiB", "PID 4711 (VLLM::EngineCore)", "kill 4711"]),
         ),
-        ({"memory": 4 * GIB // 5}, {}, "R06", False, ["process 832 MiB", "activations", "key-value cache", "0.8 GiB"]),
+        ({"memory": 4 * GIB // 5}, {}, "R06", False, ["process 832 MiB", "activations", "KV cache", "0.8 GiB"]),
         (
             {"gpus": (Gpu(0, "tiny", 0.001, 0),)},
-            *({"trainer.device": "auto"}, "R31", True, ["memory of the GPU 0.0 GiB", "that is not enough"]),
+            *({"trainer.device": "auto"}, "R31", True, ["0.0 GiB", "smaller model"]),
         ),
     ],
 )
-def test_machine_rule_speaks(
+def test_machine_rules(
     rl: RLConfig, on: Any, facts: dict[str, Any], changes: dict[str, Any], code: str, stops: bool, words: list[str]
 ) -> None:
     change(rl, changes)
     on(**facts)
-    found = [f for f in findings(rl) if f.error.code == code]
-    assert [f.stops for f in found] == [stops]
-    assert found[0].error.fix and found[0].error.why
+    finding = [f for f in findings(rl) if f.error.code == code]
+    assert [f.stops for f in finding] == [stops]
+    assert finding[0].error.fix and finding[0].error.why
     for word in words:
-        assert word in found[0].error.render()
+        assert word in finding[0].error.render()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_machine_rule_speaks(
         {"memory": 2 * GIB},
     ],
 )
-def test_machine_rules_are_silent(rl: RLConfig, on: Any, facts: dict[str, Any]) -> None:
+def test_machine_rules_have_no_findings(rl: RLConfig, on: Any, facts: dict[str, Any]) -> None:
     on(**facts)
     assert [f.error.render() for f in findings(rl)] == [], "one CPU process needs none of it"
 
@@ -79,9 +79,9 @@ def test_disk(rl: RLConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mod
     (model / "model.safetensors").write_bytes(safetensors_head({"w": [1000, 1000, 1000]}))
     monkeypatch.setattr(environment, "free_disk", lambda path: (tmp_path, 20 * GIB))
     change(rl, {"trainer.save_freq": 10, "trainer.max_ckpt_to_keep": 2})
-    found = [f for f in findings(rl) if f.error.code == "R57"]
-    assert len(found) == 1 and not found[0].stops
-    assert "3 checkpoints of about 11.2 GiB need 34 GiB" in found[0].error.what and "20 GiB free" in found[0].error.what
+    finding = [f for f in findings(rl) if f.error.code == "R57"]
+    assert len(finding) == 1 and not finding[0].stops
+    assert all(words in finding[0].error.what for words in ("3 checkpoints", "11.2 GiB", "34 GiB", "20 GiB free"))
     change(rl, {"trainer.save_freq": -1})
     assert not [f for f in findings(rl) if f.error.code == "R57"]
     monkeypatch.setattr(environment, "free_disk", lambda path: (tmp_path, GIB // 10))
@@ -95,8 +95,8 @@ def test_wandb_without_a_key(rl: RLConfig, monkeypatch: pytest.MonkeyPatch, tmp_
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     rl.trainer.logger = ["wandb"]
-    (found,) = findings(rl)
-    assert found.error.code == "R56" and found.stops and "WANDB_MODE=offline" in found.error.fix
+    (finding,) = findings(rl)
+    assert finding.error.code == "R56" and finding.stops and "WANDB_MODE=offline" in finding.error.fix
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert list(findings(rl)) == []
     monkeypatch.delenv("WANDB_MODE")
@@ -115,14 +115,14 @@ def test_a_package_that_does_not_load(rl: RLConfig, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(environment.importlib, "import_module", broken)
     assert list(findings(rl)) == [], "not needed"
     change(rl, {f"{MODEL}.lora_rank": 8, f"{ACTOR}.optim.lr": 1e-4})
-    (found,) = findings(rl)
-    assert found.error.code == "R01" and "'peft' cannot be imported: libcudart.so.12" in found.error.what
+    (finding,) = findings(rl)
+    assert finding.error.code == "R01" and "'peft'" in finding.error.what and "libcudart.so.12" in finding.error.what
 
 
 # ----------------------------------------------------------------------------------------------------- what is counted
 
 
-def test_parameters_are_counted_from_heads_and_from_configurations(rl: RLConfig, model: Path) -> None:
+def test_parameters_are_counted_from_headers_and_from_configurations(rl: RLConfig, model: Path) -> None:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     assert count_parameters(rl.actor_rollout_ref.model) == 100
@@ -153,7 +153,7 @@ def test_quota_of_either_version(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) == 0.5
 
 
-def test_gpus_as_nvidia_smi_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_reported_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         '#!/bin/sh\ncase "$1" in\n*index,name*) echo "0, NVIDIA H100, 81920, 42000";;\n*uuid*,pid*) '
@@ -172,22 +172,22 @@ def test_reference_of_an_adapter(rl: RLConfig, tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/x/other"}))
     change(rl, {f"{MODEL}.lora_adapter_path": str(tmp_path / "adapter"), f"{ACTOR}.optim.lr": 1e-4})
-    (found,) = findings(rl)
-    assert found.error.code == "R24" and "trained on '/x/other'" in found.error.what and not found.stops
+    (finding,) = findings(rl)
+    assert finding.error.code == "R24" and "'/x/other'" in finding.error.what and not finding.stops
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/x/model"}))
     assert list(findings(rl)) == []
     change(rl, {f"{ACTOR}.use_kl_loss": True})
-    (found,) = findings(rl)
-    assert found.error.code == "R24" and "the adapter that training starts from" in found.error.what
+    (finding,) = findings(rl)
+    assert finding.error.code == "R24" and str(tmp_path / "adapter") in finding.error.what
 
 
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"algorithm.use_kl_in_reward": True}, "R25", ["grpo", "in the loss", f"{ACTOR}.use_kl_loss=true"]),
+        ({"algorithm.use_kl_in_reward": True}, "R25", ["grpo", "use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"]),
         (
             {"algorithm.adv_estimator": "reinforce_plus_plus", f"{ACTOR}.use_kl_loss": True},
-            *("R25", ["reinforce_plus_plus", "in the reward", "algorithm.use_kl_in_reward=true"]),
+            *("R25", ["reinforce_plus_plus", "use_kl_loss=true", "algorithm.use_kl_in_reward=true"]),
         ),
         ({f"{ACTOR}.ppo_max_token_len_per_gpu": 2047}, "R29", ["=2047", "two sequences of 1024", "=2048"]),
         ({f"{MODEL}.lora_rank": 8}, "R60", ["lr=1e-06", f"{ACTOR}.optim.lr=1e-05"]),
@@ -202,7 +202,6 @@ def test_reference_of_an_adapter(rl: RLConfig, tmp_path: Path) -> None:
                 [
                     f"{ACTOR}.dtype=bfloat16",
                     "16384 tokens",
-                    "not exactly 1",
                     "bypass_mode=false",
                     f"{ACTOR}.dtype=float32",
                 ],
@@ -220,7 +219,7 @@ def test_reference_of_an_adapter(rl: RLConfig, tmp_path: Path) -> None:
                 "trainer.device": "cuda",
                 "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 2048,
             },
-            *("R27", ["2048 tokens", "policy of 4096", "log_prob_max_token_len_per_gpu=null"]),
+            *("R27", ["2048 tokens", "4096", "log_prob_max_token_len_per_gpu=null"]),
         ),
         ({"trainer.total_training_steps": 500}, "R56", ["500 steps", "trainer.save_freq=25"]),
         (
@@ -228,18 +227,18 @@ def test_reference_of_an_adapter(rl: RLConfig, tmp_path: Path) -> None:
                 "reward.custom_reward_function.path": "x.py",
                 "reward.custom_reward_function.reward_kwargs": {"api_key": "a1"},
             },
-            *("R61", ["reward_kwargs holds what looks like a credential (api_key)", "os.environ"]),
+            *("R61", ["reward_kwargs", "(api_key)", "os.environ"]),
         ),
     ],
 )
 def test_advice(rl: RLConfig, changes: dict[str, Any], code: str, words: list[str]) -> None:
     assert code not in [f.error.code for f in findings(rl)]
     change(rl, changes)
-    found = [f for f in findings(rl) if f.error.code == code]
-    assert [f.stops for f in found] == [False]
+    finding = [f for f in findings(rl) if f.error.code == code]
+    assert [f.stops for f in finding] == [False]
     for word in words:
-        assert word in found[0].error.render()
-    assert "a1" not in found[0].error.render()
+        assert word in finding[0].error.render()
+    assert "a1" not in finding[0].error.render()
 
 
 @pytest.mark.parametrize(
@@ -261,7 +260,7 @@ def test_advice(rl: RLConfig, changes: dict[str, Any], code: str, words: list[st
         {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 8192},
     ],
 )
-def test_log_probs_that_agree_are_passed_over(rl: RLConfig, changes: dict[str, Any]) -> None:
+def test_log_probs_that_agree_have_no_finding(rl: RLConfig, changes: dict[str, Any]) -> None:
     assert "R27" not in [f.error.code for f in findings(change(rl, changes))]
 
 
@@ -273,7 +272,7 @@ def test_advice_for_sft(sft: SFTConfig, data: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ the report
 
 
-def test_errors_come_first_and_codes_can_be_let_pass(rl: RLConfig, data: Path) -> None:
+def test_errors_come_first_and_codes_can_be_silenced(rl: RLConfig, data: Path) -> None:
     write_rows(data, rows()[:1] * 10)
     change(rl, {"actor_rollout_ref.rollout.n": 1, "trainer.save_freq": 0})
     report = examine(rl)
@@ -283,13 +282,11 @@ def test_errors_come_first_and_codes_can_be_let_pass(rl: RLConfig, data: Path) -
     change(rl, {"preflight.allow": ["R19", "R47"]})
     report = examine(rl)
     assert [f.error.code for f in report.findings] == ["R56"] and not report.stops
-    assert (
-        report.silenced == {"R19": 1, "R47": 1} and "let pass by preflight.allow: R19 (1), R47 (1)" in report.render()
-    )
+    assert report.silenced == {"R19": 1, "R47": 1} and "preflight.allow: R19 (1), R47 (1)" in report.render()
     change(rl, {"preflight.allow": ["R191"]})
-    assert "no rule has the code 'R191'" in examine(rl).findings[0].error.what
+    assert "'R191'" in examine(rl).findings[0].error.what
 
 
-def test_this_machine_can_be_looked_at() -> None:
+def test_facts_of_this_machine() -> None:
     here = look()
     assert 1 <= here.usable_cpus <= here.cpus and here.memory > GIB and here.open_files > 0

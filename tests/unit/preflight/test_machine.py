@@ -1,4 +1,4 @@
-"""What is measured of the machine itself."""
+"""Measurements of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.preflight.rules import findings
 measured = machine.bfloat16_cost  # before the fixture of all these tests replaces it
 
 
-def test_bfloat16_costs_the_ratio_of_the_shortest_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_cost_is_the_ratio_of_the_shortest_times(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[torch.dtype] = []
 
     def slow(states: Tensor, weight: Tensor) -> Tensor:
@@ -31,15 +31,15 @@ def test_bfloat16_costs_the_ratio_of_the_shortest_tries(monkeypatch: pytest.Monk
     assert tries.count(torch.bfloat16) == tries.count(torch.float32) == 20
 
 
-def test_the_threads_come_back_when_a_product_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_threads_are_restored_when_a_matmul_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Tensor) -> Tensor:
-        raise RuntimeError("no such product")
+        raise RuntimeError("E17")
 
     monkeypatch.setattr(torch.nn.functional, "linear", refuse)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with pytest.raises(RuntimeError, match="no such product"):
+        with pytest.raises(RuntimeError, match="E17"):
             measured()
         assert torch.get_num_threads() == 2
     finally:
@@ -57,7 +57,7 @@ def test_the_threads_come_back_when_a_product_fails(monkeypatch: pytest.MonkeyPa
         ("auto", "ray", "bfloat16", 6.1, False),  # the workers may have GPUs
     ],
 )
-def test_slow_bfloat16_is_told_where_it_is_computed(
+def test_slow_bfloat16_is_a_warning_on_a_cpu(
     rl: RLConfig,
     monkeypatch: pytest.MonkeyPatch,
     device: str,
@@ -69,7 +69,9 @@ def test_slow_bfloat16_is_told_where_it_is_computed(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine, "bfloat16_cost", lambda: cost)
     rl.trainer.device, rl.trainer.runtime, rl.actor_rollout_ref.actor.dtype = device, runtime, dtype
-    found = [finding for finding in findings(rl) if finding.error.code == "R07"]
-    assert [finding.stops for finding in found] == [False] * warns
+    warnings = [finding for finding in findings(rl) if finding.error.code == "R07"]
+    assert [finding.stops for finding in warnings] == [False] * warns
     if warns:
-        assert "6.1 times" in found[0].error.what and found[0].error.fix == "actor_rollout_ref.actor.dtype=float32"
+        assert (
+            "6.1 times" in warnings[0].error.what and warnings[0].error.fix == "actor_rollout_ref.actor.dtype=float32"
+        )

@@ -1,4 +1,4 @@
-"""The two shortest configurations that people begin with: read as they stand, and everything that they lack is told."""
+"""The two shortest configurations that people start from: all that they lack is reported."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ data:
 
 @pytest.fixture(autouse=True)
 def engines_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether an engine has its environment here is another rule's matter."""
+    """Simulate installed engines."""
     monkeypatch.setattr(environments, "interpreter_of", lambda name, folder: Path(name))
 
 
 def checked(template: str, rl: RLConfig, **changes: Any) -> list[tuple[str, bool, str]]:
-    """Code, severity and text of all that is found, with paths and sizes of a small run."""
+    """Return code, severity and text of all findings, with paths and sizes of a small run."""
     folder = Path(rl.trainer.default_local_dir).parent
     (folder / "template.yaml").write_text(template)
     imported = CliRunner().invoke(
@@ -67,7 +67,7 @@ def checked(template: str, rl: RLConfig, **changes: Any) -> list[tuple[str, bool
     }
     overrides = [f"{key}={hydra_value(value)}" for key, value in (small | changes).items()]
     config = load_config(RLConfig, overrides, config_path=folder, config_name="imported")
-    return [(found.error.code, found.stops, found.error.render()) for found in examine(config).findings]
+    return [(by_code.error.code, by_code.stops, by_code.error.render()) for by_code in examine(config).findings]
 
 
 def test_ppo(rl: RLConfig) -> None:
@@ -75,13 +75,13 @@ def test_ppo(rl: RLConfig) -> None:
 
 
 def test_grpo_with_tools(rl: RLConfig, tmp_path: Path) -> None:
-    found = {code: (stops, text) for code, stops, text in checked(TOOLS, rl)}
-    assert found["R48"][0] and "/path/to/tools.yaml" in found["R48"][1]
-    assert found["R38"][0] and "max_assistant_turns=8" in found["R38"][1]
-    assert set(found) == {"R38", "R48"}
+    by_code = {code: (stops, text) for code, stops, text in checked(TOOLS, rl)}
+    assert by_code["R48"][0] and "/path/to/tools.yaml" in by_code["R48"][1]
+    assert by_code["R38"][0] and "max_assistant_turns=8" in by_code["R38"][1]
+    assert set(by_code) == {"R38", "R48"}
     (tmp_path / "tools.yaml").write_text("tools: [{name: calculator}]\n")
     block = "actor_rollout_ref.rollout.multi_turn"
-    mended = {f"{block}.tool_config_path": str(tmp_path / "tools.yaml"), f"{block}.max_assistant_turns": 8}
-    ((code, stops, text),) = checked(TOOLS, rl, **mended)  # this model's chat template knows no tools
+    fixed = {f"{block}.tool_config_path": str(tmp_path / "tools.yaml"), f"{block}.max_assistant_turns": 8}
+    ((code, stops, text),) = checked(TOOLS, rl, **fixed)  # this model's chat template does not support tools
     assert (code, stops) == ("R35", True) and f"{block}.renderer=text_tools" in text
-    assert checked(TOOLS, rl, **mended, **{f"{block}.renderer": "text_tools"}) == []
+    assert checked(TOOLS, rl, **fixed, **{f"{block}.renderer": "text_tools"}) == []

@@ -13,26 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.preflight import change
 
-from hone.catalogue.memory import FROZEN_BYTES, TRAINED_BYTES
 from hone.config import RLConfig, SFTConfig
 from hone.data.ragged import Ragged
 from hone.errors import ConfigError, ModelError
-from hone.generation.native import runner
+from hone.models.registry import CacheSize
 from hone.preflight.evidence import Evidence
-from hone.preflight.plan import generation, memory, serving, work
+from hone.preflight.plan import engines
 from hone.preflight.plan.devices import GIB, Device, device_named, known_devices, parse_cluster
 from hone.preflight.plan.fit import TIGHT, Fitter
-from hone.preflight.plan.memory import Memory, memory_of
+from hone.preflight.plan.local import planned
+from hone.preflight.plan.memory import Memory, Phase, memory_of
 from hone.preflight.plan.model import ModelShape
-from hone.preflight.plan.parts import Phase
 from hone.preflight.plan.plan import as_json, model_shape, plan_of, search
 from hone.preflight.plan.render import render, run_settings
 from hone.preflight.plan.step_time import step_time
-from hone.preflight.plan.work import Work, fill, work_of
-from hone.training import engine, export_stream
+from hone.preflight.plan.work import Work, largest_micro_batch, work_of
 from hone.training.packing import plan_micro_batches
 
-SEVEN_BILLION = ModelShape("qwen2", 7_615_616_512, 28, 3584, 28, 4, 128, 18944, 152064, tied=False)
+SEVEN_BILLION = ModelShape(
+    "qwen2", 7_615_616_512, 28, 3584, 28, 4, 128, 18944, 152064, tied=False, cache=CacheSize(28 * 2 * 4 * 128)
+)
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
@@ -66,8 +66,8 @@ def test_shapes_are_those_of_the_models(arch: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hone.training.init_model import ARCHITECTURES, Shape
-    from hone.training.model import layers_of
+    from hone.models.loading import layers_of
+    from hone.models.registry import ARCHITECTURES, Shape
 
     class Words:
         eos_token_id = pad_token_id = bos_token_id = 0
@@ -75,12 +75,12 @@ def test_shapes_are_those_of_the_models(arch: str) -> None:
         def __len__(self) -> int:
             return 320
 
-    from hone.training import init_model
+    from hone.models import init as init_model
 
     settings = init_model._config(ARCHITECTURES.get(arch), Shape(3, 64, 160, 16), Words(), 128)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-    shape = ModelShape.of(settings.to_dict(), model.num_parameters())
+    shape = ModelShape.from_settings(settings.to_dict(), model.num_parameters())
     assert shape is not None
     layer = sum(parameter.numel() for parameter in layers_of(model)[0].parameters())
     assert shape.layer == pytest.approx(layer, rel=0.01)
@@ -89,7 +89,7 @@ def test_shapes_are_those_of_the_models(arch: str) -> None:
 
 
 def test_what_is_no_decoder_has_no_shape(rl: RLConfig, model: Path) -> None:
-    assert ModelShape.of({"hidden_size": 3}, 10) is None
+    assert ModelShape.from_settings({"hidden_size": 3}, 10) is None
     (model / "config.json").write_text("{")
     with pytest.raises(ModelError, match="no config.json of a decoder"):
         model_shape(rl)
@@ -102,19 +102,12 @@ def test_adapters_are_counted_as_peft_makes_them() -> None:
 
     numbers: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 50}
     config = LlamaConfig(**numbers, num_attention_heads=4, num_key_value_heads=2, head_dim=12)
-    shape = ModelShape.of(config.to_dict(), 0)
+    shape = ModelShape.from_settings(config.to_dict(), 0)
     model: Any = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules="all-linear"))
     assert shape is not None and shape.adapter(4) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 # ------------------------------------------------------------------------------------------------------------ arithmetic
-
-
-def test_constants_are_those_of_the_code() -> None:
-    assert engine.CPU_TOKENS == work.CPU_TOKENS
-    assert runner.PREFILL_TOKENS == generation.PREFILL_TOKENS
-    assert export_stream.BUCKET_BYTES == memory.BUCKET_BYTES
-    assert memory.FROZEN_BYTES + memory.GRADIENT_BYTES + 8 == TRAINED_BYTES and memory.FROZEN_BYTES == FROZEN_BYTES
 
 
 @given(
@@ -135,7 +128,7 @@ def test_micro_batches_are_filled_as_the_engine_fills_them(
     responses = torch.full((rows,), response)
     plan = plan_micro_batches(prompts, responses, budget, most)
     tokens = [len(part) * response + len({row // samples for row in part}) * prompt for part in plan]
-    found = fill(rows, samples, prompt, response, budget, most)
+    found = largest_micro_batch(rows, samples, prompt, response, budget, most)
     assert found.rows == max(map(len, plan)) and found.tokens <= max(tokens)
     assert found.tokens >= max(tokens) - prompt, "a micro-batch may begin inside a group, and bring one prompt more"
 
@@ -145,10 +138,10 @@ def test_parts_of_a_dense_model(big: RLConfig) -> None:
     update, parameters = found["update"], SEVEN_BILLION.parameters
     assert update.size("weights") == 4 * parameters and update.size("optimizer") == 8 * parameters
     assert update.size("gradients") == 4 * parameters, "several micro-batches add up"
-    tokens = found["generation"].size("key-value cache") / (28 * 2 * 512 * 2)
+    tokens = found["generation"].size("KV cache") / (28 * 2 * 512 * 2)
     assert tokens == 256 * 1024 + 32 * 512, "max_num_seqs responses, and the prompts they continue, once each"
-    assert found["generation"].size("key-value cache") == update.size("key-value cache"), "it stays"
-    assert sum(part.size for part in update.parts) == update.total
+    assert found["generation"].size("KV cache") == update.size("KV cache"), "it stays"
+    assert sum(update.parts.values()) == update.total
 
 
 def test_what_is_smaller_with_which_key(big: RLConfig) -> None:
@@ -162,7 +155,7 @@ def test_what_is_smaller_with_which_key(big: RLConfig) -> None:
     assert less("update", "activations", **{f"{MODEL}.enable_gradient_checkpointing": True}) < 0.12
     assert less("update", "optimizer", **{f"{ACTOR}.optim.optimizer": "SGD"}) == 0
     assert less("update", "gradients", **{f"{MODEL}.lora_rank": 16}) < 0.01
-    assert less("generation", "key-value cache", **{f"{ROLLOUT}.max_num_seqs": 64}) == 0.25
+    assert less("generation", "KV cache", **{f"{ROLLOUT}.max_num_seqs": 64}) == 0.25
     split = {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 8}
     assert less("update", "weights", **split) == less("update", "optimizer", **split) == 1 / 8
     tensor = {**split, f"{ACTOR}.tensor_model_parallel_size": 4}
@@ -172,7 +165,7 @@ def test_what_is_smaller_with_which_key(big: RLConfig) -> None:
 
 
 def test_reference_critic_and_reward_model(big: RLConfig) -> None:
-    assert "reference" not in {part.name for part in of(big)[1].peak.parts}
+    assert "reference" not in of(big)[1].peak.parts
     change(big, {f"{ACTOR}.use_kl_loss": True, "algorithm.adv_estimator": "gae", f"{ROLLOUT}.n": 1})
     found = phases(big)
     assert found["update"].size("reference") == 4 * SEVEN_BILLION.parameters
@@ -181,17 +174,39 @@ def test_reference_critic_and_reward_model(big: RLConfig) -> None:
     assert phases(big)["update"].size("reference") == 0, "the base model is the reference"
 
 
+def test_the_reference_is_offloaded_by_itself(big: RLConfig) -> None:
+    change(big, {f"{ACTOR}.use_kl_loss": True, "trainer.runtime": "ray", "trainer.n_gpus_per_node": 4})
+    held = phases(big)["update"].size("reference")
+    assert held == SEVEN_BILLION.parameters, "4 bytes over 4 shards"
+    big.actor_rollout_ref.ref.fsdp_config.param_offload = True
+    assert phases(big)["update"].size("reference") == 0
+    assert phases(big)["update"].size("weights") == held, "the actor's stay"
+    change(big, {f"{ACTOR}.fsdp_config.param_offload": True})
+    big.actor_rollout_ref.ref.fsdp_config.param_offload = False
+    assert phases(big)["update"].size("reference") == held
+
+
+def test_a_reward_model_in_a_pool_of_its_own_scores_there(big: RLConfig) -> None:
+    block = "reward.reward_model"
+    change(big, {f"{block}.enable": True, f"{block}.enable_resource_pool": True, f"{block}.n_gpus_per_node": 2})
+    work = work_of(big, SEVEN_BILLION, on_cpu=False)
+    pool = work.pool_of("reward_model")
+    assert pool is not None and pool.world == 2 and pool.replicated
+    (scoring,) = memory_of(work, pool).phases
+    assert scoring.size("reward model") == 4 * SEVEN_BILLION.parameters and scoring.size("activations") > 0
+
+
 def test_engines_of_divided_models_hold_a_copy(big: RLConfig) -> None:
     change(big, {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 4})
     found = phases(big)
     assert found["generation"].size("engine's own weights") == 4 * SEVEN_BILLION.parameters
-    assert "publication" in found
+    assert "weight sync" in found
     change(big, {f"{ROLLOUT}.enable_resource_pool": True, f"{ROLLOUT}.n_gpus_per_node": 2})
     whole = work_of(big, SEVEN_BILLION, on_cpu=False)
-    main, engines = (memory_of(whole, process) for process in whole.processes)
+    main, served = (memory_of(whole, process) for process in whole.pools)
     assert "generation" not in {phase.name for phase in main.phases} and main.peak.size("engine's own weights") == 0
-    assert [phase.name for phase in engines.phases] == ["generation"]
-    assert engines.peak.size("weights") == 0 and engines.peak.size("engine's own weights") > 0
+    assert [phase.name for phase in served.phases] == ["generation"]
+    assert served.peak.size("weights") == 0 and served.peak.size("engine's own weights") > 0
 
 
 # ------------------------------------------------------------------------------------- engines in processes of their own
@@ -200,11 +215,8 @@ def test_engines_of_divided_models_hold_a_copy(big: RLConfig) -> None:
 def test_constants_of_engines_are_those_of_the_code() -> None:
     from hone.generation.server import sglang_backend, vllm_backend
 
-    assert (serving.VLLM_CPU_CACHE_BYTES, serving.VLLM_CPU_BLOCK) == (
-        vllm_backend._CPU_CACHE_BYTES,
-        vllm_backend._CPU_BLOCK,
-    )
-    assert serving.SGLANG_CPU_CACHE_TOKENS == sglang_backend._CPU_CACHE_TOKENS
+    assert engines.VLLM_CPU_CACHE_BYTES == vllm_backend._CPU_CACHE_BYTES
+    assert engines.SGLANG_CPU_CACHE_TOKENS == sglang_backend._CPU_CACHE_TOKENS
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
@@ -218,39 +230,39 @@ def test_an_engine_keeps_its_share_of_a_gpu_through_all_phases(big: RLConfig, na
         "generation",
         "log-probs",
         "update",
-        "publication",
+        "weight sync",
         "checkpoint",
     ][:4]
     for phase, trainers in zip(together.phases, alone.phases, strict=True):
         assert (
-            phase.size("engine beside it") == pytest.approx(0.4 * 80 * GIB) and trainers.size("engine beside it") == 0
+            phase.size("colocated engine") == pytest.approx(0.4 * 80 * GIB) and trainers.size("colocated engine") == 0
         )
         assert phase.total == pytest.approx(trainers.total + 0.4 * 80 * GIB)
-        assert phase.size("key-value cache") == 0, "the trainer has none"
+        assert phase.size("KV cache") == 0, "the trainer has none"
     generating = together.phases[0]
     assert generating.size("weights") == 4 * SEVEN_BILLION.parameters, "held once more by the engine, in its share"
-    assert serving.least_bytes(found, 0) > 2 * SEVEN_BILLION.parameters
+    assert engines.least_bytes(found, 0) > 2 * SEVEN_BILLION.parameters
     assert generating.size("copies of weights") == generating.size("logits") == generating.size("activations") == 0
     assert own["update"].size("gradients") == together.phases[2].size("gradients")
     change(big, {f"{ROLLOUT}.num_replicas": 2})
     twice = work_of(big, SEVEN_BILLION, on_cpu=False)
-    assert serving.engine_bytes(twice, twice.main, 80 * GIB, 0) == pytest.approx(0.8 * 80 * GIB)
+    assert engines.engine_bytes(twice, twice.main, 80 * GIB, 0) == pytest.approx(0.8 * 80 * GIB)
     change(big, {f"{ROLLOUT}.engine_url": "tcp://other:7777"})
     elsewhere = work_of(big, SEVEN_BILLION, on_cpu=False)
-    assert serving.engine_bytes(elsewhere, elsewhere.main, 80 * GIB, 0) == 0
+    assert engines.engine_bytes(elsewhere, elsewhere.main, 80 * GIB, 0) == 0
 
 
 def test_engines_in_a_pool_of_their_own_have_no_training_beside_them(big: RLConfig) -> None:
     change(big, {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.name": "vllm"})
     change(big, {f"{ROLLOUT}.enable_resource_pool": True, f"{ROLLOUT}.n_gpus_per_node": 2})
     change(big, {f"{ROLLOUT}.gpu_memory_utilization": 0.9})
-    main, engines = plan_of(big, gpu(80), shape=SEVEN_BILLION).memories
-    assert all(phase.size("engine beside it") == 0 for phase in main.phases)
+    main, served = plan_of(big, gpu(80), shape=SEVEN_BILLION).memories
+    assert all(phase.size("colocated engine") == 0 for phase in main.phases)
     assert "generation" not in {phase.name for phase in main.phases}
-    assert {part.name for phase in engines.phases for part in phase.parts} == {
-        *("engine beside it", "process", "parameters on their way")
+    assert {name for phase in served.phases for name in phase.parts} == {
+        *("colocated engine", "process", "weights in transfer")
     }
-    assert engines.phases[0].size("engine beside it") == pytest.approx(0.9 * 80 * GIB)
+    assert served.phases[0].size("colocated engine") == pytest.approx(0.9 * 80 * GIB)
 
 
 @pytest.mark.parametrize(("share", "wanted"), [(0.1, "raised"), (0.95, "lowered")])
@@ -264,7 +276,7 @@ def test_the_share_is_proposed_with_which_the_run_fits(big: RLConfig, share: flo
     key, _, value = knob.setting.partition("=")
     assert key == f"{ROLLOUT}.gpu_memory_utilization" and (float(value) > share) == (wanted == "raised")
     device = gpu(80)
-    assert float(value) >= serving.least_share(found.work, device.memory, device.overhead) - 1e-9
+    assert float(value) >= engines.least_share(found.work, device.memory, device.overhead) - 1e-9
     assert knob.setting in render(found)
     change(big, {key: float(value)})
     assert plan_of(big, device, shape=SEVEN_BILLION).fits
@@ -276,10 +288,10 @@ def test_a_larger_share_answers_more_sequences_at_once(big: RLConfig) -> None:
     for share in (0.35, 0.6, 0.9):
         change(big, {f"{ROLLOUT}.gpu_memory_utilization": share})
         found = work_of(big, SEVEN_BILLION, on_cpu=False)
-        rows.append(serving.served_rows(found, device.memory, device.overhead))
+        rows.append(engines.served_rows(found, device.memory, device.overhead))
         seconds.append(step_time(found, device).generation)
     assert rows[0] < rows[1] < rows[2] <= 1024 and seconds[0] > seconds[1] > seconds[2]
-    held = rows[1] * (big.data.max_response_length + big.data.max_prompt_length / 8) * serving.token_bytes(found)
+    held = rows[1] * (big.data.max_response_length + big.data.max_prompt_length / 8) * engines.token_bytes(found)
     assert held <= 0.6 * device.memory - 2 * SEVEN_BILLION.parameters
 
 
@@ -287,13 +299,11 @@ def test_a_larger_share_answers_more_sequences_at_once(big: RLConfig) -> None:
 def test_engines_on_a_cpu_add_what_they_hold(big: RLConfig, name: str, cache: float | None) -> None:
     change(big, {f"{ROLLOUT}.name": name, f"{ROLLOUT}.num_replicas": 2})
     found = work_of(big, SEVEN_BILLION, on_cpu=True)
-    held = serving.engine_bytes(found, found.main, 0, GIB)
+    held = engines.engine_bytes(found, found.main, 0, GIB)
     if name == "native":
-        embedded = work_of(change(big, {f"{ROLLOUT}.num_replicas": None}), SEVEN_BILLION, on_cpu=True)
-        assert embedded.served is False and found.served is True
-        assert held > 2 * (2 * SEVEN_BILLION.parameters + GIB) + generation.cache_bytes(found, found.main)
+        assert held > 2 * (2 * SEVEN_BILLION.parameters + GIB) + engines.cache_bytes(found, found.main)
     else:
-        cache = cache or 65536 * serving.token_bytes(found)
+        cache = cache or 65536 * engines.token_bytes(found)
         assert held == pytest.approx(2 * (2 * SEVEN_BILLION.parameters + GIB + cache))
     kept = memory_of(found, found.main).phases[0].size("weights kept for engines")
     assert kept == 4 * SEVEN_BILLION.parameters
@@ -302,7 +312,7 @@ def test_engines_on_a_cpu_add_what_they_hold(big: RLConfig, name: str, cache: fl
 def test_other_commands(sft: SFTConfig) -> None:
     sft.data.max_length, sft.data.train_batch_size, sft.data.max_token_len_per_gpu = 1024, 64, 4096
     found = phases(sft)
-    assert set(found) == {"update"} and found["update"].size("key-value cache") == 0
+    assert set(found) == {"update"} and found["update"].size("KV cache") == 0
     sft.trainer.save_freq = -1
     assert set(phases(sft, on_cpu=True)) == {"update", "checkpoint"}, "on a CPU the copies are in the same memory"
 
@@ -372,7 +382,7 @@ def test_the_best_placement_is_the_fastest_that_fits(big: RLConfig) -> None:
     unchanged = [p for p in fitting if not any("lora" in knob.setting for knob in p.fitting.knobs)]
     assert best.time.total == min(placement.time.total for placement in unchanged)
     for placement in plan.placements:
-        worlds = [process.world for process in placement.fitting.work.processes]
+        worlds = [process.world for process in placement.fitting.work.pools]
         assert sum(worlds) <= 16
         assert placement.fitting.fits == all(m.peak.total <= plan.limit for m in placement.fitting.memories)
     from hone.config import load_config
@@ -416,3 +426,9 @@ def test_a_step_takes_longer_with_more_to_do(big: RLConfig) -> None:
     change(big, {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 8})
     eight = step_time(work_of(big, SEVEN_BILLION, on_cpu=False), device)
     assert eight.messages > 0 and eight.update < base.update / 4
+
+
+def test_the_record_of_a_run_is_in_gib(rl: RLConfig) -> None:
+    (record,) = planned(rl)
+    assert {"pool", "roles", "phases", "peak_phase", "peak_gib", "layout"} <= set(record) and "peak" not in record
+    assert record["peak_gib"] == record["phases"][record["peak_phase"]]["total"] < 1

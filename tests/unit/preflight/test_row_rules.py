@@ -1,4 +1,4 @@
-"""Rules about all rows of a dataset: each with rows that break it, and silent on sound ones."""
+"""Rules about all rows of a dataset, with invalid and valid rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hone.preflight import findings
 
 
 def broken(at: dict[int, dict[str, Any]], count: int = 10) -> list[dict[str, Any]]:
-    """Sound rows, some with other columns."""
+    """Return valid rows, some with changed columns."""
     content = rows(count)
     for number, columns in at.items():
         content[number] = {name: value for name, value in (content[number] | columns).items() if value != "LEFT OUT"}
@@ -31,64 +31,64 @@ def assistant(text: str) -> dict[str, str]:
 
 
 CASES: list[tuple[dict[int, dict[str, Any]], str, bool, list[str]]] = [
-    ({3: {"prompt": []}, 4: {"prompt": None}}, "R42", True, ["row 3", "2 of 10 rows", "null or empty", "remove"]),
-    ({7: {"prompt": 5}}, "R42", True, ["row 7", "1 of 10", "a int"]),
-    ({7: {"prompt": [{"role": "user"}]}}, "R42", True, ["row 7", "prompt[0] (role user) has no 'content'"]),
+    ({3: {"prompt": []}, 4: {"prompt": None}}, "R42", True, ["row 3", "2 of 10 rows", "remove"]),
+    ({7: {"prompt": 5}}, "R42", True, ["row 7", "1 of 10", "int"]),
+    ({7: {"prompt": [{"role": "user"}]}}, "R42", True, ["row 7", "prompt[0]", "'content'"]),
     ({2: {"prompt": [{"role": "usr", "content": "a"}]}}, "R42", True, ["'usr'", "user"]),
     (
         {2: {"prompt": [user("a"), {"role": "system", "content": "b"}]}},
         "R42",
         False,
-        ["system message", "put it first"],
+        ["system message", "first"],
     ),
-    ({2: {"prompt": [user("a"), assistant("b")]}}, "R42", False, ["ends with an assistant message"]),
-    ({2: {"prompt": [user("a"), user("b")]}}, "R42", False, ["messages 0 and 1", "join them"]),
-    ({2: {"prompt": [user("a"), {"role": "tool", "content": "b"}]}}, "R42", False, ["follows no tool call"]),
-    ({2: {"prompt": [user("  ")]}}, "R42", False, ["a user message is empty"]),
-    ({2: {"data_source": 7}}, "R42", True, ["not a string", "(first: 7)"]),
-    ({5: {"reward_model": "42"}}, "R44", True, ["1 of 10", "missing or empty"]),
+    ({2: {"prompt": [user("a"), assistant("b")]}}, "R42", False, ["assistant message"]),
+    ({2: {"prompt": [user("a"), user("b")]}}, "R42", False, ["messages 0 and 1"]),
+    ({2: {"prompt": [user("a"), {"role": "tool", "content": "b"}]}}, "R42", False, ["tool call"]),
+    ({2: {"prompt": [user("  ")]}}, "R42", False, ["user message"]),
+    ({2: {"data_source": 7}}, "R42", True, ["7"]),
+    ({5: {"reward_model": "42"}}, "R44", True, ["1 of 10", "ground_truth"]),
     (
         {5: {"data_source": "gsm9k"}, 6: {"data_source": "gsm9k"}},
         "R43",
         True,
-        ["'gsm9k' (2 rows) has no reward", "gsm8k", "reward.scorer=NAME"],
+        ["'gsm9k' (2 rows)", "gsm8k", "reward.scorer=NAME"],
     ),
     (
         {1: {"reward_model": {"ground_truth": ""}}, 2: {"reward_model": {}}, 3: {"reward_model": "LEFT OUT"}},
-        *("R44", True, ["row 1", "3 of 10 rows", "ground_truth is missing or empty"]),
+        *("R44", True, ["row 1", "3 of 10 rows", "ground_truth"]),
     ),
     (
         {1: {"data_source": "countdown", "reward_model": {"ground_truth": "forty"}}},
-        *("R44", True, ["cannot read", "'forty'", "row 1"]),
+        *("R44", True, ["'forty'", "row 1"]),
     ),
     (
         {number: {"prompt": [user("1 + 1 = ?")]} for number in range(1, 4)},
-        *("R47", False, ["2 of 10 training prompts (20%)", "occurs 3 times"]),
+        *("R47", False, ["2 of 10 training prompts (20%)", "3 times"]),
     ),
     ({4: {"agent_name": "tool_agnt"}}, "R48", True, ["'tool_agnt' (1 of 10 rows)", "tool_agent"]),
     ({4: {"agent_name": "environment"}}, "R33", True, ["environment (1 rows)", "multi_turn.enable=false"]),
     (
         {4: {"extra_info": {"tools_kwargs": {"calc": {"x": 1}}}}},
-        *("R48", True, ["the tool 'calc', which is not registered"]),
+        *("R48", True, ["'calc'"]),
     ),
     (
         {4: {"tools": [{"type": "function", "function": {"name": "calc"}}]}},
-        *("R33", True, ["1 of 10 training rows bring tools", "never called"]),
+        *("R33", True, ["1 of 10 training rows", "tools"]),
     ),
 ]
 
 
 @pytest.mark.parametrize(("at", "code", "stops", "words"), CASES)
-def test_rule_speaks(
+def test_row_rules(
     rl: RLConfig, data: Path, at: dict[int, dict[str, Any]], code: str, stops: bool, words: list[str]
 ) -> None:
     write_rows(data, broken(at))
     rl.preflight.reward_rows = 0
-    found = [f for f in findings(rl) if f.error.code == code]
-    assert [f.stops for f in found] == [stops], [f.error.render() for f in findings(rl)]
-    assert found[0].error.fix and found[0].error.why
+    finding = [f for f in findings(rl) if f.error.code == code]
+    assert [f.stops for f in finding] == [stops], [f.error.render() for f in findings(rl)]
+    assert finding[0].error.fix and finding[0].error.why
     for word in words:
-        assert word in found[0].error.render()
+        assert word in finding[0].error.render()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_rule_speaks(
         {2: {"extra_info": {"tools_kwargs": {"calc": None}}}},
     ],
 )
-def test_rules_are_silent(rl: RLConfig, data: Path, at: dict[int, dict[str, Any]]) -> None:
+def test_row_rules_have_no_findings(rl: RLConfig, data: Path, at: dict[int, dict[str, Any]]) -> None:
     write_rows(data, broken(at))
     assert [f.error.render() for f in findings(rl)] == []
 
@@ -115,7 +115,7 @@ def test_parquet_with_nested_columns_is_read_alike(rl: RLConfig, tmp_path: Path)
     assert [f.error.render() for f in findings(rl)] == []
 
 
-def test_a_function_of_ones_own_may_do_without_ground_truths(rl: RLConfig, data: Path, tmp_path: Path) -> None:
+def test_a_custom_function_does_not_need_ground_truths(rl: RLConfig, data: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info): return len(solution_str) % 7 / 7\n"
     )
@@ -129,51 +129,51 @@ def test_a_function_of_ones_own_may_do_without_ground_truths(rl: RLConfig, data:
 
 def test_a_batch_that_the_rows_do_not_fill(rl: RLConfig) -> None:
     change(rl, {"data.train_batch_size": 16})
-    (found,) = findings(rl)
-    assert found.error.code == "R46" and "10 rows" in found.error.what and "train_batch_size=10" in found.error.fix
+    (finding,) = findings(rl)
+    assert (
+        finding.error.code == "R46" and "10 rows" in finding.error.what and "train_batch_size=10" in finding.error.fix
+    )
 
 
 def test_validation_that_occurs_in_training(rl: RLConfig, tmp_path: Path) -> None:
     content = rows(14)[8:]
     rl.data.val_files = str(write_rows(tmp_path / "val.jsonl", content))
-    (found,) = findings(rl)
-    assert found.error.code == "R47" and not found.stops
-    assert "2 of 6 validation prompts (33%) occur in the training data" in found.error.what
+    (finding,) = findings(rl)
+    assert finding.error.code == "R47" and not finding.stops
+    assert "2 of 6 validation prompts (33%)" in finding.error.what
     write_rows(tmp_path / "val.jsonl", content[2:])
     assert list(findings(rl)) == []
 
 
-def test_kinds_of_problem_that_are_hardly_ever_met(rl: RLConfig, data: Path) -> None:
+def test_rare_data_sources(rl: RLConfig, data: Path) -> None:
     write_rows(data, broken({0: {"data_source": "exact_match"}}, count=200))
-    (found,) = findings(rl)
+    (finding,) = findings(rl)
     assert (
-        found.error.code == "R47"
-        and "'exact_match' (1)" in found.error.what
-        and "at 8 prompts a step" in found.error.why
+        finding.error.code == "R47" and "'exact_match' (1)" in finding.error.what and "8 prompts" in finding.error.why
     )
 
 
 @pytest.mark.parametrize(
     ("messages", "stops", "words"),
     [
-        ([user("a")], True, ["no assistant message"]),
-        ([user("a"), assistant("b"), user("c")], False, ["does not end with an assistant message"]),
-        ("text", True, ["malformed", "a str, not a list of messages"]),
+        ([user("a")], True, ["assistant message"]),
+        ([user("a"), assistant("b"), user("c")], False, ["assistant message"]),
+        ("text", True, ["str"]),
     ],
 )
 def test_conversations(sft: SFTConfig, data: Path, messages: Any, stops: bool, words: list[str]) -> None:
     write_rows(data, broken({6: {"messages": messages}}))
-    found = [f for f in findings(sft) if f.error.code == "R42"]
-    assert [f.stops for f in found] == [stops] and "row 6" in found[0].error.where
+    finding = [f for f in findings(sft) if f.error.code == "R42"]
+    assert [f.stops for f in finding] == [stops] and "row 6" in finding[0].error.where
     for word in words:
-        assert word in found[0].error.render()
+        assert word in finding[0].error.render()
 
 
 @pytest.mark.parametrize(
     ("sampler", "code", "words"),
     [
-        ({"name": "mixture"}, "R42", ["a mixture without weights", "data.sampler.weights={exact:1}"]),
-        ({"name": "mixture", "weights": {"gsm8k": 1.0}}, "R42", ["no row has the data source 'gsm8k'"]),
+        ({"name": "mixture"}, "R42", ["data.sampler.weights={exact:1}"]),
+        ({"name": "mixture", "weights": {"gsm8k": 1.0}}, "R42", ["'gsm8k'"]),
         ({"name": "difficulty"}, "R42", ["extra_info.difficulty is None", "data.sampler.difficulty_key=NAME"]),
         ({"weights": {"exact": 1.0}}, "R23", ["data.sampler.name=epoch", "data.sampler.name=mixture"]),
         ({"difficulty_key": "level"}, "R23", ["data.sampler.name=difficulty"]),
@@ -183,10 +183,10 @@ def test_conversations(sft: SFTConfig, data: Path, messages: Any, stops: bool, w
 )
 def test_samplers(rl: RLConfig, sampler: dict[str, Any], code: str, words: list[str]) -> None:
     change(rl, {f"data.sampler.{name}": value for name, value in sampler.items()})
-    (found,) = findings(rl)
-    assert found.error.code == code and found.stops
+    (finding,) = findings(rl)
+    assert finding.error.code == code and finding.stops
     for word in words:
-        assert word in found.error.render()
+        assert word in finding.error.render()
 
 
 def test_samplers_that_fit(rl: RLConfig, data: Path) -> None:
@@ -206,7 +206,7 @@ def test_scorers_without_a_truth_and_terms_need_neither_source_nor_ground_truth(
     files = {"data.train_files": str(write_rows(tmp_path / "chats.jsonl", content)), "preflight.reward_rows": 0}
 
     def codes(**changes: Any) -> list[str]:
-        return [found.error.code for found in findings(change(rl, files | changes))]
+        return [finding.error.code for finding in findings(change(rl, files | changes))]
 
     assert codes() == ["R43", "R44"]
     assert codes(**{"reward.scorer": "gsm8k"}) == ["R44"]

@@ -20,7 +20,7 @@ THINKING = (
 
 @pytest.fixture
 def long_rows(data: Path) -> Path:
-    """Ten rows, two with a prompt of more than 64 tokens, one of those behind a system message."""
+    """Ten rows, two with a prompt of more than 64 tokens, one of those after a system message."""
     content = rows()
     long = {"role": "user", "content": "9 + 8 + 7 + 6 " * 20}
     content[3]["prompt"] = [long]
@@ -30,28 +30,30 @@ def long_rows(data: Path) -> Path:
 
 def test_prompts_over_the_limit(rl: RLConfig, long_rows: Path) -> None:
     change(rl, {"data.max_prompt_length": 64})
-    (found,) = findings(rl)
-    assert found.error.code == "R45" and found.stops
-    assert "2 of 10 prompts are longer than 64 tokens (longest" in found.error.what and "row 5" in found.error.where
-    longest = found.error.fix.split("max_prompt_length=")[1].split(",")[0]
+    (finding,) = findings(rl)
+    assert finding.error.code == "R45" and finding.stops
+    assert (
+        "2 of 10 prompts" in finding.error.what and "64 tokens" in finding.error.what and "row 5" in finding.error.where
+    )
+    longest = finding.error.fix.split("max_prompt_length=")[1].split(",")[0]
     change(rl, {"data.max_prompt_length": int(longest), "data.max_response_length": 64})
-    assert list(findings(rl)) == [], "the fix that is given mends it"
+    assert list(findings(rl)) == [], "the given fix solves it"
 
 
 def test_dropping_them(rl: RLConfig, long_rows: Path) -> None:
     change(rl, {"data.max_prompt_length": 64, "data.truncation": "drop"})
-    (found,) = findings(rl)
-    assert found.error.code == "R45" and not found.stops and "20% of the data are left out" in found.error.why
+    (finding,) = findings(rl)
+    assert finding.error.code == "R45" and not finding.stops and "20%" in finding.error.why
     change(rl, {"data.train_batch_size": 9, "actor_rollout_ref.actor.ppo_mini_batch_size": 9})
     dropped = [f for f in findings(rl) if f.error.code == "R46"]
     assert len(dropped) == 1 and dropped[0].stops and "10 rows, 8 left after 2 long prompts" in dropped[0].error.what
 
 
-def test_cutting_off_a_system_message(rl: RLConfig, long_rows: Path) -> None:
+def test_truncating_a_system_message(rl: RLConfig, long_rows: Path) -> None:
     change(rl, {"data.max_prompt_length": 64, "data.truncation": "truncate"})
-    (found,) = findings(rl)
-    assert found.error.code == "R36" and found.stops
-    assert "1 of them begin with a system message" in found.error.why and "data.truncation=drop" in found.error.fix
+    (finding,) = findings(rl)
+    assert finding.error.code == "R36" and finding.stops
+    assert "1 of them" in finding.error.why and "data.truncation=drop" in finding.error.fix
 
 
 def test_a_template_that_refuses_rows(rl: RLConfig, data: Path) -> None:
@@ -60,9 +62,9 @@ def test_a_template_that_refuses_rows(rl: RLConfig, data: Path) -> None:
     content = rows()
     content[4]["prompt"] = [{"role": "system", "content": "Add."}, *content[4]["prompt"]]
     write_rows(data, content)
-    (found,) = findings(rl)
-    assert found.error.code == "R39" and found.stops and "row 4" in found.error.where
-    assert "roles must alternate" in found.error.what
+    (finding,) = findings(rl)
+    assert finding.error.code == "R39" and finding.stops and "row 4" in finding.error.where
+    assert "roles" in finding.error.what
 
 
 def test_a_template_that_rewrites_earlier_turns(sft: SFTConfig, data: Path) -> None:
@@ -70,36 +72,36 @@ def test_a_template_that_rewrites_earlier_turns(sft: SFTConfig, data: Path) -> N
     content = rows()
     content[2]["messages"] *= 2
     write_rows(data, content)
-    found = [f for f in findings(sft) if f.error.code == "R39"]
-    assert len(found) == 1 and found[0].stops and "differently when more messages follow" in found[0].error.what
+    finding = [f for f in findings(sft) if f.error.code == "R39"]
+    assert len(finding) == 1 and finding[0].stops and "token 0" in finding[0].error.what
 
 
-def test_an_end_of_turn_that_ends_nothing(rl: RLConfig, model: Path) -> None:
+def test_an_end_of_turn_that_does_not_end_generation(rl: RLConfig, model: Path) -> None:
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|endoftext|>"}))
-    (found,) = findings(rl)
-    assert found.error.code == "R40" and found.stops
-    assert "'<|im_end|>' (3) ends a turn" in found.error.what and "generation ends at [1] only" in found.error.what
+    (finding,) = findings(rl)
+    assert finding.error.code == "R40" and finding.stops
+    assert "'<|im_end|>' (3)" in finding.error.what and "[1]" in finding.error.what
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
-    assert list(findings(rl)) == [], "the fix that is given mends it"
+    assert list(findings(rl)) == [], "the given fix solves it"
 
 
-def test_thinking_without_room(rl: RLConfig) -> None:
+def test_thinking_with_few_tokens(rl: RLConfig) -> None:
     change(rl, {"actor_rollout_ref.model.custom_chat_template": THINKING, "reward.scorer": "gsm8k"})
-    found = [f for f in findings(rl) if f.error.code == "R41"]
-    assert len(found) == 1 and not found[0].stops
-    assert "max_response_length=512" in found[0].error.what and "scorer gsm8k reads" in found[0].error.what
+    finding = [f for f in findings(rl) if f.error.code == "R41"]
+    assert len(finding) == 1 and not finding[0].stops
+    assert "max_response_length=512" in finding[0].error.what and "gsm8k" in finding[0].error.what
     change(rl, {"data.apply_chat_template_kwargs": {"enable_thinking": False}})
     assert not [f for f in findings(rl) if f.error.code == "R41"]
 
 
 def test_a_tokenizer_of_another_model(rl: RLConfig, model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**SMALL_MODEL, "vocab_size": 100}))
-    (found,) = findings(rl)
-    assert found.error.code == "R08" and "the model 100" in found.error.what
+    (finding,) = findings(rl)
+    assert finding.error.code == "R08" and "vocab_size=100" in finding.error.what
 
 
 def test_a_damaged_tokenizer(rl: RLConfig, model: Path) -> None:
     (model / "tokenizer.json").write_text("{")
-    (found,) = findings(rl)
-    assert found.error.code == "R08" and "cannot be loaded" in found.error.what
+    (finding,) = findings(rl)
+    assert finding.error.code == "R08" and str(model) in finding.error.render()

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.messages import mentioned
 
 from hone.data.episode_log import EpisodeLog
 from hone.data.types import Sample, StopReason, Trajectory
@@ -47,19 +48,19 @@ def test_a_row_keeps_its_sum_and_only_sampled_tokens_bear_rewards(mask: list[int
     assert [rewards.get(token, 0.0) for token in range(len(mask))] == pytest.approx(expected, abs=1e-9)
 
 
-def test_without_parts_the_reward_stands_on_the_last_sampled_token() -> None:
+def test_without_turn_rewards_the_last_sampled_token_has_the_reward() -> None:
     assert token_rewards(Score(2.0), [1, 1, 1]) == {2: 2.0}
     assert token_rewards(Score(2.0), [1, 1, 0]) == {1: 2.0}  # tool output at the end bears none
     assert token_rewards(Score(2.0), [0, 0]) == {1: 2.0}
 
 
-def test_another_number_of_parts_is_an_error() -> None:
-    told = place(Score(1.0, turn_rewards=[1.0]), trajectory([1, 0, 1])).error
-    assert told == "returned 1 turn_rewards for a response of 2 turns"
+def test_a_wrong_number_of_rewards_is_an_error() -> None:
+    error = place(Score(1.0, turn_rewards=[1.0]), trajectory([1, 0, 1])).error
+    assert error is not None and mentioned("1 turn_rewards", error) and mentioned("2 turns", error)
     assert "3 tokens" in str(place(Score(1.0, token_rewards=[]), trajectory([1, 0, 1])).error)
 
 
-def test_parts_are_read_from_what_a_function_returns() -> None:
+def test_turn_and_token_rewards_of_a_returned_dict() -> None:
     import numpy as np
 
     score = to_score({"score": 1, "turn_rewards": np.array([0.5, 1]), "token_rewards": (0, 1), "pred": "x"})

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.messages import raises
 
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeLog
 from hone.rewards.outcome import to_score
@@ -171,11 +172,11 @@ def test_the_last_program_counts() -> None:
 def test_forms_of_tests() -> None:
     assert read_tests({"inputs": ["1"], "outputs": ["2"]}).inputs == ("1",)
     assert read_tests(json.dumps({"inputs": [[1]], "outputs": [2], "fn_name": "f"})).function == "f"
-    assert read_tests({"assert_case": ["assert 1", "assert 2"]}, most=1).assertions == ("assert 1",)
+    assert read_tests({"assert_case": ["assert 1", "assert 2"]}, max_tests=1).assertions == ("assert 1",)
     assert read_tests("assert f(1) == 2").assertions == ("assert f(1) == 2",)
     assert read_tests({"inputs": '["a", "b"]', "outputs": '["c", "d"]'}).outputs == ("c", "d")
     for nothing in (None, "", [], {}, {"inputs": ["1"], "outputs": []}, 3):
-        with pytest.raises(ValueError, match="tests"):
+        with raises(ValueError, "tests"):
             read_tests(nothing)
 
 

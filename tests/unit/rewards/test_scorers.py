@@ -9,6 +9,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.messages import raises
 
 from hone.errors import RewardError
 from hone.rewards.scorers import SCORERS, math_answer, scorer_for
@@ -98,7 +99,7 @@ def test_gsm8k_options() -> None:
     assert wrong == {"score": 0.1, "acc": 0.0, "format": 1.0, "pred": "17"}
     assert score("gsm8k", "17", "18", format_score=0.1)["score"] == 0.0
     assert score("gsm8k", "#### 18", "18", score=2.0)["score"] == 2.0
-    with pytest.raises(RewardError, match="flexible"):
+    with raises(RewardError, "loose", "strict or flexible"):
         score("gsm8k", "1", "1", method="loose")
 
 
@@ -107,7 +108,7 @@ def test_digit_sequence_is_graded() -> None:
     assert score("digit_sequence", "38", "3814")["score"] == 0.5
     assert score("digit_sequence", "38143814", "3814")["score"] == 0.5
     assert score("digit_sequence", "8143", "3814")["score"] == 0.0
-    with pytest.raises(ValueError, match="no digit"):
+    with raises(ValueError, "ground_truth ''"):
         score("digit_sequence", "1", "")
 
 
@@ -178,11 +179,11 @@ def test_data_source_patterns() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RewardError, match=r"pip install 'hone-rl\[tasks\]'"):
+    with raises(RewardError, "reasoning-gym", "pip install 'hone-rl[tasks]'"):
         SCORERS.get("reasoning_gym").check_installed()
 
 
-def test_importing_the_room_is_cheap() -> None:
+def test_importing_the_package_is_cheap() -> None:
     program = "import sys, hone.rewards.manager; print({'torch', 'numpy', 'transformers', 'sympy'} & set(sys.modules))"
     seen = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == "set()"

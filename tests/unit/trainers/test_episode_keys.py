@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from support.messages import raises
 
 from hone.config import RLConfig, load_config
 from hone.config.load import to_yaml
@@ -33,7 +33,7 @@ def test_a_model_of_a_run_is_played_as_in_the_run(tmp_path: Path) -> None:
 
 
 def test_keys_of_other_blocks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'data.train_files=x' is no key of episodes"):
+    with raises(ConfigError, "data.train_files=x", "multi_turn"):
         episode_keys(tmp_path, ["data.train_files=x"])
-    with pytest.raises(ConfigError, match="max_turn"):
+    with raises(ConfigError, "max_turn_s"):
         episode_keys(tmp_path, ["multi_turn.max_turn_s=3"])

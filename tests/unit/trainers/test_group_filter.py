@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.messages import raises
 
 from hone.cluster.rollout import RolloutWorker
 from hone.config.algorithm import FilterGroupsConfig
@@ -22,10 +23,10 @@ from hone.errors import ConfigError
 from hone.generation.protocol import Completion, SamplingParams
 from hone.insight.metrics import MetricStore
 from hone.rewards.score import Score
+from hone.trainers.batch_ops import values_of
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
 from hone.trainers.rollouter import Rollouter
-from hone.trainers.step_work import values_of
 
 N = 3
 
@@ -156,17 +157,14 @@ def test_length_punishment_makes_no_group_useful():
     async def punished(trajectories):
         return [Score(1.0 - t.index, unshaped=1.0) for t in trajectories]
 
-    with pytest.raises(ConfigError, match="2 all 1"):
+    with raises(ConfigError, "2 all 1", code="E-filter-groups"):
         step(rollouter(4, 2, scorer=punished, limit=1), 1)
 
 
 def test_it_gives_up_with_the_numbers():
-    with pytest.raises(ConfigError) as caught:
+    mentions = ("10 groups", "7 of the 10", "3 all 0.5", "max_num_gen_batches=2", "rollout.n")
+    with raises(ConfigError, *mentions, code="E-filter-groups"):
         step(rollouter(30, 10, limit=1, shuffle=False), 1)
-    message = str(caught.value)
-    for words in ("10 groups were tried", "in 7 of the 10 needed", "3 all 0.5", "max_num_gen_batches=2", "rollout.n"):
-        assert words in message
-    assert caught.value.code == "E-filter-groups"
 
 
 def test_the_bound_is_never_exceeded():
@@ -174,13 +172,13 @@ def test_the_bound_is_never_exceeded():
         return [Score(0.0) for _ in trajectories]
 
     one = rollouter(5, 2, scorer=hopeless, limit=3)
-    with pytest.raises(ConfigError, match="6 groups were tried.*in 0 of the 2"):
+    with raises(ConfigError, "6 groups", "0 of the 2", code="E-filter-groups"):
         step(one, 1)
     assert len(one.asked) == 3 * 2 * N  # type: ignore[attr-defined]
 
 
 def test_an_unknown_metric_names_those_there_are():
-    with pytest.raises(ConfigError, match=r"no term 'accuracy'; it returns \['acc'\]") as caught:
+    with raises(ConfigError, "accuracy", "acc") as caught:
         step(rollouter(9, 3, metric="accuracy"), 1)
     assert caught.value.fix == "algorithm.filter_groups.metric=acc"
 

@@ -15,9 +15,9 @@ from hone.data.batch import Batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.generation.protocol import Completion, SamplingParams
 from hone.rewards.score import Score
+from hone.trainers.batch_ops import baselines
 from hone.trainers.episodes import Episodes
 from hone.trainers.scoring import TrainingRewards
-from hone.trainers.step_work import baselines
 
 
 class Fixed:
@@ -26,8 +26,8 @@ class Fixed:
     def __init__(self, manager: str):
         self.config = RewardConfig(reward_manager=manager)
 
-    async def score(self, trajectories, judged, *, words, training):
-        assert judged is None and words is None and training
+    async def score(self, trajectories, judged, *, judgements, training):
+        assert judged is None and judgements is None and training
         return [Score(float(len(t.response_ids) % 2), terms={"acc": 1.0}, extra={"pred": t.uid}) for t in trajectories]
 
 

@@ -1,7 +1,12 @@
 """What a checkpoint was made from may not change unnoticed."""
 
+import pytest
+
+from hone.config import load_config
+from hone.config.fields import AFTER_EACH_EPOCH
 from hone.config.tree import RLConfig
 from hone.trainers.run_checkpoints import changed_keys, redacted
+from hone.trainers.session import RunSession
 
 
 def test_changed_keys_names_every_leaf_that_differs():
@@ -23,3 +28,14 @@ def test_credentials_never_reach_a_checkpoint():
     config = RLConfig()
     config.reward.custom_reward_function.reward_kwargs = {"api_key": "sk-12345"}
     assert "sk-12345" not in str(redacted(config))
+
+
+@pytest.mark.parametrize(
+    ("frequency", "due"),
+    [(0, []), (-1, [10]), (4, [4, 8, 10]), (AFTER_EACH_EPOCH, [3, 6, 9, 10])],
+)
+def test_frequencies(frequency, due, tmp_path):
+    trainer = load_config(RLConfig, [f"trainer.default_local_dir={tmp_path}", f"trainer.save_freq={frequency}"])
+    session = RunSession(trainer)
+    session.total_steps, session.steps_per_epoch = 10, 3
+    assert [step for step in range(1, 11) if session.save_due(step)] == due

@@ -17,13 +17,13 @@ from hone.data.episode_log import EpisodeLog
 from hone.data.ragged import Ragged
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
-from hone.rewards.placement import shared, token_rewards
+from hone.rewards.placement import share_rewards, token_rewards
 from hone.rewards.score import Score
 from hone.trainers.estimates import COLUMNS, estimate
-from hone.trainers.reporting import episode_sums, first_parts
+from hone.trainers.reporting import episode_sums, first_segments
 from hone.trainers.scoring import episode_lengths
-from hone.trainers.split_episodes import joined
-from hone.trainers.validation import measured
+from hone.trainers.split_episodes import join_segments
+from hone.trainers.validation import evaluate_answers
 
 COLUMNS_OF_TOKENS = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
 NAMES = sorted({advantage_estimators.get(name).name for name in advantage_estimators.names()})
@@ -109,7 +109,7 @@ def test_without_it_an_episode_of_three_parts_counted_three_times() -> None:
     found = [("a", 0, [(0, 1), (1, 1), (1, 1)], [True, True]), ("a", 1, [(0, 1)], [])]
     whole, split = both_ways(found, 1)
     one, _ = estimate(advantage_estimators.get("grpo"), whole, AlgorithmConfig())
-    assert joined(split, {"uid"}).objects("uid") == ["a", "a"] and len(split) == 4
+    assert join_segments(split, {"uid"}).objects("uid") == ["a", "a"] and len(split) == 4
     parts, _ = estimate(advantage_estimators.get("grpo"), split, AlgorithmConfig())
     assert parts.values[0] == pytest.approx(float(one.values[0])) and parts.values[-1] == pytest.approx(
         float(one.values[-1])
@@ -129,7 +129,7 @@ def test_every_part_has_the_score_of_the_episode_and_its_tokens_bear_it_once() -
     earned = [0.5, 0.0, 0.25]
     rows = [part([1, 1], 0, earned), part([1, 0, 1], 1, earned), part([1], 0, [0.0], index=1)]
     said = [Score(1.5, {"acc": 1.0}, placed={1: 0.5}), Score(1.25, {"acc": 1.0}, placed={2: 0.25}), Score(0.0)]
-    scores = shared(rows, said)
+    scores = share_rewards(rows, said)
     assert [score.total for score in scores] == [1.75, 1.75, 0.0]
     placed = [token_rewards(score, t.response_mask) for score, t in zip(scores, rows, strict=True)]
     assert placed == [{1: 0.5}, {2: 1.25}, {0: 0.0}] or placed == [{1: 0.5 + 0.0}, {2: 0.25 + 1.0}, {0: 0.0}]
@@ -137,16 +137,16 @@ def test_every_part_has_the_score_of_the_episode_and_its_tokens_bear_it_once() -
     assert scores[0].terms == {"acc": 1.0, "turn_rewards": 0.5} and said[0].total == 1.5, (
         "what was said is left as it is"
     )
-    broken = shared(rows, [said[0], Score(0.0, error="no answer"), said[2]])
+    broken = share_rewards(rows, [said[0], Score(0.0, error="no answer"), said[2]])
     assert [score.error for score in broken] == ["no answer", "no answer", None]
 
 
 def test_metrics_and_validation_count_an_episode_once() -> None:
     rows = [part([1, 1], 0, [0.0] * 2), part([1], 1, [0.0] * 2), part([1], 0, [0.0], index=1)]
     batch = to_batch(rows).with_columns(x=Ragged.from_rows([[1.0, 2.0], [4.0], [8.0]]))
-    assert first_parts(batch) == [0, 2] and episode_sums(batch, "x").tolist() == [7.0, 8.0]
+    assert first_segments(batch) == [0, 2] and episode_sums(batch, "x").tolist() == [7.0, 8.0]
     assert episode_lengths(rows) == [3, 3, 1]
-    evaluation = measured(rows, [Score(1.0), Score(1.0), Score(0.0)], n=2)
+    evaluation = evaluate_answers(rows, [Score(1.0), Score(1.0), Score(0.0)], n=2)
     assert evaluation.metrics["val-core/x/reward/mean@2"] == 0.5 and len(evaluation.records()) == 3
 
 

@@ -11,14 +11,14 @@ from support.models import random_batch, tiny_model
 
 from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.correction import correction_settings
 from hone.data.balance import CostModel, Lengths, balance, in_order
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.training.correction import correction_settings
-from hone.training.engine import Totals
-from hone.training.heads import PolicyHead
+from hone.models.heads import PolicyHead
 from hone.training.objectives import PolicyObjective
 from hone.training.packing import pack, plan_micro_batches
+from hone.training.updates import Totals
 
 CPU = torch.device("cpu")
 COST = CostModel(40.0)
@@ -45,7 +45,7 @@ def over_ranks(
     batch: Batch, shares: list[list[int]], objective: PolicyObjective, budget: int
 ) -> tuple[float, torch.Tensor, set[int]]:
     """Loss and gradient summed over simulated ranks, and how many micro-batches each had."""
-    model, totals = tiny_model(), Totals.of(batch)
+    model, totals = tiny_model(), Totals.from_batch(batch)
     locals_ = [batch.reorder(rows) for rows in shares if rows]
     plans = [_plan(local, budget) for local in locals_]
     count = max(map(len, plans))
@@ -75,7 +75,9 @@ def test_loss_and_gradient_do_not_depend_on_ranks_micro_batches_or_balance(mode,
     batch = with_log_probs(random_batch(9, seed, group=group))
     actor = ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
     objective = PolicyObjective(actor, correction_settings(RolloutCorrectionConfig()), max_response_length=16)
-    lengths = Lengths.of(batch.ragged("prompt_ids").lengths, batch.ragged("response_ids").lengths, batch.objects("uid"))
+    lengths = Lengths.from_uids(
+        batch.ragged("prompt_ids").lengths, batch.ragged("response_ids").lengths, batch.objects("uid")
+    )
     balanced = balance(lengths, ranks, COST, equal_count=equal)
     assert balanced is not None
     loss, whole, _ = over_ranks(batch, [list(range(len(batch)))], objective, 10**6)

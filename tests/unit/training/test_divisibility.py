@@ -4,14 +4,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support.backend_cases import EXPERTS, SHAPE
+from support.messages import raises
 from support.models import tiny_model
-from support.sharded_cases import EXPERTS, SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.errors import ModelError
-from hone.training.expert_parallel import apply_expert_parallel, experts_of
-from hone.training.sequence_parallel import check_heads
-from hone.training.tensor_parallel import apply_tensor_parallel
+from hone.training.backends.fsdp2.expert_parallel import apply_expert_parallel, experts_of
+from hone.training.backends.fsdp2.sequence_parallel import check_heads
+from hone.training.backends.fsdp2.tensor_parallel import apply_tensor_parallel
 
 
 class Mesh:
@@ -24,27 +25,31 @@ class Mesh:
         return self.ranks
 
 
+TENSOR = "actor_rollout_ref.actor.tensor_model_parallel_size"
+EXPERT = "actor_rollout_ref.actor.expert_parallel_size"
+
+
 def model_of(arch: str, **changes: Any) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **SHAPE | EXPERTS | changes))
 
 
 def test_heads_over_tensor_parallel_ranks():
-    with pytest.raises(ModelError, match="4 attention heads cannot be divided over 3 tensor-parallel ranks"):
+    with raises(ModelError, "4 attention heads", 3, where=TENSOR):
         apply_tensor_parallel(cast(Any, tiny_model()), cast(Any, Mesh(3)))
-    with pytest.raises(ModelError, match="2 key-value heads cannot be divided over 4"):
+    with raises(ModelError, "2 key-value heads", 4, where=TENSOR):
         apply_tensor_parallel(cast(Any, tiny_model()), cast(Any, Mesh(4)))
 
 
 def test_a_model_without_a_plan():
-    with pytest.raises(ModelError, match="has no tensor-parallel plan"):
+    with raises(ModelError, "GptOssForCausalLM", f"{TENSOR}=1", where=TENSOR):
         apply_tensor_parallel(model_of("gpt_oss"), cast(Any, Mesh(2)))
 
 
 def test_experts_over_ranks():
-    with pytest.raises(ModelError, match="4 experts cannot be divided over 3 ranks"):
+    with raises(ModelError, "4 experts", 3, where=EXPERT):
         apply_expert_parallel(model_of("qwen3_moe"), cast(Any, Mesh(3)))
-    with pytest.raises(ModelError, match="Qwen3ForCausalLM has no experts to divide over 2 ranks"):
+    with raises(ModelError, "Qwen3ForCausalLM", 2, f"{EXPERT}=1", where=EXPERT):
         apply_expert_parallel(tiny_model(), cast(Any, Mesh(2)))
 
 
@@ -60,5 +65,5 @@ def test_heads_over_sequence_parallel_ranks(heads, key_value, ranks, fits):
     if fits:
         check_heads(heads, key_value, ranks)
         return
-    with pytest.raises(ModelError, match=f"{heads} attention heads with {key_value} key-value heads"):
+    with raises(ModelError, f"{heads} attention heads", f"{key_value} key-value heads", ranks):
         check_heads(heads, key_value, ranks)

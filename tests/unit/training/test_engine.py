@@ -11,13 +11,15 @@ from support.models import random_batch, tiny_model
 
 from hone.config.actor import ActorConfig
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.correction import correction_settings
 from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.insight.invariants import RATIO_MAX
-from hone.training.correction import correction_settings
-from hone.training.engine import Outputs, TrainEngine
-from hone.training.heads import PolicyHead, ValueHead
+from hone.models.heads import PolicyHead, ValueHead
+from hone.training.backends.local import LocalBackend
+from hone.training.engine import TrainSettings
 from hone.training.objectives import PolicyObjective, imitation_objective, value_objective
+from hone.training.updates import Outputs
 
 CPU = torch.device("cpu")
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -28,18 +30,18 @@ def model() -> torch.nn.Module:
     return tiny_model()
 
 
-def engine_of(model, head=None, **kwargs) -> TrainEngine:
-    return TrainEngine(model, head or PolicyHead(), optim=OptimConfig(lr=1e-2), device=CPU, **kwargs)
+def engine_of(model, head=None, **kwargs) -> LocalBackend:
+    return LocalBackend(model, head or PolicyHead(), TrainSettings(CPU, optim=OptimConfig(lr=1e-2), **kwargs))
 
 
-def with_old(engine: TrainEngine, batch: Batch, noise: float = 0.3) -> Batch:
+def with_old(engine: LocalBackend, batch: Batch, noise: float = 0.3) -> Batch:
     log_probs = engine.infer_batch(batch)["log_probs"]
     old = log_probs.with_values(log_probs.values + noise * batch.ragged("noise").values)
     ref = log_probs.with_values(log_probs.values - noise * batch.ragged("noise").values)
     return batch.with_columns(old_log_probs=old, ref_log_probs=ref)
 
 
-def gradient(engine: TrainEngine, batch: Batch, objective, **settings) -> tuple[float, torch.Tensor, float]:
+def gradient(engine: LocalBackend, batch: Batch, objective, **settings) -> tuple[float, torch.Tensor, float]:
     """Norm, flattened gradient and loss of one mini-batch, without the update."""
     kept = {}
 
@@ -96,7 +98,7 @@ def test_policy_loss_and_gradient_do_not_depend_on_the_split_or_the_order(mode, 
 def test_value_and_imitation_losses_do_not_depend_on_the_split(seed, budget):
     from transformers import Qwen3ForTokenClassification
 
-    from hone.generation.attention import use_hone_attention
+    from hone.models.routing import use_hone_attention
 
     batch = random_batch(8, seed)
     config = copy.deepcopy(tiny_model().config)
@@ -116,8 +118,7 @@ def test_ratio_is_one_on_the_first_update_whatever_the_split(model):
     batch = random_batch(16, seed=3, holes=False)
     engine = engine_of(model, max_tokens=64)
     batch = batch.with_columns(old_log_probs=engine.infer_batch(batch)["log_probs"])
-    engine.max_tokens = 40
-    result = engine.train_batch(batch, policy_objective(ActorConfig()), step=0)
+    result = engine_of(model, max_tokens=40).train_batch(batch, policy_objective(ActorConfig()), step=0)
     assert max(float(seen[RATIO_MAX][0]) for seen in result.statistics) < 1e-5
 
 
@@ -193,7 +194,7 @@ def test_optimizer_state_survives_saving(model, tmp_path):
     engine.train_batch(batch, objective, step=0)
     engine.stage(str(tmp_path), "actor")()
     again = engine_of(type(model).from_pretrained(tmp_path / "actor", dtype=torch.float32))
-    from hone.generation.attention import use_hone_attention
+    from hone.models.routing import use_hone_attention
 
     use_hone_attention(again.model)
     again.restore(str(tmp_path), "actor")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.messages import raises
 
 from hone.config.model import OptimConfig
 from hone.errors import ConfigError
@@ -84,13 +85,13 @@ def test_an_optimizer_by_import_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "mentions"),
     [
-        ({"optimizer": "AdanW"}, "did you mean AdamW"),
-        ({"optimizer": "torch:Tensor"}, "no import path of one"),
-        ({"optimizer": "SGD", "override_optimizer_config": {"velocity": 1}}, "velocity"),
+        ({"optimizer": "AdanW"}, ("AdanW", "AdamW")),
+        ({"optimizer": "torch:Tensor"}, ("torch:Tensor", "torch.optim")),
+        ({"optimizer": "SGD", "override_optimizer_config": {"velocity": 1}}, ("SGD", "velocity")),
     ],
 )
-def test_an_optimizer_that_is_none_is_told(changes, told):
-    with pytest.raises(ConfigError, match=f"(?i){told}"):
+def test_an_unknown_optimizer_or_argument_is_refused(changes, mentions):
+    with raises(ConfigError, *mentions, where="optim.optimizer"):
         build_optimizer(torch.nn.Linear(2, 2), OptimConfig(**changes))

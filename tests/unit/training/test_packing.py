@@ -1,13 +1,13 @@
 """Micro-batch plans and packing."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.messages import raises
 
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
-from hone.training.packing import pack, plan_micro_batches, share_prompts
+from hone.training.packing import pack, plan_micro_batches, prompt_numbers
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=6
@@ -27,7 +27,7 @@ def batch_of(groups, distinct: bool = True) -> Batch:
 
 
 @given(GROUPS, st.integers(1, 60), st.none() | st.integers(1, 5))
-def test_every_row_stands_in_exactly_one_micro_batch_within_the_budget(groups, budget, rows):
+def test_every_row_is_in_exactly_one_micro_batch_within_the_budget(groups, budget, rows):
     batch = batch_of(groups)
     lengths = batch.ragged("response_ids").lengths
     plan = plan_micro_batches(batch.ragged("prompt_ids"), lengths, budget, rows)
@@ -49,7 +49,7 @@ def test_a_prompt_is_stored_once_for_its_group(groups):
 def test_neighbours_share_a_prompt_exactly_when_it_is_equal(groups, distinct):
     prompts = batch_of(groups, distinct).ragged("prompt_ids")
     rows = prompts.to_lists()
-    shared = share_prompts(prompts).tolist()
+    shared = prompt_numbers(prompts).tolist()
     for left, right in zip(range(len(rows) - 1), range(1, len(rows)), strict=True):
         assert (shared[left] == shared[right]) == (rows[left] == rows[right])
 
@@ -58,7 +58,7 @@ def test_neighbours_share_a_prompt_exactly_when_it_is_equal(groups, distinct):
 def test_outputs_are_read_at_the_token_before_each_response_token(groups):
     batch = batch_of(groups)
     packed = pack(batch, torch.device("cpu"))
-    ids, positions = packed.input_ids[0].tolist(), packed.layout.position_ids[0].tolist()
+    ids, positions = packed.input_ids[0].tolist(), packed.context.position_ids[0].tolist()
     expected_before, expected_place = [], []
     for prompt, response in zip(
         batch.ragged("prompt_ids").to_lists(), batch.ragged("response_ids").to_lists(), strict=True
@@ -104,5 +104,5 @@ def test_micro_batches_of_a_given_count_are_even_and_the_heaviest_is_first():
 
 def test_a_count_below_what_the_budget_takes_is_a_mistake_of_the_program():
     batch = batch_of([(1, [9]), (1, [9])])
-    with pytest.raises(ValueError, match="2 micro-batches of 10 tokens, not 1"):
+    with raises(ValueError, "2 micro-batches", 10, 1):
         plan_micro_batches(batch.ragged("prompt_ids"), batch.ragged("response_ids").lengths, 10, count=1)

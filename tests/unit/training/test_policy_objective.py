@@ -7,19 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.messages import raises
 from support.models import random_batch, tiny_model
 
 from hone.algorithms import policy_losses
 from hone.config.actor import ActorConfig, PolicyLossConfig
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.correction import correction_settings
 from hone.config.model import OptimConfig
 from hone.data.batch import Batch
 from hone.errors import ConfigError
+from hone.insight.invariants import MASKED_GRADIENT
 from hone.insight.metrics import MetricStore, find_metric
-from hone.training.correction import correction_settings
-from hone.training.engine import TrainEngine
-from hone.training.heads import PolicyHead
-from hone.training.objectives import PolicyObjective, without_ratio
+from hone.models.heads import PolicyHead
+from hone.training.backends.local import LocalBackend
+from hone.training.engine import TrainSettings
+from hone.training.objectives import PolicyObjective, declared_metrics
 
 LOSSES = policy_losses.names()
 
@@ -31,7 +34,7 @@ def objective_of(mode: str, correction: RolloutCorrectionConfig | None = None, *
     return PolicyObjective(config, settings, max_response_length=16)
 
 
-def ready(engine: TrainEngine, weights: bool = True) -> Batch:
+def ready(engine: LocalBackend, weights: bool = True) -> Batch:
     batch = random_batch(12, seed=4)
     log_probs = engine.infer_batch(batch)["log_probs"]
     columns = {
@@ -43,11 +46,13 @@ def ready(engine: TrainEngine, weights: bool = True) -> Batch:
     return batch.with_columns(**columns)
 
 
-def engine_of(**kwargs) -> TrainEngine:
-    return TrainEngine(tiny_model(), PolicyHead(), optim=OptimConfig(lr=1e-2), device=torch.device("cpu"), **kwargs)
+def engine_of(**kwargs) -> LocalBackend:
+    return LocalBackend(
+        tiny_model(), PolicyHead(), TrainSettings(torch.device("cpu"), optim=OptimConfig(lr=1e-2), **kwargs)
+    )
 
 
-def update(engine: TrainEngine, batch: Batch, objective: PolicyObjective) -> tuple[torch.Tensor, dict[str, float]]:
+def update(engine: LocalBackend, batch: Batch, objective: PolicyObjective) -> tuple[torch.Tensor, dict[str, float]]:
     """Gradient and metrics of one update, prepared as a worker does it (with the log-probs in ``now`` where they are: a random
     draw depends on their last bits)."""
     kept = {}
@@ -63,7 +68,7 @@ def update(engine: TrainEngine, batch: Batch, objective: PolicyObjective) -> tup
     engine.train_batch(batch, objective, step=0)
     metrics = MetricStore()
     for seen in kept["statistics"]:
-        for name, (value, weight) in without_ratio(seen).items():
+        for name, (value, weight) in declared_metrics(seen).items():
             metrics.add(name, value, weight=weight)
     return kept["grad"], metrics.reduce()
 
@@ -99,7 +104,7 @@ def test_options_are_the_keys_of_their_names() -> None:
     assert objective_of("m2po", policy_loss={"m2_threshold": 0.5}).options == {"m2_threshold": 0.5}
     clips = objective_of("vanilla", clip_ratio=0.1, clip_ratio_high=0.3).options
     assert clips == {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
-    with pytest.raises(ConfigError, match="has no option 'tau'"):
+    with raises(ConfigError, "sapo", "tau"):
         update(engine_of(), ready(engine_of()), objective_of("sapo", policy_loss={"loss_kwargs": {"tau": 1.0}}))
 
 
@@ -134,3 +139,25 @@ def test_a_loss_of_ones_own_and_its_statistics(tmp_path: Path, monkeypatch: pyte
     torch.testing.assert_close(gradient, 2 * expected)
     mask = batch.ragged("response_mask").values == 1
     assert metrics["actor/push"] == pytest.approx(float(batch.ragged("advantages").values[mask].abs().mean()), rel=1e-5)
+
+
+class Leaking:
+    """A loss that forgets the response mask."""
+
+    name = "vanilla"
+
+    def __call__(self, old_log_probs, log_probs, advantages, response_mask, **_):
+        return log_probs.sum(), {}
+
+
+def largest_masked_gradient(objective: PolicyObjective) -> float:
+    engine = engine_of()
+    result = engine.train_batch(ready(engine, weights=False), objective, step=0)
+    return max(float(seen[MASKED_GRADIENT][0]) for seen in result.statistics)
+
+
+def test_the_gradient_of_masked_tokens_is_measured() -> None:
+    assert largest_masked_gradient(objective_of("vanilla")) == 0
+    leaking = objective_of("vanilla")
+    leaking.loss, leaking.options = Leaking(), {}  # type: ignore[assignment]
+    assert largest_masked_gradient(leaking) == 1

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.messages import raises
 from support.models import VOCABULARY, tiny_model
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
@@ -22,11 +23,12 @@ from hone.data.preferences import Preference, preference_batch
 from hone.data.ragged import Ragged
 from hone.data.responses import Response
 from hone.errors import ModelError
-from hone.generation.attention import use_hone_attention
 from hone.insight.invariants import RATIO_MAX
-from hone.training.engine import TrainEngine
-from hone.training.heads import PolicyHead
-from hone.training.model import load_reward_model
+from hone.models.heads import PolicyHead
+from hone.models.loading import load_reward_model
+from hone.models.routing import use_hone_attention
+from hone.training.backends.local import LocalBackend
+from hone.training.engine import TrainSettings
 from hone.training.packing import plan_micro_batches
 from hone.training.preferences import Reference, kl_estimate, measure, online_objective, own_pairs, preference_objective
 from hone.training.reward_model import ScoreHead, bradley_terry_objective, response_scores
@@ -56,8 +58,9 @@ def preferences(pairs: int, seed: int, longest: int = 9) -> Batch:
     return preference_batch(rows)
 
 
-def engine_of(model=None, head=None, **settings) -> TrainEngine:
-    return TrainEngine(model or tiny_model(), head or PolicyHead(), optim=OptimConfig(lr=1e-2), device=CPU, **settings)
+def engine_of(model=None, head=None, **settings) -> LocalBackend:
+    how = TrainSettings(CPU, optim=OptimConfig(lr=1e-2), **settings)
+    return LocalBackend(model or tiny_model(), head or PolicyHead(), how)
 
 
 def with_reference(batch: Batch, needs) -> Batch:
@@ -68,7 +71,7 @@ def with_reference(batch: Batch, needs) -> Batch:
     return batch
 
 
-def gradient(engine: TrainEngine, batch: Batch, objective) -> tuple[torch.Tensor, dict[str, float]]:
+def gradient(engine: LocalBackend, batch: Batch, objective) -> tuple[torch.Tensor, dict[str, float]]:
     """Flattened gradient and weighted means of the statistics of one mini-batch, without the update."""
     kept = {}
 
@@ -120,7 +123,7 @@ def test_an_update_raises_the_margin(name):
     loss = preference_losses.get(name)
     batch = with_reference(preferences(6, seed=3), loss.needs)
     engine = engine_of()
-    engine.optim_config.lr = 1e-3
+    engine.optimizer.config.lr = 1e-3
 
     def margin() -> float:
         return float(measure(loss, engine.infer_batch(batch)["log_probs"], batch, {})[1]["rewards/margins"])
@@ -153,12 +156,11 @@ def directory(tmp_path_factory):
     return folder
 
 
-def policy(config: PreferenceConfig) -> TrainEngine:
-    from hone.training.model import load_policy
+def policy(config: PreferenceConfig) -> LocalBackend:
+    from hone.models.loading import load_policy
 
-    return TrainEngine(
-        load_policy(config.model, device=CPU, seed=1), PolicyHead(), optim=OptimConfig(lr=1e-2), device=CPU
-    )
+    model = load_policy(config.model, device=CPU, seed=1)
+    return LocalBackend(model, PolicyHead(), TrainSettings(CPU, optim=OptimConfig(lr=1e-2)))
 
 
 def settings_of(directory, mode: str, lora: int = 0) -> PreferenceConfig:
@@ -173,7 +175,7 @@ def test_every_way_to_the_reference_gives_the_same_and_stays(directory):
     for mode, lora in (("copy", 0), ("copy", 4), ("adapter_off", 4), ("auto", 4), ("auto", 0)):
         config = settings_of(directory, mode, lora)
         engine = policy(config)
-        reference = Reference(config, engine)
+        reference = Reference(config, engine, CPU)
         assert reference.shared == (lora > 0 and mode != "copy")
         known = batch.with_columns(ref_log_probs=reference.log_probs(batch))
         torch.testing.assert_close(known.ragged("ref_log_probs").values, expected, atol=1e-6, rtol=0)
@@ -187,7 +189,7 @@ def test_another_reference_and_its_budget(directory, tmp_path):
     tiny_model(seed=9).save_pretrained(tmp_path / "other")
     config = settings_of(directory, "auto", lora=4)
     config.ref.model_path, config.ref.log_prob_max_token_len_per_gpu = str(tmp_path / "other"), 20
-    reference = Reference(config, policy(config))
+    reference = Reference(config, policy(config), CPU)
     batch = preferences(4, seed=8)
     other = engine_of(tiny_model(seed=9)).infer_batch(batch)["log_probs"].values
     torch.testing.assert_close(reference.log_probs(batch).values, other, atol=1e-6, rtol=1e-6)
@@ -197,7 +199,7 @@ def test_the_kl_estimate_scores_responses_behind_other_prompts(directory):
     config = settings_of(directory, "copy")
     config.ref.model_path = str(directory)
     engine = policy(config)
-    reference = Reference(config, engine)
+    reference = Reference(config, engine, CPU)
     batch = preferences(3, seed=2)
     assert kl_estimate(engine, reference, batch) == 0.0
     objective = preference_objective(preference_losses.get("orpo"), {})
@@ -293,9 +295,9 @@ def test_loading_a_reward_model(directory, tmp_path):
     saved = json.loads((tmp_path / "rm/config.json").read_text())
     saved |= {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
     (tmp_path / "rm/config.json").write_text(json.dumps(saved))
-    with pytest.raises(ModelError, match="classifier with 2 labels"):
+    with raises(ModelError, "2 labels"):
         load_reward_model(ModelConfig(path=str(tmp_path / "rm")), device=CPU)
 
 
-def engine_of_frozen(model) -> TrainEngine:
-    return TrainEngine(model, ScoreHead(), device=CPU)
+def engine_of_frozen(model) -> LocalBackend:
+    return LocalBackend(model, ScoreHead(), TrainSettings(CPU))

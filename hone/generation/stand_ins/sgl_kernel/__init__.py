@@ -1,7 +1,7 @@
-"""Stands in for SGLang's CUDA kernels in an environment without a GPU.
+"""Replacement for SGLang's CUDA kernels in an environment without a GPU.
 
-SGLang imports their names wherever it runs; with PyTorch's own attention on a CPU it calls none. One that is called after all says so.
-`hone engines install sglang --cpu` puts this file there.
+SGLang imports their names on every machine; with PyTorch's attention on a CPU it calls none. A call raises an error.
+`hone engines install sglang --cpu` copies this file to the environment.
 """
 
 __version__ = "0.4.10"

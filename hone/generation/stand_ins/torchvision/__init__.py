@@ -1,6 +1,6 @@
-"""Stands in for torchvision, whose builds on PyPI do not load beside a torch for CPUs.
+"""Replacement for torchvision, whose builds on PyPI cannot be loaded with a torch for CPUs.
 
-SGLang imports its names for pictures; a model of text uses none. `hone engines install sglang --cpu` puts this file there.
+SGLang imports its names for images; a text model uses none. `hone engines install sglang --cpu` copies this file.
 """
 
 __version__ = "0.28.0"

@@ -1,4 +1,4 @@
-"""What every name of the absent package is: importable, and an error when it is used."""
+"""Placeholders for the names of the absent package, which raise an error when they are called."""
 
 
 class Absent:
@@ -15,7 +15,7 @@ class Absent:
 
 
 def names_of(module):
-    """The ``__getattr__`` of a module that has no names of its own."""
+    """Return the ``__getattr__`` of a module without names."""
 
     def get(name):
         if name.startswith("__"):

@@ -23,7 +23,7 @@ from transformers import (
 
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.tensor_files import TensorSpec
-from hone.training.checkpoints.weights import Shelf, stage_weights
+from hone.training.checkpoints.weights import FileLayout, stage_weights
 
 SMALL = {
     "vocab_size": 37,
@@ -90,7 +90,7 @@ def test_adapters_are_what_peft_saves(tmp_path):
     PeftModel.from_pretrained(tiny_model(), tmp_path / "ours")
 
 
-def test_what_is_staged_does_not_change_when_training_goes_on(tmp_path):
+def test_staged_state_does_not_change_during_training(tmp_path):
     model = tiny_model()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     write = stage_weights(model, Storage(tmp_path))
@@ -115,9 +115,9 @@ def test_straight_into_an_object_store(tmp_path):
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 5), st.integers(1, 100))
 def test_every_tensor_goes_into_one_file_of_one_rank(lengths, ranks, largest):
     specs = {f"t{i}": TensorSpec(torch.uint8, (length,)) for i, length in enumerate(lengths)}
-    shelf = Shelf("model", ranks, largest)
-    owners = {name: shelf.place(name, spec) for name, spec in specs.items()}
-    files = {file: (rank, held) for rank in range(ranks) for file, held in shelf.files_of(rank).items()}
+    layout = FileLayout("model", ranks, largest)
+    owners = {name: layout.add(name, spec) for name, spec in specs.items()}
+    files = {file: (rank, held) for rank in range(ranks) for file, held in layout.files_of(rank).items()}
     assert {name: rank for rank, held in files.values() for name in held} == owners
     assert sum(len(held) for _, held in files.values()) == len(specs)
     assert all(len(held) == 1 or sum(spec.size for spec in held.values()) <= largest for _, held in files.values())
@@ -125,4 +125,4 @@ def test_every_tensor_goes_into_one_file_of_one_rank(lengths, ranks, largest):
     assert max(loads) - min(loads) <= max(lengths, default=0)
     if len(files) > 1:
         held = {name: file for file, (_, specs) in files.items() for name in specs}
-        assert shelf.index()["weight_map"] == held
+        assert layout.index()["weight_map"] == held

@@ -1,0 +1,90 @@
+"""Context that all episodes of a run share: tokenizer, renderer, tools and users, each created on first use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.config.agents import AgentConfig, MultiTurnConfig
+from hone.config.tree import RLConfig
+
+if TYPE_CHECKING:
+    from hone.agents.interactions.base import Interaction
+    from hone.agents.rendering import Renderer
+    from hone.agents.tools.toolbox import Toolbox
+
+
+@dataclass
+class EpisodeContext:
+    """Context shared by all episodes of a run.
+
+    Attributes:
+        tokenizer: tokenizer of the policy.
+        multi_turn: config block ``multi_turn``.
+        agent: config block ``agent``.
+        template_kwargs: extra arguments of the chat template.
+        max_model_len: maximum tokens of prompt and responses in the engine; None means unlimited.
+        at_end: cleanup functions that loops registered, called by :meth:`close`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+
+    @classmethod
+    def from_config(cls, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeContext:
+        """Return the context of a run."""
+        rollout, data = config.actor_rollout_ref.rollout, config.data
+        max_model_len = data.max_prompt_length + data.max_response_length
+        return cls(tokenizer, rollout.multi_turn, rollout.agent, data.apply_chat_template_kwargs, max_model_len)
+
+    @functools.cached_property
+    def renderer(self) -> Renderer:
+        """Renderer of messages to tokens and parser of tool calls.
+
+        Raises:
+            HoneError: the chat template cannot render a continued conversation.
+        """
+        from hone.agents.rendering import renderer_for
+
+        several = self.multi_turn
+        return renderer_for(
+            self.tokenizer, several.renderer, parser=several.format, template_kwargs=self.template_kwargs
+        )
+
+    @functools.cached_property
+    def toolbox(self) -> Toolbox:
+        """Tools of the configured tool files.
+
+        Raises:
+            ConfigError: a file is missing or invalid, or a name occurs twice.
+        """
+        from hone.agents.tools.loading import load_toolbox
+
+        return load_toolbox(self.multi_turn)
+
+    @functools.cached_property
+    def interactions(self) -> dict[str, Interaction]:
+        """Simulated users of the configured file.
+
+        Raises:
+            ConfigError: the file is missing or invalid.
+        """
+        from hone.agents.interactions.loading import load_interactions
+
+        return load_interactions(self.multi_turn.interaction_config_path)
+
+    def close(self) -> None:
+        """Stop what loops and tools have started."""
+        while self.at_end:
+            self.at_end.pop()()
+        if "toolbox" in vars(self):
+            self.toolbox.close()
+            del self.toolbox

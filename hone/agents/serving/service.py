@@ -1,0 +1,184 @@
+"""Completions for a checked request: limits, sampling parameters, seeds and streaming."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.agents.rendering import Renderer, renderer_for
+from hone.agents.serving.errors import ApiError, bad_request, too_long
+from hone.agents.serving.gateway import Gateway
+from hone.agents.serving.session import Prompt, Session
+from hone.agents.serving.wire import ChatBody, TextBody
+from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Sampled tokens of one reply, complete or partial.
+
+    Attributes:
+        choice: index of the reply.
+        ids: all tokens so far.
+        log_probs: log-probs of these tokens.
+        completion: the completion, once the reply is complete.
+    """
+
+    choice: int
+    ids: list[int]
+    log_probs: list[float]
+    completion: Completion | None = None
+
+
+@dataclass
+class Service:
+    """Model, tokenizer and engine of an endpoint.
+
+    Attributes:
+        model: name of the model in requests.
+        tokenizer: tokenizer of the model.
+        gateway: gateway to the engine.
+        max_model_len: maximum tokens of a prompt plus its reply.
+        stop_token_ids: tokens that end a reply.
+        renderer: name of the renderer; ``auto`` chooses it by the tokenizer.
+        parser: name of the tool-call parser.
+        template_kwargs: extra arguments of the chat template; a request's arguments override them.
+    """
+
+    model: str
+    tokenizer: PreTrainedTokenizerBase
+    gateway: Gateway
+    max_model_len: int
+    stop_token_ids: tuple[int, ...] = ()
+    renderer: str = "auto"
+    parser: str = "auto"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    _renderers: dict[str, Renderer] = field(default_factory=dict)
+
+    def renderer_for(self, template_kwargs: dict[str, Any]) -> Renderer:
+        """Return the renderer for these arguments of the chat template."""
+        template_kwargs = {**self.template_kwargs, **template_kwargs}
+        name = repr(sorted(template_kwargs.items()))
+        if name not in self._renderers:
+            self._renderers[name] = renderer_for(
+                self.tokenizer, self.renderer, parser=self.parser, template_kwargs=template_kwargs
+            )
+        return self._renderers[name]
+
+    def check_model(self, name: str) -> None:
+        """Check that a request names the served model.
+
+        Raises:
+            ApiError: it names another model.
+        """
+        if name != self.model:
+            raise ApiError(
+                404,
+                f"model '{name}' does not exist; this server has '{self.model}'",
+                code="model_not_found",
+                param="model",
+            )
+
+    def decode(self, ids: list[int]) -> str:
+        """Decode tokens without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def requests(
+        self,
+        body: ChatBody | TextBody,
+        prompt: Prompt,
+        session: Session | None,
+        name: str,
+        stop_token_ids: tuple[int, ...],
+    ) -> list[GenerationRequest]:
+        """Return one engine request for each requested reply.
+
+        Raises:
+            ApiError: the prompt leaves no space for a reply, is empty, or has invalid ids.
+        """
+        length = len(prompt.ids)
+        if not prompt.ids or min(prompt.ids) < 0:
+            raise bad_request(
+                f"the prompt of {length} tokens must have at least one token and no negative ids", "prompt"
+            )
+        space = self.max_model_len - length
+        if space < 1:
+            raise too_long(length, self.max_model_len)
+        if (body.max_new_tokens or 0) > space:
+            raise ApiError(
+                400,
+                f"max_tokens={body.max_new_tokens} exceeds the context: {length} prompt tokens and the answer must fit in "
+                f"{self.max_model_len}; use max_tokens <= {space}",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        allowed = session.allow(prompt) if session and session.allow else space
+        max_tokens = min(space, allowed, body.max_new_tokens or space)
+        session_sampling = session.sampling if session else None
+        sampling = session_sampling or SamplingParams(
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            ignore_eos=body.ignore_eos,
+        )
+        ends = (*self.stop_token_ids, *stop_token_ids, *sampling.stop_token_ids)
+        sampling = replace(
+            sampling,
+            max_tokens=max_tokens,
+            stop=(*sampling.stop, *body.stop),
+            stop_token_ids=tuple(dict.fromkeys(ends)),
+        )
+        return [
+            GenerationRequest(f"{name}#{number}", prompt.ids, sampling, seed, session=session.name if session else None)
+            for number, seed in enumerate(_seeds(body, prompt, session))
+        ]
+
+    async def completions(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """Return all replies, in order."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.gateway.complete(request)) for request in requests]
+        return [task.result() for task in tasks]
+
+    async def stream(self, requests: list[GenerationRequest]) -> AsyncIterator[Sampled]:
+        """Yield all replies as they grow, interleaved. Engines without streaming yield each complete reply."""
+        events: asyncio.Queue[Sampled | BaseException] = asyncio.Queue()
+
+        async def follow(choice: int, request: GenerationRequest) -> None:
+            def progress(ids: list[int], log_probs: list[float]) -> None:
+                events.put_nowait(Sampled(choice, ids, log_probs))
+
+            try:
+                done = await self.gateway.complete(replace(request, progress=progress))
+            except (ApiError, asyncio.CancelledError) as error:
+                events.put_nowait(error)
+                raise
+            events.put_nowait(Sampled(choice, done.token_ids, done.log_probs, done))
+
+        tasks = [asyncio.ensure_future(follow(choice, request)) for choice, request in enumerate(requests)]
+        try:
+            left = len(tasks)
+            while left:
+                event = await events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                left -= event.completion is not None
+                yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _seeds(body: ChatBody | TextBody, prompt: Prompt, session: Session | None) -> list[int]:
+    if body.seed is not None and (session is None or session.sampling is None):
+        return [body.seed + number for number in range(body.n)]
+    if session is not None:
+        return session.seeds(prompt.ids, body.n)
+    return [secrets.randbits(63) for _ in range(body.n)]

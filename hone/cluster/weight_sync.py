@@ -1,0 +1,92 @@
+"""Weight sync: send the actor's new weights to every engine, and verify them with a canary."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+
+from hone.cluster.rollout import Weights
+from hone.cluster.runtime import AnyBatch, Group
+from hone.config.tree import RLConfig
+from hone.data.types import Sample
+from hone.generation.protocol import SamplingParams
+
+CANARY_TOKENS = 8
+PARTS = ("prepare", "pause", "transfer", "resume")
+"""Timed parts of a weight sync: assembling whole weights, stopping engines, sending, resuming."""
+
+
+class WeightSync:
+    """Send weights from the actor to the engines.
+
+    An engine that reads the actor's parameters needs no sync, and every batch is compared with the trainer anyway. Other engines
+    have copies. Colocated ones gather the actor's shards in their process. Remote ones receive weights bucket by bucket
+    through the object store: memory that the processes of a node share, copied once to every other node. Weights enter an
+    engine's separate process by one of :mod:`hone.generation.remote.transports`. An engine serves no request between the first
+    bucket and the last. Then every engine answers a fixed prompt, and the trainer computes the log-probs of the answers.
+
+    Attributes:
+        copies: whether engines have copies of the weights.
+        seconds: seconds of the parts of the last sync (prepare, pause, transfer, resume); empty without copies.
+
+    Args:
+        config: configuration of the run.
+        actor: source of the weights.
+        rollout: receiver of the weights.
+        prompt: prompt of the canary.
+    """
+
+    def __init__(self, config: RLConfig, actor: Group, rollout: Group, prompt: Sample) -> None:
+        self.actor, self.rollout = actor, rollout
+        self._source: Weights = rollout.source().result()
+        self.copies = self._source is not Weights.SHARED
+        self.seconds: dict[str, float] = {}
+        keys = config.actor_rollout_ref.rollout
+        self._bucket_bytes = keys.checkpoint_engine.update_weights_bucket_megabytes * 2**20
+        engines = rollout.dp_size * rollout.replicas().result()
+        self._prompts = [dataclasses.replace(prompt, uid=f"canary {number}") for number in range(engines)]
+        self._sampling = SamplingParams(max_tokens=CANARY_TOKENS, temperature=keys.temperature, ignore_eos=True)
+
+    async def sync(self, version: int) -> AnyBatch | None:
+        """Send the weights as ``version``.
+
+        Returns:
+            With copies, the engines' answers to the canary prompt, with the engine's ``rollout_log_probs`` and the trainer's
+            ``log_probs``; else None.
+        """
+        if not self.copies:
+            await self.rollout.load_weights([], version)
+            return None
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        if self._source is Weights.GATHERED:
+            with self._timed("pause"):
+                await self.rollout.pause()
+            with self._timed("transfer"):
+                await self.rollout.gather_weights(version)
+        else:
+            await self._send(version)
+        with self._timed("resume"):
+            await self.rollout.resume()
+        played = await self.rollout.play(self._prompts, self._sampling, n=1, seeding=(0, "canary"))
+        return played.updated(await self.actor.log_probs(played))
+
+    async def _send(self, version: int) -> None:
+        with self._timed("prepare"):
+            await self.actor.export_weights()
+            bucket = await self.actor.next_weights(self._bucket_bytes)
+        with self._timed("pause"):
+            await self.rollout.pause()
+        while bucket is not None:
+            with self._timed("prepare"):
+                following = await self.actor.next_weights(self._bucket_bytes)
+            with self._timed("transfer"):
+                await self.rollout.load_weights(bucket, version, last=following is None)
+            bucket = following
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - begun

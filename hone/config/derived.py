@@ -1,0 +1,431 @@
+"""Facts derived from a configuration: roles, pools, and the source of each quantity of a step.
+
+The trainer, the cluster, preflight, the memory plan and failure messages all read :class:`RunSpec`, so they cannot disagree. It
+does not import torch. ``hone config show --derived`` prints it.
+
+Every fact is computed when it is read. A fact that depends on an unknown method raises :class:`~hone.errors.UnknownMethod`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from hone.config.correction import correction_settings, corrects, policy_loss_name
+from hone.config.limits import CPU_MICRO_BATCH_TOKENS, micro_batch_tokens
+from hone.config.parallel import ParallelConfig
+from hone.config.parallel_layout import Layout
+from hone.config.preference import PreferenceConfig
+from hone.config.ray import OwnPoolConfig
+from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig
+from hone.errors import ConfigError
+from hone.methods import COMPARES_ACROSS_MINI_BATCH, ESTIMATOR_INPUTS, PREFERENCE_LOSS_NEEDS, EstimatorInputs
+
+T = TypeVar("T")
+
+MAIN_POOL = "main"
+"""Name of the pool of the actor, and of every role without a pool of its own."""
+
+_ACTOR = "actor_rollout_ref.actor"
+_CORRECTION = "algorithm.rollout_correction"
+
+
+@dataclass(frozen=True)
+class Decision(Generic[T]):
+    """A derived value, and the configuration that led to it."""
+
+    value: T
+    reason: str
+
+
+class OldLogProbs(Enum):
+    """Source of the old log-probs, those of the policy that sampled."""
+
+    OWN_PASS = "own_pass"
+    """A forward pass of the trainer before the update."""
+    UPDATE_PASS = "update_pass"
+    """The forward pass of the single update, before the weights change."""
+    ENGINE = "engine"
+    """The engine that sampled (bypass mode)."""
+
+
+@dataclass(frozen=True)
+class RoleNeed:
+    """A role of the run with a model.
+
+    Attributes:
+        name: actor, rollout, reference, critic or reward_model.
+        replicated: whether each process holds a whole model; otherwise the model is sharded over the pool.
+        reason: why the run needs the role.
+    """
+
+    name: str
+    replicated: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices and the roles that share them: one process per device holds all of these roles.
+
+    Attributes:
+        name: main, or the name of the only role of the pool.
+        block: configuration block with the sizes of the pool.
+        nodes: nodes of the pool.
+        per_node: processes per node.
+        roles: names of the roles, in order of creation.
+        replicated: whether every process holds whole models.
+        parallel: parallel sizes of a sharded model.
+    """
+
+    name: str
+    block: str
+    nodes: int
+    per_node: int
+    roles: tuple[str, ...]
+    replicated: bool
+    parallel: ParallelConfig
+
+    @property
+    def world(self) -> int:
+        """Processes of the pool."""
+        return self.nodes * self.per_node
+
+    @property
+    def divided(self) -> bool:
+        """True when a model is sharded over the processes."""
+        return self.world > 1 and not self.replicated
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Layout of a model over the processes.
+
+        Raises:
+            ConfigError: the parallel sizes do not divide the processes.
+        """
+        if self.replicated:
+            return Layout(self.world, dp_shard=self.world)
+        return Layout.plan(self.world, self.parallel)
+
+
+def check_layouts(pools: Iterable[Pool]) -> None:
+    """Check that the parallel sizes divide the processes of every pool.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    for pool in pools:
+        _ = pool.layout
+
+
+class Derived(NamedTuple):
+    """One line of ``hone config show --derived``."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Facts derived from the configuration of an RL run.
+
+    >>> spec = RunSpec(RLConfig())
+    >>> spec.critic.value, spec.old_log_probs.value
+    (False, <OldLogProbs.OWN_PASS: 'own_pass'>)
+    """
+
+    config: RLConfig
+
+    # methods ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def estimator(self) -> EstimatorInputs:
+        """Inputs that the advantage estimator needs and uses."""
+        name = self.config.algorithm.adv_estimator
+        if name in ESTIMATOR_INPUTS:
+            return ESTIMATOR_INPUTS[name]
+        from hone.algorithms import advantage_estimators  # a custom method: its module imports torch
+
+        custom = advantage_estimators.get(name)
+        return EstimatorInputs(custom.needs, custom.uses)
+
+    @cached_property
+    def correction(self) -> dict[str, Any]:
+        """Every key of ``algorithm.rollout_correction`` except ``preset``, with the preset applied."""
+        return correction_settings(self.config.algorithm.rollout_correction)
+
+    @property
+    def bypass(self) -> bool:
+        """True when the old log-probs come from the engine."""
+        return self.correction["bypass_mode"]
+
+    @property
+    def corrects(self) -> bool:
+        """True when rollout correction changes the update: by weights, rejection or veto."""
+        return corrects(self.correction)
+
+    @property
+    def policy_loss(self) -> str:
+        """Name of the policy loss in use."""
+        return policy_loss_name(self.config.actor_rollout_ref.actor.policy_loss.loss_mode, self.correction)
+
+    @cached_property
+    def loss_compares_mini_batch(self) -> bool:
+        """True when the policy loss compares tokens across the whole mini-batch before the update."""
+        if self.policy_loss in COMPARES_ACROSS_MINI_BATCH:
+            return COMPARES_ACROSS_MINI_BATCH[self.policy_loss]
+        from hone.algorithms import policy_losses
+
+        return policy_losses.get(self.policy_loss).needs_preparation
+
+    # quantities of a step --------------------------------------------------------------------------------------------
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer updates of the policy per batch."""
+        actor = self.config.actor_rollout_ref.actor
+        return math.ceil(self.config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs
+
+    @property
+    def on_policy(self) -> bool:
+        """True when each batch has one update, so that the trained policy is the one that sampled."""
+        actor = self.config.actor_rollout_ref.actor
+        return actor.ppo_mini_batch_size == self.config.data.train_batch_size and actor.ppo_epochs == 1
+
+    @property
+    def sum_pi_squared(self) -> bool:
+        """True when sums of squared probabilities are computed with the old log-probs."""
+        requested = self.config.actor_rollout_ref.actor.calculate_sum_pi_squared
+        return "sum_pi_squared" in self.estimator.needs if requested is None else requested
+
+    @cached_property
+    def critic(self) -> Decision[bool]:
+        """Decision to train a critic."""
+        enable, name = self.config.critic.enable, self.config.algorithm.adv_estimator
+        if enable is not None:
+            return Decision(enable, f"critic.enable={str(enable).lower()}")
+        needed = "values" in self.estimator.needs
+        return Decision(needed, f"adv_estimator={name} {'needs' if needed else 'does not need'} values")
+
+    @cached_property
+    def reference(self) -> Decision[bool]:
+        """Decision to compare log-probs with a reference policy."""
+        actor = self.config.actor_rollout_ref.actor
+        pairs = actor.preference_loss.loss_mode
+        reasons = {
+            "algorithm.use_kl_in_reward=true": self.config.algorithm.use_kl_in_reward,
+            f"{_ACTOR}.use_kl_loss=true": actor.use_kl_loss,
+            f"preference_loss.loss_mode={pairs} compares with it": _loss_takes_reference(pairs),
+        }
+        return _first_true(reasons, "no KL term and no loss that compares with a reference")
+
+    @cached_property
+    def old_log_probs(self) -> Decision[OldLogProbs]:
+        """Source of the old log-probs.
+
+        With one update per batch and no earlier use, the forward pass of the update computes them, because its policy is the
+        one that sampled.
+        """
+        algorithm, actor = self.config.algorithm, self.config.actor_rollout_ref.actor
+        if self.bypass:
+            return Decision(OldLogProbs.ENGINE, f"{_CORRECTION}.bypass_mode=true")
+        reasons = {
+            f"{_ACTOR}.recompute_old_log_probs=true": actor.recompute_old_log_probs,
+            f"{self.updates_per_batch} updates per batch": self.updates_per_batch > 1,
+            f"policy loss {self.policy_loss} compares tokens across the mini-batch": self.loss_compares_mini_batch,
+            f"{_CORRECTION} weights or rejects tokens": self.corrects,
+            "algorithm.use_kl_in_reward=true": algorithm.use_kl_in_reward,
+            "algorithm.use_pf_ppo=true": algorithm.use_pf_ppo,
+            "preference_loss.loss_mode is set": actor.preference_loss.loss_mode is not None,
+            f"{_ACTOR}.calculate_sum_pi_squared=true": bool(actor.calculate_sum_pi_squared),
+            f"adv_estimator={algorithm.adv_estimator} uses them": not {"old_log_probs", "sum_pi_squared"}.isdisjoint(
+                self.estimator.needs | self.estimator.uses
+            ),
+        }
+        before_update = _first_true(reasons, "one update per batch, and nothing needs them before it")
+        source = OldLogProbs.OWN_PASS if before_update.value else OldLogProbs.UPDATE_PASS
+        return Decision(source, before_update.reason)
+
+    def micro_batch_tokens(self, *, on_cpu: bool) -> int:
+        """Return the most tokens of a micro-batch of the actor."""
+        return micro_batch_tokens(self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, on_cpu=on_cpu)
+
+    @property
+    def reference_parallel(self) -> ParallelConfig:
+        """Sharding of the reference: the actor's, with an offloading setting of its own."""
+        shared = self.config.actor_rollout_ref
+        offload = shared.ref.fsdp_config.param_offload
+        if offload is None:
+            return shared.actor
+        fsdp = dataclasses.replace(shared.actor.fsdp_config, param_offload=offload)
+        return dataclasses.replace(shared.actor, fsdp_config=fsdp)
+
+    # roles and devices -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def roles(self) -> tuple[RoleNeed, ...]:
+        """Roles with a model, in order of creation."""
+        roles = [RoleNeed("actor", False, "every run"), RoleNeed("rollout", True, "every run")]
+        if self.reference.value:
+            roles.append(RoleNeed("reference", False, self.reference.reason))
+        if self.critic.value:
+            roles.append(RoleNeed("critic", False, self.critic.reason))
+        if self.config.reward.reward_model.enable:
+            roles.append(RoleNeed("reward_model", True, "reward.reward_model.enable=true"))
+        return tuple(roles)
+
+    @cached_property
+    def pools(self) -> tuple[Pool, ...]:
+        """Pools of devices, the actor's first."""
+        trainer, parallel = self.config.trainer, self.config.actor_rollout_ref.actor
+        separate = own_pools(self.config)
+        shared = tuple(role for role in self.roles if role.name not in separate)
+        replicated = all(role.replicated for role in shared)
+        names = tuple(role.name for role in shared)
+        pools = [Pool(MAIN_POOL, "trainer", trainer.nnodes, trainer.n_gpus_per_node, names, replicated, parallel)]
+        for role in self.roles:
+            if role.name in separate:
+                keys, block = separate[role.name], _POOL_BLOCKS[role.name]
+                size = keys.nnodes, keys.n_gpus_per_node
+                pools.append(Pool(role.name, block, *size, (role.name,), role.replicated, parallel))
+        return tuple(pools)
+
+    # display ---------------------------------------------------------------------------------------------------------
+
+    def lines(self) -> Iterator[Derived]:
+        """Yield every derived fact with its reason."""
+        data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
+        actor = self.config.actor_rollout_ref.actor
+        yield Derived(
+            "sequences per step",
+            str(data.train_batch_size * rollout.n),
+            f"data.train_batch_size={data.train_batch_size} x rollout.n={rollout.n}",
+        )
+        yield Derived(
+            "updates per step",
+            str(self.updates_per_batch),
+            f"ppo_mini_batch_size={actor.ppo_mini_batch_size}, ppo_epochs={actor.ppo_epochs}",
+        )
+        yield micro_batch_line(self.config, actor.ppo_max_token_len_per_gpu, f"{_ACTOR}.ppo_max_token_len_per_gpu")
+        yield Derived("old log-probs", self.old_log_probs.value.value, self.old_log_probs.reason)
+        preset = self.config.algorithm.rollout_correction.preset
+        mode = "bypass" if self.bypass else "decoupled" if self.corrects else "measured only"
+        yield Derived("rollout correction", mode, f"{_CORRECTION}.preset={preset or 'null'} and its other keys")
+        yield Derived("policy loss", self.policy_loss, f"{_ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode}")
+        for role in self.roles:
+            yield Derived(f"role {role.name}", "a model per process" if role.replicated else "one model", role.reason)
+        for name, decision in (("reference", self.reference), ("critic", self.critic)):
+            if not decision.value:
+                yield Derived(f"role {name}", "none", decision.reason)
+        for pool in self.pools:
+            layout = pool.layout
+            sizes = {"data": layout.dp_size, "tensor": layout.tensor, "sequence": layout.sequence}
+            cut = ", ".join(f"{kind} {size}" for kind, size in (sizes | {"expert": layout.expert}).items() if size > 1)
+            yield Derived(
+                f"pool {pool.name}",
+                f"{pool.world} process{'es' if pool.world > 1 else ''}: {', '.join(pool.roles)}",
+                f"{pool.block}.nnodes={pool.nodes} x n_gpus_per_node={pool.per_node}" + (f"; {cut}" if cut else ""),
+            )
+
+
+def micro_batch_line(config: AnyConfig, budget: int, key: str) -> Derived:
+    """Return the line about the tokens of a micro-batch; ``trainer.device=auto`` shows both devices."""
+    bounded = config.trainer.device != "cuda" and budget > CPU_MICRO_BATCH_TOKENS
+    value = f"{CPU_MICRO_BATCH_TOKENS} on a CPU" if bounded else str(budget)
+    if bounded and config.trainer.device == "auto":
+        value += f", {budget} on a GPU"
+    reason = f"{key}={budget}" + (f"; a CPU takes at most {CPU_MICRO_BATCH_TOKENS}" if bounded else "")
+    return Derived("tokens per micro-batch", value, reason)
+
+
+def derived_lines(config: AnyConfig) -> list[Derived]:
+    """Return the derived facts of a run of any kind.
+
+    Raises:
+        ConfigError: a method does not exist, or the parallel sizes do not divide the processes.
+    """
+    if isinstance(config, RLConfig):
+        return list(RunSpec(config).lines())
+    lines = [micro_batch_line(config, config.data.max_token_len_per_gpu, "data.max_token_len_per_gpu")]
+    if isinstance(config, PreferenceConfig):
+        copied = holds_reference(config)
+        lines.append(
+            Derived(
+                "reference copy",
+                "yes" if copied else "none",
+                f"loss.name={config.loss.name}, ref.mode={config.ref.mode}",
+            )
+        )
+    return lines
+
+
+def holds_reference(config: AnyConfig) -> bool:
+    """Return whether an offline run keeps a second copy of the model for the reference log-probs."""
+    if not isinstance(config, PreferenceConfig) or config.ref.mode not in ("auto", "copy"):
+        return False
+    return "reference" in PREFERENCE_LOSS_NEEDS.get(config.loss.name, frozenset())
+
+
+_POOL_BLOCKS = {
+    "rollout": "actor_rollout_ref.rollout",
+    "reference": "actor_rollout_ref.ref",
+    "critic": "critic",
+    "reward_model": "reward.reward_model",
+}
+"""Roles that may have a separate pool, with the configuration block of its sizes."""
+
+
+def own_pools(config: RLConfig) -> dict[str, OwnPoolConfig]:
+    """Return the pool settings of every role with a separate pool, whether or not the run has the role."""
+    shared = config.actor_rollout_ref
+    blocks = (shared.rollout, shared.ref, config.critic, config.reward.reward_model)
+    return {role: keys for role, keys in zip(_POOL_BLOCKS, blocks, strict=True) if keys.enable_resource_pool}
+
+
+def check_local(config: RLConfig) -> None:
+    """Check that the local runtime's single process is enough.
+
+    Raises:
+        ConfigError: several processes, or a role with a separate pool, without Ray.
+    """
+    processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if processes > 1:
+        raise ConfigError(
+            f"trainer.runtime=local is 1 process, but the configuration needs {processes} "
+            f"(nnodes={config.trainer.nnodes} x n_gpus_per_node={config.trainer.n_gpus_per_node})",
+            why="the other processes would not exist",
+            fix="trainer.runtime=ray, or trainer.nnodes=1 trainer.n_gpus_per_node=1",
+            where="trainer.runtime",
+            code="R02",
+        )
+    separate = list(own_pools(config))
+    if separate:
+        raise ConfigError(
+            f"trainer.runtime=local is 1 process, but enable_resource_pool=true for {' and '.join(separate)} needs more",
+            why="the key would have no effect",
+            fix="trainer.runtime=ray, or enable_resource_pool=false",
+            where="trainer.runtime",
+            code="R02",
+        )
+
+
+def _loss_takes_reference(name: str | None) -> bool:
+    if name is None:
+        return False
+    if name in PREFERENCE_LOSS_NEEDS:
+        return "reference" in PREFERENCE_LOSS_NEEDS[name]
+    from hone.algorithms import preference_losses
+
+    return "reference" in preference_losses.get(name).needs
+
+
+def _first_true(reasons: dict[str, bool], otherwise: str) -> Decision[bool]:
+    reason = next((text for text, holds in reasons.items() if holds), None)
+    return Decision(reason is not None, reason or otherwise)

@@ -1,0 +1,29 @@
+"""Fixed limits shared by computation and the memory plan."""
+
+from __future__ import annotations
+
+CPU_MICRO_BATCH_TOKENS = 4608
+"""Upper bound on tokens per CPU micro-batch; overrides a larger budget. Larger ones use more memory and are not faster."""
+
+PREFILL_TOKENS = 16384
+"""Prompt tokens in one forward pass of the native engine; a longer prompt gets a separate pass."""
+
+GATHER_BUCKET_BYTES = 256 * 2**20
+"""Bytes of parameters that are all-gathered at a time for export; a larger parameter is gathered alone."""
+
+FROZEN_BYTES = 4
+"""Bytes per parameter that is only read: float32."""
+
+GRADIENT_BYTES = 4
+"""Bytes per parameter of its gradient: float32."""
+
+ADAM_BYTES = 8
+"""Bytes per parameter of Adam's two moments: float32."""
+
+TRAINED_BYTES = FROZEN_BYTES + GRADIENT_BYTES + ADAM_BYTES
+"""Bytes per trained parameter: weight, gradient and Adam's moments."""
+
+
+def micro_batch_tokens(budget: int, *, on_cpu: bool) -> int:
+    """Return the effective limit of tokens per micro-batch for a configured budget."""
+    return min(budget, CPU_MICRO_BATCH_TOKENS) if on_cpu else budget

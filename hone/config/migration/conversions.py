@@ -1,0 +1,186 @@
+"""Values of verl in Hone's words: the rules that ``verl.yaml`` states, and the functions that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hone.config.migration.entries import Others, Refused
+
+_TRACKERS = ("console", "tensorboard", "wandb", "mlflow")
+_MISSING_TRACKERS = ("swanlab", "vemlp_wandb", "clearml", "trackio")
+_ALWAYS_WRITTEN = ("file", "jsonl")
+"""Trackers whose work is always done: every run writes metrics.jsonl."""
+_KEEP: Any = object()
+
+
+@dataclass(frozen=True)
+class Words:
+    """A conversion by rules. The first that applies decides; a value without a rule is kept.
+
+    Attributes:
+        path: the key that is set.
+        words: verl's value to Hone's.
+        nothing: values that set nothing, or ``rest``: all others.
+        keep: values that are kept.
+        refuse: values that Hone does not support, or ``rest``: all others.
+        what: the unsupported value in words; ``{value}`` stands for it.
+        instead: what to write instead.
+        nearest: the value that a translated configuration gets instead.
+        set: the value that any other one becomes.
+    """
+
+    path: str
+    words: Mapping[Any, Any] = field(default_factory=dict)
+    nothing: list[Any] | Literal["rest"] = field(default_factory=list)
+    keep: list[Any] = field(default_factory=list)
+    refuse: list[Any] | Literal["rest"] = field(default_factory=list)
+    what: str = ""
+    instead: str = ""
+    nearest: Any = _KEEP
+    set: Any = _KEEP
+
+    def __call__(self, value: Any, others: Others) -> dict[str, Any]:
+        """Return the keys to set.
+
+        Raises:
+            Refused: the value is not supported.
+        """
+        for known, word in self.words.items():
+            if _same(value, known):
+                return {self.path: word}
+        if _among(value, self.nothing):
+            return {}
+        if _among(value, self.refuse) and not _among(value, self.keep):
+            nearest = {} if self.nearest is _KEEP else {self.path: self.nearest}
+            raise Refused(self.what.format(value=value), self.instead, nearest)
+        return {self.path: value if self.set is _KEEP else self.set}
+
+
+def _same(left: Any, right: Any) -> bool:
+    return left == right and isinstance(left, bool) == isinstance(right, bool)
+
+
+def _among(value: Any, values: Iterable[Any]) -> bool:
+    return values == "rest" or any(_same(value, known) for known in values)
+
+
+def _micro_batch(value: Any, others: Others) -> dict[str, Any]:
+    """A micro-batch over all devices becomes one per device."""
+    if value is None:
+        return {}
+    sizes = (value, others.get("trainer.nnodes", 1), others.get("trainer.n_gpus_per_node", 1))
+    if not all(isinstance(size, int) for size in sizes):
+        raise Refused(
+            "a micro-batch over a number of devices that is not written here", "ppo_micro_batch_size_per_gpu=N"
+        )
+    key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    return {key: max(1, value // max(1, sizes[1] * sizes[2]))}
+
+
+def _ratio_cap(value: Any, others: Others) -> dict[str, Any]:
+    """Truncated importance sampling, as it was spelled before rollout correction."""
+    if not isinstance(value, int | float) or value <= 0:
+        return {}
+    block = "algorithm.rollout_correction"
+    return {f"{block}.rollout_is": "token", f"{block}.rollout_is_threshold": str(float(value))}
+
+
+def _contents(value: Any, others: Others) -> dict[str, Any]:
+    """The parts of a checkpoint: all of them are always written."""
+    unknown = set(value or []) - {"model", "optimizer", "extra", "hf_model"}
+    if unknown:
+        raise Refused(f"checkpoints with {', '.join(sorted(unknown))}", "leave it out")
+    return {}
+
+
+def _correction_level(value: Any, others: Others) -> dict[str, Any]:
+    """``rollout_is`` was a switch before it named the level."""
+    if value in (None, False):
+        return {}
+    level = others.get("algorithm.rollout_is_level", "token") if value is True else value
+    return {"algorithm.rollout_correction.rollout_is": level}
+
+
+def _threshold(value: Any, others: Others) -> dict[str, Any]:
+    return {} if value is None else {"algorithm.rollout_correction.rollout_is_threshold": str(value)}
+
+
+def _batch(value: Any, others: Others) -> dict[str, Any]:
+    """0 means as many prompts as the mini-batches between two weight syncs take, in asynchronous training."""
+    if value != 0:
+        return {"data.train_batch_size": value}
+    mini, count = "actor_rollout_ref.actor.ppo_mini_batch_size", "async_training.require_batches"
+    sizes = (others.get(mini, 256), others.get(count, 1))
+    return {"data.train_batch_size": sizes[0] * sizes[1] if all(isinstance(size, int) for size in sizes) else 256}
+
+
+def _transport(value: Any, others: Others) -> dict[str, Any]:
+    block = "actor_rollout_ref.rollout.checkpoint_engine"
+    if value == "delta_sharded":
+        return {f"{block}.backend": "auto", f"{block}.delta": True}
+    if value in ("nccl", "hccl", "nixl", "kimi_ckpt_engine", "mooncake"):
+        raise Refused(f"weights sent by {value}", f"{block}.backend=auto", {f"{block}.backend": "auto"})
+    return {f"{block}.backend": "auto" if value == "naive" else value}
+
+
+def _trackers(value: Any, others: Others) -> dict[str, Any]:
+    """The trackers, without those that are always at work or do not exist here."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        return {"trainer.logger": value}
+    wanted = [name for name in names if name not in _ALWAYS_WRITTEN]
+    missing = [name for name in wanted if name in _MISSING_TRACKERS]
+    if missing:
+        kept = [name for name in wanted if name in _TRACKERS] or ["console"]
+        shown = ",".join(kept)
+        raise Refused(f"the tracker {', '.join(missing)}", f"trainer.logger=[{shown}]", {"trainer.logger": kept})
+    return {"trainer.logger": wanted}
+
+
+def _manager(value: Any, others: Others) -> dict[str, Any]:
+    """``dapo`` penalizes length here; in verl it does so only with the overlong buffer enabled."""
+    if value in ("naive", "batch", "prime"):
+        return {"reward.reward_manager": value}
+    if value == "dapo":
+        punished = any(
+            setting and "overlong_buffer" in key and key.endswith(".enable") for key, setting in others.items()
+        )
+        return {"reward.reward_manager": "dapo" if punished else "naive"}
+    if value in ("gdpo", "remote", "rate_limited", None):
+        return {}
+    raise Refused(
+        f"the reward manager {value}",
+        "reward.custom_reward_function.path=FILE.py, called for each response in worker processes",
+    )
+
+
+def _same_length(value: Any, others: Others) -> dict[str, Any]:
+    limit = others.get("data.max_response_length")
+    if value is None or limit is None or value == limit:
+        return {}
+    raise Refused(
+        f"an overlong penalty up to {value} tokens, where responses may have {limit}",
+        "data.max_response_length for both",
+    )
+
+
+def _resumed(value: Any, others: Others) -> dict[str, Any]:
+    return {} if value is None else {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": value}
+
+
+BY_NAME: dict[str, Callable[[Any, Others], dict[str, Any]]] = {
+    "micro_batch": _micro_batch,
+    "ratio_cap": _ratio_cap,
+    "contents": _contents,
+    "correction_level": _correction_level,
+    "threshold": _threshold,
+    "batch": _batch,
+    "transport": _transport,
+    "trackers": _trackers,
+    "manager": _manager,
+    "same_length": _same_length,
+    "resumed": _resumed,
+}
+"""Conversions that ``verl.yaml`` refers to."""

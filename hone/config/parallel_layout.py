@@ -1,0 +1,104 @@
+"""Layout of a model over the processes of a pool: all parallel sizes, as plain numbers.
+
+Ranks that communicate most have neighbouring numbers. For example, 8 ranks with tensor 2 and sequence 2 have two different
+shards of a batch, ranks 0-3 the first, 4-7 the second. :mod:`hone.training.layout` builds the process groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hone.config.parallel import ParallelConfig
+from hone.errors import ConfigError
+
+BLOCK = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes of a pool; nothing is started or allocated.
+
+    Attributes:
+        world: number of ranks.
+        dp_replicate: copies of the parameters.
+        dp_shard: data-parallel ranks over which one copy is sharded.
+        sequence: ranks that share the tokens of a row (Ulysses).
+        tensor: ranks that share every matrix.
+        expert: ranks that share the experts.
+
+    Raises:
+        ConfigError: the sizes do not multiply to ``world``.
+    """
+
+    world: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dp_replicate * self.dp_shard * self.sequence * self.tensor != self.world:
+            raise ConfigError(
+                f"{self.dp_replicate} copies x {self.dp_shard} data x {self.sequence} sequence x {self.tensor} tensor "
+                f"parallel ranks are not {self.world} processes"
+            )
+
+    @classmethod
+    def plan(cls, world: int, config: ParallelConfig) -> Layout:
+        """Return the layout of ``world`` processes; data parallelism uses the remaining factor.
+
+        Raises:
+            ConfigError: a size does not divide; the message has the numbers.
+        """
+        tensor, sequence = config.tensor_model_parallel_size, config.ulysses_sequence_parallel_size
+        expert, shard = config.expert_parallel_size, config.fsdp_config.fsdp_size
+        if world % (tensor * sequence):
+            raise ConfigError(
+                f"{world} processes cannot be divided into groups of {tensor} tensor x {sequence} sequence parallel ranks",
+                why="every process must be in exactly one such group",
+                where=f"{BLOCK}.tensor_model_parallel_size",
+                fix=f"{BLOCK}.tensor_model_parallel_size x {BLOCK}.ulysses_sequence_parallel_size must divide {world} "
+                "= trainer.nnodes x trainer.n_gpus_per_node",
+            )
+        ranks = world // tensor
+        shard = ranks if shard == -1 else shard
+        if shard < 1 or ranks % shard or shard % sequence:
+            sizes = [size for size in range(1, ranks + 1) if ranks % size == 0 and size % sequence == 0]
+            raise ConfigError(
+                f"one copy of the parameters cannot be sharded over {shard} of {ranks} ranks (sequence parallel: {sequence})",
+                why="all copies must have the same size, and sequence-parallel ranks must belong to one copy",
+                where=f"{BLOCK}.fsdp_config.fsdp_size",
+                fix=f"{BLOCK}.fsdp_config.fsdp_size=<one of {', '.join(map(str, sizes))}, or -1 for all>",
+            )
+        if shard % expert:
+            raise ConfigError(
+                f"{shard} ranks that share a copy of the parameters cannot be divided into groups of {expert} that "
+                "share the experts",
+                why="each group of ranks holds every expert once",
+                where=f"{BLOCK}.expert_parallel_size",
+                fix=f"{BLOCK}.expert_parallel_size=<a divisor of {shard}>",
+            )
+        return cls(world, ranks // shard, shard // sequence, sequence, tensor, expert)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of different shards of a batch."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks_a_shard(self) -> int:
+        """Number of ranks that process the same rows."""
+        return self.sequence * self.tensor
+
+    def dp_rank(self, rank: int) -> int:
+        """Return the shard of a batch that a rank processes."""
+        return rank // self.ranks_a_shard
+
+    def leads(self, rank: int) -> bool:
+        """Return whether a rank is the first of those that process the same rows."""
+        return rank % self.ranks_a_shard == 0
+
+    def ranks_of(self, dp_rank: int) -> range:
+        """Return the ranks that process shard ``dp_rank``."""
+        return range(dp_rank * self.ranks_a_shard, (dp_rank + 1) * self.ranks_a_shard)

@@ -1,0 +1,257 @@
+"""Attention contexts with a KV cache: prefill of whole prompts, extension of rows, and decoding of one token per row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.generation.native.cache import KVCache, columns
+from hone.generation.native.prefixes import PrefixGroups, query_scores, scaled
+from hone.models.attention.cache import KVLayerCache, LayerCache
+from hone.models.attention.context import Scoring
+from hone.models.attention.packed import PackedContext
+from hone.models.attention.softmax import attention_probabilities
+
+
+class _CachedContext:
+    """Base of the contexts with a cache; implements :class:`hone.models.attention.cache.NewTokens` for its pass."""
+
+    _cache: KVCache
+    rows: Any
+    past: Any
+    lengths: Any
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Append keys and values, then compute attention: ``[batch, heads, length, d]`` to ``[batch, length, heads, d]``."""
+        cache = self._cache.layer(layer)
+        cache.append(self, query, key, value)
+        return cache.attend(self, layer, query, key, value, scoring=scoring)
+
+    def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
+        """Append ``states [batch, length, ...]`` to the layer's cache and mix them there; ``mixer`` is for whole sequences."""
+        del mixer
+        cache, shape = self._cache.layer(layer), states[0].shape[:2]
+        flat = [state.flatten(0, 1) for state in states]
+        return self._mix(cache, layer, flat).unflatten(0, shape)
+
+    def _mix(self, cache: LayerCache, layer: int, states: list[Tensor]) -> Tensor:
+        cache.append(self, *states)
+        return cache.attend(self, layer, *states, scoring=None)
+
+
+class PrefillContext(_CachedContext):
+    """Packed prompts whose keys and values are also written to the cache.
+
+    Args:
+        cache: to write.
+        rows: ``[R]`` cache row of each prompt.
+        lengths: ``[R]`` tokens of each prompt.
+    """
+
+    def __init__(self, cache: KVCache, rows: Tensor, lengths: Tensor) -> None:
+        self._packed = PackedContext.from_lengths(lengths, cache.device)
+        self._cache = cache
+        self._row_of = rows.repeat_interleave(lengths).to(cache.device)
+        self.rows, self.past, self.lengths = rows, torch.zeros_like(rows), lengths
+        self.position_ids = self._packed.position_ids
+
+    def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
+        """Append ``states [1, N, ...]`` and mix each prompt separately."""
+        self._cache.layer(layer).append(self, *(state.flatten(0, 1) for state in states))
+        return self._packed.mix(layer, mixer, *states)
+
+    def write(self, kv: Tensor, states: Tensor) -> None:
+        """Write ``states [1, kv_heads, N, d]`` of the prompts to their rows."""
+        kv[self._row_of, :, self.position_ids[0]] = states[0].transpose(0, 1).to(kv.dtype)
+
+    def softmax_attention(
+        self, cache: KVLayerCache, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """Compute attention within each prompt: ``[1, heads, N, head_dim]`` to ``[1, N, heads, head_dim]``."""
+        del cache
+        return self._packed.attend(layer, query, key, value, scoring)
+
+
+@dataclass(frozen=True)
+class _OneTokenEach:
+    """One new token for each of some rows, for caches that keep a single state per row."""
+
+    rows: Tensor
+    past: Tensor
+    lengths: Tensor
+
+
+class ExtendContext(_CachedContext):
+    """New tokens after the cached tokens of rows: the next turn of an episode.
+
+    Args:
+        cache: to read and append to.
+        rows: ``[R]`` cache rows.
+        past: ``[R]`` tokens already in each.
+        lengths: ``[R]`` new tokens of each, packed in one row.
+    """
+
+    def __init__(self, cache: KVCache, rows: Tensor, past: Tensor, lengths: Tensor) -> None:
+        self._cache, device = cache, cache.device
+        self.rows, self.past, self.lengths = rows, past, lengths
+        self._rows, self._longest = rows.to(device), int((past + lengths).max())
+        column = torch.arange(int(lengths.max()))
+        self._starts = lengths.cumsum(0) - lengths
+        inside = column < lengths[:, None]
+        token = (self._starts[:, None] + column).clamp(max=int(lengths.sum()) - 1)
+        self._source = (
+            torch.where(inside, token, 0).flatten().to(device)
+        )  # packed token in each slot of the padded tile
+        self._slots = inside.flatten().nonzero()[:, 0].to(device)
+        self._place = (past[:, None] + column).to(device)  # [R, Q]
+        self._row_of = rows.repeat_interleave(lengths).to(device)
+        self.position_ids = self._place.flatten()[self._slots][None]
+
+    def _mix(self, cache: LayerCache, layer: int, states: list[Tensor]) -> Tensor:
+        if cache.per_token:
+            return super()._mix(cache, layer, states)
+        outputs: list[Tensor] = []
+        order: list[Tensor] = []
+        for column in range(int(self.lengths.max())):
+            member = (self.lengths > column).nonzero()[:, 0]
+            tokens = _OneTokenEach(self.rows[member], self.past[member] + column, torch.ones_like(member))
+            order.append((self._starts[member] + column).to(states[0].device))
+            tokens_states = [state[order[-1]] for state in states]
+            cache.append(tokens, *tokens_states)
+            outputs.append(cache.attend(tokens, layer, *tokens_states, scoring=None))
+        return torch.cat(outputs)[torch.cat(order).argsort()]
+
+    def write(self, kv: Tensor, states: Tensor) -> None:
+        """Write ``states [1, kv_heads, N, d]`` of the new tokens after the cached tokens of their rows."""
+        kv[self._row_of, :, self.position_ids[0]] = states[0].transpose(0, 1).to(kv.dtype)
+
+    def softmax_attention(
+        self, cache: KVLayerCache, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """Compute attention of new tokens over their rows: ``[1, heads, N, head_dim]`` to ``[1, N, heads, head_dim]``."""
+        del layer, key, value
+        keys, values = (kv[self._rows, :, : self._longest] for kv in (cache.keys, cache.values))
+        slots = query[0].transpose(0, 1)[self._source].unflatten(0, self._place.shape)  # [R, Q, heads, head_dim]
+        queries = slots.transpose(1, 2).to(keys.dtype)
+        hidden = torch.arange(self._longest, device=keys.device) > self._place[..., None]  # [R, Q, K]
+        if scoring.window is not None:
+            hidden |= torch.arange(self._longest, device=keys.device) <= self._place[..., None] - scoring.window
+        groups = queries.shape[1] // keys.shape[1]
+        if scoring.plain:
+            mixed = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=~hidden[:, None], scale=scoring.scale, enable_gqa=groups > 1
+            )
+        else:
+            keys, values = (kv.repeat_interleave(groups, 1) for kv in (keys, values))
+            probabilities = attention_probabilities(queries @ keys.transpose(-1, -2), hidden[:, None], scoring)
+            mixed = probabilities.to(values.dtype) @ values
+        return mixed.transpose(1, 2).flatten(0, 1)[self._slots][None]
+
+
+class DecodeContext(_CachedContext):
+    """One new token for each of the first ``A`` rows, which may continue shared prefixes.
+
+    Args:
+        cache: to read and append to: each row's tokens, without a shared prefix.
+        lengths: ``[A]`` tokens already in each row, which is the position of the new token in the row.
+        shared: ``[A]`` tokens of the shared prefix before each row's tokens.
+        groups: the shared prefix of each row; None without shared prefixes.
+    """
+
+    def __init__(self, cache: KVCache, lengths: Tensor, shared: Tensor, groups: PrefixGroups | None) -> None:
+        self._cache, self.past = cache, lengths
+        self._shared, self._groups, self._before = shared, groups, groups.longest if groups else 0
+        shortest, longest = (int(length) for length in lengths.aminmax())
+        self._longest, self._in_step = longest + 1, shortest == longest
+        self._columns = columns(self._longest, cache.capacity)
+        self._full = self._in_step and (self._before == 0 or int(shared.min()) == self._before)
+        self._bias: dict[tuple[int | None, int], Tensor] = {}
+        self._new: dict[int, Tensor] = {}
+        self.position_ids = (shared + lengths)[:, None]
+
+    @cached_property
+    def rows(self) -> Tensor:  # type: ignore[override]
+        """``[A]``: the first ``A`` rows."""
+        return torch.arange(len(self.past), device=self.past.device)
+
+    @cached_property
+    def lengths(self) -> Tensor:  # type: ignore[override]
+        """``[A]``: one new token a row."""
+        return torch.ones_like(self.past)
+
+    def softmax_attention(
+        self, cache: KVLayerCache, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """Compute attention of each row's new token over prefix and row: ``[A, heads, 1, d]`` to ``[A, 1, heads, d]``.
+
+        Query heads that share a key head are the rows of one matmul, so keys are read once.
+        """
+        del key, value
+        keys, values = cache.keys, cache.values
+        rows, heads, _, width = query.shape
+        kv_heads = keys.shape[1]
+        past_keys = keys[:rows].flatten(0, 1)[:, : self._columns]
+        past_values = values[:rows].flatten(0, 1)[:, : self._columns]
+        queries = query.reshape(rows * kv_heads, heads // kv_heads, width).to(keys.dtype)
+        scale = scoring.scale if scoring.plain else 1.0
+        scores = query_scores(queries, past_keys, scale)
+        if self._groups and self._before:
+            scores = torch.cat([self._groups.scores(layer, queries, kv_heads, scale), scores], -1)
+        probabilities = self._probabilities(scaled(scores, scale), scoring, rows)
+        # Split before the cast: half-precision matmuls and gathers are slow over strided memory.
+        prefix_probabilities, row_probabilities = probabilities.split_with_sizes((self._before, self._columns), -1)
+        mixed = torch.bmm(row_probabilities.to(past_values.dtype), past_values)
+        if self._groups and self._before:
+            mixed += self._groups.mix(layer, prefix_probabilities.to(past_values.dtype).contiguous(), kv_heads)
+        return mixed.view(rows, 1, heads, past_values.shape[-1])
+
+    def write(self, kv: Tensor, states: Tensor) -> None:
+        """Write ``states [A, kv_heads, 1, d]`` after each row's tokens."""
+        rows, kv_heads, capacity = states.shape[0], kv.shape[1], kv.shape[2]
+        if self._in_step:
+            kv.select(2, self._longest - 1)[:rows].copy_(states.squeeze(2))
+            return
+        if kv_heads not in self._new:
+            first = torch.arange(rows * kv_heads, device=kv.device) * capacity
+            self._new[kv_heads] = first + self.past.repeat_interleave(kv_heads)
+        flat = states.reshape(rows * kv_heads, -1)
+        kv.view(-1, kv.shape[3]).index_copy_(0, self._new[kv_heads], flat.to(kv.dtype))
+
+    def _probabilities(self, scores: Tensor, scoring: Scoring, rows: int) -> Tensor:
+        """Return the softmax of ``scores [A * kv_heads, query heads of one, prefix + row]``, already scaled if scoring is plain."""
+        window = scoring.window
+        if window is not None and window >= self._before + self._longest:
+            window = None
+        if not scoring.plain:
+            hidden = self._hidden(window)[:, None, None]
+            joint = scores.reshape(rows, -1, 1, scores.shape[-1])
+            return attention_probabilities(joint, hidden, scoring).view(scores.shape)
+        if self._full and window is None:
+            scores[..., self._before + self._longest :] = float("-inf")
+        else:
+            scores += self._hidden_bias(window, scores.shape[0] // rows)
+        return scores.softmax(-1)
+
+    def _hidden(self, window: int | None) -> Tensor:
+        """Return a mask ``[A, prefix + row]``: True after the end of prefix and row, and before the new token's window."""
+        device, shared, past = self.past.device, self._shared[:, None], self.past[:, None]
+        before = torch.arange(self._before, device=device).expand(len(past), -1)
+        in_row = torch.arange(self._columns, device=device)
+        hidden = torch.cat([before >= shared, in_row > past], 1)
+        if window is None:
+            return hidden
+        return hidden | (torch.cat([before, shared + in_row], 1) <= shared + past - window)
+
+    def _hidden_bias(self, window: int | None, kv_heads: int) -> Tensor:
+        """Return ``[A * kv_heads, 1, prefix + row]`` float32: minus infinity where hidden, else 0; computed once a step."""
+        if (window, kv_heads) not in self._bias:
+            hidden = self._hidden(window)
+            bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._bias[window, kv_heads] = bias.repeat_interleave(kv_heads, 0)[:, None]
+        return self._bias[window, kv_heads]

@@ -1,0 +1,76 @@
+"""The session KV cache: KV of finished turns, kept for the next turn of their episode."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from hone.generation.native.cache import RowEntries
+
+
+@dataclass(frozen=True)
+class CachedTurn:
+    """A finished turn.
+
+    Attributes:
+        ids: all cached tokens of the episode.
+        version: of the weights that computed them.
+        entries: their cache entries, by layer.
+    """
+
+    ids: list[int]
+    version: int
+    entries: RowEntries
+
+
+class SessionCache:
+    """The last turn of each session; the least recently used is dropped first.
+
+    Args:
+        limit: maximum of tokens.
+        per_token: whether a turn can be shortened; otherwise only a prompt that continues all of its tokens can use it.
+    """
+
+    def __init__(self, limit: int, *, per_token: bool = True) -> None:
+        self.limit, self.tokens, self._per_token = limit, 0, per_token
+        self._turns: OrderedDict[str, CachedTurn] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def put(self, session: str, turn: CachedTurn) -> None:
+        """Store a turn in place of the session's earlier one."""
+        self.forget([session])
+        if len(turn.ids) > self.limit:
+            return
+        self._turns[session] = turn
+        self.tokens += len(turn.ids)
+        while self.tokens > self.limit:
+            self.forget([next(iter(self._turns))])
+
+    def find(self, session: str | None, prompt_ids: Sequence[int], version: int) -> tuple[CachedTurn, int] | None:
+        """Return the session's turn and the length of its common prefix with the prompt, the prompt's last token excluded.
+
+        None if there is no turn, other weights computed it, or there is no common prefix.
+        """
+        turn = self._turns.get(session) if session is not None else None
+        if session is None or turn is None or turn.version != version:
+            return None
+        self._turns.move_to_end(session)
+        pairs = zip(turn.ids, prompt_ids[:-1], strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        usable = shared if self._per_token or shared == len(turn.ids) else 0
+        return (turn, usable) if usable else None
+
+    def forget(self, sessions: Iterable[str]) -> None:
+        """Drop the turns of these sessions."""
+        for session in sessions:
+            turn = self._turns.pop(session, None)
+            self.tokens -= len(turn.ids) if turn else 0
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._turns.clear()
+        self.tokens = 0

@@ -1,0 +1,16 @@
+"""Models: attention, KV caches, CPU kernels, executors, heads, loading and random initialisation.
+
+Generation and training are built on this package; it imports neither.
+
+:mod:`.registry`          what Hone knows about each model family
+:mod:`.attention`         packed attention and KV caches
+:mod:`.routing`           a model's attention goes there
+:mod:`.kernels`           CPU kernels and memory
+:mod:`.llama`             Llama-shaped layers computed in few operations
+:mod:`.module_forward`    every other model, by its own module
+:mod:`.heads`             log-probs, entropy and values of a packed micro-batch
+:mod:`.loading`           from a Hugging Face directory to a module
+:mod:`.init`              random-initialised model directories
+"""
+
+from hone.models import families as families  # registers the families

@@ -1,0 +1,195 @@
+"""Causal attention of packed sequences on the CPU, in blocks whose scores fit the processor's cache.
+
+torch's CPU kernel multiplies by MKL, and its backward pass takes three times its forward pass. For the head sizes of small
+models that is half of a training step. Here sequences of similar length are gathered into padded tiles
+(:mod:`hone.models.attention.cpu_tiles`), and a block is some (sequence, key head) pairs with some of their queries: a matmul for
+the scores, softmax, another matmul. The backward pass recomputes the scores, so that none are kept.
+
+A block of queries sees the prefix and the suffix up to its own end. Only the square at that end, where queries and keys are the
+same tokens, needs a causal mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hone.models.attention.cpu_tiles import CausalTiles, HeadTile, HeadTiles
+from hone.models.kernels.cpu.matmul import fast_float32_matmuls
+
+QUERY_BLOCK = 128
+"""Queries of a block. Fewer waste less above the diagonal, more make larger matmuls."""
+BLOCK_SCORES = 1 << 19
+"""Most scores of a block: 2 MiB."""
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, tiles: CausalTiles) -> Tensor:
+    """Compute attention, forward and backward in float32 (or better, if the inputs are).
+
+    Args:
+        query: ``[N, heads, d]``.
+        key: ``[N, kv_heads, d]``; query head ``i`` uses key head ``i // (heads / kv_heads)``.
+        value: ``[N, kv_heads, d_v]``.
+        scale: factor of the scores.
+        tiles: of the packed sequences.
+
+    Returns:
+        ``[N, heads, d_v]`` in the dtype of ``value``.
+    """
+    for_heads = tiles.for_heads(query.shape[1], key.shape[1])
+    return _Attention.apply(query, key, value, scale, for_heads)  # type: ignore[return-value]
+
+
+class _Block(NamedTuple):
+    """Some batch entries of a tile, a slice of their queries, and the keys that those see.
+
+    Attributes:
+        sees_all: whether that is all keys of the tile.
+    """
+
+    batch: slice
+    queries: slice
+    keys: slice
+    sees_all: bool
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, tiles: HeadTiles) -> Tensor:
+        slots = torch.empty(tiles.slots, value.shape[2], dtype=_working_dtype(query))
+        with _float32_matmuls(query):
+            for tile, part in tiles.split(slots):
+                q, k, v = _gathered(tile, query, key, value, scale)
+                out = part.view(*tile.shape, -1)
+                for block in _blocks(tile):
+                    probabilities = _probabilities(q, k, block, tile)
+                    _multiply(probabilities, v[block.batch, block.keys], into=_queries_of(out, block))
+        ctx.save_for_backward(query, key, value)
+        ctx.scale, ctx.tiles = scale, tiles
+        return slots.index_select(0, tiles.slot_of).view(*query.shape[:2], value.shape[2]).to(value.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        tiles, width, dtype = ctx.tiles, value.shape[2], _working_dtype(query)
+        incoming = grads[0].reshape(-1, width).to(_working_dtype(value))
+        new = incoming.new_zeros if tiles.slots > len(incoming) else incoming.new_empty  # padding has no gradient
+        incoming = new(tiles.slots, width).index_copy_(0, tiles.slot_of, incoming)
+        grad_q = torch.empty(tiles.slots, query.shape[2], dtype=dtype)
+        grad_k = torch.zeros(key.shape[0] * key.shape[1], key.shape[2], dtype=dtype)
+        grad_v = torch.zeros(value.shape[0] * value.shape[1], width, dtype=dtype)
+        with _float32_matmuls(query):
+            for (tile, part), (_, outer) in zip(tiles.split(grad_q), tiles.split(incoming), strict=True):
+                q = part.view(*tile.shape, -1)
+                k, v = _tile_gradients(tile, query, key, value, outer.view(*tile.shape, width), ctx.scale, into=q)
+                grad_k.index_add_(0, tile.keys, k.view(-1, key.shape[2]))
+                grad_v.index_add_(0, tile.keys, v.view(-1, width))
+        return (
+            grad_q.index_select(0, tiles.slot_of).mul_(ctx.scale).view(query.shape).to(query.dtype),
+            grad_k.view(key.shape).to(key.dtype),
+            grad_v.view(value.shape).to(value.dtype),
+            None,
+            None,
+        )
+
+
+def _tile_gradients(
+    tile: HeadTile, query: Tensor, key: Tensor, value: Tensor, incoming: Tensor, scale: float, *, into: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return gradients of the gathered keys and values of one tile; write those of the scaled queries ``into`` their slots."""
+    q, k, v = _gathered(tile, query, key, value, scale)
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    for block in _blocks(tile, last_queries_first=True):
+        probabilities = _probabilities(q, k, block, tile)
+        keys, values = k[block.batch, block.keys], v[block.batch, block.keys]
+        queries, outer = _queries_of(q, block).flatten(1, 2), _queries_of(incoming, block).flatten(1, 2)
+        _accumulate(grad_v, block, _transposed_matmul(probabilities, outer))
+        grad_p = torch.bmm(outer, values.transpose(1, 2))
+        grad_s = torch.ops.aten._softmax_backward_data(grad_p, probabilities, -1, q.dtype)
+        _multiply(grad_s, keys, into=_queries_of(into, block))
+        _accumulate(grad_k, block, _transposed_matmul(grad_s, queries))
+    return grad_k, grad_v
+
+
+def _queries_of(slots: Tensor, block: _Block) -> Tensor:
+    """The block's part ``[batch, query heads of a key head, queries, d]`` of a tile's query slots."""
+    return slots[block.batch, :, block.queries]
+
+
+def _multiply(left: Tensor, right: Tensor, *, into: Tensor) -> None:
+    """Write ``left [b, m, k]`` times ``right [b, k, d]`` into a block's slots."""
+    if into.is_contiguous():
+        torch.bmm(left, right, out=into.view(len(left), -1, right.shape[2]))
+    else:
+        into.copy_(torch.bmm(left, right).view(into.shape))
+
+
+def _transposed_matmul(scores: Tensor, states: Tensor) -> Tensor:
+    """Multiply transposed ``scores [b, q, k]`` with ``states [b, q, d]`` to ``[b, k, d]``.
+
+    It is computed as the transpose of a matmul that reads the large scores contiguously, which takes half the time.
+    """
+    return torch.bmm(states.transpose(1, 2), scores).transpose(1, 2)
+
+
+@contextlib.contextmanager
+def _float32_matmuls(states: Tensor) -> Iterator[None]:
+    with fast_float32_matmuls(states.device), torch.autocast(states.device.type, enabled=False):
+        yield
+
+
+def _gathered(tile: HeadTile, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled queries ``[batch, query heads of a key head, width, d]``; keys and values ``[batch, prefix_width + width, d]``."""
+    q = query.flatten(0, 1).index_select(0, tile.queries).to(_working_dtype(query)).mul_(scale)
+    k, v = (states.flatten(0, 1).index_select(0, tile.keys).to(_working_dtype(states)) for states in (key, value))
+    width = tile.prefix_width + tile.shape[2]
+    return q.view(*tile.shape, -1), k.view(tile.shape[0], width, -1), v.view(tile.shape[0], width, -1)
+
+
+def _working_dtype(states: Tensor) -> torch.dtype:
+    return torch.promote_types(states.dtype, torch.float32)
+
+
+def _blocks(tile: HeadTile, *, last_queries_first: bool = False) -> Iterator[_Block]:
+    batch, group, length = tile.shape
+    count = -(-length // QUERY_BLOCK)
+    edges = [length * i // count for i in range(count + 1)]
+    spans = [*zip(edges, edges[1:], strict=False)]
+    for start, end in reversed(spans) if last_queries_first else spans:
+        visible = tile.prefix_width + end
+        together = max(1, BLOCK_SCORES // (group * (end - start) * visible))
+        for first in range(0, batch, together):
+            yield _Block(
+                slice(first, min(batch, first + together)), slice(start, end), slice(0, visible), end == length
+            )
+
+
+def _accumulate(gradient: Tensor, block: _Block, part: Tensor) -> None:
+    """Write or add a block's gradient of keys or values; the last queries come first, see all keys, and write."""
+    if block.sees_all:
+        gradient[block.batch] = part
+    else:
+        gradient[block.batch, block.keys] += part
+
+
+def _probabilities(q: Tensor, k: Tensor, block: _Block, tile: HeadTile) -> Tensor:
+    """Attention probabilities ``[batch, query heads of a key head * queries, visible keys]`` of a block."""
+    start, end = block.queries.start, block.queries.stop
+    queries = _queries_of(q, block)
+    scores = torch.bmm(queries.flatten(1, 2), k[block.batch, block.keys].transpose(1, 2))
+    scores.view(*queries.shape[:3], -1)[..., tile.prefix_width + start :] += _causal_bias(end - start, q.dtype)
+    if tile.hidden is not None:
+        scores[..., : tile.prefix_width] += tile.hidden[block.batch]
+    return scores.softmax(-1)
+
+
+@lru_cache(maxsize=16)
+def _causal_bias(length: int, dtype: torch.dtype) -> Tensor:
+    """``[length, length]`` minus infinity where a key comes after a query, else 0."""
+    with torch.inference_mode(False):
+        return torch.full((length, length), float("-inf"), dtype=dtype).triu_(1)

@@ -1,0 +1,108 @@
+"""Attention over whole sequences packed end to end, for training and prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hone.models.attention import cpu, softmax
+from hone.models.attention.context import Scoring
+from hone.models.attention.cpu_tiles import CausalTiles
+from hone.models.attention.tiles import PaddedTiles, Sequences
+
+
+@dataclass(frozen=True)
+class PackedContext:
+    """``B`` sequences end to end in one row of ``N`` tokens, each causal within itself.
+
+    Linear layers see no padding. For attention, sequences of similar length are gathered into padded tiles: on the CPU by
+    :mod:`hone.models.attention.cpu`, elsewhere padded on the right, where a causal kernel never shows padding to a token.
+
+    >>> PackedContext.from_lengths([3, 2], "cpu").position_ids
+    tensor([[0, 1, 2, 0, 1]])
+
+    Attributes:
+        position_ids: ``[1, N]``, starting at 0 in each sequence.
+        sequences: index ranges of the sequences in the row.
+    """
+
+    position_ids: Tensor
+    sequences: Sequences
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor | Sequence[int], device: torch.device | str = "cpu") -> PackedContext:
+        """Pack sequences of the given lengths that share nothing.
+
+        Raises:
+            ValueError: there is no sequence, or one is empty.
+        """
+        lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
+        if len(lengths) == 0 or int(lengths.min()) < 1:
+            raise ValueError(f"every packed sequence needs at least one token; lengths are {lengths.tolist()}")
+        starts, none = lengths.cumsum(0) - lengths, torch.zeros_like(lengths)
+        return cls._from_sequences(Sequences(none, none, starts, lengths), device)
+
+    @classmethod
+    def with_shared_prefixes(
+        cls, prefixes: Tensor, suffixes: Tensor, prefix_of: Tensor, device: torch.device | str = "cpu"
+    ) -> PackedContext:
+        """Pack sequences that share prefixes: first each prefix once, then all suffixes.
+
+        Linear layers see a prefix once; attention places it before each of its suffixes. The samples of a prompt group share
+        their prompt this way.
+
+        Args:
+            prefixes: ``[G]`` tokens of each prefix, at least 1.
+            suffixes: ``[B]`` tokens of each suffix, at least 1.
+            prefix_of: ``[B]`` prefix of each suffix; every prefix has a suffix.
+        """
+        prefix_starts, none = prefixes.cumsum(0) - prefixes, torch.zeros_like(prefixes)
+        suffix_starts = int(prefixes.sum()) + suffixes.cumsum(0) - suffixes
+        of_prefixes = (none, none, prefix_starts, prefixes)
+        of_suffixes = (prefix_starts[prefix_of], prefixes[prefix_of], suffix_starts, suffixes)
+        return cls._from_sequences(Sequences(*map(torch.cat, zip(of_prefixes, of_suffixes, strict=True))), device)
+
+    @classmethod
+    def _from_sequences(cls, sequences: Sequences, device: torch.device | str) -> PackedContext:
+        """Derive positions; the suffixes of ``sequences`` follow one another in the row."""
+        lengths = sequences.suffix_length
+        column = torch.arange(int(lengths.sum())) - sequences.suffix_start.repeat_interleave(lengths)
+        positions = sequences.prefix_length.repeat_interleave(lengths) + column
+        return cls(positions[None].to(device), sequences)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Compute attention within each sequence: ``[1, heads, N, head_dim]`` to ``[1, N, heads, head_dim]``."""
+        del layer
+        rows = [
+            states.squeeze(0).transpose(0, 1).contiguous() for states in (query, key, value)
+        ]  # [N, heads, head_dim]
+        if query.device.type == "cpu" and scoring.plain and not scoring.dropout and self._within(scoring.window):
+            return cpu.causal_attention(rows[0], rows[1], rows[2], scoring.scale, self._cpu_tiles)[None]
+        outputs = []
+        for tile in self.tiles.tiles:
+            queries, keys, values = (tile.gather(states).transpose(1, 2) for states in rows)
+            outputs.append(softmax.causal_attention(queries, keys, values, scoring).transpose(1, 2))
+        return self.tiles.scatter(outputs)[None]
+
+    def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
+        """Apply ``mixer`` to each sequence: ``[1, N, ...]`` to ``[1, N, ...]``; see :class:`AttentionContext`."""
+        del layer
+        outputs = [mixer(*(tile.gather(part.squeeze(0)) for part in states)) for tile in self.tiles.tiles]
+        return self.tiles.scatter(outputs)[None]
+
+    def _within(self, window: int | None) -> bool:
+        """True if no sequence is longer than the attention window."""
+        return window is None or int(self.sequences.lengths.max()) <= window
+
+    @cached_property
+    def _cpu_tiles(self) -> CausalTiles:
+        return CausalTiles(self.sequences)
+
+    @cached_property
+    def tiles(self) -> PaddedTiles:
+        """Whole sequences in padded tiles."""
+        return PaddedTiles.from_sequences(self.sequences, self.position_ids.device)

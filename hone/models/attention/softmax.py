@@ -1,0 +1,54 @@
+"""Causal softmax attention over padded tiles, with torch's own kernels where they support the scoring."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.models.attention.context import Scoring
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Compute causal attention over ``[b, heads, L, head_dim]``; keys and values may have fewer heads."""
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    window = scoring.window if scoring.window is not None and scoring.window < length else None
+    visible = None
+    if window is not None or not scoring.plain:
+        place = torch.arange(length, device=query.device)
+        distance = place[:, None] - place
+        visible = (distance >= 0) & (distance < (window or length))
+    if scoring.plain:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=visible,
+            is_causal=visible is None,
+            dropout_p=scoring.dropout,
+            scale=scoring.scale,
+            enable_gqa=groups > 1,
+        )
+    assert visible is not None
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    probabilities = attention_probabilities(query @ key.transpose(-1, -2), ~visible, scoring).to(value.dtype)
+    return F.dropout(probabilities, scoring.dropout) @ value
+
+
+def attention_probabilities(scores: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:
+    """Turn raw scores into probabilities: scale, softcap, mask, sinks, softmax.
+
+    Args:
+        scores: ``[b, heads, Q, K]``, not yet scaled.
+        hidden: True where a key is masked, broadcast to ``scores``.
+        scoring: scale, softcap and sinks.
+    """
+    scores = scores.float() * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if scoring.sinks is None:
+        return scores.softmax(-1)
+    sinks = scoring.sinks.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]

@@ -1,0 +1,145 @@
+"""Group packed sequences of similar length into padded tiles.
+
+Attention kernels want rectangular tensors ``[rows, heads, width, head_dim]``; packed sequences have different lengths. A padded
+tile holds sequences whose lengths are close enough that little of it is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LEAST_FULL_PERCENT = 85
+"""Smallest share of a tile that real entries fill."""
+
+
+class Sequences(NamedTuple):
+    """``B`` sequences within one row of ``N`` packed tokens; each attribute is ``[B]``.
+
+    A sequence is a prefix, which other sequences may share, followed by its suffix. Every packed token is in the suffix of
+    exactly one sequence.
+
+    Attributes:
+        prefix_start: index of the first prefix token.
+        prefix_length: number of prefix tokens, 0 without a prefix.
+        suffix_start: index of the first suffix token.
+        suffix_length: number of suffix tokens, at least 1.
+    """
+
+    prefix_start: Tensor
+    prefix_length: Tensor
+    suffix_start: Tensor
+    suffix_length: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence, its prefix included."""
+        return self.prefix_length + self.suffix_length
+
+
+def token_count(suffix: int, prefix: int) -> int:
+    """Measure a sequence by its suffix tokens."""
+    del prefix
+    return suffix
+
+
+def score_count(suffix: int, prefix: int) -> int:
+    """Measure a sequence by the attention scores of its suffix tokens, the causal mask ignored."""
+    return suffix * (suffix + prefix)
+
+
+def pack_tiles(
+    suffixes: list[int], prefixes: list[int] | None = None, measure: Callable[[int, int], int] = token_count
+) -> list[list[int]]:
+    """Group sequences into as few tiles as keep each at least 85 % full.
+
+    Sequences are taken from the longest suffix to the shortest. A tile has the longest suffix and the longest prefix of its
+    members. Sequences with and without a prefix never share a tile.
+
+    Args:
+        suffixes: suffix tokens of each sequence, at least 1.
+        prefixes: prefix tokens of each sequence; None means no prefixes.
+        measure: size of a sequence, and of a slot of the tile, from its suffix and prefix tokens.
+
+    Returns:
+        Sequence indices of each tile, from the longest suffix to the shortest; every sequence is in exactly one tile.
+    """
+    prefixes = prefixes or [0] * len(suffixes)
+    tiles: list[list[int]] = []
+    filled = longest_suffix = longest_prefix = 0
+    for row in _longest_first(suffixes, prefixes):
+        suffix, prefix = suffixes[row], prefixes[row]
+        size, widest = measure(suffix, prefix), max(longest_prefix, prefix)
+        slots = (len(tiles[-1]) + 1) * measure(longest_suffix, widest) if tiles else 0
+        without_prefix_begins = longest_prefix > 0 and not prefix
+        if not tiles or without_prefix_begins or 100 * (filled + size) < LEAST_FULL_PERCENT * slots:
+            tiles.append([])
+            filled, widest, longest_suffix = 0, prefix, suffix
+        tiles[-1].append(row)
+        filled, longest_prefix = filled + size, widest
+    return tiles
+
+
+def _longest_first(suffixes: list[int], prefixes: list[int]) -> Iterable[int]:
+    return sorted(
+        range(len(suffixes)), key=lambda row: (not prefixes[row], -suffixes[row], -prefixes[row], row)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PaddedTile:
+    """Whole sequences (prefix and suffix) of similar length, padded on the right.
+
+    Attributes:
+        rows: number of sequences.
+        width: tokens of the longest.
+        source: ``[rows * width]`` packed token in each slot; padding repeats the last token of its own sequence.
+    """
+
+    rows: int
+    width: int
+    source: Tensor
+
+    def gather(self, states: Tensor) -> Tensor:
+        """Gather packed ``states [N, ...]`` to ``[rows, width, ...]``."""
+        return states.index_select(0, self.source).view(self.rows, self.width, *states.shape[1:])
+
+
+@dataclass(frozen=True)
+class PaddedTiles:
+    """All sequences of a packed row as padded tiles.
+
+    Attributes:
+        tiles: the tiles.
+        slot_of: ``[N]`` slot, counted over all tiles, that holds each packed token.
+    """
+
+    tiles: list[PaddedTile]
+    slot_of: Tensor
+
+    @classmethod
+    def from_sequences(cls, sequences: Sequences, device: torch.device) -> PaddedTiles:
+        """Group ``sequences`` by their total length."""
+        lengths = sequences.lengths
+        slot_of = torch.empty(int(sequences.suffix_length.sum()), dtype=torch.int64)
+        tiles, slots = [], 0
+        for members in pack_tiles(lengths.tolist()):
+            prefix_start, prefix_length, suffix_start, suffix_length = (part[members][:, None] for part in sequences)
+            length = prefix_length + suffix_length
+            column = torch.arange(int(length.max()))
+            place = torch.minimum(column, length - 1)
+            in_prefix = place < prefix_length
+            token = torch.where(in_prefix, prefix_start + place, suffix_start + place - prefix_length)
+            in_suffix = (column >= prefix_length) & (column < length)
+            slot_of[token[in_suffix]] = slots + torch.arange(token.numel()).view_as(token)[in_suffix]
+            slots += token.numel()
+            tiles.append(PaddedTile(token.shape[0], token.shape[1], token.flatten().to(device)))
+        return cls(tiles, slot_of.to(device))
+
+    def scatter(self, results: list[Tensor]) -> Tensor:
+        """Take each packed token's result from its slot: ``[rows, width, ...]`` of each tile to ``[N, ...]``."""
+        return torch.cat([result.flatten(0, 1) for result in results]).index_select(0, self.slot_of)

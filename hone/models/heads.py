@@ -1,0 +1,126 @@
+"""Heads: log-probs and entropy, or values, of the response tokens of a packed micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hone.algorithms.logits import (
+    chunked_log_probs,
+    chunked_sum_pi_squared,
+    entropy_from_logits,
+    sum_pi_squared_from_logits,
+    token_log_probs,
+)
+from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
+from hone.models.inputs import PackedSequences
+from hone.models.llama import train as llama_train
+from hone.models.loading import causal_lm, value_head
+
+
+class Head(Protocol):
+    """Maps a packed micro-batch to named outputs, each ``[R]`` float32 with one number a response token."""
+
+    def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]: ...
+
+
+class PolicyHead:
+    """``log_probs`` of the response tokens (and ``entropy``) under ``softmax(logits / temperature)``.
+
+    The vocabulary projection runs in chunks, and only where a response token is predicted. A model that transforms its logits
+    in a way not known here goes through its own forward pass.
+
+    Args:
+        temperature: logits are divided by it; 0 (greedy) counts as 1.
+        with_sum_pi_squared: also return ``sum_pi_squared``, the sum of squared probabilities of each token's distribution,
+            without a gradient; it costs a second projection.
+        learns_entropy: whether a loss uses the entropy; otherwise it may come without a gradient.
+    """
+
+    def __init__(
+        self, temperature: float = 1.0, *, with_sum_pi_squared: bool = False, learns_entropy: bool = True
+    ) -> None:
+        self.temperature = temperature if temperature > 0 else 1.0
+        self.with_sum_pi_squared, self.learns_entropy = with_sum_pi_squared, learns_entropy
+
+    def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
+        causal = causal_lm(model)
+        output = causal.get_output_embeddings()
+        if type(output) is not nn.Linear or _scales_logits(causal):
+            logits = causal(
+                input_ids=packed.input_ids,
+                position_ids=packed.context.position_ids,
+                context=packed.context,
+                use_cache=False,
+                logits_to_keep=packed.output_index,
+            ).logits[0]
+            result = {"log_probs": token_log_probs(logits, packed.targets, self.temperature)}
+            if with_entropy:
+                source = logits if self.learns_entropy else logits.detach()
+                result["entropy"] = entropy_from_logits(source.float() / self.temperature)
+            if self.with_sum_pi_squared:
+                result["sum_pi_squared"] = sum_pi_squared_from_logits(logits.detach().float() / self.temperature)
+            return result
+        hidden = hidden_states(causal, packed)
+        softcap = getattr(causal.config, "final_logit_softcapping", None)
+        shared = {"temperature": self.temperature, "softcap": softcap} | _output_weights(output)
+        divided = "group" in shared
+        compute = vocabulary_log_probs if divided else chunked_log_probs
+        log_probs, entropy = compute(hidden, targets=packed.targets, with_entropy=with_entropy, **shared)
+        result = {"log_probs": log_probs}
+        if entropy is not None:
+            result["entropy"] = entropy
+        if self.with_sum_pi_squared:
+            shared.pop("start", None)
+            squares = vocabulary_sum_pi_squared if divided else chunked_sum_pi_squared
+            result["sum_pi_squared"] = squares(hidden, **shared)
+        return result
+
+
+class ValueHead:
+    """``values``: the value of the state before each response token."""
+
+    def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
+        return {"values": value_head(model)(hidden_states(causal_lm(model), packed)).squeeze(-1).float()}
+
+
+def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
+    """Last hidden states ``[R, H]`` at the positions that predict response tokens."""
+    if llama_train.supports_training(model):
+        hidden = llama_train.hidden_states(model, packed.input_ids, packed.context)
+    else:
+        hidden = model.get_decoder()(  # type: ignore[operator]
+            input_ids=packed.input_ids,
+            position_ids=packed.context.position_ids,
+            context=packed.context,
+            use_cache=False,
+        ).last_hidden_state
+    return hidden.squeeze(0).index_select(0, packed.output_index)
+
+
+def _output_weights(output: nn.Linear) -> dict[str, Any]:
+    """Weight and bias of the output layer, or this rank's part if tensor parallelism divides it by vocabulary."""
+    weight, bias = output.weight, output.bias
+    if not isinstance(weight, DTensor):
+        return {"weight": weight, "bias": bias}
+    mesh = weight.device_mesh
+    return {
+        "weight": weight.to_local(),
+        "bias": bias.to_local() if isinstance(bias, DTensor) else bias,
+        "group": mesh.get_group(),
+        "start": mesh.get_local_rank() * (weight.shape[0] // mesh.size()),
+    }
+
+
+def _scales_logits(model: nn.Module) -> bool:
+    """True if the model multiplies its logits by a constant (Granite, Cohere)."""
+    config = model.config
+    return any(getattr(config, name, None) not in (None, 1, 1.0) for name in ("logits_scaling", "logit_scale"))
+
+
+def autocast(device: torch.device, dtype: str) -> torch.autocast:
+    """Autocast context of the compute dtype: bfloat16 matmuls over float32 parameters, or nothing for float32."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")

@@ -1,0 +1,1 @@
+"""Kernels and memory handling for one kind of device each."""

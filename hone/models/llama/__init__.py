@@ -1,0 +1,11 @@
+"""Llama-shaped decoders (Llama, Mistral, Qwen 2 and 3) computed from their parameters in few operations.
+
+:mod:`.spec`     one description of such a layer, and which models have it
+:mod:`.decode`   executor for generation: fused projections, no gradients
+:mod:`.train`    executor for training on the CPU: gradients written out
+
+    hidden -> RMS norm -> [q k v] -> (QK norm) -> RoPE -> attention -> o -> + hidden
+           -> RMS norm -> [gate up] -> act(gate) * up -> down -> + hidden
+
+The model's own module is the reference implementation; tests compare both executors with it.
+"""

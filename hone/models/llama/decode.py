@@ -1,0 +1,181 @@
+"""Executor of Llama-shaped models for generation: projections that share an input are one matmul.
+
+A decode step runs a few rows through many small operations, and its time is mostly their number. So the model is computed from
+its parameters with as few operations as possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.models.attention.context import AttentionContext, Scoring
+from hone.models.kernels.cpu.matmul import onednn_packs
+from hone.models.llama.spec import LlamaLayer, layers_of
+
+
+class _FusedLinear:
+    """One matmul for projections that share their input, with weights in the layout of the matmul library.
+
+    On the CPU weights are packed for oneDNN once. Packing them in every step would cost more than the matmul itself while few
+    rows are decoded.
+
+    Args:
+        modules: the projections.
+        dtype: compute dtype.
+        order: permutation of the concatenated outputs, or None.
+    """
+
+    def __init__(self, modules: list[nn.Linear], dtype: torch.dtype, order: Tensor | None = None) -> None:
+        weights = [module.weight.detach() for module in modules]
+        biases = [module.bias.detach() for module in modules if module.bias is not None]
+        weight = (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
+        bias = torch.cat(biases).to(dtype) if biases else None
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
+        self._dtype, self._bias = dtype, bias
+        self._packed = weight.device.type == "cpu" and onednn_packs(dtype)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+
+    def __call__(self, states: Tensor) -> Tensor:
+        states = states.to(self._dtype)
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise.default(states, self._weight, self._bias, "none", [], "")
+        return F.linear(states, self._weight, self._bias)
+
+
+class _RMSNorm:
+    """RMS norm (Zhang and Sennrich 2019) in few operations; torch's own takes ten times as long for a long prompt on the CPU.
+
+    Args:
+        weight: normalisation runs over its last dimension.
+        epsilon: added to the mean of squares.
+    """
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        self._weight, self._epsilon = weight, torch.tensor(epsilon, device=weight.device)
+
+    @classmethod
+    def from_module(cls, module: Any) -> _RMSNorm:
+        return cls(module.weight.detach(), module.variance_epsilon)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(states, 2, -1, True)
+        scale = torch.addcmul(self._epsilon, length, length, value=1 / states.shape[-1]).rsqrt_()
+        return (states * scale).mul_(self._weight)
+
+
+@dataclass(frozen=True)
+class _DecodeLayer:
+    """A layer's weights, fused and in the compute dtype.
+
+    Attributes:
+        heads: number of query, key and value heads, in the order of the ``qkv`` output.
+        head_dim: width of each.
+        qk_norm: norm of all query and key heads at once, or None. Query and key channels are permuted so that each RoPE pair
+            is adjacent.
+    """
+
+    input_norm: _RMSNorm
+    qkv: _FusedLinear
+    heads: tuple[int, int, int]
+    head_dim: int
+    qk_norm: _RMSNorm | None
+    scoring: Scoring
+    out: _FusedLinear
+    post_attention_norm: _RMSNorm
+    gate_up: _FusedLinear
+    activation: Any
+    down: _FusedLinear
+
+    @classmethod
+    def from_spec(cls, spec: LlamaLayer, dtype: torch.dtype) -> _DecodeLayer:
+        pairs = torch.arange(spec.head_dim).unflatten(0, (2, -1)).t().flatten()
+        norm = spec.qk_norm()
+        order = torch.arange(sum(spec.heads) * spec.head_dim).unflatten(0, (-1, spec.head_dim)).clone()
+        rotated = spec.heads[0] + spec.heads[1]
+        order[:rotated] = order[:rotated, pairs]
+        return cls(
+            input_norm=_RMSNorm.from_module(spec.module.input_layernorm),
+            qkv=_FusedLinear(spec.qkv, dtype, order.flatten()),
+            heads=spec.heads,
+            head_dim=spec.head_dim,
+            qk_norm=None if norm is None else _RMSNorm(norm[0].detach()[:, pairs], norm[1]),
+            scoring=spec.scoring,
+            out=_FusedLinear([spec.out], dtype),
+            post_attention_norm=_RMSNorm.from_module(spec.module.post_attention_layernorm),
+            gate_up=_FusedLinear(spec.gate_up, dtype),
+            activation=spec.module.mlp.act_fn,
+            down=_FusedLinear([spec.down], dtype),
+        )
+
+
+class DecodeForward:
+    """Forward pass of a Llama-shaped model from fused weights.
+
+    It holds a second copy of the projection weights, fused and in the compute dtype, until :meth:`release`; call that when
+    the weights change. The residual stream and the norms are float32, as under autocast in training.
+
+    Args:
+        causal: the model; :func:`hone.models.llama.spec.supports` must hold.
+        bfloat16: whether matmuls run in bfloat16.
+    """
+
+    def __init__(self, causal: nn.Module, *, bfloat16: bool) -> None:
+        self._causal, self._dtype = causal, torch.bfloat16 if bfloat16 else torch.float32
+        self._decoder: Any = causal.get_decoder()  # type: ignore[operator]
+        self._layers: list[_DecodeLayer] = []
+        self._norm: Any = None
+        self._output: Any = None
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Enter the compute mode; weights are copied at the first entry after :meth:`release`."""
+        if not self._layers:
+            with torch.no_grad():
+                self._layers = [_DecodeLayer.from_spec(spec, self._dtype) for spec in layers_of(self._causal)]
+            self._norm = _RMSNorm.from_module(self._decoder.norm)
+            self._output = _FusedLinear([self._causal.get_output_embeddings()], self._dtype)  # type: ignore[operator]
+        with torch.inference_mode():
+            yield
+
+    def release(self) -> None:
+        """Drop the fused weights: the model's have changed, or nothing needs them."""
+        self._layers, self._norm, self._output = [], None, None
+
+    def hidden(self, ids: Tensor, context: AttentionContext) -> Tensor:
+        """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; the context receives keys and values."""
+        batch, length = ids.shape
+        hidden = self._decoder.embed_tokens(ids)
+        cos, sin = self._decoder.rotary_emb(hidden, context.position_ids)
+        half = cos.shape[-1] // 2  # the second half repeats the first
+        rotary = torch.complex(cos[..., :half].float(), sin[..., :half].float())[:, :, None]  # [batch, length, 1, half]
+        for index, layer in enumerate(self._layers):
+            query, key, value = self._heads(layer, layer.input_norm(hidden), rotary)
+            mixed = context.attend(index, query, key, value, layer.scoring)
+            hidden = hidden + layer.out(mixed.reshape(batch, length, -1))
+            gate, up = layer.gate_up(layer.post_attention_norm(hidden)).chunk(2, -1)
+            hidden = hidden + layer.down(layer.activation(gate).mul_(up))
+        return self._norm(hidden)
+
+    def logits(self, ids: Tensor, context: AttentionContext) -> Tensor:
+        """Logits ``[batch, length, V]``."""
+        return self._output(self.hidden(ids, context))
+
+    def _heads(self, layer: _DecodeLayer, states: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[batch, heads, length, head_dim]``, queries and keys rotated."""
+        queries, keys, values = layer.heads
+        heads = layer.qkv(states).unflatten(-1, (-1, layer.head_dim))
+        rotated, value = heads.split_with_sizes((queries + keys, values), 2)
+        rotated = rotated.float()
+        if layer.qk_norm is not None:
+            rotated = layer.qk_norm(rotated)
+        rotated = (rotated.view(torch.complex64) * rotary).view(torch.float32)
+        query, key = rotated.to(self._dtype).split_with_sizes((queries, keys), 2)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -1,0 +1,313 @@
+"""Load a Hugging Face directory as a module ready for training: policy, reference, value model, reward model, LoRA."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from hone.config.model import ModelConfig
+from hone.data.seeding import derive_seed
+from hone.errors import ModelError, did_you_mean
+from hone.models.activations import tile_mlps
+from hone.models.routing import use_hone_attention
+from hone.models.streaming import WeightFiles, empty_model, standing_in
+
+VALUE_SETTINGS: dict[str, Any] = {"num_labels": 1, "classifier_dropout": 0.0}
+"""Config keys that a value model sets in addition to its backbone's."""
+
+
+def load_policy(config: ModelConfig, *, device: torch.device, seed: int, trainable: bool = True) -> nn.Module:
+    """Load a causal language model in float32, with LoRA adapters when ``config.lora_rank`` > 0.
+
+    Args:
+        seed: run seed; fresh adapters are initialised from it.
+        trainable: whether it will be updated; otherwise parameters are frozen and no adapter is added.
+
+    Raises:
+        ModelError: the directory is missing, holds no model, or the adapter does not fit.
+    """
+    model = _load(AutoModelForCausalLM, config)
+    model.to(device)  # type: ignore[arg-type]
+    return as_policy(model, config, seed=seed, trainable=trainable)
+
+
+def as_policy(model: PreTrainedModel, config: ModelConfig, *, seed: int, trainable: bool) -> nn.Module:
+    """Prepare a causal model: add adapters if it trains with them, freeze it if it does not train, set attention and checkpointing."""
+    ready: nn.Module = model
+    if not trainable:
+        model.requires_grad_(False).eval()
+    elif config.lora_rank > 0 or config.lora_adapter_path:
+        ready = _with_adapter(model, config, seed)
+    prepare(ready, config, trainable=trainable)
+    return ready
+
+
+def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
+    """Load a value model: the same backbone with one output a token. A new output layer is zero, so all values are 0."""
+    model = _load(AutoModelForTokenClassification, config, **VALUE_SETTINGS)
+    head = value_head(model)
+    if not any("Classification" in name for name in saved_settings(config).architectures or []):
+        nn.init.zeros_(head.weight)
+        if head.bias is not None:
+            nn.init.zeros_(head.bias)
+    model.to(device)  # type: ignore[arg-type]
+    prepare(model, config)
+    return model
+
+
+def load_reward_model(config: ModelConfig, *, device: torch.device, trainable: bool = True) -> nn.Module:
+    """Load a scalar reward model: a backbone with one output, read at the last token of a response.
+
+    A causal model becomes a sequence-classification model with a new output layer of zeros. A sequence-classification or
+    token-classification model with one label is loaded unchanged.
+    """
+    saved = saved_settings(config)
+    kinds = " ".join(saved.architectures or [])
+    if "Classification" in kinds and saved.num_labels != 1:
+        raise ModelError(
+            f"'{config.path}' is a classifier with {saved.num_labels} labels, a reward model has one output",
+            where="model.path",
+            fix="use a causal model or a classifier with num_labels=1",
+        )
+    factory = AutoModelForTokenClassification if "TokenClassification" in kinds else AutoModelForSequenceClassification
+    model = _load(factory, config, num_labels=1)
+    if "Classification" not in kinds:
+        nn.init.zeros_(value_head(model).weight)
+    model.to(device)  # type: ignore[arg-type]
+    if not trainable:
+        model.requires_grad_(False).eval()
+    prepare(model, config, trainable=trainable)
+    return model
+
+
+def saved_model(config: ModelConfig, directory: Path) -> ModelConfig:
+    """Point ``config`` to the weights of a checkpoint: all of them, or an adapter for the same base."""
+    if (directory / "adapter_config.json").is_file():
+        return dataclasses.replace(config, lora_adapter_path=str(directory))
+    return dataclasses.replace(config, path=str(directory), override_config={})
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside ``model``, with any adapters in place."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"expected a Hugging Face model, got {type(inner).__name__}")
+    return inner
+
+
+def value_head(model: nn.Module) -> nn.Linear:
+    """The output layer of a token-classification model."""
+    head = getattr(model, "score", None) or getattr(model, "classifier", None)
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"{type(model).__name__} has no linear token-classification head", fix="use another critic.model.path"
+        )
+    return head
+
+
+@contextlib.contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Disable the LoRA adapters within the block: the reference policy."""
+    if not isinstance(model, PeftModel):
+        raise TypeError("the model has no adapter to switch off")
+    with model.disable_adapter():
+        yield
+
+
+def _path(config: ModelConfig) -> str:
+    if not config.path:
+        raise ModelError("no model given", where="model.path", fix="model.path=<Hugging Face model directory>")
+    return config.path
+
+
+def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedModel:
+    path = _path(config)
+    with _explained(path):
+        settings = model_settings(config, **overrides)
+        with _quiet():
+            model, report = factory.from_pretrained(
+                path,
+                config=settings,
+                dtype=torch.float32,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=True,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+    missing = [name for name in report["missing_keys"] if not name.startswith(("score.", "classifier."))]
+    if missing:
+        raise ModelError(
+            f"the weights in '{path}' lack {len(missing)} tensors, {missing[0]} among them",
+            why="they would be random",
+            where="model.path",
+            fix="check that the directory holds config.json and *.safetensors of one model",
+        )
+    _copy_from_file(model)
+    return model
+
+
+def load_empty(factory: Any, config: ModelConfig, **overrides: Any) -> tuple[PreTrainedModel, WeightFiles]:
+    """Build the model without storage for its parameters; returns it with the files to fill it from.
+
+    Raises:
+        ModelError: the directory is missing or holds no model in safetensors files.
+    """
+    path = _path(config)
+    with _explained(path), _quiet():
+        settings = model_settings(config, **overrides)
+        model = empty_model(factory, settings, trust_remote_code=config.trust_remote_code)
+        return model, WeightFiles(Path(path), model)
+
+
+def model_settings(config: ModelConfig, **overrides: Any) -> PreTrainedConfig:
+    """The model's config with the user's changes and ``overrides`` applied."""
+    path = _path(config)
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(
+            f"'{path}' is not a model directory: it has no config.json",
+            where="model.path",
+            fix="give a Hugging Face model directory, or make one with `hone init`",
+        )
+    settings = saved_settings(config)
+    require_known(config.override_config, settings)
+    settings.update({**config.override_config, **overrides})
+    return settings
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Turn errors of reading a model into a ModelError, which the user can fix."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot load the model in '{path}': {str(error).splitlines()[0]}",
+            where="model.path",
+            fix="check that the directory holds config.json and *.safetensors of one model",
+        ) from error
+
+
+def _copy_from_file(model: nn.Module) -> None:
+    """Copy weights out of the memory-mapped file.
+
+    In the file their alignment depends on the header, and matmuls differ in the last bit with alignment, so a resumed run would
+    diverge. A file that changes would also change the weights.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers within the block; problems of a model are errors here."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()  # a bar for a few files says nothing, and tears the progress line
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def saved_settings(config: ModelConfig) -> PreTrainedConfig:
+    """Read the model's own configuration."""
+    return AutoConfig.from_pretrained(_path(config), trust_remote_code=config.trust_remote_code, local_files_only=True)
+
+
+def require_known(overrides: dict[str, Any], settings: PreTrainedConfig) -> None:
+    """Check that a model of this kind has these settings, since transformers takes any name and ignores it.
+
+    Raises:
+        ModelError: it has none of that name.
+    """
+    known = settings.to_dict()
+    for name in overrides:
+        if name not in known and not hasattr(settings, name):
+            raise ModelError(
+                f"{type(settings).__name__} has no setting '{name}'",
+                why="the model would ignore it",
+                fix=did_you_mean(name, known),
+                where=f"model.override_config.{name}",
+            )
+
+
+def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
+    with standing_in(model):
+        return _add_adapter(model, config, seed)
+
+
+def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
+    if config.lora_adapter_path:
+        try:
+            return PeftModel.from_pretrained(model, config.lora_adapter_path, is_trainable=True)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ModelError(
+                f"cannot load the adapter in '{config.lora_adapter_path}': {str(error).splitlines()[0]}",
+                where="model.lora_adapter_path",
+                fix="give a PEFT adapter directory made for this model",
+            ) from error
+    targets = config.target_modules
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT scales by alpha / r, any number does
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "lora-init"))
+        try:
+            with warnings.catch_warnings():  # PEFT reads a property that transformers renamed
+                warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+                return get_peft_model(model, lora)
+        except ValueError as error:
+            raise ModelError(
+                str(error).splitlines()[0], where="model.target_modules", fix="model.target_modules=all-linear"
+            ) from error
+
+
+def prepare(model: nn.Module, config: ModelConfig, *, trainable: bool = True) -> None:
+    """Switch ``model`` to Hone's attention; if it is trained, apply the configured memory savings for activations."""
+    use_hone_attention(model)
+    inner = causal_lm(model)
+    inner.config.use_cache = False
+    if trainable and config.tiled_mlp.enabled:
+        tile_mlps(layers_of(inner), config.tiled_mlp.num_shards)
+    if trainable and config.enable_gradient_checkpointing:
+        _checkpoint_layers(inner)
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Enable gradient checkpointing: each layer keeps only its input and is recomputed in the backward pass.
+
+    transformers 5.2x also hooks the embeddings, which only reentrant checkpointing needs. The hook is removed, because
+    :mod:`hone.models.llama` does not support hooks between the parts of a model.
+    """
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # transformers 5 renamed it
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False})
+    if getattr(model, "_require_grads_hook", None) is not None:
+        model.disable_input_require_grads()
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's layers, which are the modules that transformers never splits over devices."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

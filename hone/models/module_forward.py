@@ -1,0 +1,76 @@
+"""The forward pass for generation of any model, by its own module: the reference for the faster executors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hone.models.attention.context import AttentionContext
+
+
+class Forward(Protocol):
+    """A forward pass for generation."""
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Enter the mode in which ``hidden`` and ``logits`` may be called."""
+        ...
+
+    def release(self) -> None:
+        """Drop copies of weights; call it when the weights have changed."""
+        ...
+
+    def hidden(self, ids: Tensor, context: AttentionContext) -> Tensor:
+        """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; the context receives keys and values."""
+        ...
+
+    def logits(self, ids: Tensor, context: AttentionContext) -> Tensor:
+        """Logits ``[batch, length, V]``."""
+        ...
+
+
+class ModuleForward:
+    """Forward pass of any causal language model by its own module.
+
+    Args:
+        causal: the model.
+        bfloat16: whether matmuls run in bfloat16.
+    """
+
+    def __init__(self, causal: nn.Module, *, bfloat16: bool) -> None:
+        self._causal, self._bfloat16 = causal, bfloat16
+        self._decoder: Any = causal.get_decoder()  # type: ignore[operator]
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Enter the compute mode: no gradients, autocast in bfloat16.
+
+        Autocast keeps its bfloat16 copy of a weight for the length of the block only if the weight requires a gradient, so
+        within the block all weights do.
+        """
+        parameters = list(self._causal.parameters())
+        frozen = [p for p in parameters if not p.requires_grad] if self._bfloat16 else []
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            with torch.no_grad(), torch.autocast(parameters[0].device.type, torch.bfloat16, self._bfloat16):
+                yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    def release(self) -> None:
+        """Nothing is copied, so nothing is dropped."""
+
+    def hidden(self, ids: Tensor, context: AttentionContext) -> Tensor:
+        """Last hidden states ``[batch, length, H]`` of ``ids [batch, length]``; the context receives keys and values."""
+        return self._decoder(
+            input_ids=ids, position_ids=context.position_ids, context=context, use_cache=False
+        ).last_hidden_state
+
+    def logits(self, ids: Tensor, context: AttentionContext) -> Tensor:
+        """Logits ``[batch, length, V]``."""
+        return self._causal(input_ids=ids, position_ids=context.position_ids, context=context, use_cache=False).logits

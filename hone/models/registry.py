@@ -1,0 +1,155 @@
+"""Registry of model families: one entry a family, read by loading, attention, the native engine and the plan.
+
+A family without an entry works as long as its attention goes through transformers' attention interface; :func:`family_of`
+then returns the default entry. An entry is needed for what transformers does not say: a layer that Hone computes itself, an
+attention of the family's own with its KV cache, a tensor-parallel plan, or random initialisation by ``hone init``.
+
+Importing this module loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hone.registry import Registry
+
+if TYPE_CHECKING:
+    from hone.models.attention.cache import LayerCache
+
+ARCHITECTURES: Registry[RandomInit] = Registry("architecture", key="--arch")
+"""Families that ``hone init`` can initialise."""
+_FAMILIES: dict[str, ModelFamily] = {}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model to initialise."""
+
+    layers: int
+    hidden: int
+    width: int
+    head: int
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return self.hidden // self.head
+
+    @property
+    def key_value_heads(self) -> int:
+        """Half the attention heads if their number is even, else all of them."""
+        return self.heads // 2 if self.heads % 2 == 0 else self.heads
+
+
+@dataclass(frozen=True)
+class RandomInit:
+    """Settings by which ``hone init`` configures a family.
+
+    Attributes:
+        name: value of ``--arch``.
+        model_type: of the transformers config.
+        tied: whether input and output embeddings are one matrix.
+        settings: further keys of the config, from the shape and the context length.
+    """
+
+    name: str
+    model_type: str
+    tied: bool
+    settings: Callable[[Shape, int], dict[str, Any]] = field(default=lambda shape, context: {})
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Numbers that a model's KV cache holds, summed over its layers.
+
+    Attributes:
+        per_token: for every cached token.
+        per_sequence: for every sequence, whatever its length (the state of linear attention).
+    """
+
+    per_token: int
+    per_sequence: int = 0
+
+
+def keys_and_values_size(settings: Mapping[str, Any]) -> CacheSize:
+    """Size of a cache of keys and values, from the content of a ``config.json``."""
+    heads = settings["num_attention_heads"]
+    width = settings.get("head_dim") or settings["hidden_size"] // heads
+    kv_heads = settings.get("num_key_value_heads") or heads
+    return CacheSize(settings["num_hidden_layers"] * 2 * kv_heads * width)
+
+
+def keys_and_values(config: Any, layer: int) -> LayerCache:
+    """Cache of keys and values; it takes its shape from the first keys and values that arrive."""
+    from hone.models.attention.cache import KVLayerCache
+
+    return KVLayerCache()
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """The entry of the models of one ``model_type``.
+
+    Attributes:
+        model_type: of the transformers config.
+        own_attention: whether the family's attention modules call ``context.attend`` or ``context.mix`` themselves. Otherwise
+            attention goes through transformers' attention interface, and models that bypass it are refused.
+        layer_cache: makes the cache of one layer, from the model's config and the index of the layer.
+        cache_size: size of the caches of all layers, from the content of a ``config.json``; the plan of a run reads it.
+        tensor_plan: module pattern below the decoder to style of tensor parallelism; empty refuses it, None means the plan
+            of the transformers config.
+        llama_shaped: whether :mod:`hone.models.llama` computes the layers.
+        qk_norm: whether queries and keys are normalised; the plan of a run reads it.
+        init: how ``hone init`` makes such a model; None if it does not.
+    """
+
+    model_type: str
+    own_attention: bool = False
+    layer_cache: Callable[[Any, int], LayerCache] = keys_and_values
+    cache_size: Callable[[Mapping[str, Any]], CacheSize] = keys_and_values_size
+    tensor_plan: Mapping[str, str] | None = None
+    llama_shaped: bool = False
+    qk_norm: bool = False
+    init: RandomInit | None = None
+
+
+def register_model(family: ModelFamily, *, config_class: Any = None, model_class: Any = None) -> ModelFamily:
+    """Register a family, and its classes with transformers where they are not transformers' own.
+
+    Args:
+        family: the entry.
+        config_class: a ``PreTrainedConfig`` whose ``model_type`` is the family's, or None.
+        model_class: a causal language model for that config, or None.
+
+    Raises:
+        ValueError: the model type is registered already.
+    """
+    if family.model_type in _FAMILIES:
+        raise ValueError(f"model family '{family.model_type}' is registered already")
+    if config_class is not None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        AutoConfig.register(family.model_type, config_class)
+        AutoModelForCausalLM.register(config_class, model_class)
+    _FAMILIES[family.model_type] = family
+    if family.init is not None:
+        ARCHITECTURES.register(family.init.name)(family.init)
+    return family
+
+
+def family_of(model_type: str) -> ModelFamily:
+    """The entry of a model type, or a default entry for a type that is not registered."""
+    return _FAMILIES.get(model_type) or ModelFamily(model_type)
+
+
+def registered_families() -> list[ModelFamily]:
+    """All registered families, by model type."""
+    return [_FAMILIES[name] for name in sorted(_FAMILIES)]
+
+
+def tensor_plan_of(model_type: str, config: Any) -> Mapping[str, str] | None:
+    """The tensor-parallel plan of a model: that of its family, else that of its transformers config (class or object)."""
+    plan = family_of(model_type).tensor_plan
+    return getattr(config, "base_model_tp_plan", None) if plan is None else plan

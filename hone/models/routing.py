@@ -1,0 +1,81 @@
+"""Route the attention of a Hugging Face model to Hone's, and refuse models that this cannot control."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hone.errors import ModelError
+from hone.models.attention.context import NAME
+from hone.models.registry import family_of
+
+_CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def use_hone_attention(model: nn.Module) -> None:
+    """Switch ``model`` (plain, PEFT-wrapped, with any head) to this attention.
+
+    Raises:
+        ModelError: the model's attention cannot be replaced, or tokens meet outside attention.
+    """
+    for module in model.modules():
+        problem = _obstacle(module) if isinstance(module, PreTrainedModel) else ""
+        if problem:
+            raise ModelError(
+                f"{type(module).__name__} cannot be trained or sampled from: {problem}",
+                why="sequences are packed end to end; only attention through transformers' ALL_ATTENTION_FUNCTIONS "
+                "keeps them separate",
+                where="model.path",
+                fix="use a decoder such as Qwen3, Llama, Mistral, Gemma or GPT-OSS, or register the family with an attention of "
+                "its own (docs/extending.md)",
+            )
+    for config in _configs(model):
+        config._attn_implementation = NAME
+
+
+@contextlib.contextmanager
+def attention_of(model: nn.Module, name: str) -> Iterator[None]:
+    """Within the block ``model`` uses another attention, for example transformers' own ``"eager"``."""
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    for config, _ in before:
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation = implementation
+
+
+def _obstacle(model: PreTrainedModel) -> str:
+    """Say why no context can control where the model's tokens meet; empty when one can."""
+    config = model.config
+    if family_of(config.model_type).own_attention:
+        return ""
+    if not any("attention" in type(module).__name__.lower() for module in model.modules()):
+        return "it has no attention layers"
+    if not type(model)._can_set_attn_implementation():
+        return "its attention does not go through transformers' ALL_ATTENTION_FUNCTIONS"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder besides its decoder"
+    if getattr(config, "use_bidirectional_attention", False) in (True, "all"):
+        return "its config sets use_bidirectional_attention"
+    other = sorted({*(getattr(config, "layer_types", None) or ())} - _CAUSAL_LAYERS)
+    if other or type(model)._is_stateful:
+        return f"it has layers of kind {', '.join(other) or 'recurrent'}"
+    return ""
+
+
+def _configs(model: nn.Module) -> list[PretrainedConfig]:
+    """Every config that a module of the model holds, sub-configs included, each once."""
+    seen: dict[int, PretrainedConfig] = {}
+    waiting: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PretrainedConfig) and id(config) not in seen:
+            seen[id(config)] = config
+            waiting.extend(getattr(config, name, None) for name in config.sub_configs)
+    return list(seen.values())

@@ -1,0 +1,212 @@
+"""Build models without storage, and fill them from safetensors files one parameter at a time.
+
+A process that holds a part of a model never needs memory for all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from hone.errors import ModelError
+
+
+class WeightFiles:
+    """The safetensors files of a Hugging Face directory, read as the parameters of ``model``.
+
+    Files may name and split weights differently from the module (one matrix an expert, for example). transformers' table of
+    conversions is applied, and the tensors of one parameter are read at a time.
+
+    Args:
+        directory: of the model.
+        model: as transformers builds it, before adapters; storage is not needed.
+
+    Raises:
+        ModelError: there are no safetensors files.
+    """
+
+    def __init__(self, directory: Path, model: PreTrainedModel) -> None:
+        self.files = _files(directory)
+        self.config = model.config
+        self._readers: dict[Path, Any] = {}
+        transforms = get_model_conversion_mapping(model)
+        renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        known = model.state_dict()
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}
+        self._converters: dict[str, WeightConverter] = {}
+        for key in sorted(self.files, key=_natural):
+            target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+            self._sources.setdefault(target, []).append((key, pattern))
+            if pattern is not None:
+                self._converters[target] = by_pattern[pattern]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameter names of the module with their values, one at a time."""
+        for target, sources in self._sources.items():
+            if target not in self._converters:
+                yield target, self._read(sources[0][0])
+                continue
+            converter = copy.deepcopy(self._converters[target])
+            for key, pattern in sources:
+                converter.add_tensor(target, key, str(pattern), self._read(key))  # type: ignore[arg-type]
+            for name, value in converter.convert(target, config=self.config).items():
+                yield name, value[0] if isinstance(value, list) else value
+
+    def _read(self, key: str) -> Tensor:
+        file = self.files[key]
+        if file not in self._readers:
+            self._readers[file] = safe_open(file, framework="pt")
+        return self._readers[file].get_tensor(key)
+
+
+def empty_model(factory: Any, settings: Any, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Build the model of a transformers config with parameters on the meta device; compute buffers, which no file holds."""
+    with torch.device("meta"):
+        model = factory.from_config(
+            settings, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    for module in model.modules():
+        buffers = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in buffers:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+        if buffers:
+            with torch.no_grad():
+                model._init_weights(module)
+    return model
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module) -> Iterator[None]:
+    """Replace meta parameters within the block by CPU tensors without memory, so that adapters added there get storage."""
+    originals = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                stand_in = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=parameter.requires_grad)
+                originals.append((module, name, parameter, stand_in))
+                module._parameters[name] = stand_in
+    try:
+        yield
+    finally:
+        for module, name, parameter, stand_in in originals:
+            module._parameters[name] = parameter.requires_grad_(stand_in.requires_grad)
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give every meta parameter storage for its local part; tied parameters stay tied."""
+    created: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in created:
+                created[id(parameter)] = nn.Parameter(
+                    torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                )
+            module._parameters[name] = created[id(parameter)]
+
+
+@torch.no_grad()
+def fill(model: nn.Module, files: WeightFiles, *, fresh: tuple[str, ...] = ()) -> None:
+    """Copy this rank's part of the files into every parameter.
+
+    Args:
+        fresh: name prefixes of parameters that become zero if no file has them.
+
+    Raises:
+        ModelError: parameters are missing in the files, or have another shape.
+    """
+    parameters = {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name
+    }
+    waiting = set(parameters)
+    for name, value in files.tensors():
+        parameter = parameters.get(name)
+        if parameter is None:
+            continue
+        if parameter.shape != value.shape:
+            raise ModelError(
+                f"'{name}' has shape {list(value.shape)} in the files and {list(parameter.shape)} in the model",
+                where="model.path",
+                fix="check that the directory holds config.json and *.safetensors of one model",
+            )
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.copy_(local_part(value, parameter))
+        waiting.discard(name)
+    for name in [name for name in waiting if name.startswith(fresh)]:
+        parameters[name].zero_()
+        waiting.discard(name)
+    if waiting:
+        raise ModelError(
+            f"the weights lack {len(waiting)} tensors, {min(waiting)} among them",
+            why="they would be random",
+            where="model.path",
+            fix="check that the directory holds config.json and *.safetensors of one model",
+        )
+
+
+def local_part(full: Tensor, parameter: Tensor) -> Tensor:
+    """The part of ``full`` that this rank holds of ``parameter``; needs no communication.
+
+    The innermost dimension of the mesh is split first: FSDP shards what tensor or expert parallelism leaves.
+    """
+    if not isinstance(parameter, DTensor):
+        return full
+    mesh = parameter.device_mesh
+    for dimension in reversed(range(mesh.ndim)):
+        dim = sharded_dim(parameter, dimension)
+        if dim is not None:
+            start, length = piece(full.shape[dim], mesh.size(dimension), mesh.get_local_rank(dimension))
+            full = full.narrow(dim, start, length)
+    return full
+
+
+def sharded_dim(parameter: DTensor, dimension: int) -> int | None:
+    """Tensor dimension that is split over ``dimension`` of the mesh, or None if each rank there has a copy."""
+    return getattr(parameter.placements[dimension], "dim", None)  # of a shard, plain or strided
+
+
+def piece(size: int, pieces: int, place: int) -> tuple[int, int]:
+    """Start and length of part ``place`` if ``size`` is split into ``pieces``; the last parts may be short or empty."""
+    length = -(-size // pieces)
+    start = min(length * place, size)
+    return start, min(length, size - start)
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """Tensor name to file."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    single = directory / "model.safetensors"
+    if not single.is_file():
+        raise ModelError(
+            f"'{directory}' holds no model.safetensors",
+            why="a model that is divided over processes is read tensor by tensor, which only safetensors files allow",
+            where="model.path",
+            fix="save it with transformers' save_pretrained",
+        )
+    with safe_open(single, framework="pt") as reader:
+        return dict.fromkeys(reader.keys(), single)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that orders ``experts.2`` before ``experts.10``."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

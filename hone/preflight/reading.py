@@ -1,0 +1,47 @@
+"""Readers that rules and the memory plan share: lists of files, the columns of a run, JSON files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hone.config.sft import SFTConfig
+from hone.config.tree import RLConfig
+from hone.config.trees import AnyConfig
+
+
+def columns(config: AnyConfig) -> tuple[str, ...]:
+    """Return the columns of a dataset that a run or its checks read."""
+    data = config.data
+    if isinstance(config, RLConfig):
+        return (config.data.prompt_key, config.data.reward_fn_key, "reward_model", "extra_info", "agent_name", "tools")
+    if isinstance(config, SFTConfig):
+        return (config.data.messages_key,)
+    return (
+        *(data.prompt_key, data.chosen_key, data.rejected_key),  # type: ignore[union-attr]
+        *(data.completion_key, data.label_key, data.tools_key),  # type: ignore[union-attr]
+    )
+
+
+def required(config: AnyConfig) -> tuple[str, ...]:
+    """Return the columns that a row needs to be checked at all."""
+    if isinstance(config, RLConfig):
+        return (config.data.prompt_key, config.data.reward_fn_key)
+    return (config.data.messages_key,) if isinstance(config, SFTConfig) else ()
+
+
+def file_list(files: Any) -> list[str]:
+    """Return None, one path or several paths as a list."""
+    if files is None:
+        return []
+    return [files] if isinstance(files, str) else list(files)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty when the file is missing or holds no object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

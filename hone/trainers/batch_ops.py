@@ -1,0 +1,262 @@
+"""Batch ops: the role that computes on tokens without a model, in the process that has the columns.
+
+With one process that is the current one; on a cluster it is one of the workers, and the driver sees only names and numbers. The role
+keeps the state between steps: the KL controller and the invariants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
+from hone.cluster.context import WorkerContext
+from hone.cluster.dispatch import Split, dispatch
+from hone.cluster.reward_model import JUDGED, JUDGEMENT
+from hone.cluster.roles import RoleUpdate
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.insight.invariants import Invariants
+from hone.insight.metrics import MetricStore
+from hone.insight.run_directory import RunDirectory
+from hone.rewards.placement import share_rewards, token_rewards
+from hone.trainers.estimates import estimate
+from hone.trainers.judged_rewards import JudgedRewards
+from hone.trainers.reporting import batch_metrics, rollout_records
+from hone.trainers.scoring import TrainingRewards
+from hone.trainers.update_view import correct, update_view
+from hone.trainers.validation import Evaluation, evaluate_answers
+from hone.training.preferences import own_pairs
+
+
+class BatchOps:
+    """Batch ops of a step: rewards, estimates, checks and reports.
+
+    Args:
+        context: context of the process.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.config = config = context.config
+        self.directory = RunDirectory(Path(config.trainer.default_local_dir))
+        self.rewards = JudgedRewards(config.reward)
+        limit = config.data.max_response_length
+        self.training_rewards = TrainingRewards(self.rewards, config.reward.overlong_buffer, limit)
+        self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+        self.kl_ctrl = kl_controller(**vars(config.algorithm.kl_ctrl))
+        self.invariants = Invariants(
+            config.actor_rollout_ref.actor.dtype,
+            decode=lambda ids: str(context.tokenizer.decode(ids)),
+            dump=self._dump,
+        )
+        self.published = Invariants(config.actor_rollout_ref.actor.dtype)
+        self.metrics = MetricStore()
+
+    def close(self) -> None:
+        """Stop the processes of reward functions."""
+        self.rewards.close()
+
+    # scores ----------------------------------------------------------------------------------------------------------
+
+    @dispatch(Split.ZERO)
+    def check_rewards(
+        self, data_sources: Mapping[str, int], self_scored: frozenset[str] = frozenset()
+    ) -> dict[str, str]:
+        """Check that every data source can be scored; return the scorers with hashes of their code.
+
+        See :meth:`RewardManager.check`.
+        """
+        self.rewards.check(data_sources, self_scored)
+        return self.rewards.identity(data_sources)
+
+    @dispatch(Split.ZERO, objects=True)
+    async def score(self, batch: Batch, *, training: bool) -> Batch:
+        """Return ``score`` of every episode, equal for all its segments; in training with the length penalty."""
+        rewards = self.training_rewards if training else self.rewards
+        judged = batch.tensor(JUDGED).tolist() if JUDGED in batch else None
+        judgements = batch.objects(JUDGEMENT) if JUDGEMENT in batch else None
+        trajectories = batch.objects("trajectory")
+        return Batch(
+            {"score": share_rewards(trajectories, await rewards.score(trajectories, judged, judgements=judgements))}
+        )
+
+    @dispatch(Split.ZERO)
+    def broken_groups(self, batch: Batch) -> list[str]:
+        """Return the groups with a failed episode."""
+        return list(
+            dict.fromkeys(uid for uid, broken in zip(batch.uids, batch.tensor("broken"), strict=True) if broken)
+        )
+
+    @dispatch(Split.ZERO, objects=True)
+    def values_of(self, batch: Batch, metric: str | None) -> tuple[list[float], list[str] | None]:
+        """Return the values that dynamic sampling compares; see :func:`values_of`."""
+        return values_of(batch, metric)
+
+    @dispatch(Split.ZERO, objects=True)
+    def place_rewards(self, batch: Batch) -> Batch:
+        """Place each reward on the last sampled token of its response, except turn and token rewards."""
+        mask, scores = batch.ragged("response_mask"), batch.objects("score")
+        totals = torch.tensor([score.total for score in scores], dtype=torch.float32)
+        rewards = mask.with_values(torch.zeros(len(mask.values)))
+        for row, score in enumerate(scores):
+            begin = int(mask.offsets[row])
+            for token, reward in token_rewards(score, mask.row(row).tolist()).items():
+                rewards.values[begin + token] = reward
+        self.invariants.check_finite("reward", totals, batch)
+        return Batch({"token_level_scores": rewards, "token_level_rewards": rewards, "reward": totals})
+
+    @dispatch(Split.ZERO, objects=True)
+    def baselines(self, batch: Batch, greedy: Batch) -> Batch:
+        """Return ``reward_baselines``: the reward of the greedy response to each row's prompt (ReMax)."""
+        return Batch({"reward_baselines": baselines(batch, greedy)})
+
+    @dispatch(Split.ZERO, objects=True)
+    def validation(self, batch: Batch, n: int, shown: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Return metrics of scored answers, ``n`` per prompt, and the first ``shown`` records."""
+        evaluation: Evaluation = evaluate_answers(batch.objects("trajectory"), batch.objects("score"), n)
+        return evaluation.metrics, evaluation.records(shown)
+
+    # columns ---------------------------------------------------------------------------------------------------------
+
+    @dispatch(Split.ZERO)
+    def correct(self, batch: Batch) -> Batch:
+        """Measure the gap between engine and trainer, and correct it if configured."""
+        corrected = correct(batch, self.config.algorithm, self.metrics)
+        return corrected.select(*(name for name in corrected.names() if name not in batch))
+
+    @dispatch(Split.ZERO)
+    def kl_in_reward(self, batch: Batch) -> Batch:
+        """Subtract the KL penalty from the token rewards, and adapt its coefficient."""
+        mask = batch.ragged("response_mask")
+        rewards, mean_kl = apply_kl_penalty(
+            batch.ragged("token_level_scores").to_padded(),
+            batch.ragged("old_log_probs").to_padded(),
+            batch.ragged("ref_log_probs").to_padded(),
+            mask.to_padded(),
+            self.kl_ctrl.value,
+            self.config.algorithm.kl_penalty,
+        )
+        self.metrics.add("actor/reward_kl_penalty", mean_kl)
+        self.metrics.add("actor/reward_kl_penalty_coeff", self.kl_ctrl.value)
+        self.kl_ctrl.update(float(mean_kl), len(batch))
+        return Batch({"token_level_rewards": Ragged.from_padded(rewards, mask.lengths)})
+
+    @dispatch(Split.ZERO, objects=True)
+    def advantages(self, batch: Batch) -> Batch:
+        """Run the advantage estimator over the complete batch."""
+        advantages, returns = estimate(self.estimator, batch, self.config.algorithm)
+        self.invariants.check_finite("advantages", advantages, batch)
+        return Batch({"advantages": advantages, "returns": returns})
+
+    @dispatch(Split.ZERO)
+    def update_view(self, batch: Batch, step: int, *, pairs: bool) -> Batch:
+        """Return the training rows: resampled (PF-PPO), or with ``pairs`` the best and worst answer to each prompt, adjacent."""
+        config = self.config
+        n, seed = config.actor_rollout_ref.rollout.n, config.trainer.seed
+        view = update_view(batch, config.algorithm, n=n, seed=seed, step=step)
+        if pairs:
+            view = own_pairs(view, config.actor_rollout_ref.actor.preference_loss.margin)
+            self.metrics.add("actor/preference_pairs", len(view) // 2)
+        return view
+
+    # checks ----------------------------------------------------------------------------------------------------------
+
+    @dispatch(Split.ZERO)
+    def check_sampled(self, batch: Batch) -> None:
+        """Check that groups are complete and masks fit their responses."""
+        segment_numbers = batch.tensor("part").tolist()
+        episodes = [uid for uid, part in zip(batch.uids, segment_numbers, strict=True) if part == 0]
+        self.invariants.check_groups(episodes, self.config.actor_rollout_ref.rollout.n)
+        self.invariants.check_mask(batch)
+
+    @dispatch(Split.ZERO)
+    def check_engine(self, batch: Batch) -> None:
+        """Check that engine and trainer agree on the log-probs of sampled tokens."""
+        self.invariants.check_canary(batch.ragged("rollout_log_probs"), batch.ragged("old_log_probs"), batch)
+
+    @dispatch(Split.ZERO)
+    def check_published(self, batch: Batch) -> None:
+        """Check that engine and trainer agree on the canary prompts after a weight sync."""
+        gap = self.published.check_canary(
+            batch.ragged("rollout_log_probs"), batch.ragged("log_probs"), batch, fixed=True
+        )
+        self.metrics.add("rollout/canary_gap", gap)
+
+    @dispatch(Split.ZERO, objects=True)
+    def check_ids(self, batch: Batch) -> None:
+        """Check that the tokens to train on are the sampled ones."""
+        self.invariants.check_ids(batch)
+
+    @dispatch(Split.ZERO, objects=True)
+    def check_update(self, batch: Batch | None, role: str, update: RoleUpdate) -> None:
+        """Check that gradients are finite, and that the actor's first update has ratio 1 to the rollout policy.
+
+        Args:
+            batch: batch for the dump; None if no update was skipped.
+        """
+        results = update.results
+        if role == "actor" and results and any(results[0].statistics):
+            self.invariants.check_first_ratio(results[0], self.metrics)  # a mini-batch may be rejected or have no pairs
+        self.invariants.check_updates(role, results, batch)
+
+    # reports ---------------------------------------------------------------------------------------------------------
+
+    @dispatch(Split.ZERO, objects=True)
+    def report(self, batch: Batch) -> MetricStore:
+        """Return all metrics of the batch and those collected during the step."""
+        metrics, self.metrics, data = self.metrics, MetricStore(), self.config.data
+        batch_metrics(
+            metrics, batch, max_prompt_length=data.max_prompt_length, max_response_length=data.max_response_length
+        )
+        self.invariants.report(metrics)
+        return metrics
+
+    @dispatch(Split.ZERO, objects=True)
+    def write_rollouts(self, batch: Batch, step: int) -> None:
+        """Write every sample of the step to ``rollouts/``."""
+        self.directory.write_rollouts(step, rollout_records(batch))
+
+    def _dump(self, name: str, batch: Batch) -> Path:
+        """Write a batch that violated an invariant to ``dumps/``."""
+        return self.directory.write_records(self.directory.path / "dumps" / f"{name}.jsonl", rollout_records(batch))
+
+    # state -----------------------------------------------------------------------------------------------------------
+
+    @dispatch(Split.ZERO)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a resumed run as plain JSON values."""
+        return {
+            "kl_ctrl": self.kl_ctrl.state_dict(),
+            "invariants": self.invariants.state_dict(),
+            "published": self.published.state_dict(),
+        }
+
+    @dispatch(Split.ZERO)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of :meth:`state_dict`."""
+        self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        self.invariants.load_state_dict(state["invariants"])
+        self.published.load_state_dict(state["published"])
+
+
+def values_of(batch: Batch, metric: str | None) -> tuple[list[float], list[str] | None]:
+    """Return the reward (without length penalty) or the term ``metric`` of each row.
+
+    If no score has that term, also return the names of the existing ones, else None.
+    """
+    scores = batch.objects("score")
+    values = [score.quality if metric is None else score.terms.get(metric, 0.0) for score in scores]
+    valid = [score for score in scores if score.error is None]
+    if metric is None or not valid or any(metric in score.terms for score in valid):
+        return values, None
+    return values, sorted({name for score in valid for name in score.terms})
+
+
+def baselines(batch: Batch, greedy: Batch) -> Tensor:
+    """Return the reward of the greedy response to each row's prompt, ``[B]``."""
+    totals = {uid: score.total for uid, score in zip(greedy.uids, greedy.objects("score"), strict=True)}
+    return torch.tensor([totals[uid] for uid in batch.uids], dtype=torch.float32)

@@ -1,0 +1,182 @@
+"""Training backend of a model that is sharded over processes.
+
+Data-parallel ranks get different rows of a mini-batch; the other ranks of a shard get the same rows. Totals, gradient norm
+and statistics are those of the whole mini-batch on every rank, and so are decisions based on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hone.config.model import ModelConfig
+from hone.config.parallel import FsdpConfig, ParallelConfig
+from hone.data.balance import CostModel
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.models.heads import Head
+from hone.models.kernels.cpu.memory import heap_watch
+from hone.models.loading import adapter_off, causal_lm
+from hone.training.backends.fsdp2.gradients import clip_gradients
+from hone.training.backends.fsdp2.loading import load_sharded
+from hone.training.backends.fsdp2.sharding import Sharded
+from hone.training.backends.fsdp2.tensor_parallel import add_partial_gradients
+from hone.training.backends.protocol import ModelKind, Weights
+from hone.training.checkpoints.model_state import ModelStager
+from hone.training.engine import MicroBatchLoop, TrainSettings
+from hone.training.export_stream import STREAMS
+from hone.training.layout import Meshes
+from hone.training.optimizer import ScheduledOptimizer
+from hone.training.ranks import ProcessRanks
+from hone.training.updates import GatheredRows, LossFn, Outputs, Statistics, UpdateResult
+
+
+class Fsdp2Backend:
+    """This rank's shards of a model and its optimizer; see :class:`~hone.training.backends.protocol.TrainBackend`.
+
+    Args:
+        sharded: this rank's shards, with weights.
+        head: computes the outputs for each response token.
+        settings: device, dtype, optimizer and the budget of a micro-batch.
+        fsdp: configuration of FSDP and offloading.
+    """
+
+    def __init__(self, sharded: Sharded, head: Head, settings: TrainSettings, *, fsdp: FsdpConfig) -> None:
+        self.model, self.head, self.settings, self.fsdp = sharded.computation.model, head, settings, fsdp
+        self._sharded, self._meshes = sharded, sharded.computation.meshes
+        optim = settings.optim
+        self.optimizer = ScheduledOptimizer(self.model, optim, settings.total_steps) if optim else None
+        self._ranks = ProcessRanks(self._meshes.data_group, settings.device)
+        cost = CostModel.from_config(causal_lm(self.model).config.to_dict())
+        self._loop = MicroBatchLoop(sharded.computation, settings, ranks=self._ranks, cost=cost)
+        self._stager = ModelStager(self.model, self.optimizer and self.optimizer.inner)
+        self._offload_parameters()
+
+    @classmethod
+    def build(
+        cls,
+        kind: ModelKind,
+        model: ModelConfig,
+        head: Head,
+        settings: TrainSettings,
+        *,
+        parallel: ParallelConfig,
+        meshes: Meshes | None,
+        seed: int,
+    ) -> Self:
+        """Load this rank's shards of a model. Collective."""
+        if meshes is None:
+            raise RuntimeError("fsdp2 needs the meshes of a layout")
+        fsdp = parallel.fsdp_config
+        sharded = load_sharded(kind, model, settings, fsdp=fsdp, meshes=meshes, seed=seed)
+        return cls(sharded, head, settings, fsdp=fsdp)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks with different rows of a batch."""
+        return self._ranks.size
+
+    def infer_batch(
+        self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None, head: Head | None = None
+    ) -> dict[str, Ragged]:
+        """Run the forward pass without gradient; every rank gets the columns of its rows. Collective."""
+        with self._in_use():
+            self.model.eval()
+            columns = self._loop.infer(batch, head or self.head, with_entropy=with_entropy, max_tokens=max_tokens)
+            self._sharded.root.reshard()  # without a backward pass the last gathered parameters would stay in memory
+        return columns
+
+    def train_batch(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        step: int,
+        with_entropy: bool = False,
+        outputs_seen: Outputs | None = None,
+    ) -> UpdateResult:
+        """Run one optimizer update; ``batch`` has this rank's rows of the mini-batch (possibly none). Collective."""
+        if self.optimizer is None:
+            raise RuntimeError("this backend was built without an optimizer")
+        with self._in_use():
+            self.model.train()
+            self.optimizer.begin()
+            statistics = self._loop.accumulate_gradients(
+                batch, self.head, loss_fn, with_entropy=with_entropy, outputs_seen=outputs_seen
+            )
+            with self._loop.computing():
+                result = self._apply(self.optimizer, step, statistics)
+                if self.settings.device.type == "cpu":
+                    heap_watch()()
+        return result
+
+    def gather_rows(self, local: Batch) -> GatheredRows:
+        """Return the rows of all data-parallel ranks, and the indices of this rank's rows. Collective."""
+        return self._ranks.gather_rows(local)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of schedule position ``step``."""
+        return self.optimizer.learning_rate(step) if self.optimizer else 0.0
+
+    def take_busy_seconds(self) -> float:
+        """Return the seconds of forward, backward and optimizer since the last call."""
+        return self._loop.take_busy_seconds()
+
+    def reference_mode(self) -> AbstractContextManager[None]:
+        """Compute without the adapter inside the block."""
+        return adapter_off(self.model)
+
+    def shared_module(self) -> None:
+        """Return None: no process has the whole model."""
+        return
+
+    def export_weights(self, which: Weights = "all") -> Iterator[tuple[str, Tensor]]:
+        """Yield names and whole parameters, all-gathered in buckets; every rank gets the same. Collective."""
+        with self._in_use():
+            yield from STREAMS[which](self.model)
+
+    def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
+        """Copy this rank's data for the checkpoint at ``location``; return the function that writes it. Collective."""
+        return self._stager.stage(location, name, tokenizer)
+
+    def restore(self, location: str, name: str) -> None:
+        """Load the optimizer state of a checkpoint of any layout. Collective."""
+        self._stager.restore(location, name)
+        if self.optimizer is not None and self.fsdp.optimizer_offload:
+            self.optimizer.move_state(torch.device("cpu"))
+
+    def _apply(self, optimizer: ScheduledOptimizer, step: int, statistics: list[Statistics]) -> UpdateResult:
+        if self.fsdp.optimizer_offload:
+            optimizer.move_state(self.settings.device)
+        if self._meshes.layout.tensor > 1:
+            add_partial_gradients(self._sharded.partial, self._meshes.tensor_group)
+        grad_norm = clip_gradients(optimizer.parameters, optimizer.config.clip_grad, self.settings.device)
+        applied = optimizer.step(step, grad_norm)
+        result = UpdateResult(grad_norm, self._ranks.gather_statistics(statistics), applied)
+        if self.fsdp.optimizer_offload:
+            optimizer.move_state(torch.device("cpu"))
+        return result
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Move offloaded parameters to the device for the time of the block."""
+        if self.fsdp.param_offload:
+            self._move_parameters(self.settings.device)
+        try:
+            yield
+        finally:
+            self._offload_parameters()
+
+    def _offload_parameters(self) -> None:
+        if self.fsdp.param_offload:
+            self._move_parameters(torch.device("cpu"))
+
+    def _move_parameters(self, device: torch.device) -> None:
+        if not self.fsdp.offload_policy:  # with offload_policy FSDP keeps the shards on the host
+            self.model.to(device)

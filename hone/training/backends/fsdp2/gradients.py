@@ -1,0 +1,43 @@
+"""Norm and clipping of a sharded gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, device: torch.device) -> float:
+    """Scale the gradient down to a norm of at most ``largest``. Collective over all ranks.
+
+    Returns:
+        The norm before clipping, the same on all ranks.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = gradient_norm(grads, device)
+    if math.isfinite(norm) and norm > largest:
+        for grad in grads:
+            _local(grad).mul_(largest / (norm + 1e-6))
+    return norm
+
+
+def gradient_norm(grads: list[Tensor], device: torch.device) -> float:
+    """Return the norm of the whole gradient, the same on all ranks. Replicas of a shard count once."""
+    world, total = dist.get_world_size(), 0.0
+    for grad in grads:
+        shards = 1
+        if isinstance(grad, DTensor):
+            sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
+            shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
+        total += float(_local(grad).double().square().sum()) * shards / world
+    squares = torch.tensor(total, dtype=torch.float64, device=device)
+    dist.all_reduce(squares)
+    return math.sqrt(float(squares))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,41 @@
+"""Loading of this process's shards from a model directory, without the whole model in any process."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from hone.config.model import ModelConfig
+from hone.config.parallel import FsdpConfig
+from hone.models.loading import VALUE_SETTINGS, as_policy, causal_lm, load_empty, prepare, value_head
+from hone.models.streaming import WeightFiles, fill, materialise
+from hone.training.backends.fsdp2.sharding import Sharded, shard_model
+from hone.training.backends.protocol import ModelKind
+from hone.training.engine import TrainSettings
+from hone.training.layout import Meshes
+
+
+def load_sharded(
+    kind: ModelKind, config: ModelConfig, settings: TrainSettings, *, fsdp: FsdpConfig, meshes: Meshes, seed: int
+) -> Sharded:
+    """Create parameters without storage, shard them, and load the shards one tensor at a time. Collective.
+
+    Raises:
+        ModelError: the model cannot be loaded or sharded with this layout.
+    """
+    model, files = _empty(kind, config, seed)
+    sharded = shard_model(model, meshes, fsdp, settings.dtype)
+    materialise(sharded.computation, torch.device("cpu") if fsdp.offload_policy else settings.device)
+    fill(causal_lm(model), files, fresh=("score.", "classifier.") if kind == "value" else ())
+    return sharded
+
+
+def _empty(kind: ModelKind, config: ModelConfig, seed: int) -> tuple[nn.Module, WeightFiles]:
+    if kind != "value":
+        model, files = load_empty(AutoModelForCausalLM, config)
+        return as_policy(model, config, seed=seed, trainable=kind == "policy"), files
+    model, files = load_empty(AutoModelForTokenClassification, config, **VALUE_SETTINGS)
+    value_head(model)
+    prepare(model, config)
+    return model, files

@@ -1,0 +1,155 @@
+"""Ulysses sequence parallelism over packed rows (Jacobs et al. 2023, arXiv:2309.14509).
+
+The ranks of a group share the tokens of a micro-batch. Token-wise layers work on the rank's chunk of the row; attention gets
+all tokens of some of the heads:
+
+    [local tokens, all heads] -> all-to-all -> [all tokens, local heads] -> attention -> all-to-all -> [local tokens, all heads]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hone.errors import ModelError
+from hone.models.attention.context import AttentionContext, Scoring
+from hone.models.inputs import PackedSequences
+
+SIZE_KEY = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+
+
+@dataclass(frozen=True)
+class SequenceParallelContext:
+    """Attention context of one rank's chunk of a row.
+
+    Attributes:
+        whole: context of the whole row.
+        position_ids: ``[1, n]`` of this rank's tokens; 0 after the row's end.
+        group: the ranks that share the row.
+    """
+
+    whole: AttentionContext
+    position_ids: Tensor
+    group: ProcessGroup
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Compute attention of this rank's tokens: ``[1, heads, n, head_dim]`` to ``[1, n, heads, head_dim]``."""
+        ranks, length = dist.get_world_size(self.group), self.whole.position_ids.shape[1]
+        heads = query.shape[1]
+        key, value = (_for_every_rank(states, ranks) for states in (key, value))
+        queries, keys, values = (
+            _exchange(states[0], 0, 1, self.group)[None, :, :length] for states in (query, key, value)
+        )
+        if scoring.sinks is not None:
+            rank = dist.get_rank(self.group)
+            local_sinks = scoring.sinks.view(ranks, heads // ranks)[rank]
+            scoring = dataclasses.replace(scoring, sinks=local_sinks)
+        mixed = self.whole.attend(layer, queries, keys, values, scoring)[0]  # [N, local heads, head_dim]
+        padded = torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, query.shape[2] * ranks - length))
+        return _exchange(padded, 0, 1, self.group)[None]
+
+    def mix(self, layer: int, mixer: Callable[..., Tensor], *states: Tensor) -> Tensor:
+        """Raise an error: only softmax attention can be divided by heads.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "the model has layers without softmax attention, which sequence parallelism does not support",
+            why="each rank computes softmax attention over all tokens for some of the heads",
+            where=SIZE_KEY,
+            fix=f"{SIZE_KEY}=1",
+        )
+
+
+def local_tokens(packed: PackedSequences, group: ProcessGroup) -> tuple[PackedSequences, Tensor]:
+    """Return this rank's chunk of a packed row.
+
+    Returns:
+        The chunk, whose outputs are for the response tokens predicted in it; and the indices of these among the row's
+        response tokens, ``[r]``.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    length = packed.input_ids.shape[1]
+    size = -(-length // ranks)
+    missing = size * ranks - length
+
+    def chunk(row: Tensor) -> Tensor:
+        return torch.nn.functional.pad(row, (0, missing))[:, rank * size : (rank + 1) * size]
+
+    index = packed.output_index - rank * size
+    indices = ((index >= 0) & (index < size)).nonzero()[:, 0]
+    context = SequenceParallelContext(packed.context, chunk(packed.context.position_ids), group)
+    return PackedSequences(chunk(packed.input_ids), context, index[indices], packed.targets[indices]), indices
+
+
+def gather_outputs(values: Tensor, indices: Tensor, responses: int, group: ProcessGroup) -> Tensor:
+    """Return ``[responses]`` outputs of the whole row from each rank's chunk; gradients flow back to the chunks.
+
+    Every rank computes the same loss from the result, so each rank already has the whole gradient of its values.
+    """
+    return _Collect.apply(values, indices, responses, group)  # type: ignore[return-value]
+
+
+def check_heads(heads: int, key_value_heads: int, ranks: int) -> None:
+    """Raise ModelError if the heads cannot be divided over ``ranks``."""
+    if heads % ranks or (key_value_heads % ranks and ranks % key_value_heads):
+        raise ModelError(
+            f"{heads} attention heads with {key_value_heads} key-value heads cannot be divided over {ranks} "
+            "sequence-parallel ranks",
+            why="in attention each rank computes all tokens of its heads",
+            where=SIZE_KEY,
+            fix=f"{SIZE_KEY}=<a divisor of {heads} that divides {key_value_heads} or is a multiple of it>",
+        )
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, indices: Tensor, responses: int, group: ProcessGroup) -> Tensor:
+        ctx.save_for_backward(indices)
+        whole = values.new_zeros(responses)
+        whole[indices] = values
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors
+        return grads[0][indices], None, None, None
+
+
+def _for_every_rank(states: Tensor, ranks: int) -> Tensor:
+    """Repeat key or value heads if there are fewer than ranks, so that each rank gets one."""
+    heads = states.shape[1]
+    return states if heads % ranks == 0 else states.repeat_interleave(ranks // heads, 1)
+
+
+def _exchange(states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
+    """Run an all-to-all that divides dimension ``scatter`` over the ranks and concatenates dimension ``gather``."""
+    return _AllToAll.apply(states, scatter, gather, group)  # type: ignore[return-value]
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
+        ctx.settings = (scatter, gather, group)
+        return _all_to_all(states, scatter, gather, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scatter, gather, group = ctx.settings
+        return _all_to_all(grads[0], gather, scatter, group), None, None, None
+
+
+def _all_to_all(states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
+    sent = torch.stack(states.chunk(dist.get_world_size(group), scatter))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), gather)

@@ -1,0 +1,118 @@
+"""Sharding of a model without storage: tensor, expert and sequence parallelism, then FSDP2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from hone.config.parallel import FsdpConfig
+from hone.models.heads import Head
+from hone.models.inputs import PackedSequences
+from hone.models.llama.spec import supports
+from hone.models.llama.train import replace_layer_forwards
+from hone.models.loading import causal_lm, layers_of
+from hone.training.backends.fsdp2.expert_parallel import apply_expert_parallel
+from hone.training.backends.fsdp2.sequence_parallel import check_heads, gather_outputs, local_tokens
+from hone.training.backends.fsdp2.tensor_parallel import apply_tensor_parallel
+from hone.training.layout import Meshes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Computation(nn.Module):
+    """A model with its head's computation as one module.
+
+    FSDP gathers parameters at the call of a module, but a head calls submodules of a model, never the model itself.
+
+    Args:
+        model: a Hugging Face module with its adapters.
+        meshes: the process groups.
+    """
+
+    def __init__(self, model: nn.Module, meshes: Meshes) -> None:
+        super().__init__()
+        self.model, self.meshes = model, meshes
+
+    def forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
+        """Return the head's outputs for the whole packed row, on every rank that shares it."""
+        if self.meshes.layout.sequence == 1:
+            return head(self.model, packed, with_entropy=with_entropy)
+        group = self.meshes.sequence_group
+        local, indices = local_tokens(packed, group)
+        outputs = head(self.model, local, with_entropy=with_entropy)
+        return {name: gather_outputs(values, indices, len(packed.targets), group) for name, values in outputs.items()}
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A sharded model.
+
+    Attributes:
+        computation: the module to call; its parameters are this rank's shards.
+        partial: modules whose gradients must be summed over the tensor-parallel ranks.
+    """
+
+    computation: Computation
+    partial: list[nn.Module]
+
+    @property
+    def root(self) -> FSDPModule:
+        """The same module with FSDP's methods."""
+        assert isinstance(self.computation, FSDPModule)
+        return self.computation
+
+
+def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str) -> Sharded:
+    """Shard ``model`` by the layout of ``meshes``. Its parameters may be on the meta device.
+
+    Args:
+        model: a Hugging Face module with its adapters.
+        config: of FSDP.
+        dtype: compute dtype.
+
+    Raises:
+        ModelError: the model cannot be sharded with this layout.
+    """
+    inner, layout = causal_lm(model), meshes.layout
+    _check(inner, meshes)
+    partial = apply_tensor_parallel(inner, meshes.parameters["tensor"]) if layout.tensor > 1 else []
+    experts = apply_expert_parallel(model, meshes.experts["expert"]) if meshes.experts is not None else []
+    computation = Computation(model, meshes)
+    narrow = _narrower(config.mixed_precision.param_dtype or dtype)
+    if meshes.parameters.device_type == "cpu" and narrow is None and supports(inner):
+        replace_layer_forwards(inner)
+    settings = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=narrow,
+            reduce_dtype=DTYPES[config.mixed_precision.reduce_dtype],
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if config.offload_policy
+        else OffloadPolicy(),
+    }
+    for module in experts:
+        fully_shard(module, mesh=meshes.expert_fsdp, reshard_after_forward=config.reshard_after_forward, **settings)
+    for layer in layers_of(inner):
+        fully_shard(layer, mesh=meshes.fsdp, reshard_after_forward=config.reshard_after_forward, **settings)
+    fully_shard(computation, mesh=meshes.fsdp, reshard_after_forward=False, **settings)
+    for module in computation.modules():
+        if isinstance(module, FSDPModule):  # losses are shares of the batch's loss, so gradients are summed
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return Sharded(computation, partial)
+
+
+def _narrower(name: str) -> torch.dtype | None:
+    return None if name == "float32" else DTYPES[name]
+
+
+def _check(model: PreTrainedModel, meshes: Meshes) -> None:
+    if meshes.layout.sequence > 1:
+        config = model.get_decoder().config
+        heads = config.num_attention_heads // meshes.layout.tensor
+        key_value = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        check_heads(heads, key_value // meshes.layout.tensor, meshes.layout.sequence)

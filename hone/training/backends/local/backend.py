@@ -1,0 +1,139 @@
+"""Training backend of a model in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Self
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from hone.config.model import ModelConfig
+from hone.config.parallel import ParallelConfig
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.models.heads import Head
+from hone.models.inputs import PackedSequences
+from hone.models.kernels.cpu.memory import heap_watch
+from hone.models.loading import adapter_off, load_policy, load_value_model
+from hone.training.backends.protocol import ModelKind, Weights
+from hone.training.checkpoints.model_state import ModelStager
+from hone.training.engine import MicroBatchLoop, TrainSettings
+from hone.training.export_stream import STREAMS
+from hone.training.layout import Meshes
+from hone.training.optimizer import ScheduledOptimizer
+from hone.training.ranks import SingleRank
+from hone.training.updates import GatheredRows, LossFn, Outputs, Statistics, UpdateResult
+
+
+class LocalBackend:
+    """A whole model and its optimizer; :class:`~hone.training.backends.protocol.TrainBackend` documents the methods.
+
+    Args:
+        model: a Hugging Face module (adapters included), on the settings' device.
+        head: computes the outputs for each response token.
+        settings: device, dtype, optimizer and the budget of a micro-batch.
+    """
+
+    data_parallel_size = 1
+
+    def __init__(self, model: nn.Module, head: Head, settings: TrainSettings) -> None:
+        self.model, self.head, self.settings = model, head, settings
+        optim = settings.optim
+        self.optimizer = ScheduledOptimizer(model, optim, settings.total_steps) if optim else None
+        self._ranks = SingleRank()
+        self._loop = MicroBatchLoop(self._forward, settings, ranks=self._ranks)
+        self._stager = ModelStager(model, self.optimizer and self.optimizer.inner)
+
+    @classmethod
+    def build(
+        cls,
+        kind: ModelKind,
+        model: ModelConfig,
+        head: Head,
+        settings: TrainSettings,
+        *,
+        parallel: ParallelConfig,
+        meshes: Meshes | None,
+        seed: int,
+    ) -> Self:
+        """Load a model; ``parallel`` and ``meshes`` have no meaning for one process."""
+        del parallel, meshes
+        if kind == "value":
+            return cls(load_value_model(model, device=settings.device), head, settings)
+        return cls(load_policy(model, device=settings.device, seed=seed, trainable=kind == "policy"), head, settings)
+
+    def infer_batch(
+        self, batch: Batch, *, with_entropy: bool = False, max_tokens: int | None = None, head: Head | None = None
+    ) -> dict[str, Ragged]:
+        """Run the forward pass without gradient."""
+        self.model.eval()
+        return self._loop.infer(batch, head or self.head, with_entropy=with_entropy, max_tokens=max_tokens)
+
+    def train_batch(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        step: int,
+        with_entropy: bool = False,
+        outputs_seen: Outputs | None = None,
+    ) -> UpdateResult:
+        """Run forward and backward passes and one optimizer update over ``batch``."""
+        self._optimizer.begin()
+        self.model.train()
+        statistics = self._loop.accumulate_gradients(
+            batch, self.head, loss_fn, with_entropy=with_entropy, outputs_seen=outputs_seen
+        )
+        with self._loop.computing():
+            result = self._apply(step, statistics)
+            if self.settings.device.type == "cpu":
+                heap_watch()()
+        return result
+
+    def gather_rows(self, local: Batch) -> GatheredRows:
+        """Return the same rows, all of which are this rank's."""
+        return self._ranks.gather_rows(local)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of schedule position ``step``."""
+        return self.optimizer.learning_rate(step) if self.optimizer else 0.0
+
+    def take_busy_seconds(self) -> float:
+        """Return the seconds of forward, backward and optimizer since the last call."""
+        return self._loop.take_busy_seconds()
+
+    def reference_mode(self) -> AbstractContextManager[None]:
+        """Compute without the adapter inside the block."""
+        return adapter_off(self.model)
+
+    def shared_module(self) -> nn.Module:
+        """Return the model."""
+        return self.model
+
+    def export_weights(self, which: Weights = "all") -> Iterator[tuple[str, Tensor]]:
+        """Yield names and the parameters themselves; merged matrices are new tensors."""
+        yield from STREAMS[which](self.model)
+
+    def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
+        """Copy model and optimizer state for the checkpoint at ``location``; return the function that writes it."""
+        return self._stager.stage(location, name, tokenizer)
+
+    def restore(self, location: str, name: str) -> None:
+        """Load the optimizer state of a checkpoint."""
+        self._stager.restore(location, name)
+
+    @property
+    def _optimizer(self) -> ScheduledOptimizer:
+        if self.optimizer is None:
+            raise RuntimeError("this backend was built without an optimizer")
+        return self.optimizer
+
+    def _forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
+        return head(self.model, packed, with_entropy=with_entropy)
+
+    def _apply(self, step: int, statistics: list[Statistics]) -> UpdateResult:
+        optimizer = self._optimizer
+        grad_norm = float(nn.utils.clip_grad_norm_(optimizer.parameters, optimizer.config.clip_grad))
+        return UpdateResult(grad_norm, statistics, optimizer.step(step, grad_norm))

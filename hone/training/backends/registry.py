@@ -1,0 +1,75 @@
+"""Training backends by name; cheap to import, for checks before a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hone.config.parallel import ParallelConfig
+from hone.errors import ConfigError
+from hone.registry import Registry, imported
+
+if TYPE_CHECKING:
+    from hone.training.backends.protocol import TrainBackend
+
+KEY = "actor_rollout_ref.actor.strategy"
+_PLANNED = ("megatron", "torchtitan")
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """A registered backend.
+
+    Attributes:
+        path: ``module:Class``, imported at the first use.
+        fewest_processes: with fewer processes ``local`` is used instead.
+        most_processes: maximum of processes that share a model; None for any number.
+    """
+
+    path: str
+    fewest_processes: int = 1
+    most_processes: int | None = None
+
+    def load(self) -> type[TrainBackend]:
+        """Import the class.
+
+        Raises:
+            ConfigError: the path has no such class.
+        """
+        return imported(self.path, KEY)
+
+
+def _entry(backend: Any, path: str) -> BackendEntry:
+    """Return the entry of a class given by its import path."""
+    if not hasattr(backend, "build") or not hasattr(backend, "train_batch"):
+        raise TypeError("a backend is a class with the methods of hone.training.backends.protocol.TrainBackend")
+    return BackendEntry(path)
+
+
+BACKENDS: Registry[BackendEntry] = Registry("training backend", key=KEY, adopt=_entry)
+"""Training backends by their ``actor.strategy``."""
+
+
+def backend_of(config: ParallelConfig, processes: int) -> BackendEntry:
+    """Return the backend for a model on this number of processes; null means ``local`` for one and ``fsdp2`` for more.
+
+    Raises:
+        ConfigError: the backend is unknown, or does not support this number of processes.
+    """
+    name = config.strategy or ("local" if processes == 1 else "fsdp2")
+    if name in _PLANNED and name not in BACKENDS:
+        raise ConfigError(
+            f"strategy '{name}' is not supported yet",
+            why="Hone shards models with PyTorch: FSDP2, tensor, sequence and expert parallelism",
+            where=KEY,
+            fix=f"{KEY}=fsdp2",
+        )
+    entry = BACKENDS.get(name)
+    if entry.most_processes is not None and processes > entry.most_processes:
+        raise ConfigError(
+            f"strategy '{name}' supports at most {entry.most_processes} process per model, but there are {processes}",
+            why="their gradients would not be summed",
+            where=KEY,
+            fix=f"{KEY}=fsdp2, or trainer.nnodes=1 trainer.n_gpus_per_node=1",
+        )
+    return BACKENDS.get("local") if processes < entry.fewest_processes else entry

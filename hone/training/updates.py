@@ -1,0 +1,102 @@
+"""Inputs and results of an optimizer update: loss function, totals of a mini-batch, statistics, outputs of the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over a whole mini-batch. Every micro-batch normalises by them, so the division into micro-batches has no effect.
+
+    Attributes:
+        tokens: response tokens with mask 1.
+        sequences: rows with at least one such token.
+    """
+
+    tokens: int
+    sequences: int
+
+    @classmethod
+    def from_batch(cls, batch: Batch) -> Totals:
+        """Count column ``response_mask``."""
+        mask = batch.ragged("response_mask")
+        sums = torch.zeros(len(batch)).index_add_(
+            0, torch.arange(len(batch)).repeat_interleave(mask.lengths), mask.values.float().cpu()
+        )
+        return cls(int(sums.sum()), int((sums > 0).sum()))
+
+
+Statistics = dict[str, tuple[Tensor | float, float]]
+"""Metric name to (value, weight) of one micro-batch."""
+
+LossFn = Callable[[dict[str, Ragged], Batch, Totals], tuple[Tensor, Statistics]]
+"""(outputs of the head, micro-batch, totals) to (this micro-batch's share of the loss, statistics)."""
+
+
+@dataclass(frozen=True)
+class GatheredRows:
+    """The rows of a mini-batch from all data-parallel ranks.
+
+    Attributes:
+        batch: all rows, in the order of the ranks.
+        local: indices of this rank's rows.
+    """
+
+    batch: Batch
+    local: Sequence[int]
+
+
+GatherRows = Callable[[Batch], GatheredRows]
+"""Function from this rank's rows to the rows of all ranks. Collective."""
+
+
+@dataclass
+class UpdateResult:
+    """Result of one optimizer update.
+
+    Attributes:
+        grad_norm: before clipping.
+        statistics: of each micro-batch, in order; those of all data-parallel ranks.
+        applied: False if the gradient was not finite and the update was skipped.
+    """
+
+    grad_norm: float
+    statistics: list[Statistics]
+    applied: bool
+
+
+class Outputs:
+    """The head's outputs for the response tokens of a batch, collected micro-batch by micro-batch.
+
+    Args:
+        responses: column ``response_ids`` of the batch.
+    """
+
+    def __init__(self, responses: Ragged) -> None:
+        self._positions = responses.with_values(torch.arange(len(responses.values)))
+        self._indices: list[Tensor] = []
+        self._values: dict[str, list[Tensor]] = {}
+
+    def add(self, rows: list[int], outputs: dict[str, Tensor]) -> None:
+        """Add the outputs of a micro-batch with these rows. They stay on their device until :meth:`columns`."""
+        index = self._positions.select(rows).values
+        self._indices.append(index)
+        for name, values in outputs.items():
+            self._values.setdefault(name, []).append(values.detach()[: len(index)].float())
+
+    def columns(self) -> dict[str, Ragged]:
+        """Return ragged columns on the CPU, aligned with ``response_ids``, one per output of the head."""
+        columns = {}
+        for name, chunks in self._values.items():
+            values = torch.zeros(len(self._positions.values))
+            values[torch.cat(self._indices)] = torch.cat(chunks).cpu()
+            columns[name] = self._positions.with_values(values)
+        return columns

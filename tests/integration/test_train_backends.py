@@ -1,0 +1,105 @@
+"""The training backends that Hone brings, in the conformance suite; and what only a divided model can show."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from support.backend_cases import Case, dtypes, held
+from support.plain_training import alone
+from support.ranks import Ranks
+from support.train_backend_suite import LORA, STEADY, TrainBackendConformance, Ways, assert_trains_as_one
+
+TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = {"ulysses_sequence_parallel_size": 2}
+EXPERT = {"expert_parallel_size": 2}
+
+
+def fsdp(**settings: Any) -> dict[str, Any]:
+    return {"fsdp_config": settings}
+
+
+class TestLocal(TrainBackendConformance):
+    strategy = "local"
+    layouts = {"one process": Ways()}
+
+
+class TestFsdp2(TrainBackendConformance):
+    strategy = "fsdp2"
+    layouts = {
+        "fsdp": Ways(2),
+        "kept after forward": Ways(2, fsdp(reshard_after_forward=False)),
+        "two copies": Ways(2, fsdp(fsdp_size=1)),
+        "everything offloaded": Ways(2, fsdp(offload_policy=True)),
+        "offloaded while at rest": Ways(2, fsdp(param_offload=True, optimizer_offload=True)),
+        "tensor": Ways(2, TENSOR),
+        "sequence": Ways(2, SEQUENCE),
+    }
+
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor, untied": ("untied", {"parallel": TENSOR}),
+    "tensor, vocabulary that does not divide": ("odd", {"parallel": TENSOR}),
+    "tensor, a plan that gathers": ("olmo", {"parallel": TENSOR}),
+    "tensor, experts whole": ("experts", {"parallel": TENSOR}),
+    "sequence, sinks and windows": ("gpt_oss", {"parallel": SEQUENCE}),
+    "fsdp, experts": ("experts", {}),
+    "expert": ("experts", {"parallel": EXPERT}),
+    "expert, biases": ("gpt_oss", {"parallel": EXPERT}),
+    "expert, gradient checkpointing": (
+        "experts",
+        {"parallel": EXPERT, "model_settings": {"enable_gradient_checkpointing": True}},
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ARCHITECTURES)
+def test_two_ranks_train_any_architecture_as_one(what: str, two_ranks: Ranks, tiny_models) -> None:
+    model, changes = ARCHITECTURES[what]
+    assert_trains_as_one(two_ranks.run, Case(tiny_models[model], **changes))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("tied", {}),
+        ("tied", {"parallel": fsdp(fsdp_size=2)}),
+        ("tied", {"parallel": TENSOR}),
+        ("tied", {"parallel": SEQUENCE}),
+        ("tied", {"parallel": TENSOR | SEQUENCE}),
+        ("tied", {"parallel": TENSOR, "model_settings": LORA, "optim": STEADY}),
+        ("tied", {"parallel": TENSOR | fsdp(fsdp_size=1), "kind": "value"}),
+        ("experts", {"parallel": EXPERT}),
+        ("experts", {"parallel": EXPERT | fsdp(fsdp_size=2)}),
+        ("experts", {"parallel": EXPERT | SEQUENCE}),
+        ("experts", {"parallel": EXPERT | TENSOR}),
+        ("experts", {"parallel": {"expert_parallel_size": 4}}),
+        ("untied", {"parallel": {"ulysses_sequence_parallel_size": 4}}),  # more ranks than key-value heads
+    ],
+)
+def test_four_ranks_in_two_dimensions(model: str, changes: dict[str, Any], four_ranks: Ranks, tiny_models) -> None:
+    assert_trains_as_one(four_ranks.run, Case(tiny_models[model], **changes))
+
+
+@pytest.mark.long
+def test_each_rank_holds_its_part_only(two_ranks: Ranks, tiny_models) -> None:
+    whole = held(Case(tiny_models["experts"]))
+    for parallel in ({}, EXPERT):
+        parts = two_ranks.run(held, Case(tiny_models["experts"], parallel=parallel))
+        assert sum(parts) == whole
+        assert max(parts) < 0.51 * whole
+
+
+@pytest.mark.long
+def test_parameters_may_be_gathered_in_bfloat16(two_ranks: Ranks, tiny_models) -> None:
+    case = Case(tiny_models["tied"], parallel=fsdp(mixed_precision={"param_dtype": "bfloat16"}))
+    expected = alone(dataclasses.replace(case, updates=1))
+    for outcome, shards in two_ranks.run(dtypes, case):
+        assert shards == {torch.float32}
+        assert outcome.losses != pytest.approx(expected.losses, abs=1e-5)  # rounded, so it did happen
+        assert outcome.losses == pytest.approx(expected.losses, abs=0.1)
+        assert outcome.norms == pytest.approx(expected.norms, rel=0.1)

@@ -1,0 +1,84 @@
+"""Feed-forward layers in tiles compute the same and keep less; what goes to the host comes back as it was."""
+
+import pytest
+import torch
+from support.models import random_batch, tiny_model
+
+from hone.config.model import ModelConfig, OptimConfig, TiledMlpConfig
+from hone.errors import ModelError
+from hone.models.activations import activations_on_host, tile_mlps
+from hone.models.heads import PolicyHead
+from hone.models.loading import layers_of, prepare
+from hone.training.backends.local import LocalBackend
+from hone.training.engine import TrainSettings
+from hone.training.objectives import imitation_objective
+
+CPU = torch.device("cpu")
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    engine = LocalBackend(model, PolicyHead(), TrainSettings(CPU, optim=OptimConfig(lr=0.1, optimizer="SGD")))
+    for step in range(2):
+        engine.train_batch(random_batch(6, seed=step), imitation_objective(), step=step)
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 500])  # more tiles than tokens: empty ones are left out
+def test_tiles_change_nothing(tiles):
+    plain, tiled = tiny_model(), tiny_model()
+    prepare(tiled, ModelConfig(tiled_mlp=TiledMlpConfig(enabled=True, num_shards=tiles)))
+    expected = trained(plain)
+    for name, value in trained(tiled).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0)
+
+
+def test_tiles_keep_less_for_the_backward_pass():
+    def kept(model: torch.nn.Module) -> int:
+        mlp = layers_of(model)[0].mlp
+        sizes = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            mlp(torch.randn(1, 64, 32, requires_grad=True))
+        return sum(sizes)
+
+    tiled = tiny_model()
+    tile_mlps(layers_of(tiled), 4)
+    assert kept(tiled) < 0.5 * kept(tiny_model())
+
+
+def test_a_model_without_plain_layers_is_refused():
+    with pytest.raises(ModelError, match="no layer of the model has a plain feed-forward part"):
+        tile_mlps([torch.nn.Linear(2, 2)], 2)
+
+
+def test_on_the_cpu_nothing_is_copied():
+    x = torch.randn(300, 300, requires_grad=True)
+    with activations_on_host(CPU, enabled=True):
+        y = x.exp()
+    assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_activations_wait_on_the_host():
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).to(device)
+    x = torch.randn(4096, 1024, device=device)
+
+    def gradients(enabled: bool) -> tuple[list[torch.Tensor], int]:
+        layers.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with activations_on_host(device, enabled):
+            loss = torch.nn.functional.gelu(layers(x)).square().mean()
+        held = torch.cuda.memory_allocated() - before
+        loss.backward()
+        return [parameter.grad.clone() for parameter in layers.parameters()], held
+
+    (expected, plain), (found, offloaded) = gradients(False), gradients(True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert offloaded < 0.2 * plain
