@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read: model-written code, for rewards and for tools.
+"""Sandbox for untrusted programs: model-written code, for rewards and tools.
 
 >>> from hone.rewards.sandbox import run
 >>> result = await run("print(6 * 7)")                                  # doctest: +SKIP

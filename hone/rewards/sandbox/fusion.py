@@ -1,4 +1,4 @@
-"""Programs run by a SandboxFusion server instead of on this machine (https://github.com/bytedance/SandboxFusion)."""
+"""Sandbox on a SandboxFusion server instead of this machine (https://github.com/bytedance/SandboxFusion)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hone.rewards.throttle import Throttle
 
 
 class FusionSandbox:
-    """A client with the interface of :class:`~hone.rewards.sandbox.runner.Sandbox`.
+    """Client with the interface of :class:`~hone.rewards.sandbox.runner.Sandbox`.
 
     Args:
-        url: of the server, with or without ``/run_code``.
-        limits: of each program; of them the protocol knows time and memory.
-        max_concurrent: programs at one time.
+        url: URL of the server, with or without ``/run_code``.
+        limits: limits of each program; the protocol supports time and memory.
+        max_concurrent: maximum concurrent programs.
     """
 
     def __init__(self, url: str, *, limits: Limits | None = None, max_concurrent: int = 64) -> None:
@@ -29,7 +29,7 @@ class FusionSandbox:
     async def run(
         self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None, limits: Limits | None = None
     ) -> Result:
-        """Run a Python program; a server that does not answer gives a broken result."""
+        """Run a Python program; the result is broken if the server does not answer."""
         limits = limits or self.limits
         body = {
             "code": code,
@@ -48,14 +48,14 @@ class FusionSandbox:
         return _result(answer)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; the client holds no resources."""
 
 
 def _result(answer: Any) -> Result:
     run = answer.get("run_result") if isinstance(answer, Mapping) else None
     if not isinstance(run, Mapping):
-        said = answer.get("message") if isinstance(answer, Mapping) else answer
-        return Result(Ending.BROKEN, error=f"SandboxFusion: {str(said)[:200]}")
+        message = answer.get("message") if isinstance(answer, Mapping) else answer
+        return Result(Ending.BROKEN, error=f"SandboxFusion: {str(message)[:200]}")
     stdout, stderr = str(run.get("stdout") or ""), str(run.get("stderr") or "")
     seconds = float(run.get("execution_time") or 0.0)
     if run.get("status") == "TimeLimitExceeded":

@@ -1,4 +1,4 @@
-"""What a program in the sandbox may use, and what became of it."""
+"""Limits and results of programs in the sandbox."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program, with all the processes it starts, may use.
+    """Limits of a program together with all processes that it starts.
 
     Attributes:
         seconds: wall time.
-        cpu_seconds: processor time of all its processes; None means ``seconds``.
-        memory_mb: memory of all its processes together; also the address space of each.
-        processes: processes and threads at one time.
+        cpu_seconds: processor time of all processes; None means ``seconds``.
+        memory_mb: memory of all processes together; also the address space of each.
+        processes: processes and threads at the same time.
         output_bytes: bytes of standard output and standard error together.
-        disk_mb: files it writes (of each file where there is no bubblewrap).
+        disk_mb: size of written files together, and of each; with bubblewrap in each of ``/tmp`` and ``/dev/shm``.
+        files: files and folders at the same time.
         open_files: open files of each process.
     """
 
@@ -26,36 +27,39 @@ class Limits:
     processes: int = 32
     output_bytes: int = 1_000_000
     disk_mb: int = 64
+    files: int = 10_000
     open_files: int = 256
 
 
 class Ending(StrEnum):
-    """How a program ended."""
+    """Reason for the end of a program."""
 
     FINISHED = "finished"
-    """By itself, whatever its exit code."""
+    """The program ended by itself, with any exit code."""
     TIMEOUT = "timeout"
-    """It used up its wall time or its processor time."""
+    """The program reached its limit of wall time or processor time."""
     MEMORY = "memory"
-    """It used up its memory."""
+    """The program reached its memory limit."""
     OUTPUT = "output"
-    """It wrote more than it may."""
+    """The program wrote more than allowed."""
     PROCESSES = "processes"
-    """It had more processes than it may, where the system itself does not refuse them."""
+    """The program had too many processes, and the system did not refuse them."""
+    DISK = "disk"
+    """The program wrote too many files, or too large ones."""
     BROKEN = "broken"
-    """The sandbox itself failed: nothing is known of the program."""
+    """The sandbox itself failed, so the program's result is unknown."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a program.
+    """Result of a program.
 
     Attributes:
-        ending: how it ended.
-        exit_code: its exit code, negative for a signal; None when it was stopped.
-        stdout, stderr: what it wrote, up to the limit; bytes that are no UTF-8 are replaced.
+        ending: reason for its end.
+        exit_code: exit code, negative for a signal; None if it was stopped.
+        stdout, stderr: its output up to the limit; invalid UTF-8 is replaced.
         seconds: wall time.
-        error: why the sandbox failed, empty unless ``ending`` is broken.
+        error: reason for a sandbox failure; empty unless ``ending`` is broken.
     """
 
     ending: Ending
@@ -67,5 +71,5 @@ class Result:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """True if the program ended by itself with exit code 0."""
         return self.ending is Ending.FINISHED and self.exit_code == 0

@@ -1,0 +1,236 @@
+"""What each sandbox backend bounds, found by attacking it; the table in docs/rewards.md is made from the same attacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.messages import raises
+
+from hone.errors import ConfigError
+from hone.rewards.sandbox import Ending, Limits, Result
+from hone.rewards.sandbox.backends import PROTECTIONS, Backend
+from hone.rewards.sandbox.choice import available, choose
+from hone.rewards.sandbox.execution import execute
+from hone.rewards.sandbox.landlock import SIGNALS, landlock_version
+from hone.rewards.sandbox.system_calls import system_call_filter
+
+WORKING, MISSING = available()
+LIMITS = Limits(seconds=10.0, memory_mb=256, processes=16, disk_mb=16, files=2000)
+SLACK_MB = 160
+"""What the programs of the tests, the supervisor and other tests may take beside the limits."""
+EVERY = [
+    pytest.param(name, marks=pytest.mark.skipif(name not in WORKING, reason=f"no {name}: {MISSING.get(name)}"), id=name)
+    for name in ("bubblewrap", "user", "process")
+]
+
+
+def used_mb(run: Callable[[], Result]) -> tuple[Result, float]:
+    """Run a program; return its result, and by how much the memory in use of the machine grew meanwhile, in MiB."""
+    least = most = psutil.virtual_memory().available
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal least
+        while not ended.is_set():
+            least = min(least, psutil.virtual_memory().available)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        return run(), (most - least) / 2**20
+    finally:
+        ended.set()
+        thread.join()
+
+
+IN_MEMORY = """
+import os
+held = []
+try:
+    for number in range(20):
+        file = os.memfd_create('x'); held.append(file)
+        for _ in range(16): os.write(file, b'x' * (1 << 20))
+except (OSError, AttributeError) as error: print(type(error).__name__)
+import time; time.sleep(0.3)
+"""
+USER_NAMESPACE = """
+import ctypes, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.unshare(0x10000000 | 0x20000))
+print(libc.mount(b'none', b'/tmp', b'tmpfs', 0, b'size=2g'))
+print(libc.syscall(56 if os.uname().machine == 'x86_64' else 220, 0x10000000 | 17, 0, 0, 0, 0))
+written = 0
+try:
+    for number in range(400):
+        with open(f'/tmp/{number}', 'wb') as file: written += file.write(b'x' * (4 << 20))
+except OSError: pass
+time.sleep(0.3)
+"""
+SHARED = """
+import mmap, os, time
+for _ in range(6):
+    if os.fork() == 0:
+        area = mmap.mmap(-1, 100 << 20); area.write(b'x' * (100 << 20)); time.sleep(20)
+time.sleep(20)
+"""
+QUEUES = """
+import ctypes
+libc = ctypes.CDLL(None)
+print([libc.shmget(0, 300 << 20, 0o1600), libc.msgget(0, 0o1600), libc.semget(0, 10, 0o1600)])
+"""
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("code", [IN_MEMORY, USER_NAMESPACE, SHARED, QUEUES], ids=["memfd", "namespace", "shared", "queues"])  # fmt: skip
+def test_memory_of_every_kind_is_bounded(name: str, code: str) -> None:
+    assert "memory" not in WORKING[name].unprotected, "this kernel has neither seccomp nor Landlock"
+    result, grown = used_mb(lambda: execute(WORKING[name], code, "", {}, LIMITS))
+    assert grown < LIMITS.memory_mb + 2 * LIMITS.disk_mb + SLACK_MB, result
+    if code is SHARED:
+        assert result.ending is Ending.MEMORY
+    elif code is QUEUES:
+        assert result.stdout.split() == ["[-1,", "-1,", "-1]"]
+    elif code is USER_NAMESPACE:
+        assert result.stdout.split()[:3] == ["-1", "-1", "-1"]
+
+
+FOLDERS = "import os\nn = 0\nwhile True:\n  os.mkdir(f'd{n}'); n += 1"
+DEEP = "import os\nwhile True:\n  os.mkdir('d'); os.chdir('d')"
+FILES = "n = 0\nwhile True:\n  open(f'f{n}', 'w').close(); n += 1"
+MANY = "n = 0\nwhile True:\n  open(f'f{n}', 'wb').write(b'x' * (4 << 20)); n += 1"
+UNNAMED = "import os\nheld = []\nwhile True:\n  f = open('f', 'wb'); f.write(b'x' * (4 << 20)); f.flush(); os.unlink('f'); held.append(f)"
+CLOSED = "import os\nos.mkdir('d')\nfor n in range(50): open(f'd/{n}', 'w').close()\nos.chmod('d', 0)"
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("code", [FOLDERS, DEEP, FILES, MANY, UNNAMED, CLOSED], ids=["folders", "deep", "files", "large", "unnamed", "closed"])  # fmt: skip
+def test_what_is_written_is_bounded_and_removed(name: str, code: str) -> None:
+    before = set(Path("/tmp").glob("hone-sandbox-*"))
+    begun = time.monotonic()
+    result, grown = used_mb(lambda: execute(WORKING[name], code, "", {}, LIMITS))
+    assert result.ending is not Ending.BROKEN and time.monotonic() - begun < LIMITS.seconds, result
+    assert result.ending is Ending.DISK or result.exit_code is not None, (
+        result
+    )  # the file system refused, or the limit ended it
+    assert not set(Path("/tmp").glob("hone-sandbox-*")) - before
+    if code is not CLOSED:
+        assert (result.ending, result.exit_code) != (Ending.FINISHED, 0)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_nothing_is_written_elsewhere(name: str) -> None:
+    places = ("/tmp", "/dev/shm", "/var/tmp")
+    code = f"for place in {places}:\n  try: open(f'{{place}}/hone-attack', 'w').write('x')\n  except OSError as error: pass"
+    assert execute(WORKING[name], code, "", {}, LIMITS).succeeded
+    assert not [place for place in places if Path(place, "hone-attack").exists()]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_server_of_the_machine_is_reached(name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)"
+        assert execute(WORKING[name], code, "", {}, LIMITS).exit_code == 1
+        server.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    pair = "import socket, asyncio\na, b = socket.socketpair(); a.send(b'x'); print(b.recv(1)); print(asyncio.run(asyncio.sleep(0, 3)))"
+    assert execute(WORKING[name], pair, "", {}, LIMITS).stdout.split() == ["b'x'", "3"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_files_and_processes_of_the_trainer_are_out_of_reach(name: str, tmp_path: Path) -> None:
+    private = tmp_path / "private.txt"
+    private.write_text("secret of the trainer")
+    private.chmod(0o644)
+    tmp_path.chmod(0o755)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"S": "secret of a process"})
+    try:
+        code = f"""
+import os, signal
+for path in ({str(private)!r}, '/proc/{child.pid}/environ', '/proc/{child.pid}/fd/0', '/etc/passwd'):
+    try: print(open(path).read())
+    except OSError: pass
+try: os.kill({child.pid}, signal.SIGKILL); print('killed')
+except OSError: pass
+"""
+        result = execute(WORKING[name], code, "", {}, LIMITS)
+        assert result.succeeded, result
+        assert "processes" in WORKING[name].unprotected or (result.stdout == "" and child.poll() is None)
+        assert "secret of the trainer" not in result.stdout and "root:" not in result.stdout
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_without_filter_or_landlock_a_backend_says_what_it_lacks() -> None:
+    full = Backend("process", "python", True, SIGNALS)
+    assert full.unprotected == ()
+    assert dataclasses.replace(full, landlock=SIGNALS - 1).unprotected == ("processes",)
+    assert dataclasses.replace(full, landlock=0).unprotected == ("files", "processes", "memory", "disk")
+    assert dataclasses.replace(full, filtered=False).unprotected == ("network", "memory")
+    assert dataclasses.replace(full, filtered=False, landlock=0).unprotected == tuple(PROTECTIONS)
+    assert Backend("bubblewrap", "python").unprotected == ()
+    assert Backend("bubblewrap", "python", False).unprotected == ("memory",)
+    assert Backend("user", "python", False, 0).unprotected == ("network", "files", "memory", "disk")
+
+
+@pytest.mark.parametrize("weak", [{"filtered": False}, {"landlock": 0}], ids=["no filter", "no Landlock"])
+def test_what_is_required_and_lacking_is_refused(weak: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = dataclasses.replace(WORKING["process"], **weak)  # type: ignore[arg-type]
+    assert execute(backend, "print(1)", "", {}, LIMITS).stdout == "1\n"
+    monkeypatch.setattr("hone.rewards.sandbox.choice.available", lambda: ({"process": backend}, {}))
+    assert choose("process", [name for name in PROTECTIONS if name not in backend.unprotected]) is backend
+    with raises(ConfigError, "process", "memory", where="reward.sandbox.require"):
+        choose("process", ["memory"])
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_fits_the_kernel(machine: str) -> None:
+    program = system_call_filter(sockets=False, machine=machine)
+    assert program is not None and len(program) % 8 == 0 and len(program) // 8 < 4096
+    assert system_call_filter(sockets=False, machine="sparc") is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("bubblewrap" not in WORKING, reason=f"no bubblewrap: {MISSING.get('bubblewrap')}")
+def test_an_environment_below_tmp_works_with_bubblewrap(tmp_path: Path) -> None:
+    environment = Path("/tmp") / f"hone-environment-{os.getpid()}"
+    try:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+        program = (
+            "import sys; sys.path[:0] = " + repr([str(Path(__file__).parents[3]), *sys.path]) + "\n"
+            "from hone.rewards.sandbox import Sandbox\n"
+            "print(sys.prefix, Sandbox(backend='bubblewrap').run_sync('import sys; print(sys.prefix)').stdout)"
+        )
+        python = environment / "bin" / "python"
+        run = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True)
+        assert run.stdout.split() == [str(environment)] * 2
+    finally:
+        shutil.rmtree(environment, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[dict[str, list[str]]]:
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+    rows = re.findall(r"^\| `(bubblewrap|user|process)` \| (.*) \|$", page, re.MULTILINE)
+    yield {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_table_of_the_docs_is_what_runs(name: str, table: dict[str, list[str]]) -> None:
+    yes = [cell.startswith("yes") for cell in table[name][: len(PROTECTIONS)]]
+    if WORKING[name].filtered and (name == "bubblewrap" or landlock_version() >= SIGNALS):
+        assert yes == [protection not in WORKING[name].unprotected for protection in PROTECTIONS]
