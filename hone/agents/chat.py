@@ -12,6 +12,7 @@ from hone.agents.episode import Episode
 from hone.agents.messages import AssistantTurn, Message, check_text
 from hone.data.episode_log import EpisodeEnd
 from hone.data.types import StopReason
+from hone.text import valid_data
 
 Tools = Sequence[dict[str, Any]]
 
@@ -51,6 +52,7 @@ class ChatLoop(AgentLoop):
             BudgetSpent: the messages do not fit.
             DataError: the messages contain something other than text.
         """
+        messages = valid_data(list(messages))
         check_text(messages, f"the answer to turn {episode.log.assistant_turns} of row {episode.sample.uid}")
         schemas, ledger = list(tools) or None, episode.ledger
         before = episode.messages

@@ -15,6 +15,7 @@ from hone.data.episode_log import EpisodeEnd, EpisodeLog
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.text import valid_text
 
 T = TypeVar("T")
 
@@ -192,7 +193,7 @@ class Episode:
         text = "\n".join(
             decode(segment.response_ids[turn.start : turn.stop]) for segment in self.segments for turn in segment.turns
         )
-        text = text if self.answer is None else self.answer
+        text = text if self.answer is None else valid_text(self.answer)
         segments = [segment for segment in self.segments if segment.trained_length]
         return [self._trajectory(segment, number, text) for number, segment in enumerate(segments)]
 

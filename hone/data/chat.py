@@ -10,6 +10,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hone.errors import DataError
+from hone.text import is_valid
 
 Messages = list[dict[str, Any]]
 
@@ -87,6 +88,8 @@ def _parsed(call: Any) -> Any:
         parsed_arguments = json.loads(arguments) if isinstance(arguments, str) else None
     except json.JSONDecodeError:
         return call
+    if not is_valid(parsed_arguments):
+        return call  # the arguments of a malformed call stay text
     return (
         {**call, "function": {**function, "arguments": parsed_arguments}}
         if isinstance(parsed_arguments, dict) and function

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hone.errors import DataError, did_you_mean
+from hone.text import check_valid
 
 SUFFIXES = (".parquet", ".json", ".jsonl")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,13 @@ def _parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> It
             if file.metadata.num_rows == 0:
                 raise _empty(path)
             wanted = [name for name in dict.fromkeys((*required, *optional)) if name in columns]
+            first = 0
             for batch in file.iter_batches(batch_size=4096, columns=wanted):
-                yield from batch.to_pylist()
+                try:
+                    yield from batch.to_pylist()
+                except UnicodeDecodeError:
+                    raise _not_utf8(path, batch, first) from None
+                first += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
 
@@ -120,6 +128,7 @@ def _json(path: Path, required: Sequence[str], optional: Sequence[str]) -> Itera
     records = list(_json_records(path, text))
     if not records:
         raise _empty(path)
+    may_be_invalid = _SURROGATE_ESCAPE.search(text) is not None
     for number, record in enumerate(records):
         if not isinstance(record, dict):
             raise DataError(
@@ -128,7 +137,10 @@ def _json(path: Path, required: Sequence[str], optional: Sequence[str]) -> Itera
                 fix="make every row a JSON object whose keys are the columns",
             )
         _check_columns(path, record, required, row=number)
-        yield {name: record[name] for name in (*required, *optional) if name in record}
+        values = {name: record[name] for name in (*required, *optional) if name in record}
+        if may_be_invalid:
+            check_valid(values, f"{path}, row {number}")
+        yield values
 
 
 def _json_records(path: Path, text: str) -> Iterable[Any]:
@@ -160,6 +172,21 @@ def _check_columns(path: Path, columns: Iterable[str], required: Sequence[str], 
                 where=str(path),
                 fix=f"{did_you_mean(name, columns)} Rename the column, or name it with data.*_key.",
             )
+
+
+def _not_utf8(path: Path, batch: pa.RecordBatch, first: int) -> DataError:
+    """Return the error of the first row of a batch whose text is not UTF-8, as lone surrogates are not."""
+    for number in range(batch.num_rows):
+        try:
+            batch.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            return DataError(
+                f"the text is not UTF-8: {error.reason} (bytes {error.object[error.start : error.start + 3]!r})",
+                where=f"{path}, row {first + number}",
+                why="no tokenizer accepts it",
+                fix="write the row again with valid text, for example with U+FFFD in place of these bytes",
+            )
+    raise AssertionError("unreachable")
 
 
 def _empty(path: Path) -> DataError:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hone.errors import DataError
+from hone.text import check_valid
 
 
 def plain(value: Any) -> Any:
@@ -71,6 +72,7 @@ def schemas_of(value: Any, where: str) -> list[dict[str, Any]] | None:
             ) from error
     if value in (None, "", []):
         return None
+    check_valid(value, where)
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError("the tools are not a list of objects", where=where, fix="write a JSON list of tools")
     return value

@@ -45,6 +45,7 @@ from hone.insight.run_files import (
     unwritable,
 )
 from hone.insight.traces import sampled_traces
+from hone.text import valid_text
 
 __all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_record"]
 
@@ -295,7 +296,7 @@ class RunDirectory:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with beside.open("w", encoding="utf-8", newline="\n") as file:
-                    file.write(text)
+                    file.write(valid_text(text))
                     file.flush()
                     os.fsync(file.fileno())
                 beside.replace(path)

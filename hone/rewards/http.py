@@ -6,6 +6,8 @@ import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
+from hone.text import valid_data
+
 if TYPE_CHECKING:
     import httpx2
 
@@ -69,7 +71,7 @@ class JsonService:
         import httpx2
 
         try:
-            response = await self._connections().post(self.url + path, json=body)
+            response = await self._connections().post(self.url + path, json=valid_data(body))
         except httpx2.TimeoutException as error:
             raise _RetryableError(f"no answer within {self.timeout:g} s") from error
         except httpx2.TransportError as error:
@@ -82,8 +84,8 @@ class JsonService:
         if response.is_error:
             raise ServiceError(f"{self.url}{path}: {_shown(response)}")
         try:
-            return response.json()
-        except ValueError as error:
+            return valid_data(response.json())
+        except (ValueError, RecursionError) as error:
             raise ServiceError(f"{self.url}{path}: the answer is not JSON: {response.text[:100]!r}") from error
 
     def _connections(self) -> httpx2.AsyncClient:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hone.rewards.score import Score
+from hone.text import valid_data, valid_text
 
 TIMEOUT = "timeout"
 """First word of ``Score.error`` if scoring timed out."""
@@ -44,7 +45,7 @@ def to_scores(value: Any, count: int) -> list[Score]:
 
 def failed(error: str) -> Score:
     """Return the score of a response whose scoring failed."""
-    return Score(0.0, error=error)
+    return Score(0.0, error=valid_text(error))
 
 
 def as_number(value: Any) -> float | None:
@@ -65,7 +66,7 @@ def _from_mapping(value: Mapping[Any, Any]) -> Score:
     if score.error is not None:
         return failed(score.error.replace("returned", "'score' is", 1))
     for key, entry in value.items():
-        name, number = str(key), as_number(entry)
+        name, number = valid_text(str(key)), as_number(entry)
         if name == "score":
             continue
         if name in PLACED:
@@ -74,7 +75,7 @@ def _from_mapping(value: Mapping[Any, Any]) -> Score:
                 return failed(f"'{name}' is {_describe(entry)}, not a list of finite numbers")
             setattr(score, name, rewards)
         elif number is None:
-            score.extra[name] = _plain_data(entry)
+            score.extra[name] = valid_data(_plain_data(entry))
         elif math.isfinite(number):
             score.terms[name] = number
         else:

@@ -12,7 +12,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.agents.messages import AssistantTurn, ToolCall
 from hone.data.chat import special_tokens
 from hone.registry import Registry
+from hone.text import is_valid, valid_text
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool-call format", key="actor_rollout_ref.rollout.multi_turn.format"
@@ -28,6 +29,9 @@ TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Parameter schemas of tools by name."""
+
+MAX_NESTING = 64
+"""Deepest nesting of a call's arguments; schemas, templates and logs walk through them recursively."""
 
 
 @dataclass(frozen=True)
@@ -105,17 +109,23 @@ class ToolParser(ABC):
         lexed = self._lex(output)
         reasoning, rest = self.split_thoughts(lexed, thinking)
         content, parsed = self.find(lexed.replaced(rest), schemas_of(tools))
+
+        def plain(text: str) -> str:
+            return valid_text(lexed.plain(text)).strip()
+
         calls = tuple(
-            ToolCall(
-                call.id or f"call_{calls_before + index}",
-                call.name,
-                call.arguments,
-                lexed.plain(call.raw).strip(),
-                call.error,
+            _usable(
+                ToolCall(
+                    valid_text(call.id or f"call_{calls_before + index}"),
+                    call.name,
+                    call.arguments,
+                    plain(call.raw),
+                    call.error,
+                )
             )
             for index, call in enumerate(parsed)
         )
-        return AssistantTurn(lexed.plain(content).strip(), lexed.plain(reasoning or "").strip() or None, calls)
+        return AssistantTurn(plain(content), plain(reasoning or "") or None, calls)
 
     @abstractmethod
     def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
@@ -167,6 +177,27 @@ def named_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _usable(call: ToolCall) -> ToolCall:
+    """Return the call, malformed if its text is invalid or its arguments are nested too deeply to be used."""
+    error = call.error
+    if not is_valid([call.name, call.arguments]):
+        error = "The call has an escape such as \\ud800, half of a surrogate pair, which is not a character."
+    elif _nesting(call.arguments) > MAX_NESTING:
+        error = f"The arguments of the call are nested more than {MAX_NESTING} levels deep."
+    if error is None:
+        return call
+    return replace(call, name=valid_text(call.name), arguments=None, error=valid_text(error))
+
+
+def _nesting(value: Any) -> int:
+    """Return how many levels of lists and objects a value has."""
+    levels, level = 0, [value]
+    while level := [entry for entry in level if isinstance(entry, dict | list)]:
+        levels += 1
+        level = [item for entry in level for item in (entry.values() if isinstance(entry, dict) else entry)]
+    return levels
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]] | None) -> Schemas:

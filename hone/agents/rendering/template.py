@@ -19,6 +19,7 @@ from hone.agents.messages import Message
 from hone.agents.parsers.base import named_tokens
 from hone.data.chat import REFUSALS, special_tokens, template_of
 from hone.errors import DataError
+from hone.text import check_valid, is_valid
 
 _TRUSTED = ("system", "developer")
 """Roles whose contents may contain special tokens, since the operator of the model writes them."""
@@ -58,8 +59,9 @@ class Template:
             ask: True to end with the generation prompt.
 
         Raises:
-            DataError: the template refuses the messages.
+            DataError: the template refuses the messages, or their text is invalid.
         """
+        check_valid({"messages": list(messages), "tools": list(tools or ())}, str(self.tokenizer.name_or_path))
         try:
             return self._rendered([self._prepared(message) for message in messages], tools, ask)
         except REFUSALS as error:
@@ -221,11 +223,11 @@ def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
 
 
 def _loaded(text: Any) -> Any:
-    """Parse JSON text to a mapping; other text (a malformed call) stays text."""
+    """Parse JSON text to a mapping of valid text; other text (a malformed call) stays text."""
     if not isinstance(text, str):
         return text
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, dict) else text
+    return value if isinstance(value, dict) and is_valid(value) else text

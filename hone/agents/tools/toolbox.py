@@ -22,6 +22,7 @@ from hone.agents.tools.truncation import truncate
 from hone.config.agents import MultiTurnConfig
 from hone.data.episode_log import CallRecord, CallStatus
 from hone.errors import ConfigError, DataError, HoneError, did_you_mean
+from hone.text import valid_text
 
 log = logging.getLogger("hone.agents.tools")
 
@@ -195,7 +196,9 @@ class ToolSession:
             answer = await self._try(call)
         else:
             answer = _Answer(CallStatus.OVER_LIMIT, _over_limit(allowed, self.exhausted))
-        text, cut = truncate(answer.text, self._limits.result_tokens, self._limits.truncated_side, self._tokenizer)
+        text, cut = truncate(
+            valid_text(answer.text), self._limits.result_tokens, self._limits.truncated_side, self._tokenizer
+        )
         result = answer.result or ToolResult("")
         return CallRecord(
             call.name,

@@ -11,6 +11,7 @@ from hone.data.checks.tally import Problem, Tally
 from hone.data.files import Row
 from hone.data.messages import unwrapped
 from hone.errors import DataError, Finding, did_you_mean
+from hone.text import is_valid
 
 _SCHEMA = Problem(
     "R35",
@@ -130,6 +131,8 @@ def _schemas(row: Row) -> list[tuple[str | None, Any]]:
             tools = json.loads(tools) if tools.strip() else None
         except json.JSONDecodeError:
             return [(None, tools)]
+        if not is_valid(tools):
+            return [(None, "JSON with a lone surrogate")]
     if tools is None:
         return []
     named = []
