@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from hone.config.trees import AnyConfig
 
 Tree = TypeVar("Tree", bound="RLConfig | SFTConfig | PreferenceConfig | RewardModelConfig")
+Trained = TypeVar("Trained", bound="AnyConfig")
 
 
 def checked_config(
@@ -37,9 +39,18 @@ def checked_config(
     return config
 
 
-def note_plan(config: AnyConfig) -> None:
-    """Write the predicted memory of the run into its directory, for comparison in `hone runs show`."""
+def run_training(config: Trained, train: Callable[[Trained], int]) -> int:
+    """Train in the run's directory, which no other process may use meanwhile; return the exit code.
+
+    The predicted memory of the run is written there first, for comparison in `hone runs show`.
+
+    Raises:
+        HoneError: another process trains in the directory, or any other mistake of the user.
+    """
     from hone.insight.run_directory import RunDirectory
     from hone.preflight.plan.local import planned
+    from hone.trainers.session import lock_run
 
-    RunDirectory(config.trainer.default_local_dir).expect(planned(config))
+    with lock_run(config.trainer):
+        RunDirectory(config.trainer.default_local_dir).expect(planned(config))
+        return train(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
-from hone.cli.programs import checked_config, note_plan
+from hone.cli.programs import checked_config, run_training
 
 app = typer.Typer(add_completion=False)
 
@@ -31,5 +31,4 @@ def command(
         return
     from hone.trainers.preference import train
 
-    note_plan(config)
-    raise typer.Exit(train(config))
+    raise typer.Exit(run_training(config, train))

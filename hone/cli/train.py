@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hone.cli.options import ConfigName, ConfigPath, DryRun, Overrides, Preset
-from hone.cli.programs import checked_config, note_plan
+from hone.cli.programs import checked_config, run_training
 
 app = typer.Typer(add_completion=False)
 
@@ -43,5 +43,4 @@ def command(
         return
     from hone.trainers.rl import train
 
-    note_plan(config)
-    raise typer.Exit(train(config))
+    raise typer.Exit(run_training(config, train))

@@ -8,6 +8,7 @@
             rollouts/step_<N>.txt         some episodes of several turns, as text
       validation/step_<N>.jsonl     validation samples
       checkpoints/step_<N>/         written by the trainer
+      run.lock                the process that trains in it, see :mod:`hone.insight.run_lock`
 
 Every file except ``metrics.jsonl`` is written under another name and renamed into place. ``metrics.jsonl`` grows by whole
 lines, each flushed; a half line that a kill left is dropped when the run is opened again.
@@ -15,7 +16,6 @@ lines, each flushed; a half line that a kill left is dropped when the run is ope
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import os
@@ -39,6 +39,7 @@ from hone.insight.run_files import (
     disk_errors,
     encode_number,
     jsonable,
+    now,
     read_metrics,
     read_rows,
     read_run,
@@ -204,8 +205,8 @@ class RunDirectory:
         self._write_atomically(self.path / CONFIG, text)
         before = self._run()
         earlier = before if last_step is not None else {}
-        now, ours = _now(), before.get("pid") == os.getpid()
-        resumed = [] if last_step is None else [*earlier.get("resumed", []), {"at": now, "from_step": last_step}]
+        at, ours = now(), before.get("pid") == os.getpid()
+        resumed = [] if last_step is None else [*earlier.get("resumed", []), {"at": at, "from_step": last_step}]
         changed = sorted(name for name, code in earlier.get("rewards", {}).items() if (rewards or {}).get(name) != code)
         if changed:
             log.warning("the reward changed since the start of the run: %s", ", ".join(changed))
@@ -213,7 +214,7 @@ class RunDirectory:
             {
                 "status": RunStatus.RUNNING.value,
                 "exit_reason": "",
-                "started": earlier.get("started", now),
+                "started": earlier.get("started", at),
                 "resumed": resumed,
                 "restarts": before.get("restarts", []) if ours else [],
                 "rewards": dict(rewards or {}),
@@ -253,7 +254,7 @@ class RunDirectory:
         """
         record = self._run()
         record["status"] = RunStatus(status).value
-        record["ended"] = None if record["status"] == RunStatus.RUNNING.value else _now()
+        record["ended"] = None if record["status"] == RunStatus.RUNNING.value else now()
         if exit_reason is not None:
             record["exit_reason"] = redact_text(exit_reason)
         if last_step is not None:
@@ -265,7 +266,7 @@ class RunDirectory:
     def add_restart(self, reason: str) -> None:
         """Record in ``run.json`` that workers were lost and the run continues in this process."""
         record = self._run()
-        record.setdefault("restarts", []).append({"at": _now(), "reason": redact_text(reason)})
+        record.setdefault("restarts", []).append({"at": now(), "reason": redact_text(reason)})
         self._write_run(record)
 
     def tracker_id(self, tracker: str) -> str | None:
@@ -302,7 +303,3 @@ class RunDirectory:
                 beside.replace(path)
             finally:
                 beside.unlink(missing_ok=True)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

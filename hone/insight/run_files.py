@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import json
 import math
@@ -101,6 +102,11 @@ def _free_space(path: Path) -> str:
         return ""
     usage = shutil.disk_usage(existing)
     return f" ({usage.free / 2**20:.0f} MB of {usage.total / 2**30:.1f} GB free)"
+
+
+def now() -> str:
+    """Return the time in UTC, to the second, as ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def encode_number(value: float) -> float | str:

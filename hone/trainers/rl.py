@@ -45,7 +45,7 @@ from hone.trainers.group_filter import GroupFilter
 from hone.trainers.inputs import prompt_dataset, self_scored, training_sampling
 from hone.trainers.reporting import memory_metrics, overhead_metrics, update_metrics
 from hone.trainers.rollouter import Rollouter
-from hone.trainers.session import RunSession, session_steps
+from hone.trainers.session import RunSession, lock_run, session_steps
 from hone.trainers.stages import Stage, check_stages, run_stages
 from hone.trainers.update_view import learnt_tokens
 from hone.trainers.validator import Validator
@@ -62,16 +62,17 @@ def train(config: RLConfig, program: type[RLTrainer] | None = None) -> int:
         program: trainer class with other stages or roles; None means :class:`RLTrainer`.
     """
     program = program or RLTrainer
-    supervisor = Supervisor(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
-    try:
-        while True:
-            try:
-                return asyncio.run(program(config, supervisor).fit())
-            except WorkerLost as lost:
-                supervisor.restart(lost)
-                config = resuming_config(config)
-    finally:
-        supervisor.close()
+    with lock_run(config.trainer):  # kept between the attempts of a run that loses workers
+        supervisor = Supervisor(Path(config.trainer.default_local_dir), config.trainer.max_restarts)
+        try:
+            while True:
+                try:
+                    return asyncio.run(program(config, supervisor).fit())
+                except WorkerLost as lost:
+                    supervisor.restart(lost)
+                    config = resuming_config(config)
+        finally:
+            supervisor.close()
 
 
 class RLTrainer:

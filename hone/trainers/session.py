@@ -20,8 +20,10 @@ from hone.config.trees import AnyConfig
 from hone.errors import HoneError
 from hone.insight import activity
 from hone.insight.run_directory import RunDirectory
+from hone.insight.run_lock import RunLock
 from hone.insight.trackers import build_trackers
 from hone.trainers.run_checkpoints import RunCheckpoints
+from hone.training.checkpoints.storage import Storage
 
 log = logging.getLogger("hone")
 
@@ -47,11 +49,16 @@ class RunSession:
 
     Attributes:
         rewards: scorers with a hash of their code, for run.json; set before the run starts.
+
+    Raises:
+        HoneError: another process trains in the directory, or the checkpoint to resume from is damaged.
     """
 
     def __init__(self, config: AnyConfig, on_hang: Callable[[Hang], bool] = end_run) -> None:
         self.config = config
         self.trainer: RunConfig = config.trainer
+        self._lock = lock_run(self.trainer)
+        weakref.finalize(self, self._lock.release)
         self.directory = RunDirectory(Path(self.trainer.default_local_dir))
         self._watchdog = self._watch(on_hang)
         self.checkpoints = RunCheckpoints(config, self.directory)
@@ -184,6 +191,7 @@ class RunSession:
             activity.end()
             if self._watchdog is not None:
                 self._watchdog.close()
+            self._lock.release()
 
     def _finish(self) -> None:
         status, reason, step = self._outcome
@@ -194,6 +202,18 @@ class RunSession:
             if status != "failed":
                 raise
             log.warning("the end of the run could not be recorded: %s", error.what)  # the error of the run is raised
+
+
+def lock_run(trainer: RunConfig) -> RunLock:
+    """Lock the directories that a run writes: its own, and a local trainer.checkpoint_dir.
+
+    Raises:
+        HoneError: another process holds one of them.
+    """
+    directories = [Path(trainer.default_local_dir)]
+    if trainer.checkpoint_dir is not None and (checkpoints := Storage(trainer.checkpoint_dir)).is_local:
+        directories.append(checkpoints.local_path)
+    return RunLock(*directories)
 
 
 def session_steps(trainer: RunConfig, steps_per_epoch: int) -> int:

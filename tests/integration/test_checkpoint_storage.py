@@ -6,8 +6,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from support.models import VOCABULARY, tiny_model
-from transformers import PreTrainedTokenizerFast
+from support.small_sft import make_small_sft, small_sft_settings
 
 from hone.config import load_config
 from hone.config.sft import SFTConfig
@@ -17,49 +16,15 @@ from hone.training.checkpoints.checkpoint import find_checkpoint
 from hone.training.checkpoints.storage import Storage
 from hone.training.export import find_actor
 
-PLAIN = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + ' ' + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + ' ' }}{% endif %}{% endfor %}"
-)
-
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tiny_model().save_pretrained(tmp_path / "model")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2")
-    tokenizer.chat_template = PLAIN
-    tokenizer.save_pretrained(tmp_path / "model")
-    rows = [
-        {"messages": [{"role": "user", "content": f"w{i}"}, {"role": "assistant", "content": f"w{i + 1} w{i + 2}"}]}
-        for i in range(3, 35)
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return tmp_path
+    return make_small_sft(tmp_path)
 
 
 def trainer(world: Path, name: str, *overrides: str) -> SFTTrainer:
-    settings = [
-        f"model.path={world}/model",
-        f"data.train_files={world}/rows.jsonl",
-        f"data.val_files={world}/rows.jsonl",
-        "data.train_batch_size=8",
-        "optim.lr=1e-2",
-        f"trainer.default_local_dir={world}/{name}",
-        "trainer.logger=[]",
-        "trainer.device=cpu",
-        "trainer.num_threads=1",
-        "trainer.watchdog_seconds=0",
-        "trainer.test_freq=1",
-        "trainer.save_freq=1",
-        *overrides,
-    ]
-    return SFTTrainer(load_config(SFTConfig, settings))
+    return SFTTrainer(load_config(SFTConfig, small_sft_settings(world, world / name, *overrides)))
 
 
 def rows(run: Path) -> list[dict[str, float]]:
