@@ -91,6 +91,20 @@ class GenerationError(HoneError):
     code = "E-generation"
 
 
+class RequestError(GenerationError):
+    """A generation request is invalid, or exceeds a limit: the mistake of the one who sent it.
+
+    Args:
+        field: invalid parameter of the request.
+    """
+
+    code = "E-request"
+
+    def __init__(self, what: str, *, field: str = "", **parts: Any) -> None:
+        super().__init__(what, **parts)
+        self.field = field
+
+
 class EpisodeError(HoneError):
     """An episode broke: a tool, an environment or an agent loop raised."""
 

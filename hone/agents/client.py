@@ -1,4 +1,4 @@
-"""One engine shared by many episodes; concurrent requests are batched into one call."""
+"""One engine shared by many episodes; concurrent requests reach it together, each with an answer of its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hone.generation.protocol import Completion, Engine, GenerationRequest
 class EngineClient:
     """Client of an engine for any number of coroutines, each of which requests one completion at a time.
 
-    Requests made within one turn of the event loop become one call of :meth:`Engine.generate`. So the samples of a group share
-    the prefill of their prompt with every engine, and a batch of episodes begins in the same order in every run.
+    Requests made within one turn of the event loop begin in that order within another turn. So the samples of a group share the
+    prefill of their prompt, and a batch of episodes begins in the same order in every run. Each is a call of
+    :meth:`Engine.generate` by itself: an error of one is not an error of the others.
 
     Args:
         engine: engine that serves the requests.
@@ -30,7 +31,8 @@ class EngineClient:
         """Return the completion of one request. Cancelling the caller aborts the request.
 
         Raises:
-            GenerationError: the request can never be served, or the engine lost it.
+            RequestError: the request can never be served.
+            GenerationError: the engine failed.
         """
         self._number += 1
         request = dataclasses.replace(request, request_id=f"{request.request_id}/{self._number}")
@@ -49,27 +51,23 @@ class EngineClient:
         await self.engine.end_sessions(sessions)
 
     def _send(self) -> None:
-        pending = [(request, future) for request, future in self._waiting if not future.done()]
-        self._waiting = []
-        if pending:
-            task = asyncio.get_running_loop().create_task(self._serve(pending))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        pending, self._waiting = self._waiting, []
+        for request, future in pending:
+            if not future.done():
+                task = asyncio.get_running_loop().create_task(self._serve(request, future))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, pending: Sequence[tuple[GenerationRequest, asyncio.Future[Completion]]]) -> None:
-        futures = {request.request_id: future for request, future in pending}
-        failure: BaseException | None = None
+    async def _serve(self, request: GenerationRequest, future: asyncio.Future[Completion]) -> None:
+        failure: BaseException = GenerationError(
+            f"the engine ended without an answer to request '{request.request_id}'", fix="see its log"
+        )
         try:
-            async for completion in self.engine.generate([request for request, _ in pending]):
-                future = futures.pop(completion.request_id, None)
-                if future is not None and not future.done():
-                    future.set_result(completion)
-        except BaseException as error:  # waiting callers must receive the error
-            failure = error
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            for name, future in futures.items():
+            async for completion in self.engine.generate([request]):
                 if not future.done():
-                    lost = GenerationError(f"the engine ended without an answer to request '{name}'", fix="see its log")
-                    future.set_exception(failure if isinstance(failure, Exception) else lost)
+                    future.set_result(completion)
+        except Exception as error:  # noqa: BLE001 - the error is the caller's answer
+            failure = error
+        finally:
+            if not future.done():
+                future.set_exception(failure)

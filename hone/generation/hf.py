@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hone.data.types import StopReason
-from hone.generation.native.scheduler import Scheduler
+from hone.generation.limits import RequestLimits
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
 from hone.insight import activity
 from hone.models.routing import attention_of
@@ -45,7 +45,7 @@ class HuggingFaceEngine:
         del max_num_seqs, max_cache_tokens
         self.model, self.tokenizer, self.device, self.dtype = model, tokenizer, device, dtype
         self._causal: Any = getattr(model, "get_base_model", lambda: model)()
-        self._limits = Scheduler(max_num_seqs=1, max_cache_tokens=max_model_len, max_model_len=max_model_len)
+        self._limits = RequestLimits(max_model_len, vocabulary=self._causal.get_input_embeddings().num_embeddings)
         self._version = 0
         self._aborted: set[str] | None = set()
         self._stats = {"decode_tokens": 0}
@@ -54,7 +54,7 @@ class HuggingFaceEngine:
         """Serve the requests one after another.
 
         Raises:
-            GenerationError: a request exceeds the limits.
+            RequestError: a request exceeds the limits (then no request starts).
         """
         for request in requests:
             self._limits.check(request)

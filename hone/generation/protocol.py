@@ -119,8 +119,10 @@ class Engine(Protocol):
         """Serve the requests, yielding each completion as it finishes.
 
         Raises:
-            GenerationError: prompt and max_tokens of a request exceed the limits of the cache or the model, or new
-                weights have arrived only in part.
+            RequestError: a request exceeds the limits of the cache or the model, or cannot be served
+                (:mod:`hone.generation.limits`); then no request of the call starts.
+            GenerationError: new weights have arrived only in part, or a request failed in the engine. Requests of other
+                calls continue.
         """
         ...
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from hone.agents.client import EngineClient
 from hone.agents.serving.errors import ApiError, bad_request
 from hone.data.types import StopReason
-from hone.errors import GenerationError, ProcessError
+from hone.errors import GenerationError, ProcessError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, Progress
 
 T = TypeVar("T")
+log = logging.getLogger("hone.serve")
 
 
 class Gateway:
@@ -48,8 +50,11 @@ class Gateway:
         self.under_way += 1
         try:
             completion = await self.on_engine(self.client.complete(request))
+        except RequestError as error:
+            raise bad_request(f"{error.what}; {error.why}", error.field or None) from error
         except GenerationError as error:
-            raise bad_request(f"{error.what}; {error.why}") from error
+            log.error("a request failed in the engine", exc_info=error)
+            raise ApiError(500, f"the engine failed: {error.what}", code="engine_failed") from error
         except ProcessError as error:
             raise ApiError(503, error.what, code="engine_lost") from error
         finally:

@@ -65,10 +65,20 @@ class KVCache:
         self.resize(*next((shape for shape in shapes if shape[0] * shape[1] <= limit), shapes[-1]), used=used)
 
     def resize(self, rows: int, capacity: int, *, used: int) -> None:
-        """Set the size to exactly ``rows`` rows of ``capacity`` tokens, keeping the first ``used`` rows."""
+        """Set the size to exactly ``rows`` rows of ``capacity`` tokens, keeping the first ``used`` rows.
+
+        If memory is missing for a layer, all layers get their old size back.
+        """
+        previous = self.rows, self.capacity
         self.rows, self.capacity = rows, capacity
-        for cache in self._layers.values():
-            self._resize(cache, used=used)
+        try:
+            for cache in self._layers.values():
+                self._resize(cache, used=used)
+        except Exception:
+            self.rows, self.capacity = previous
+            for cache in self._layers.values():
+                self._resize(cache, used=used)
+            raise
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first ``length`` tokens of rows to other rows: ``sources[i]`` to ``targets[i]``."""

@@ -7,7 +7,7 @@ batch. After each burst of steps the event loop serves callers, pause and abort.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.data.types import StopReason
 from hone.errors import GenerationError
-from hone.generation.native.runner import Runner
+from hone.generation.limits import RequestLimits
+from hone.generation.native.runner import Outcome, Runner
 from hone.generation.native.scheduler import Job, Scheduler
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest
 from hone.insight import activity
@@ -58,9 +59,9 @@ class NativeEngine:
         self._scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
             max_cache_tokens=limit,
-            max_model_len=max_model_len,
             share_prompts=self._runner.per_token,
         )
+        self._limits = RequestLimits(max_model_len, limit, self._runner.vocabulary)
         self._entering: list[Job] = []
         self._arrived: set[str] = set()
         self._incomplete: int | None = None
@@ -72,10 +73,11 @@ class NativeEngine:
         """Serve the requests, yielding each completion as it finishes. Closing the iterator aborts its requests.
 
         Raises:
-            GenerationError: a request exceeds the limits (then no request starts), or weights have arrived only in part.
+            RequestError: a request exceeds the limits (then no request starts).
+            GenerationError: weights have arrived only in part, or a request failed in the engine; other calls continue.
         """
         for request in requests:
-            self._scheduler.check(request)
+            self._limits.check(request)
         if self._incomplete is not None:
             raise GenerationError(
                 f"weights of version {self._incomplete} have arrived only in part",
@@ -183,7 +185,10 @@ class NativeEngine:
             self._task = loop.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Decode while there are requests; an exception is delivered to every waiting caller."""
+        """Decode while there are requests.
+
+        An error of one request is its own answer. An error of a step, which all rows share, is delivered to every caller.
+        """
         scheduler, runner = self._scheduler, self._runner
         try:
             while scheduler.waiting or runner.running:
@@ -213,7 +218,7 @@ class NativeEngine:
             for _ in range(WATCHED_BURST if watched else BURST):
                 self._entering = scheduler.admit(runner.running, runner.version)
                 if self._entering:
-                    runner.enter(self._entering)
+                    _deliver(runner.enter(self._entering))
                 self._entering = []
                 if not runner.running:
                     break
@@ -222,21 +227,30 @@ class NativeEngine:
                 activity.tick()
                 if any(job.request.session is not None for job, _ in finished):
                     break  # the episode may continue at once
-        for row in self._watched():
-            self._runner.running[row].request.progress(*runner.so_far(row))  # type: ignore[misc]
+        self._report_progress()
 
-    def _watched(self) -> list[int]:
-        """Return the rows whose requests report progress."""
-        return [row for row, job in enumerate(self._runner.running) if job.request.progress is not None]
+    def _report_progress(self) -> None:
+        """Call the progress callbacks; a request whose callback fails ends with its error."""
+        failed: dict[Job, Exception | None] = {}
+        for row, job in enumerate(self._runner.running):
+            if job.request.progress is not None:
+                try:
+                    job.request.progress(*self._runner.so_far(row))
+                except Exception as error:  # noqa: BLE001 - the error is the request's answer
+                    failed[job] = error
+        self._end(failed)
+
+    def _end(self, jobs: Mapping[Job, Exception | None]) -> None:
+        _deliver(self._runner.end(jobs))
 
     def _remove_aborted(self) -> None:
         version = self._runner.version
         for job in self._scheduler.remove(lambda job: job.aborted):
             empty = Completion(job.request.request_id, [], [], [], StopReason.ABORTED, (version, version))
             job.answer.put_nowait(empty)
-        _deliver(self._runner.abort({job for job in self._runner.running if job.aborted}))
+        self._end({job: None for job in self._runner.running if job.aborted})
 
 
-def _deliver(finished: list[tuple[Job, Completion]]) -> None:
-    for job, completion in finished:
-        job.answer.put_nowait(completion)
+def _deliver(outcomes: Sequence[tuple[Job, Outcome]]) -> None:
+    for job, outcome in outcomes:
+        job.answer.put_nowait(outcome)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.config.limits import PREFILL_TOKENS
 from hone.data.types import StopReason
+from hone.errors import GenerationError
 from hone.generation.native.batch import RowState
 from hone.generation.native.cache import KVCache, RowEntries, closing_moves, columns, with_spare
 from hone.generation.native.contexts import DecodeContext
@@ -35,6 +36,10 @@ STATS = (
 )
 
 
+Outcome = Completion | GenerationError
+"""End of a request: its completion, or why it failed."""
+
+
 class Runner:
     """Computes tokens for jobs; :class:`NativeEngine` handles callers and scheduling.
 
@@ -51,6 +56,7 @@ class Runner:
         prefixes: the shared prefixes.
         per_token: whether the caches of all layers have one entry per token, so that rows can share prefixes.
         sessions: the session KV cache.
+        vocabulary: number of tokens with an embedding.
         version: of the weights.
         stats: counters since start.
     """
@@ -81,7 +87,7 @@ class Runner:
         self._forward: Forward = executor(causal, bfloat16=self.bfloat16)
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
         self._prefill = Prefill(self._forward, self.sessions, self.stats, device=device, max_tokens=PREFILL_TOKENS)
-        self._vocabulary = causal.get_input_embeddings().num_embeddings
+        self.vocabulary: int = causal.get_input_embeddings().num_embeddings
         self._state: RowState | None = None
         self._sampling: RowSampling | None = None
         self._groups: PrefixGroups | None = None
@@ -105,21 +111,45 @@ class Runner:
 
     # entering --------------------------------------------------------------------------------------------------------
 
-    def enter(self, jobs: Sequence[Job]) -> None:
-        """Give each job a row and prefill its prompt, without the last token, which is the input of the first step."""
+    def enter(self, jobs: Sequence[Job]) -> list[tuple[Job, Outcome]]:
+        """Give each job a row and prefill its prompt, without the last token, which is the input of the first step.
+
+        If that fails, the jobs enter one at a time; those that fail alone do not run, and are returned.
+        """
+        if not jobs[0].in_row and any(job.in_row for job in self.running):
+            self._share_prompts()
         now = time.perf_counter()
         for job in jobs:
             job.started, job.entered = now, self._steps
-        self._fill(jobs)
-        requests = [job.request for job in jobs]
-        state = RowState.from_requests(requests, [job.prompt_in_row for job in jobs], self._vocabulary, self.device)
-        sampling = RowSampling.from_params([r.sampling for r in requests], [r.seed for r in requests], self.device)
-        self._state = state if self._state is None else self._state.join(state)
-        self._sampling = sampling if self._sampling is None else self._sampling.join(sampling)
+        try:
+            state, sampling = self._rows_of(jobs)
+        except Exception as error:  # noqa: BLE001 - the error is the request's answer
+            self._withdraw(jobs)
+            if len(jobs) == 1:
+                return [(jobs[0], _failure(jobs[0], error))]
+            return [failure for job in jobs for failure in self.enter([job])]
+        self._state, self._sampling = state, sampling
         self.running += jobs
         self._fresh += jobs
         self._groups = None
         self.stats["peak_sequences"] = max(self.stats["peak_sequences"], len(self.running))
+        return []
+
+    def _rows_of(self, jobs: Sequence[Job]) -> tuple[RowState, RowSampling]:
+        """Prefill the prompts of jobs; return state and sampling parameters of all rows with them."""
+        self._fill(jobs)
+        requests = [job.request for job in jobs]
+        state = RowState.from_requests(requests, [job.prompt_in_row for job in jobs], self.vocabulary, self.device)
+        sampling = RowSampling.from_params([r.sampling for r in requests], [r.seed for r in requests], self.device)
+        if self._state is None or self._sampling is None:
+            return state, sampling
+        return self._state.join(state), self._sampling.join(sampling)
+
+    def _withdraw(self, jobs: Sequence[Job]) -> None:
+        """Undo what :meth:`enter` has done for jobs that did not enter; their slots are the last ones."""
+        self.prefixes.release(job.slot for job in jobs if job.slot >= 0)
+        for job in jobs:
+            job.slot = -1
 
     def _fill(self, jobs: Sequence[Job]) -> None:
         """Prefill prompts. Equal prompts are prefilled once; the session KV cache is reused.
@@ -127,8 +157,6 @@ class Runner:
         They are stored in the rows of the jobs while no row shares a prompt, else in shared slots.
         """
         in_rows = jobs[0].in_row
-        if not in_rows and any(job.in_row for job in self.running):
-            self._share_prompts()
         used_slots, entering = self.prefixes.count, []
         first_row: dict[bytes, int] = {}
         copies: list[tuple[int, int]] = []
@@ -205,8 +233,8 @@ class Runner:
 
     # one step --------------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[tuple[Job, Completion]]:
-        """Sample one token for every row and return the jobs that have ended with it."""
+    def step(self) -> list[tuple[Job, Outcome]]:
+        """Sample one token for every row and return the jobs that have ended or failed with it."""
         state, sampling = self._state, self._sampling
         if state is None or sampling is None:
             return []
@@ -216,8 +244,9 @@ class Runner:
         context = DecodeContext(self.cache, state.length, state.shared, self._groups)
         logits = self._forward.logits(state.next_token[:, None], context)
         seen = state.seen if sampling.penalises else None
-        drawn = sample(logits[:, -1], sampling, state.generated, seen)
-        state.record(*drawn)
+        tokens, log_probs, sampling_log_probs = sample(logits[:, -1], sampling, state.generated, seen)
+        state.record(tokens, log_probs, sampling_log_probs)
+        finite = (log_probs + sampling_log_probs).isfinite()
         self._steps += 1
         if self._fresh:
             now = time.perf_counter()
@@ -226,23 +255,27 @@ class Runner:
             self._fresh = []
         self.stats["steps"] += 1
         self.stats["decode_tokens"] += len(self.running)
-        stopped = state.stopped
-        with_strings = [row for row, job in enumerate(self.running) if job.request.sampling.stop]
-        complete = [row for row in with_strings if self._ends_with_stop_string(row)]
+        stopped, failed = state.stopped, self._search_stop_strings()
+        complete = [row for row, error in failed.items() if error is None]
         if complete:
             stopped = stopped.index_fill(0, torch.tensor(complete, device=self.device), True)
-        ended = stopped | state.full
+        ended = stopped | state.full | ~finite
+        if failed:
+            ended = ended.index_fill(0, torch.tensor(list(failed), device=self.device), True)
         if not bool(ended.any()):
             return []
-        return self._remove(ended.nonzero()[:, 0].tolist(), stopped.tolist())
+        rows = ended.nonzero()[:, 0].tolist()
+        errors: dict[int, Exception | None] = {row: _not_finite() for row in (~finite).nonzero()[:, 0].tolist()}
+        errors |= {row: error for row, error in failed.items() if error is not None}
+        return self._remove(rows, stopped.tolist(), errors)
 
-    def abort(self, jobs: set[Job]) -> list[tuple[Job, Completion]]:
-        """End these jobs with the tokens sampled so far."""
-        rows = [row for row, job in enumerate(self.running) if job in jobs]
+    def end(self, jobs: Mapping[Job, Exception | None]) -> list[tuple[Job, Outcome]]:
+        """End jobs with their error, or without one with the tokens sampled so far."""
+        rows = {row: jobs[job] for row, job in enumerate(self.running) if job in jobs}
         if not rows:
             return []
         with self.computing():
-            return self._remove(rows, None)
+            return self._remove(list(rows), None, rows)
 
     def so_far(self, row: int) -> tuple[list[int], list[float]]:
         """Return the tokens sampled for a row and their log-probs."""
@@ -269,6 +302,18 @@ class Runner:
         """Return the number of tokens in a job's row of the cache."""
         return job.prompt_in_row + self._num_sampled(job)
 
+    def _search_stop_strings(self) -> dict[int, Exception | None]:
+        """Return the rows whose last token completes a stop string, and those in which the search failed, with the error."""
+        ends: dict[int, Exception | None] = {}
+        for row, job in enumerate(self.running):
+            if job.request.sampling.stop:
+                try:
+                    if self._ends_with_stop_string(row):
+                        ends[row] = None
+                except Exception as error:  # noqa: BLE001 - the error is the request's answer
+                    ends[row] = error
+        return ends
+
     def _ends_with_stop_string(self, row: int) -> bool:
         """Return whether the last token of a row completes one of its stop strings."""
         assert self._state is not None
@@ -280,16 +325,21 @@ class Runner:
 
     # leaving ---------------------------------------------------------------------------------------------------------
 
-    def _remove(self, rows: list[int], stopped: list[bool] | None) -> list[tuple[Job, Completion]]:
-        """Remove rows and return their completions."""
+    def _remove(
+        self, rows: list[int], stopped: list[bool] | None, errors: Mapping[int, Exception | None]
+    ) -> list[tuple[Job, Outcome]]:
+        """Remove rows and return their completions, or the errors of those that failed."""
         state = self._state
         assert state is not None
         index = torch.tensor(rows, device=self.device)
         columns = [values[index].tolist() for values in (state.tokens, state.log_probs, state.sampling_log_probs)]
         now = time.perf_counter()
-        answers = []
+        answers: list[tuple[Job, Outcome]] = []
         for i, row in enumerate(rows):
-            job = self.running[row]
+            job, error = self.running[row], errors.get(row)
+            if error is not None:
+                answers.append((job, _failure(job, error)))
+                continue
             tokens, log_probs, sampling_log_probs = (column[i][: self._num_sampled(job)] for column in columns)
             self._keep_for_session(job, row, tokens)
             if stopped is None:
@@ -321,6 +371,21 @@ class Runner:
             job.slot = moved.get(job.slot, job.slot)
         index = torch.tensor(order, device=self.device)
         self._state, self._sampling, self._groups = self._state.select(index), self._sampling.select(index), None
+
+
+def _failure(job: Job, error: Exception) -> GenerationError:
+    """Return the answer to a request that failed in the engine, with the error as its cause."""
+    failure = GenerationError(
+        f"request '{job.request.request_id}' failed in the engine: {type(error).__name__}: {error}",
+        why="only this request ended; the engine serves the others",
+        fix="see the engine's log",
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _not_finite() -> Exception:
+    return FloatingPointError("the logits are not finite, so no token can be sampled")
 
 
 def _concatenated(prefix: RowEntries, row: RowEntries) -> RowEntries:

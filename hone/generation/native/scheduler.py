@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hone.errors import GenerationError
 from hone.generation.protocol import Completion, GenerationRequest
 
 
@@ -71,45 +70,13 @@ class Scheduler:
     Args:
         max_num_seqs: maximum of requests at once.
         max_cache_tokens: capacity of the cache.
-        max_model_len: maximum of tokens in prompt and response.
         share_prompts: whether rows can share a prefix; otherwise every row contains its prompt.
     """
 
-    def __init__(
-        self, *, max_num_seqs: int, max_cache_tokens: int, max_model_len: int, share_prompts: bool = True
-    ) -> None:
+    def __init__(self, *, max_num_seqs: int, max_cache_tokens: int, share_prompts: bool = True) -> None:
         self._share_prompts = share_prompts
-        self.max_num_seqs, self.max_cache_tokens, self.max_model_len = max_num_seqs, max_cache_tokens, max_model_len
+        self.max_num_seqs, self.max_cache_tokens = max_num_seqs, max_cache_tokens
         self.waiting: deque[Job] = deque()
-
-    def check(self, request: GenerationRequest) -> None:
-        """Refuse a request that exceeds the limits.
-
-        Raises:
-            GenerationError: no prompt, no tokens to generate, or more tokens than model or cache allow.
-        """
-        prompt, response = len(request.prompt_ids), request.sampling.max_tokens
-        name, need = f"request '{request.request_id}'", prompt + response
-        if prompt == 0 or response < 1:
-            raise GenerationError(
-                f"{name} has {prompt} prompt tokens and max_tokens={response}",
-                why="generation adds at least one token to a prompt",
-                fix="at least one prompt token and max_tokens >= 1",
-            )
-        if need > self.max_model_len:
-            raise GenerationError(
-                f"{name} needs {need} tokens ({prompt} prompt + {response} response); the engine's limit is "
-                f"{self.max_model_len}",
-                why="data.max_prompt_length + data.max_response_length limit a sequence",
-                fix=f"data.max_response_length={max(1, self.max_model_len - prompt)} for this prompt, or larger limits",
-            )
-        if need > self.max_cache_tokens:
-            raise GenerationError(
-                f"{name} needs {need} cache tokens ({prompt} prompt + {response} response); the cache has "
-                f"{self.max_cache_tokens}",
-                why="the request would wait forever",
-                fix=f"actor_rollout_ref.rollout.max_cache_tokens={need}",
-            )
 
     def admit(self, running: Sequence[Job], version: int) -> list[Job]:
         """Remove from the queue and return the jobs that fit next to ``running``; weights of this version serve them."""

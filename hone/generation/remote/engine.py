@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.errors import ConfigError, GenerationError
-from hone.generation.native.scheduler import Scheduler
+from hone.generation.limits import RequestLimits
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest
 from hone.generation.remote import messages
 from hone.generation.remote.connection import Connection
@@ -57,10 +57,7 @@ class ServedEngine:
         self._connection, self.process = connection, process
         server_info: dict[str, Any] = connection.hello["description"]
         self.server_info = server_info
-        longest = server_info["max_model_len"]
-        self._limits = Scheduler(
-            max_num_seqs=1, max_cache_tokens=server_info.get("max_cache_tokens") or longest, max_model_len=longest
-        )
+        self._limits = RequestLimits(server_info["max_model_len"], server_info.get("max_cache_tokens"))
         dtype: torch.dtype = getattr(torch, server_info["dtype"])
         self._sender = make_sender(backend, same_machine=process is not None or server_info["local"])
         self._transfer = WeightTransfer(connection, self._sender, dtype, bucket_bytes, delta=delta)
@@ -97,7 +94,8 @@ class ServedEngine:
         """Serve the requests, yielding each completion as it finishes. Closing the iterator aborts its requests.
 
         Raises:
-            GenerationError: a request exceeds the limits (then no request starts), or weights have arrived only in part.
+            RequestError: a request exceeds the limits (then no request starts).
+            GenerationError: weights have arrived only in part, or the engine failed.
             EngineLost: the process died.
         """
         for request in requests:

@@ -20,7 +20,7 @@ import struct
 from typing import Any
 
 from hone.data.types import StopReason
-from hone.errors import ConfigError, GenerationError, HoneError
+from hone.errors import ConfigError, GenerationError, HoneError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 
 PROTOCOL = 3
@@ -28,7 +28,7 @@ PROTOCOL = 3
 LONGEST = 2**31 - 1
 """Maximum of bytes in a frame; weights inside frames are sent in smaller chunks."""
 _LENGTH = struct.Struct(">I")
-_KINDS: dict[str, type[HoneError]] = {kind.code: kind for kind in (ConfigError, GenerationError)}
+_KINDS: dict[str, type[HoneError]] = {kind.code: kind for kind in (ConfigError, GenerationError, RequestError)}
 
 Message = dict[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hone.data.types import StopReason
-from hone.errors import GenerationError
+from hone.errors import GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest
 from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
 from hone.generation.server.backend import BackendSettings
@@ -211,14 +211,15 @@ def _sampling_params(request: GenerationRequest) -> dict[str, Any]:
     """Return the request's sampling parameters for SGLang.
 
     Raises:
-        GenerationError: SGLang has another meaning for a parameter.
+        RequestError: SGLang has another meaning for a parameter.
     """
     sampling = request.sampling
     if sampling.repetition_penalty != 1:
-        raise GenerationError(
+        raise RequestError(
             f"SGLang cannot serve repetition_penalty={sampling.repetition_penalty:g}",
             why="it penalises only tokens of the response; the other engines also those of the prompt",
             fix="actor_rollout_ref.rollout.repetition_penalty=1, or rollout.name=native or vllm",
+            field="repetition_penalty",
         )
     return {
         "max_new_tokens": sampling.max_tokens,

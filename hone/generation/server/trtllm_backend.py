@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hone.data.types import StopReason
-from hone.errors import ConfigError, GenerationError
+from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
 from hone.generation.server.backend import BackendSettings
@@ -195,7 +195,7 @@ class TrtllmBackend:
 
     async def _generate_more(self, job: _ActiveRequest) -> StopReason | None:
         """Generate more tokens; return None if the request continues later."""
-        from tensorrt_llm.executor.utils import RequestError
+        from tensorrt_llm.executor.utils import RequestError as RefusedRequest
 
         try:
             job.interrupted = False
@@ -204,8 +204,8 @@ class TrtllmBackend:
                 self._sampling(sampling_arguments(job.request, len(job.tokens))),
             )
             output = (await job.answer.aresult()).outputs[0]
-        except RequestError as error:
-            raise GenerationError(f"TensorRT-LLM refuses a request: {first_lines(error)}") from error
+        except RefusedRequest as error:
+            raise RequestError(f"TensorRT-LLM refuses a request: {first_lines(error)}") from error
         finally:
             job.answer = None
             async with self._changed:
@@ -344,7 +344,7 @@ def _check_sampling(sampling: SamplingParams) -> None:
     """Check that the distribution sampled from is the policy.
 
     Raises:
-        GenerationError: it is another distribution.
+        RequestError: it is another distribution.
     """
     cuts = (
         {"top_k": (sampling.top_k, -1), "top_p": (sampling.top_p, 1.0), "min_p": (sampling.min_p, 0.0)}
@@ -354,10 +354,11 @@ def _check_sampling(sampling: SamplingParams) -> None:
     others = {**cuts, "repetition_penalty": (sampling.repetition_penalty, 1.0)}
     for name, (value, neutral) in others.items():
         if value != neutral:
-            raise GenerationError(
+            raise RequestError(
                 f"TensorRT-LLM cannot serve {name}={value:g}",
                 why="it reports one log-prob per token, and this setting makes the policy differ from the distribution sampled from",
                 fix=f"actor_rollout_ref.rollout.{name}={neutral:g} (and val_kwargs likewise), or rollout.name=native or vllm",
+                field=name,
             )
 
 

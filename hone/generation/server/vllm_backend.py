@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hone.data.types import StopReason
-from hone.errors import ConfigError, GenerationError
+from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
 from hone.generation.server.backend import BackendSettings
@@ -126,10 +126,11 @@ class VllmBackend:
 
         await self._prepare()
         if self._drafts and request.sampling.min_p > 0:
-            raise GenerationError(
+            raise RequestError(
                 f"vLLM cannot serve min_p={request.sampling.min_p:g} with speculative decoding",
                 why="it verifies drafts without min_p",
                 fix="actor_rollout_ref.rollout.min_p=0, or remove engine_kwargs.vllm.speculative_config",
+                field="min_p",
             )
         final = None
         try:

@@ -9,7 +9,7 @@ from hone.generation.protocol import Completion, SamplingParams
 
 
 class Scripted:
-    """An engine that answers the last request first."""
+    """An engine that answers the last request of a call first."""
 
     def __init__(self) -> None:
         self.calls = []
@@ -43,7 +43,8 @@ def test_every_sample_is_asked_n_times_and_tokens_pass_through_untouched():
     player = Player(engine, EpisodeContext(Tokens()))  # type: ignore[arg-type]
     played = asyncio.run(player.play(samples, sampling, n=2, seed_of=lambda uid, index: 100 * len(uid) + index))
 
-    (asked,) = engine.calls  # episodes that begin together are one call: a group shares its prefill
+    asked = [request for call in engine.calls for request in call]  # in the order of the samples
+    assert [len(call) for call in engine.calls] == [1] * 4, "an error of one request is not an error of the others"
     assert [request.prompt_ids for request in asked] == [[0], [0], [1], [1]]
     assert all(request.sampling == sampling and request.session is None for request in asked)
     assert [(t.uid, t.index) for t in played] == [("a#b", 0), ("a#b", 1), ("c", 0), ("c", 1)]

@@ -1,0 +1,163 @@
+"""Limits of a generation request: the one place that says which requests an engine can serve.
+
+An endpoint checks a request before it reaches an engine, and every engine checks it once more before the request joins its batch. A
+value that a tensor cannot hold, a token without an embedding or text that cannot be encoded would otherwise fail in the middle of a
+step that other requests share.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+
+from hone.errors import RequestError
+from hone.generation.protocol import GenerationRequest, SamplingParams
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-9, 1e6
+"""Bounds of a temperature above 0: logits divided by it stay finite in float32."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+MAX_TOP_K = 2**31 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+"""Seeds that every engine's random generator accepts."""
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
+"""Maximum number of stop strings, and of characters in each: every step searches for all of them."""
+
+
+def is_valid_text(text: str) -> bool:
+    """Return whether a text can be encoded as UTF-8; one with a lone surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Check that sampling parameters can be used: finite, in range, and valid text.
+
+    Raises:
+        RequestError: one cannot.
+    """
+    temperature, penalty = sampling.temperature, sampling.repetition_penalty
+    if temperature != 0:
+        _check_range("temperature", temperature, MIN_TEMPERATURE, MAX_TEMPERATURE, or_zero=True)
+    _check_range("top_k", sampling.top_k, -1, MAX_TOP_K)
+    _check_range("top_p", sampling.top_p, 0, 1)
+    _check_range("min_p", sampling.min_p, 0, 1)
+    _check_range("repetition_penalty", penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+    if sampling.top_p == 0:
+        raise _unusable("top_p=0 leaves no token", "the tokens of this total probability stay", "top_p > 0", "top_p")
+    if not all(0 <= token < 2**63 for token in sampling.stop_token_ids):
+        raise _unusable(
+            f"stop_token_ids={sampling.stop_token_ids} has an id outside the range of tokens",
+            "ids are not negative and fit in 64 bits",
+            "stop_token_ids of tokens in the vocabulary",
+            "stop_token_ids",
+        )
+    _check_stops(sampling.stop)
+
+
+def _check_stops(stops: tuple[str, ...]) -> None:
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
+        longest = max(map(len, stops))
+        raise _unusable(
+            f"{len(stops)} stop strings, the longest of {longest} characters",
+            "every step searches for all of them",
+            f"at most {MAX_STOPS} stop strings of {MAX_STOP_CHARACTERS} characters",
+            "stop",
+        )
+    for stop in stops:
+        if not stop or not is_valid_text(stop):
+            problem = "a lone surrogate, which cannot be encoded" if stop else "no character"
+            raise _unusable(f"stop string {stop!r} has {problem}", "no reply can contain it", "remove it", "stop")
+
+
+def _check_range(name: str, value: float, low: float, high: float, *, or_zero: bool = False) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        zero = "0, or " if or_zero else ""
+        raise _unusable(
+            f"{name}={value} is out of range",
+            "the distribution to sample from would not be finite",
+            f"{zero}{low:g} <= {name} <= {high:g}",
+            name,
+        )
+
+
+def _unusable(what: str, why: str, fix: str, field: str) -> RequestError:
+    return RequestError(what, why=why, fix=fix, field=field)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits that follow from a model and its engine.
+
+    Attributes:
+        max_model_len: maximum of tokens in prompt and response.
+        max_cache_tokens: capacity of the cache; None sets none.
+        vocabulary: number of tokens with an embedding; None leaves the check to the engine.
+    """
+
+    max_model_len: int
+    max_cache_tokens: int | None = None
+    vocabulary: int | None = None
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse a request that an engine cannot serve.
+
+        Raises:
+            RequestError: it has no prompt, no tokens to generate, more tokens than model or cache allow, a token outside the
+                vocabulary, or sampling parameters that cannot be used.
+        """
+        self._check_lengths(request)
+        self._check_tokens(request)
+        check_sampling(request.sampling)
+        if not MIN_SEED <= request.seed <= MAX_SEED:
+            raise _unusable(
+                "the seed is out of range",
+                "random generators have 64 bits",
+                f"{MIN_SEED} <= seed <= {MAX_SEED}",
+                "seed",
+            )
+
+    def _check_lengths(self, request: GenerationRequest) -> None:
+        prompt, response = len(request.prompt_ids), request.sampling.max_tokens
+        name, need = f"request '{request.request_id}'", prompt + response
+        if prompt == 0 or response < 1:
+            raise RequestError(
+                f"{name} has {prompt} prompt tokens and max_tokens={response}",
+                why="generation adds at least one token to a prompt",
+                fix="at least one prompt token and max_tokens >= 1",
+                field="prompt" if prompt == 0 else "max_tokens",
+            )
+        if need > self.max_model_len:
+            raise RequestError(
+                f"{name} needs {need} tokens ({prompt} prompt + {response} response); the engine's limit is "
+                f"{self.max_model_len}",
+                why="data.max_prompt_length + data.max_response_length limit a sequence",
+                fix=f"data.max_response_length={max(1, self.max_model_len - prompt)} for this prompt, or larger limits",
+                field="max_tokens",
+            )
+        if self.max_cache_tokens is not None and need > self.max_cache_tokens:
+            raise RequestError(
+                f"{name} needs {need} cache tokens ({prompt} prompt + {response} response); the cache has "
+                f"{self.max_cache_tokens}",
+                why="the request would wait forever",
+                fix=f"actor_rollout_ref.rollout.max_cache_tokens={need}",
+                field="max_tokens",
+            )
+
+    def _check_tokens(self, request: GenerationRequest) -> None:
+        name, limit = f"request '{request.request_id}'", self.vocabulary or 2**63
+        try:
+            array("q", request.prompt_ids)
+            smallest, largest = min(request.prompt_ids), max(request.prompt_ids)
+        except (OverflowError, TypeError):
+            smallest, largest = -1, 2**63
+        if smallest < 0 or largest >= limit:
+            raise RequestError(
+                f"{name} has a prompt token outside the vocabulary of {limit} tokens",
+                why="it has no embedding",
+                fix=f"token ids from 0 to {limit - 1}",
+                field="prompt",
+            )
