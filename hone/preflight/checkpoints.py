@@ -86,10 +86,10 @@ def resumed_checkpoint(config: AnyConfig) -> Storage | None:
     """Return the location of the checkpoint that a run would resume from; None for a fresh start.
 
     Raises:
-        HoneError: trainer.resume_from_path is not a checkpoint.
+        HoneError: trainer.resume_from_path is not a checkpoint, or the checkpoint is damaged.
         OSError: the storage cannot be read.
     """
-    from hone.training.checkpoints.checkpoint import complete_steps, find_checkpoint
+    from hone.training.checkpoints.checkpoint import Checkpoint, complete_steps, find_checkpoint
     from hone.training.checkpoints.storage import Storage
 
     trainer = config.trainer
@@ -99,7 +99,7 @@ def resumed_checkpoint(config: AnyConfig) -> Storage | None:
         return None
     root = Storage(trainer.checkpoint_dir or Path(trainer.default_local_dir).expanduser() / "checkpoints")
     steps = complete_steps(root)
-    return root / f"step_{steps[-1]}" if steps else None
+    return Checkpoint.open(root / f"step_{steps[-1]}").storage if steps else None
 
 
 def _another_model(what: str, checkpoint: Storage) -> Finding:

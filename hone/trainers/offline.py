@@ -67,7 +67,8 @@ class OfflineTrainer(ABC, Generic[ConfigT, DataT]):
         self.step = 0
         if resume is not None:
             self.engine.restore(str(resume), "actor")
-            self.sampler.load_state_dict(resume.state["sampler"])
+            with resume.loading_state() as state:
+                self.sampler.load_state_dict(state["sampler"])
             self.step = resume.step
 
     # abstract methods ------------------------------------------------------------------------------------------------

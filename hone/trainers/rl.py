@@ -133,7 +133,8 @@ class RLTrainer:
         )
         check_stages(self.stages())
         if resume is not None:
-            self._load_state(resume.state)
+            with resume.loading_state() as state:
+                self._load_state(state)
 
     def roles(self) -> list[RoleSpec]:
         """Return the roles of the run in order of creation."""

@@ -119,10 +119,11 @@ class RunCheckpoints:
             ) from error
 
     def _checked(self, checkpoint: Checkpoint, *, strict: bool) -> Checkpoint:
-        """Compare this run's configuration with that of a checkpoint.
+        """Verify a checkpoint's files, and compare this run's configuration with that of the checkpoint.
 
         Changes of keys that determine its state raise an error with ``strict``; otherwise changes are only logged.
         """
+        checkpoint.verify()
         changes = [c for c in changed_keys(checkpoint.config, redacted(self._config)) if not c.startswith(FREE_KEYS)]
         origins = [change for change in changes if change.startswith(ORIGIN_KEYS)]
         if origins and strict:

@@ -44,7 +44,8 @@ def find_actor(source: str | Path) -> Path:
     try:
         checkpoint = find_checkpoint(source)
     except CheckpointError as error:
-        if storage.is_local and (storage / "actor").names():  # an unfinished checkpoint, given by its path
+        unfinished = storage.is_local and not storage.is_file(MANIFEST)
+        if unfinished and (storage / "actor").names():  # an unfinished checkpoint, given by its path
             return storage.local_path / "actor"
         if error.where == "trainer.resume_from_path" and "neither" in error.what:
             raise CheckpointError(
@@ -52,6 +53,7 @@ def find_actor(source: str | Path) -> Path:
                 fix="give a directory with config.json, .../checkpoints/step_<N>, or a run directory (`hone runs list`)",
             ) from error
         raise
+    checkpoint.verify("actor/")
     return model_directory(str(checkpoint), "actor")
 
 

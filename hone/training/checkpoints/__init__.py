@@ -3,7 +3,7 @@
 <run>/checkpoints/
     best.json              the best checkpoint by trainer.best_ckpt_metric, if that is set
     step_<N>/
-        checkpoint.json    step, files with their sizes; written last: a directory without it is incomplete
+        checkpoint.json    step, files with sizes and checksums; written last: a directory without it is incomplete
         config.yaml        the resolved configuration
         state.json         step, data position, KL controller, invariants
         actor/             Hugging Face directory (or PEFT adapter) with tokenizer
@@ -20,6 +20,7 @@ chunks that it needs.
 :mod:`.tensor_files`   safetensors files, written and read as streams
 :mod:`.shards`         optimizer state of any layout
 :mod:`.weights`        Hugging Face or PEFT directory of a model of any layout
+:mod:`.checksums`      SHA-256 of the files, recorded by their writers
 :mod:`.checkpoint`     one checkpoint, and its location
 :mod:`.store`          the checkpoints of a run: save in the background, complete, keep, delete
 =====================  ======================================================================

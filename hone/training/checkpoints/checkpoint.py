@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,23 @@ from typing import Any
 import yaml
 
 from hone.errors import CheckpointError
+from hone.insight import activity
+from hone.training.checkpoints.checksums import SEAL, file_checksums, seal_is_whole
 from hone.training.checkpoints.storage import Storage
 
 MANIFEST = "checkpoint.json"
+STATE = "state.json"
 BEST = "best.json"
 FORMAT = 2
+
+log = logging.getLogger("hone")
+
+_STEP_FOLDER = re.compile(r"(?:abandoned_)?step_(\d+)")
+_SECONDS_WORTH_A_LINE = 2.0
+
+
+class _Damage(Exception):
+    """Damage of a checkpoint, described for its message."""
 
 
 @dataclass(frozen=True)
@@ -30,58 +45,139 @@ class Checkpoint:
     Attributes:
         storage: its directory.
         step: after which it was saved.
+        state: state of the trainer.
         value: of the metric that selects the best checkpoint, at that step; None if it was not measured.
+        checksums: SHA-256 of each file; None in a checkpoint of a version that recorded none.
     """
 
     storage: Storage
     step: int
+    state: dict[str, Any]
     value: float | None = None
+    checksums: dict[str, str] | None = None
 
     def __str__(self) -> str:
         return str(self.storage)
 
     @property
-    def state(self) -> dict[str, Any]:
-        """State of the trainer."""
-        return json.loads(self.storage.read_text("state.json"))
-
-    @property
     def config(self) -> dict[str, Any]:
-        """Configuration of its run."""
-        return yaml.safe_load(self.storage.read_text("config.yaml"))
+        """Configuration of its run.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        try:
+            config = yaml.safe_load(self.storage.read_text("config.yaml"))
+        except (yaml.YAMLError, ValueError) as error:
+            raise _damaged(self.storage, f"config.yaml cannot be parsed ({error})") from error
+        if not isinstance(config, dict):
+            raise _damaged(self.storage, "config.yaml is not a mapping")
+        return config
 
     @classmethod
     def open(cls, location: str | Path | Storage) -> Checkpoint:
-        """Open a checkpoint, and check that every file is complete.
+        """Open a checkpoint, and check that every file is complete; :meth:`verify` checks their content.
 
         Raises:
-            CheckpointError: it is not a checkpoint, is incomplete or unreadable, or has another format.
+            CheckpointError: it is not a checkpoint, is incomplete, edited or unreadable, or has another format.
         """
         storage = Storage(location)
         try:
-            content = json.loads(storage.read_text(MANIFEST))
-            step, files = int(content["step"]), dict(content["files"])
+            return cls._opened(storage)
+        except _Damage as damage:
+            raise _damaged(storage, str(damage)) from damage
+        except OSError as error:
+            raise CheckpointError(f"'{storage}' cannot be read: {error}", where="trainer.resume_from_path") from error
+
+    def verify(self, below: str = "") -> None:
+        """Check the content of every file whose name begins with ``below`` against its checksum.
+
+        Raises:
+            CheckpointError: a file is damaged, or cannot be read.
+        """
+        if self.checksums is None:
+            log.warning("'%s' has no checksums, because an earlier version wrote it: its files are not verified", self)
+            return
+        started = time.perf_counter()
+        try:
+            self._verified(below)
+        except _Damage as damage:
+            raise _damaged(self.storage, str(damage)) from damage
+        except OSError as error:
+            raise CheckpointError(f"'{self}' cannot be read: {error}", where="trainer.resume_from_path") from error
+        seconds = time.perf_counter() - started
+        if seconds > _SECONDS_WORTH_A_LINE:
+            size = sum(count for name, count in self.storage.sizes().items() if name.startswith(below))
+            log.info("verified '%s': %.0f MB in %.1f s", self, size / 1e6, seconds)
+
+    @contextlib.contextmanager
+    def loading_state(self) -> Iterator[dict[str, Any]]:
+        """Yield the state of the trainer; what is wrong with an unverified one is reported as damage.
+
+        Raises:
+            CheckpointError: the state lacks a part, or a part has another type.
+        """
+        try:
+            yield self.state
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            if self.checksums is not None:  # it is as it was written: a bug
+                raise
+            raise _damaged(self.storage, f"{STATE} cannot be loaded ({type(error).__name__}: {error})") from error
+
+    @classmethod
+    def _opened(cls, storage: Storage) -> Checkpoint:
+        """Open a checkpoint.
+
+        Raises:
+            _Damage: it is incomplete or edited.
+            CheckpointError: it is not a checkpoint, or has another format.
+            OSError: it cannot be read.
+        """
+        numbered = _STEP_FOLDER.fullmatch(storage.name)
+        try:
+            manifest = json.loads(storage.read_text(MANIFEST))
+            step, files = manifest["step"], dict(manifest["files"])
+            if type(step) is not int or step < 0:
+                raise ValueError(f"step={step!r}")
         except FileNotFoundError as error:
+            if numbered and _steps(storage.parent):
+                raise _Damage(f"it has no {MANIFEST}") from error
             raise CheckpointError(
                 f"'{storage}' is not a checkpoint: it has no {MANIFEST}",
                 where="trainer.resume_from_path",
                 fix="give a directory .../checkpoints/step_<N>",
             ) from error
-        except OSError as error:
-            raise CheckpointError(f"'{storage}' cannot be read: {error}", where="trainer.resume_from_path") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(storage, f"{MANIFEST} cannot be parsed ({error})") from error
-        if content.get("format", 1) != FORMAT:
+            raise _Damage(f"{MANIFEST} cannot be parsed ({type(error).__name__}: {error})") from error
+        if manifest.get("format", 1) != FORMAT:
             raise CheckpointError(
-                f"'{storage}' has format {content.get('format', 1)}, but this version of Hone reads format {FORMAT}",
+                f"'{storage}' has format {manifest.get('format', 1)}, but this version of Hone reads format {FORMAT}",
                 why="its optimizer state has other files",
                 fix=f"start a new run from its weights: model.path={storage}/actor",
             )
+        checksums = manifest.get("sha256")
+        if (checksums is not None or SEAL in manifest) and not seal_is_whole(manifest):
+            raise _Damage(f"{MANIFEST} was changed after it was written")
+        if numbered and int(numbered[1]) != step:
+            raise _Damage(f"{MANIFEST} says step {step}, but the directory is {storage.name}")
         sizes = storage.sizes()
         for name, size in files.items():
             if sizes.get(name) != size:
-                raise _damaged(storage, f"{name} has {sizes.get(name, 0)} bytes instead of {size}")
-        return cls(storage, step, content.get("value"))
+                raise _Damage(f"{name} has {sizes.get(name, 0)} bytes instead of {size}")
+        return cls(storage, step, _state(storage, step), manifest.get("value"), checksums)
+
+    def _verified(self, below: str) -> None:
+        """Raise _Damage if a file differs from its checksum."""
+        expected = {name: digest for name, digest in (self.checksums or {}).items() if name.startswith(below)}
+        with activity.doing("verify checkpoint"):
+            actual = file_checksums(self.storage, expected)
+        different = [name for name, digest in expected.items() if actual[name] != digest]
+        if different:
+            others = f" (and {len(different) - 1} more files)" if len(different) > 1 else ""
+            first = different[0]
+            raise _Damage(
+                f"{first}{others} does not match its checksum: sha256 {actual[first][:12]}..., not {expected[first][:12]}..."
+            )
 
 
 def find_checkpoint(location: str | Path) -> Checkpoint:
@@ -100,8 +196,9 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     for root in (parent, parent / "checkpoints", _configured_folder(parent)):
         if root is None:
             continue
-        if wanted == "best" and root.is_file(BEST):
-            return Checkpoint.open(root / f"step_{json.loads(root.read_text(BEST))['step']}")
+        best = best_record(root) if wanted == "best" else None
+        if best is not None:
+            return Checkpoint.open(root / f"step_{best['step']}")
         steps = complete_steps(root)
         if wanted == "latest" and steps:
             return Checkpoint.open(root / f"step_{steps[-1]}")
@@ -115,9 +212,27 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
 
 def complete_steps(root: Storage) -> list[int]:
     """Return the steps of complete checkpoints in ``root``, ascending. In an object store a manifest marks complete ones."""
-    matches = (re.fullmatch(r"step_(\d+)", name) for name in root.names())
-    steps = sorted(int(match[1]) for match in matches if match)
+    steps = _steps(root)
     return steps if root.is_local else [step for step in steps if (root / f"step_{step}").is_file(MANIFEST)]
+
+
+def best_record(root: Storage) -> dict[str, Any] | None:
+    """Return step, metric and value of the best checkpoint in ``root``, None if none is marked.
+
+    Raises:
+        CheckpointError: the mark is damaged.
+    """
+    if not root.is_file(BEST):
+        return None
+    try:
+        record = json.loads(root.read_text(BEST))
+        return {"step": int(record["step"]), "metric": str(record["metric"]), "value": record["value"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"'{root}/{BEST}' cannot be parsed: {type(error).__name__}: {error}",
+            why="it names the best checkpoint",
+            fix=f"remove it (the next save writes it again), and give .../step_<N>: {_listed(_steps(root))}",
+        ) from error
 
 
 def files_named(checkpoint: Storage, files: Iterable[str]) -> set[str]:
@@ -168,9 +283,58 @@ def _configured_folder(run: Storage) -> Storage | None:
     return Storage(named) if named else None
 
 
+def _steps(root: Storage) -> list[int]:
+    matches = (re.fullmatch(r"step_(\d+)", name) for name in root.names())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _listed(steps: Iterable[int]) -> str:
+    return ", ".join(f"step_{step}" for step in steps) or "there is none"
+
+
+def _state(storage: Storage, step: int) -> dict[str, Any]:
+    """Return the state of the trainer.
+
+    Raises:
+        _Damage: it is missing, cannot be parsed, or is of another step.
+    """
+    try:
+        state = json.loads(storage.read_text(STATE))
+    except FileNotFoundError as error:
+        raise _Damage(f"it has no {STATE}") from error
+    except (ValueError, RecursionError) as error:
+        raise _Damage(f"{STATE} cannot be parsed ({type(error).__name__}: {error})") from error
+    if not isinstance(state, dict):
+        raise _Damage(f"{STATE} is a {type(state).__name__}, not an object")
+    if state.get("step", step) != step:
+        raise _Damage(f"{STATE} says step {state['step']}, but {MANIFEST} says step {step}")
+    return state
+
+
+def _newest_whole(root: Storage, damaged: Storage) -> Checkpoint | None:
+    """Return the newest checkpoint in ``root`` whose files are whole, other than the damaged one."""
+    for step in reversed(_steps(root)):
+        storage = root / f"step_{step}"
+        if storage.path == damaged.path:
+            continue
+        with contextlib.suppress(_Damage, CheckpointError, OSError):  # this one is not whole either
+            checkpoint = Checkpoint._opened(storage)
+            checkpoint._verified("")
+            return checkpoint
+    return None
+
+
 def _damaged(storage: Storage, what: str) -> CheckpointError:
+    whole = _newest_whole(storage.parent, storage)
+    if whole is None:
+        fix = "there is no other whole checkpoint: trainer.experiment_name=<another name> for a new run"
+    else:
+        unverified = "" if whole.checksums is not None else ", which has no checksums"
+        fix = f"use the newest whole checkpoint, step {whole.step}{unverified}: "
+        fix += f"trainer.resume_mode=resume_path trainer.resume_from_path={whole}"
     return CheckpointError(
         f"'{storage}' is damaged: {what}",
         why="training would continue with wrong numbers",
-        fix="trainer.resume_mode=resume_path trainer.resume_from_path=<another checkpoint>",
+        where="trainer.resume_from_path",
+        fix=fix,
     )

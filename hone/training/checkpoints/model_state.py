@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from hone.errors import CheckpointError
+from hone.training.checkpoints.checksums import leave_checksums
 from hone.training.checkpoints.optimizer_state import load_state, named_state
-from hone.training.checkpoints.shards import ShardStager
+from hone.training.checkpoints.shards import ShardStager, dist_rank
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.weights import stage_weights
 
@@ -38,15 +39,17 @@ class ModelStager:
         Returns:
             A function that writes the files, without collectives, in any thread and during training.
         """
-        checkpoint = Storage(location)
+        checkpoint = Storage(location).recording()
         writes = [stage_weights(self._model, checkpoint / name, tokenizer)]
         if self._optimizer is not None:
             tensors, about = named_state(self._model, self._optimizer)
             writes.append(self._shards.stage(tensors, about, checkpoint / _optimizer_folder(name)))
+        rank = dist_rank()
 
         def write() -> None:
             while writes:  # frees what is written
                 writes.pop(0)()
+            leave_checksums(checkpoint, name, rank)
 
         return write
 

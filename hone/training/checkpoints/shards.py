@@ -62,7 +62,7 @@ class ShardStager:
             A function that writes the files, in any thread and without communication.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors), is_coordinator=_rank() == 0)
+        planner.set_up_planner(dict(tensors), is_coordinator=dist_rank() == 0)
         if self._names != list(tensors):
             self._agree(planner)
             self._names = list(tensors)
@@ -73,8 +73,8 @@ class ShardStager:
             chunks[item.index.fqn] = to_host(data)
         wait_for_copies(tensors.values())
         offsets = {item.index.fqn: list(_chunk(item).offsets) for item in self._plan.items}
-        index = json.dumps({**self._index, "values": values}) if _rank() == 0 else None
-        name = shard_file(_rank())
+        index = json.dumps({**self._index, "values": values}) if dist_rank() == 0 else None
+        name = shard_file(dist_rank())
 
         def write() -> None:
             if chunks:
@@ -96,13 +96,13 @@ class ShardStager:
             mine = plans[0]
         else:
             gathered: list[Any] = [None] * _world()
-            dist.gather_object(local, gathered if _rank() == 0 else None)
-            plans = planner.create_global_plan(gathered)[0] if _rank() == 0 else []
+            dist.gather_object(local, gathered if dist_rank() == 0 else None)
+            plans = planner.create_global_plan(gathered)[0] if dist_rank() == 0 else []
             received: list[Any] = [None]
-            dist.scatter_object_list(received, list(plans) if _rank() == 0 else None)
+            dist.scatter_object_list(received, list(plans) if dist_rank() == 0 else None)
             mine = received[0]
         self._plan = planner.finish_plan(mine)
-        if _rank() == 0:
+        if dist_rank() == 0:
             self._index = {"tensors": _index(plans)}
 
 
@@ -220,7 +220,8 @@ def _chunk(item: WriteItem) -> ChunkStorageMetadata:
     return item.tensor_data.chunk
 
 
-def _rank() -> int:
+def dist_rank() -> int:
+    """Return the rank in the default process group, 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -28,6 +29,9 @@ class Storage:
     Args:
         location: path or URL.
 
+    Attributes:
+        recorded: SHA-256 of the files created, by their path below the directory of :meth:`recording`.
+
     Raises:
         CheckpointError: fsspec does not support the URL, or its package is not installed.
     """
@@ -35,7 +39,10 @@ class Storage:
     def __init__(self, location: str | Path | Storage) -> None:
         if isinstance(location, Storage):
             self.files, self.path = location.files, location.path
+            self.recorded, self._recording_below = location.recorded, location._recording_below
             return
+        self.recorded: dict[str, str] = {}
+        self._recording_below: str | None = None
         try:
             self.files, self.path = fsspec.url_to_fs(str(location))
         except (ImportError, ValueError) as error:
@@ -75,6 +82,12 @@ class Storage:
         if not self.is_local:
             raise ValueError(f"{self} is not local")
         return Path(self.path)
+
+    def recording(self) -> Storage:
+        """Return this directory with an empty record, to which files created in it and below it are added."""
+        storage = Storage(self)
+        storage.recorded, storage._recording_below = {}, self.path.rstrip("/")
+        return storage
 
     # reading ---------------------------------------------------------------------------------------------------------
 
@@ -128,14 +141,15 @@ class Storage:
         with self._translated():
             if self.is_local:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-                with Path(path).open("wb") as file:
-                    yield file
+                with Path(path).open("wb") as file, self._recorded(path, file) as recorded:
+                    yield recorded
                     file.flush()
                     os.fsync(file.fileno())
                 return
             remote: Any = self.files.open(path, "wb")
             try:
-                yield remote
+                with self._recorded(path, remote) as recorded:
+                    yield recorded
             except BaseException:
                 if isinstance(remote, AbstractBufferedFile):
                     remote.discard()
@@ -202,6 +216,16 @@ class Storage:
                 os.close(handle)
 
     @contextlib.contextmanager
+    def _recorded(self, path: str, file: IO[bytes]) -> Iterator[IO[bytes]]:
+        """Yield a file to write to; its checksum is recorded after the block, where this directory records."""
+        if self._recording_below is None:
+            yield file
+            return
+        hashing = _HashingFile(file)
+        yield cast(IO[bytes], hashing)
+        self.recorded[path[len(self._recording_below) + 1 :]] = hashing.sha256.hexdigest()
+
+    @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
         try:
             yield
@@ -211,6 +235,20 @@ class Storage:
             if self.is_local:
                 raise
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+
+
+class _HashingFile:
+    """File open for writing that hashes what passes through it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.sha256 = file, hashlib.sha256()
+
+    def write(self, content: bytes | memoryview) -> int:
+        self.sha256.update(content)
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def as_bytes(file: IO[bytes], count: int) -> bytes:

@@ -22,7 +22,16 @@ from typing import Any
 import yaml
 
 from hone.errors import CheckpointError
-from hone.training.checkpoints.checkpoint import BEST, FORMAT, MANIFEST, Checkpoint, complete_steps, files_named
+from hone.training.checkpoints.checkpoint import (
+    BEST,
+    FORMAT,
+    MANIFEST,
+    Checkpoint,
+    best_record,
+    complete_steps,
+    files_named,
+)
+from hone.training.checkpoints.checksums import collect_checksums, sealed
 from hone.training.checkpoints.storage import Storage
 
 
@@ -156,11 +165,14 @@ class CheckpointStore:
             self._failure = error
 
     def _seal(self, step: int, texts: dict[str, str], manifest: dict[str, Any]) -> None:
-        partial = self._partial(step)
+        partial = self._partial(step).recording()
+        checksums = collect_checksums(partial)
         self._require_all(partial, step)
         for name, text in texts.items():
             partial.write_text(name, text)
-        partial.replace_text(MANIFEST, json.dumps({**manifest, "files": partial.sizes()}, indent=1))
+        checksums |= partial.recorded
+        manifest = {**manifest, "files": partial.sizes(), "sha256": dict(sorted(checksums.items()))}
+        partial.replace_text(MANIFEST, json.dumps(sealed(manifest), indent=1))
         if self.root.is_local:
             partial.sync()
             self._remove(step)
@@ -218,12 +230,20 @@ class CheckpointStore:
             else:
                 directory.write_text("abandoned.json", directory.read_text(MANIFEST))
                 directory.remove_file(MANIFEST)
-        if later and self.root.is_file(BEST):
-            self._mark_best(json.loads(self.root.read_text(BEST))["metric"])
+        best = best_record(self.root) if later else None
+        if best is not None:
+            self._mark_best(best["metric"])
         return later
 
     def _value(self, step: int) -> float | None:
-        return json.loads((self.root / f"step_{step}").read_text(MANIFEST)).get("value")
+        try:
+            return json.loads((self.root / f"step_{step}").read_text(MANIFEST)).get("value")
+        except (
+            FileNotFoundError,
+            ValueError,
+            AttributeError,
+        ):  # damaged: cannot be the best; opening it reports the damage
+            return None
 
     def _mark_best(self, metric: str) -> None:
         best = self.best()

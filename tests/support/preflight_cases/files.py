@@ -46,6 +46,7 @@ def checkpoint(world: World, **changes: object) -> None:
     (folder / "actor").mkdir(parents=True, exist_ok=True)
     (folder / "actor" / "config.json").write_text(json.dumps({**SMALL_MODEL, **changes}))
     (folder / "checkpoint.json").write_text(json.dumps({"format": 2, "step": 4, "files": {}}))
+    (folder / "state.json").write_text(json.dumps({"step": 4}))
 
 
 def reward(body: str):

@@ -44,6 +44,7 @@ def write_checkpoint(folder: Path, model: dict[str, Any], adapter: dict[str, Any
     name, content = ("config.json", model) if adapter is None else ("adapter_config.json", adapter)
     (directory / "actor" / name).write_text(json.dumps(content))
     (directory / "checkpoint.json").write_text(json.dumps({"format": 2, "step": step, "files": {}}))
+    (directory / "state.json").write_text(json.dumps({"step": step}))
     return directory
 
 
@@ -97,7 +98,8 @@ def test_a_path_without_a_checkpoint_is_refused(rl: RLConfig, tmp_path: Path):
 def test_a_checkpoint_in_a_store_is_checked(rl: RLConfig):
     root = Storage("memory://preflight-other-model")
     (root / "step_3" / "actor").write_text("config.json", json.dumps({**SMALL_MODEL, "num_hidden_layers": 3}))
-    (root / "step_3").write_text("checkpoint.json", "{}")
+    (root / "step_3").write_text("checkpoint.json", json.dumps({"format": 2, "step": 3, "files": {}}))
+    (root / "step_3").write_text("state.json", "{}")
     change(rl, {"trainer.checkpoint_dir": "memory://preflight-other-model"})
     (problem,) = problems_of(rl)
     assert "num_hidden_layers=3, not 2" in problem.what
