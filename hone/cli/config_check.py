@@ -27,12 +27,15 @@ def check(
     """
     import json
 
+    from hone.cli.programs import local_config
     from hone.config import TREES, load_config
     from hone.preflight import Stage, examine
 
-    config = load_config(
-        TREES[kind.value], overrides or [], preset=preset, config_path=config_path, config_name=config_name
-    )
+    tree = TREES[kind.value]
+    if keys_only:
+        config = load_config(tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
+    else:
+        config, _ = local_config(tree, overrides, preset, config_path, config_name)
     report = examine(config, (Stage.ARITHMETIC,) if keys_only else tuple(Stage))
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2))

@@ -34,13 +34,14 @@ def command(
     if rules:
         _print_rules(as_json)
         return
-    from hone.config import RLConfig, load_config
+    from hone.cli.programs import local_config
+    from hone.config import RLConfig
     from hone.preflight import examine
     from hone.preflight.doctor import ERROR, diagnose, worst
 
     report = None
     if overrides or preset or config_path or config_name:
-        config = load_config(RLConfig, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
+        config, _ = local_config(RLConfig, overrides, preset, config_path, config_name)
         report = examine(config)
     checks = diagnose()
     if as_json:

@@ -38,6 +38,7 @@ COMMANDS = {
     "serve": Entry("hone.cli.serve", "Serve a model with an OpenAI-compatible API."),
     "engines": Entry("hone.cli.engines", "Install, check, list and serve external inference engines."),
     "export": Entry("hone.cli.export", "Write a checkpoint's model as a Hugging Face directory."),
+    "models": Entry("hone.cli.models", "Bring a pretrained model to this machine."),
     "init": Entry("hone.cli.init", "Make a small model with random weights."),
     "data": Entry("hone.cli.data", "Make, check, convert and inspect datasets."),
     "reward": Entry("hone.cli.reward", "Try a reward on answers of known quality."),

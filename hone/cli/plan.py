@@ -38,7 +38,8 @@ def command(
     """
     import json
 
-    from hone.config import TREES, RLConfig, load_config
+    from hone.cli.programs import local_config
+    from hone.config import TREES, RLConfig
     from hone.errors import ConfigError
     from hone.preflight.plan.devices import device_named, parse_cluster
     from hone.preflight.plan.local import local_device, measured_scale
@@ -46,9 +47,7 @@ def command(
     from hone.preflight.plan.plan import plan_of, search
     from hone.preflight.plan.render import render
 
-    config = load_config(
-        TREES[kind.value], overrides or [], preset=preset, config_path=config_path, config_name=config_name
-    )
+    config, _ = local_config(TREES[kind.value], overrides, preset, config_path, config_name, weights=False)
     if cluster is not None and not isinstance(config, RLConfig):
         raise ConfigError(
             f"`hone {kind.value}` runs in one process and has no placement",

@@ -25,9 +25,9 @@ def command(
     """
     from hone.config import PreferenceConfig
 
-    config = checked_config(PreferenceConfig, overrides, preset, config_path, config_name)
+    config, downloads = checked_config(PreferenceConfig, overrides, preset, config_path, config_name)
     if dry_run:
         return
     from hone.trainers.preference import train
 
-    raise typer.Exit(run_training(config, train))
+    raise typer.Exit(run_training(config, downloads, train))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hone.config.tree import RLConfig
     from hone.config.trees import AnyConfig
 
+Downloads = dict[str, list[dict[str, Any]]]
 Tree = TypeVar("Tree", bound="RLConfig | SFTConfig | PreferenceConfig | RewardModelConfig")
 Trained = TypeVar("Trained", bound="AnyConfig")
 
@@ -23,26 +24,52 @@ def checked_config(
     preset: str | None,
     config_path: str | None,
     config_name: str | None,
-) -> Tree:
+) -> tuple[Tree, Downloads]:
     """Load the configuration, check it, and print the plan of its batches.
+
+    Returns:
+        The configuration with local paths, and a record of each download by key.
 
     Raises:
         HoneError: the configuration has errors.
     """
-    from hone.config import load_config
     from hone.preflight import batch_plan, check, training_rows
     from hone.preflight.device import on_cpu
 
-    config = load_config(tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
+    config, downloads = local_config(tree, overrides, preset, config_path, config_name)
     check(config)
     typer.echo(batch_plan(config, training_rows(config), on_cpu=on_cpu(config)))
-    return config
+    return config, downloads
 
 
-def run_training(config: Trained, train: Callable[[Trained], int]) -> int:
+def local_config(
+    tree: type[Tree],
+    overrides: list[str] | None,
+    preset: str | None,
+    config_path: str | None,
+    config_name: str | None,
+    *,
+    weights: bool = True,
+) -> tuple[Tree, Downloads]:
+    """Load the configuration, and download what it names on the hub.
+
+    Returns:
+        The configuration with local paths, and a record of each download by key.
+
+    Raises:
+        HoneError: a key or value is wrong, or a repository cannot be downloaded.
+    """
+    from hone.config import load_config
+    from hone.hub.resolve import resolve_names
+
+    config = load_config(tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
+    return config, resolve_names(config, weights=weights)
+
+
+def run_training(config: Trained, downloads: Downloads, train: Callable[[Trained], int]) -> int:
     """Train in the run's directory, which no other process may use meanwhile; return the exit code.
 
-    The predicted memory of the run is written there first, for comparison in `hone runs show`.
+    The predicted memory and the downloads of the run are written there first; `hone runs show` reads them.
 
     Raises:
         HoneError: another process trains in the directory, or any other mistake of the user.
@@ -52,5 +79,5 @@ def run_training(config: Trained, train: Callable[[Trained], int]) -> int:
     from hone.trainers.session import lock_run
 
     with lock_run(config.trainer):
-        RunDirectory(config.trainer.default_local_dir).expect(planned(config))
+        RunDirectory(config.trainer.default_local_dir).expect(planned(config), downloads)
         return train(config)

@@ -26,9 +26,9 @@ def command(
     """
     from hone.config import RewardModelConfig
 
-    config = checked_config(RewardModelConfig, overrides, preset, config_path, config_name)
+    config, downloads = checked_config(RewardModelConfig, overrides, preset, config_path, config_name)
     if dry_run:
         return
     from hone.trainers.preference import train
 
-    raise typer.Exit(run_training(config, train))
+    raise typer.Exit(run_training(config, downloads, train))

@@ -25,9 +25,9 @@ def command(
     """
     from hone.config import SFTConfig
 
-    config = checked_config(SFTConfig, overrides, preset, config_path, config_name)
+    config, downloads = checked_config(SFTConfig, overrides, preset, config_path, config_name)
     if dry_run:
         return
     from hone.trainers.sft import train
 
-    raise typer.Exit(run_training(config, train))
+    raise typer.Exit(run_training(config, downloads, train))

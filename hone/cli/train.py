@@ -31,7 +31,7 @@ def command(
     """
     from hone.config import RLConfig
 
-    config = checked_config(RLConfig, overrides, preset, config_path, config_name)
+    config, downloads = checked_config(RLConfig, overrides, preset, config_path, config_name)
     if pilot:
         from hone.trainers.pilot import describe, pilot_findings, run_pilot
 
@@ -43,4 +43,4 @@ def command(
         return
     from hone.trainers.rl import train
 
-    raise typer.Exit(run_training(config, train))
+    raise typer.Exit(run_training(config, downloads, train))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hone.config.actor import LOSS_AGG_MODES
-from hone.config.fields import block, choice, number
+from hone.config.fields import block, choice, model_path, number
 from hone.config.model import OptimConfig
 from hone.config.ray import OwnPoolConfig
 
@@ -14,7 +14,7 @@ from hone.config.ray import OwnPoolConfig
 class CriticModelConfig:
     """The value model."""
 
-    path: str | None = None
+    path: str | None = model_path()
     """Model directory to start from, a causal or a token-classification model; null means the policy's."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.fields import block, choice, number, texts
+from hone.config.fields import block, choice, dataset_paths, number
 from hone.config.sampler import SamplerConfig
 
 
@@ -13,9 +13,10 @@ from hone.config.sampler import SamplerConfig
 class DataConfig:
     """Prompt datasets and the size of a batch."""
 
-    train_files: Any = texts(None, "path")
-    """Training files (parquet, json or jsonl): a path or a list of paths. Required for training."""
-    val_files: Any = texts(None, "path")
+    train_files: Any = dataset_paths()
+    """Training files (parquet, json or jsonl), or datasets of the hub, ORG/NAME[:SUBSET[:SPLIT]][@REVISION]: one or a list.
+    Required for training."""
+    val_files: Any = dataset_paths()
     """Held-out files, a path or a list of paths; null means no validation."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of chat messages, a plain string, or a list of token ids (used unchanged)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hone.config.fields import choice, named, number
+from hone.config.fields import choice, model_path, named, number
 from hone.config.ray import OwnPoolConfig
 
 
@@ -14,7 +14,7 @@ class RewardModelUseConfig(OwnPoolConfig):
 
     enable: bool = False
     """Score responses with a reward model."""
-    path: str | None = None
+    path: str | None = model_path()
     """Directory of a sequence- or token-classification model with one label, and its tokenizer. With the policy's vocabulary it
     reads the sampled tokens, else prompt and answer are rendered with its chat template. With kind=generative a causal language
     model."""

@@ -8,7 +8,8 @@
 - ``length``: length of a list of numbers;
 - ``names``: kind of a registered name ("policy loss"), so that a number is an error;
 - ``instead``: the key to suggest when a user sets this one to a number;
-- ``texts``: kind of the strings when the value is a string or a list of strings.
+- ``texts``: kind of the strings when the value is a string or a list of strings;
+- ``hub``: "model" or "dataset" for a local path that may also be a name of the hub.
 """
 
 from __future__ import annotations
@@ -57,6 +58,16 @@ def named(default: str | None, kind: str, *, instead: str = "") -> Any:
 def texts(default: str | None, kind: str) -> Any:
     """Return a field for a string or a list of strings of a ``kind`` ("path"); null is allowed."""
     return dataclasses.field(default=default, metadata={"texts": kind})
+
+
+def model_path() -> Any:
+    """Return a field for a local model, tokenizer or adapter directory, or its name on the hub; null by default."""
+    return dataclasses.field(default=None, metadata={"hub": "model"})
+
+
+def dataset_paths() -> Any:
+    """Return a field for one or several dataset files, or names of datasets on the hub; null by default."""
+    return dataclasses.field(default=None, metadata={"texts": "path", "hub": "dataset"})
 
 
 def block(cls: type, **changes: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.fields import block, choice, named, number, numbers, texts
+from hone.config.fields import block, choice, model_path, named, number, numbers, texts
 
 
 @dataclass
@@ -23,10 +23,11 @@ class TiledMlpConfig:
 class ModelConfig:
     """The model and its memory settings."""
 
-    path: str | None = None
-    """Hugging Face model directory (config, tokenizer, safetensors). Required."""
-    tokenizer_path: str | None = None
-    """Tokenizer directory; null means the model directory."""
+    path: str | None = model_path()
+    """Hugging Face model directory (config, tokenizer, safetensors), or a name of the hub, ORG/NAME[@REVISION], which is
+    downloaded once. Required."""
+    tokenizer_path: str | None = model_path()
+    """Tokenizer directory, or a name of the hub; null means the model directory."""
     custom_chat_template: str | None = None
     """Jinja chat template, or the path of a file with one, instead of the tokenizer's template."""
     trust_remote_code: bool = False
@@ -47,8 +48,8 @@ class ModelConfig:
     """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
     target_modules: Any = texts("all-linear", "module name")
     """Modules that get an adapter: "all-linear" or a list of module names."""
-    lora_adapter_path: str | None = None
-    """PEFT adapter directory to start from; null starts from a new adapter."""
+    lora_adapter_path: str | None = model_path()
+    """PEFT adapter directory, or a name of the hub, to start from; null starts from a new adapter."""
 
 
 @dataclass

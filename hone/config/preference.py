@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.fields import block, choice, named, number, texts
+from hone.config.fields import block, choice, dataset_paths, model_path, named, number
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.preflight import PreflightConfig
 from hone.config.run import RunConfig
@@ -15,11 +15,11 @@ from hone.config.run import RunConfig
 class PreferenceDataConfig:
     """Preference data: pairs of responses to one prompt, or single responses with a label."""
 
-    train_files: Any = texts(None, "path")
+    train_files: Any = dataset_paths()
     """Training files (parquet, json or jsonl): a path or a list. Required. A row holds chosen and rejected (messages,
     strings or token ids; with a prompt, or as whole conversations whose common beginning is the prompt), or a prompt,
     a completion and a label."""
-    val_files: Any = texts(None, "path")
+    val_files: Any = dataset_paths()
     """Held-out files; null means no validation."""
     prompt_key: str = "prompt"
     """Column of the prompt: chat messages, a string, or token ids."""
@@ -60,8 +60,8 @@ class PreferenceRefConfig:
     mode: str = choice("auto", "auto", "copy", "adapter_off", "precompute")
     """copy holds a second model; adapter_off computes with the LoRA adapter switched off (no memory); precompute runs the
     reference over all data before training and keeps only log-probs. auto: adapter_off with LoRA, else copy."""
-    model_path: str | None = None
-    """Model directory of the reference; null means the weights that training starts from (with LoRA: the base model)."""
+    model_path: str | None = model_path()
+    """Model directory of the reference, or a name of the hub; null means the weights that training starts from (with LoRA: the base model)."""
     log_prob_max_token_len_per_gpu: int | None = number(None, low=1)
     """Token budget of a micro-batch of the reference; null means data.max_token_len_per_gpu."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.fields import block, choice, number, texts
+from hone.config.fields import block, choice, dataset_paths, number
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.preflight import PreflightConfig
 from hone.config.run import RunConfig
@@ -15,9 +15,9 @@ from hone.config.run import RunConfig
 class SFTDataConfig:
     """Training conversations."""
 
-    train_files: Any = texts(None, "path")
+    train_files: Any = dataset_paths()
     """Training files (parquet, json or jsonl) with a column of messages: a path or a list. Required."""
-    val_files: Any = texts(None, "path")
+    val_files: Any = dataset_paths()
     """Held-out files; null means no validation loss."""
     messages_key: str = "messages"
     """Column of chat messages; the loss counts assistant tokens only, of every assistant turn."""

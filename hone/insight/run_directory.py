@@ -177,9 +177,14 @@ class RunDirectory:
 
     # the run itself --------------------------------------------------------------------------------------------------
 
-    def expect(self, plan: list[dict[str, Any]]) -> None:
-        """Store the predicted memory of this process's run in ``run.json``; :meth:`start` keeps it."""
-        self._write_run(self._run() | {"plan": plan, "pid": os.getpid()})
+    def expect(self, plan: list[dict[str, Any]], downloads: Mapping[str, Any] | None = None) -> None:
+        """Store what this process's run is made of in ``run.json``; :meth:`start` keeps it.
+
+        Args:
+            plan: the predicted memory.
+            downloads: repositories of the hub by key, with commits and file hashes.
+        """
+        self._write_run(self._run() | {"plan": plan, "downloads": dict(downloads or {}), "pid": os.getpid()})
 
     def start(
         self,
@@ -219,6 +224,7 @@ class RunDirectory:
                 "restarts": before.get("restarts", []) if ours else [],
                 "rewards": dict(rewards or {}),
                 "plan": before.get("plan", []) if ours else [],
+                "downloads": before.get("downloads", {}) if ours else {},
                 "memory": {},
                 "ended": None,
                 "last_step": last_step,

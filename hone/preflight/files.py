@@ -206,8 +206,8 @@ def weights(key: str, path: str) -> Iterator[Finding]:
 def _no_directory(key: str, path: str) -> Finding:
     return error(
         f"directory '{path}' does not exist",
-        why="models and checkpoints must be local directories; Hone downloads nothing",
-        fix=f"{key}=DIR that exists (current directory: {Path.cwd()})",
+        why="a path with a folder that exists, or with more than one /, is not looked up on the hub",
+        fix=f"{key}=DIR that exists (current directory: {Path.cwd()}), or ORG/NAME of the hub",
         where=key,
     )
 

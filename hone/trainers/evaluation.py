@@ -31,6 +31,7 @@ from hone.data.types import Sample, Trajectory
 from hone.errors import ConfigError
 from hone.generation import ENGINES
 from hone.generation.protocol import Engine, SamplingParams
+from hone.hub.resolve import local_files
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.traces import trace
 from hone.models.loading import load_policy
@@ -72,7 +73,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
     keys = request.episodes
     context = EpisodeContext(tokenizer, keys.multi_turn, keys.agent, keys.template_kwargs, max_model_len)
     dataset = PromptDataset(
-        request.files,
+        local_files(request.files, "val"),
         tokenizer,
         prompt_key="prompt",
         reward_fn_key="data_source",

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
+from hone.hub.resolve import local_model
 from hone.training.checkpoints.checkpoint import MANIFEST, find_checkpoint, model_directory
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.tensor_files import TensorSpec, write_tensors
@@ -30,11 +31,12 @@ def find_actor(source: str | Path) -> Path:
     """Return the local model directory of a source: itself, a checkpoint's actor, or that of a run's newest checkpoint.
 
     Args:
-        source: path or URL; ``RUN/checkpoints/best`` is the best checkpoint.
+        source: path, URL, or name on the hub; ``RUN/checkpoints/best`` is the best checkpoint.
 
     Raises:
         CheckpointError: there is no model, or it is damaged.
     """
+    source = local_model(source)
     storage = Storage(source)
     if storage.is_file("config.json") or storage.is_file("adapter_config.json"):
         if storage.is_local:
@@ -60,7 +62,9 @@ def find_actor(source: str | Path) -> Path:
 def base_of_adapter(actor: Path) -> Path | None:
     """Return the base model's directory if ``actor`` is a PEFT adapter, else None."""
     config = actor / "adapter_config.json"
-    return Path(json.loads(config.read_text())["base_model_name_or_path"]) if config.is_file() else None
+    if not config.is_file():
+        return None
+    return Path(local_model(json.loads(config.read_text())["base_model_name_or_path"]))
 
 
 def model_class(directory: Path) -> Any:

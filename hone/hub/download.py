@@ -1,0 +1,186 @@
+"""Download repositories of the hub into its local cache, with readable errors.
+
+``huggingface_hub`` does the work and reads its own environment: HF_TOKEN, HF_ENDPOINT (a mirror), HF_HOME, HF_HUB_OFFLINE.
+HONE_HUB=modelscope downloads from ModelScope instead (``pip install 'hone-rl[modelscope]'``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.errors import HoneError, ModelError
+from hone.hub.names import HubName
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "merges.txt")
+"""What is downloaded of a model: never code, never pickled weights."""
+METADATA_FILES = tuple(pattern for pattern in MODEL_FILES if pattern != "*.safetensors")
+"""What a check or a plan needs of a model."""
+DATA_ENDINGS = (".parquet", ".jsonl", ".json", ".arrow")
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Download:
+    """A repository in the local cache.
+
+    Attributes:
+        name: the name it was asked by.
+        kind: "model" or "dataset".
+        path: folder of the snapshot.
+        commit: revision of the snapshot, as the hub names it.
+    """
+
+    name: HubName
+    kind: str
+    path: Path
+    commit: str
+
+    def record(self) -> dict[str, Any]:
+        """Return name, commit, and size and hash of every file, for ``run.json``."""
+        return {"name": str(self.name), "kind": self.kind, "commit": self.commit, "files": file_hashes(self.path)}
+
+
+def download(name: HubName, kind: str, patterns: Sequence[str]) -> Download:
+    """Download the files of a repository that match, unless the cache has them.
+
+    Args:
+        name: the repository and its revision.
+        kind: "model" or "dataset".
+        patterns: shell patterns of the files.
+
+    Raises:
+        ModelError: the repository or the revision does not exist, or needs a token.
+        HoneError: the hub cannot be reached (code E-hub-offline).
+    """
+    if os.environ.get("HONE_HUB", "").lower() == "modelscope":
+        return _from_modelscope(name, kind, patterns)
+    from huggingface_hub import constants, snapshot_download
+
+    with _hub_errors(name, kind):
+        path = Path(
+            snapshot_download(
+                name.repository,
+                repo_type=kind,
+                revision=name.revision,
+                allow_patterns=list(patterns),
+                local_files_only=constants.is_offline_mode(),
+            )
+        )
+    return Download(name, kind, path, path.name)
+
+
+def list_files(name: HubName) -> list[str]:
+    """Return the paths of a dataset repository's files; without a network, those of the cached snapshot.
+
+    Raises:
+        HoneError: as :func:`download`.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    with _hub_errors(name, "dataset"):
+        if constants.is_offline_mode():
+            folder = Path(
+                snapshot_download(name.repository, repo_type="dataset", revision=name.revision, local_files_only=True)
+            )
+            return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        return HfApi().list_repo_files(name.repository, repo_type="dataset", revision=name.revision)
+
+
+def file_hashes(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return size and hash of every file below a folder.
+
+    The cache names a large file by its sha256 and a small one by its git hash; both are read from the name. A file that is
+    not a link into the cache is hashed.
+    """
+    hashes: dict[str, dict[str, Any]] = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        blob = file.resolve().name
+        if re.fullmatch(r"[0-9a-f]{64}", blob):
+            digest = {"sha256": blob}
+        elif _COMMIT.fullmatch(blob):
+            digest = {"git": blob}
+        else:
+            with file.open("rb") as stream:
+                digest = {"sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        hashes[str(file.relative_to(folder))] = {"bytes": file.stat().st_size, **digest}
+    return hashes
+
+
+@contextmanager
+def _hub_errors(name: HubName, kind: str) -> Iterator[None]:
+    """Convert the errors of huggingface_hub to one message each."""
+    from huggingface_hub import errors
+    from huggingface_hub.utils import HfHubHTTPError
+
+    command = f"hf download {name.repository}" + (" --repo-type dataset" if kind == "dataset" else "")
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"the {kind} '{name.repository}' is gated: the hub gives it to accounts that accepted its terms",
+            fix="accept them on its page, then set HF_TOKEN to a token of that account (or `hf auth login`)",
+            code="E-hub",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(
+            f"the {kind} '{name.repository}' has no revision '{name.revision}'",
+            fix="name a branch, a tag or a commit of the repository",
+            code="E-hub",
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"'{name.repository}' is neither a local path nor a public {kind} of the hub",
+            fix="check the name; a private repository needs HF_TOKEN (or `hf auth login`)",
+            code="E-hub",
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled) as error:
+        raise offline(name, kind, command) from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        raise HoneError(
+            f"the hub answered {status} for '{name.repository}'",
+            fix=f"try again later; then: {command}",
+            code="E-hub",
+        ) from error
+    except OSError as error:  # connection refused, no route, name not resolved
+        raise offline(name, kind, command) from error
+
+
+def offline(name: HubName, kind: str, command: str) -> HoneError:
+    """Return the error for a repository that is not in the cache while the hub cannot be reached."""
+    return HoneError(
+        f"'{name.repository}' is not a local path, the cache does not have it, and the hub cannot be reached"
+        + (" (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""),
+        why=f"the {kind} must be on this machine before the run starts",
+        fix=f"on a machine with a network: {command} --local-dir DIR; copy DIR here and name it instead",
+        code="E-hub-offline",
+    )
+
+
+def _from_modelscope(name: HubName, kind: str, patterns: Sequence[str]) -> Download:
+    try:
+        from modelscope import snapshot_download  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ModelError(
+            "HONE_HUB=modelscope, but the package modelscope is not installed",
+            fix="pip install 'hone-rl[modelscope]'",
+            code="E-extra",
+        ) from error
+    fetch: Callable[..., str] = snapshot_download
+    try:
+        path = Path(fetch(name.repository, repo_type=kind, revision=name.revision, allow_patterns=list(patterns)))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise HoneError(
+            f"ModelScope cannot give '{name.repository}': {str(error).splitlines()[0]}",
+            fix="check the name and the network, or unset HONE_HUB",
+            code="E-hub",
+        ) from error
+    return Download(name, kind, path, name.revision or "master")
