@@ -44,7 +44,7 @@ COMMANDS = {
     "reward": Entry("hone.cli.reward", "Try a reward on answers of known quality."),
     "doctor": Entry("hone.cli.doctor", "Check this machine: versions, devices, limits, packages, credentials."),
     "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
-    "runs": Entry("hone.cli.runs", "List, show and compare runs."),
+    "runs": Entry("hone.cli.runs", "List, show and compare runs, and print their samples."),
     "algorithms": Entry("hone.cli.algorithms", "List the methods, show one, recommend one."),
     "config": Entry("hone.cli.config", "Show and explain configuration keys."),
 }

@@ -1,4 +1,4 @@
-"""`hone runs`: list, show and compare runs from their directories."""
+"""`hone runs`: list, show and compare runs from their directories, and print their samples."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from hone.cli import run_samples
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +33,10 @@ _CHARTS = 4  # charts that `show` draws when no metric is named
 
 @app.callback()
 def group() -> None:
-    """List, show and compare runs."""
+    """List, show and compare runs, and print their samples."""
+
+
+app.command("samples")(run_samples.samples)
 
 
 @app.command("list")
@@ -46,14 +51,14 @@ def list_runs(root: RootOption = Path("runs"), as_json: JsonOption = False) -> N
     if as_json:
         _print_json(rows)
         return
-    table = _table("run", "status", "steps>", "reward>", "started", "duration>")
+    table = _table("run", "status", "steps>", "reward>", "loss>", "started", "duration>")
     for row in rows:
-        reward = "" if row["last_reward"] is None else f"{row['last_reward']:.3f}"
         cells = (
             row["name"],
             row["status"],
             str(row["steps"]),
-            reward,
+            "" if row["last_reward"] is None else f"{row['last_reward']:.3f}",
+            "" if row["last_loss"] is None else f"{row['last_loss']:.3f}",
             _when(row["started"]),
             _duration(row["seconds"]),
         )
@@ -154,6 +159,7 @@ def _overview(run: Run) -> dict[str, Any]:
         "exit_reason": run.record.get("exit_reason", ""),
         "steps": run.steps,
         "last_reward": reward,
+        "last_loss": run.last("train/loss"),
         "started": run.record.get("started"),
         "seconds": run.seconds,
     }

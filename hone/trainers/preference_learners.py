@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +12,7 @@ from hone.algorithms import preference_losses
 from hone.config.model import ModelConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.data.batch import Batch
+from hone.data.chat import render_prompt
 from hone.data.preferences import PreferenceDataset, preference_batch
 from hone.errors import DataError
 from hone.models.heads import PolicyHead
@@ -137,13 +140,34 @@ class RewardModelLearner:
 
 
 def set_padding(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the padding token into the model's config, by which transformers finds the last token of padded rows.
+    """Write a padding token into the model's config and the tokenizer; transformers finds the last token of a padded row by it.
 
-    If it equals the end-of-sequence token, transformers would find one token too early. In that case no padding token is set, and
-    transformers processes one row at a time.
+    The end-of-sequence token cannot be that token, because transformers would find the score one token too early. Without any
+    usable token none is set, and transformers scores one row at a time.
     """
-    pad = tokenizer.pad_token_id
-    causal_lm(model).config.pad_token_id = None if pad == tokenizer.eos_token_id else pad
+    pad = padding_token(tokenizer)
+    if pad is not None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    causal_lm(model).config.pad_token_id = pad
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the tokenizer's padding token, or a special token that no conversation ends with; None if there is none."""
+    special: list[Any] = [
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.bos_token_id,
+        tokenizer.unk_token_id,
+    ]
+    pad, end, begin, unknown = special
+    if pad is not None and pad != end:
+        return pad
+    used = {end, begin}
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        used.update(render_prompt(tokenizer, chat))
+    candidates = [unknown, *tokenizer.all_special_ids]
+    return next((token for token in candidates if token is not None and token not in used), None)
 
 
 def require_fitting(learner: PolicyLearner | RewardModelLearner, dataset: PreferenceDataset, key: str) -> None:

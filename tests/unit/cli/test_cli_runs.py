@@ -108,3 +108,31 @@ def test_bad_input(root):
     (root / "file").write_text("")
     with raises(HoneError, "x.png"):
         invoke("compare", "slow", "fast", "--root", root, "--png", root / "file" / "x.png")
+
+
+def test_samples_of_a_run(root):
+    run = RunDirectory(root / "hone/fast")
+    record = {"uid": "train:1", "index": 0, "prompt": "p", "messages": [{"role": "user", "content": "p"}], "terms": {}}
+    rest = {
+        "error": None,
+        "episode": None,
+        "part": 0,
+        "stop_reason": "stop",
+        "response_ids": [1, 2],
+        "ground_truth": "4",
+    }
+    run.write_rollouts(3, [record | rest | {"score": float(n), "text": f"answer {n}"} for n in range(4)])
+    out = invoke("samples", "hone/fast", "--root", root, "--worst", 1)
+    assert "answer 0" in out and "answer 1" not in out and "step 3" in out
+    lines = invoke("samples", "hone/fast", "--root", root, "--best", 2, "--json").splitlines()
+    assert [json.loads(line)["score"] for line in lines] == [3.0, 2.0]
+
+
+def test_list_shows_the_loss_of_supervised_runs(tmp_path):
+    run = RunDirectory(tmp_path / "hone/sft")
+    run.start(seed=1, config_yaml="optim: {lr: 1.0e-5}\n", command=["hone", "sft"])
+    run.log_metrics(1, {"train/loss": 2.5})
+    run.close()
+    (row,) = json.loads(invoke("list", "--root", tmp_path, "--json"))
+    assert row["last_loss"] == 2.5 and row["last_reward"] is None
+    assert "2.500" in invoke("list", "--root", tmp_path)

@@ -1,0 +1,133 @@
+"""Samples of a run, read back from ``rollouts/`` or ``validation/`` for a person to look at."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone.errors import HoneError
+
+_STEP = re.compile(r"step_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True)
+class SampleQuery:
+    """Choice of samples.
+
+    Attributes:
+        step: step to read; None means the newest with samples.
+        worst: number of samples with the lowest scores; None means no such choice.
+        best: the same for the highest.
+        contains: text that prompt or response contains, in any case.
+        uid: dataset row.
+        limit: most samples when neither ``worst`` nor ``best`` is given, spread evenly over the step.
+    """
+
+    step: int | None = None
+    worst: int | None = None
+    best: int | None = None
+    contains: str | None = None
+    uid: str | None = None
+    limit: int = 5
+
+
+@dataclass(frozen=True)
+class SamplesOfStep:
+    """Samples of one step.
+
+    Attributes:
+        step: the step.
+        shown: chosen samples, as :func:`hone.insight.records.trajectory_record` has them.
+        matching: number of samples that ``contains`` and ``uid`` leave.
+        total: number of samples of the step.
+    """
+
+    step: int
+    shown: list[dict[str, Any]]
+    matching: int
+    total: int
+
+
+def read_samples(folder: Path, query: SampleQuery) -> SamplesOfStep:
+    """Return the chosen samples of a step.
+
+    Args:
+        folder: ``rollouts`` or ``validation`` of a run directory.
+        query: the choice.
+
+    Raises:
+        HoneError: the folder has no samples, or none of that step (code E-runs).
+    """
+    steps = steps_with_samples(folder)
+    if not steps:
+        raise HoneError(
+            f"no samples in {folder}",
+            why="samples are written every trainer.rollout_data_freq steps, and at each validation",
+            fix="trainer.rollout_data_freq=1 writes all; a run of `hone sft` or `hone prefer` has none",
+            code="E-runs",
+        )
+    step = max(steps) if query.step is None else query.step
+    if step not in steps:
+        listed = ", ".join(map(str, sorted(steps)[-12:]))
+        raise HoneError(
+            f"no samples of step {step}; the last steps with samples are {listed}",
+            fix=f"--step {min(steps, key=lambda other: abs(other - step))}",
+            code="E-runs",
+        )
+    total, matching = 0, []
+    for record in _records(steps[step]):
+        total += 1
+        if _matches(record, query):
+            matching.append(record)
+    return SamplesOfStep(step, _chosen(matching, query), len(matching), total)
+
+
+def steps_with_samples(folder: Path) -> dict[int, Path]:
+    """Return the sample file of each step."""
+    if not folder.is_dir():
+        return {}
+    matches = ((_STEP.fullmatch(file.name), file) for file in folder.iterdir())
+    return {int(match[1]): file for match, file in matches if match}
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise HoneError(
+                    f"line {number} is not JSON: {error}", where=str(file), fix="remove the line", code="E-runs"
+                ) from None
+
+
+def _matches(record: Mapping[str, Any], query: SampleQuery) -> bool:
+    if query.uid is not None and record["uid"] != query.uid:
+        return False
+    if query.contains is None:
+        return True
+    text = f"{record.get('prompt') or ''}\n{json.dumps(record.get('messages'), ensure_ascii=False)}\n{record['text']}"
+    return query.contains.casefold() in text.casefold()
+
+
+def _chosen(records: list[dict[str, Any]], query: SampleQuery) -> list[dict[str, Any]]:
+    if query.worst is None and query.best is None:
+        return spread(records, query.limit)
+    chosen: list[dict[str, Any]] = []
+    score: Callable[[dict[str, Any]], float] = lambda record: float(record["score"])  # noqa: E731
+    if query.worst:
+        chosen += sorted(records, key=score)[: query.worst]
+    if query.best:
+        chosen += sorted(records, key=score, reverse=True)[: query.best]
+    return chosen
+
+
+def spread(records: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return at most ``count`` records at even distances, the first included."""
+    if len(records) <= count:
+        return list(records)
+    return [records[index * len(records) // count] for index in range(count)]
