@@ -74,6 +74,12 @@ class RewardConfig:
     """Worker processes for a custom reward function."""
     timeout: float = number(30.0, above=0)
     """Time limit of one call in seconds."""
+    memory_mb: int | None = number(None, low=64)
+    """Memory that a worker process and its children may hold during a call, in MiB; null means half of the machine's memory. A call
+    that needs more fails, and its process is replaced."""
+    max_output_kb: int | None = number(64, low=0)
+    """KiB of printed text that each worker process may write to the log a minute; the rest is counted and not shown. null means no
+    limit."""
     on_error: str = choice("count", "count", "stop")
     """Action when a call raises, times out or does not return a number: count it (score 0, reward/error_rate, first traceback in
     the log) or stop the run."""

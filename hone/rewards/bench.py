@@ -13,8 +13,8 @@ from hone.config.reward import RewardConfig
 from hone.data.scored_rows import ScoredRow
 from hone.data.types import StopReason, Trajectory
 from hone.rewards.manager import RewardManager, is_timeout, logger
-from hone.rewards.pool import ENDED
 from hone.rewards.probes import Probe, ordinary, traps
+from hone.rewards.process import ENDED, MEMORY
 from hone.rewards.score import Score
 
 
@@ -109,7 +109,7 @@ def _score(manager: RewardManager, probes: Sequence[Probe]) -> list[Trial]:
 
 def _ended_its_process(score: Score) -> bool:
     """Return whether the call cost a worker process; replacing hundreds of them would take minutes."""
-    return is_timeout(score) or (score.error is not None and score.error.startswith(ENDED))
+    return is_timeout(score) or (score.error is not None and score.error.startswith((ENDED, MEMORY)))
 
 
 def _trajectory(probe: Probe, index: int) -> Trajectory:

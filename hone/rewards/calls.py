@@ -9,9 +9,8 @@ from typing import Any
 
 from hone.data.types import Trajectory
 from hone.insight import activity
-from hone.rewards.pool import Outcome
+from hone.rewards.target import ARGUMENTS, PLURALS, Outcome
 from hone.rewards.throttle import Throttle
-from hone.rewards.worker import ARGUMENTS, PLURALS
 
 
 def arguments(trajectory: Trajectory) -> dict[str, Any]:

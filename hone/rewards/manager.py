@@ -10,13 +10,13 @@ from typing import Any
 from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError
-from hone.rewards.outcome import TIMEOUT, failed
+from hone.rewards.outcome import TIMEOUT, failed, is_usable, shown_number
 from hone.rewards.placement import first_turns, place, place_rewards, turn_ends
-from hone.rewards.pool import Outcome
 from hone.rewards.score import Score
 from hone.rewards.scorers import SCORERS
 from hone.rewards.services import Services
 from hone.rewards.sources import ScorerSource, Source, function_source
+from hone.rewards.target import Outcome
 from hone.rewards.terms import Term, combine, read_terms
 
 logger = logging.getLogger("hone.rewards")
@@ -109,7 +109,7 @@ class RewardManager:
                 continue
             outcome = next(answered) if reward is None else Outcome(Score(reward))
             if outcome is not None:
-                outcome.score = _with_episode(outcome.score, trajectory, turn)
+                outcome.score = _checked(_with_episode(outcome.score, trajectory, turn))
             outcomes.append(outcome)
         self._tolerate(trajectories, outcomes)
         return [outcome.score for outcome in outcomes if outcome is not None]
@@ -161,8 +161,10 @@ class RewardManager:
         """Return how many of ``count`` responses may fail to be scored."""
         return 0 if self.config.on_error == "stop" else int(self.config.max_error_rate * count + 1e-9)
 
-    def _tolerate(self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None]) -> None:
-        """Log failures; raise if more than the allowed number failed."""
+    def _tolerate(
+        self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None], scorer: str | None = None
+    ) -> None:
+        """Log failures; raise if more than the allowed number failed. ``scorer`` names a scorer that is not a source."""
         bad = [
             (t, o) for t, o in zip(trajectories, outcomes, strict=True) if o is not None and o.score.error is not None
         ]
@@ -170,7 +172,8 @@ class RewardManager:
             return
         trajectory, first = bad[0]
         slow = sum(is_timeout(outcome.score) for _, outcome in bad)
-        where = f"data_source '{trajectory.sample.data_source}', row {trajectory.sample.uid}"
+        scorer = scorer or " and ".join(source.name_of(trajectory) for source in self.sources)
+        where = f"data_source '{trajectory.sample.data_source}', row {trajectory.sample.uid}, by {scorer}"
         at_least = "at least " if any(outcome is None for outcome in outcomes) else ""
         summary = f"{at_least}{len(bad)} of {len(outcomes)} responses could not be scored ({slow} timed out)"
         logger.warning("%s; the first (%s): %s", summary, where, first.score.error)
@@ -243,6 +246,12 @@ def _episode_error(trajectory: Trajectory) -> str | None:
 def _episode_reward(trajectory: Trajectory) -> float | None:
     """Return the reward that the episode computed itself, or None."""
     return None if trajectory.episode is None else trajectory.episode.reward
+
+
+def _checked(score: Score) -> Score:
+    """Return the score, failed if its total or the reward of a turn is not usable; an episode may have computed both."""
+    unusable = [number for number in (score.total, *score.placed.values()) if not is_usable(number)]
+    return failed(f"total or turn reward is {shown_number(unusable[0])}") if unusable and score.error is None else score
 
 
 def _with_episode(score: Score, trajectory: Trajectory, first_turn: int) -> Score:

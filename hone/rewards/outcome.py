@@ -12,6 +12,8 @@ from hone.text import valid_data, valid_text
 
 TIMEOUT = "timeout"
 """First word of ``Score.error`` if scoring timed out."""
+LARGEST = 1e16
+"""Largest absolute reward or term: the sum of a million squares of it is finite in float32, in which advantages are computed."""
 PLACED = ("turn_rewards", "token_rewards")
 """Keys of a returned dict that assign the score to turns or tokens."""
 
@@ -19,17 +21,15 @@ PLACED = ("turn_rewards", "token_rewards")
 def to_score(value: Any) -> Score:
     """Convert the return value of a scorer: a number, or a dict with ``score``.
 
-    Other numeric entries of the dict become terms, the rest is kept as extra. A value that is not a finite number is an error,
-    never a silent 0.
+    Other numeric entries of the dict become terms, the rest is kept as extra. A value that is not a finite number of at most
+    :data:`LARGEST` is an error, never a silent 0.
     """
     if isinstance(value, Mapping):
         return _from_mapping(value)
     number = as_number(value)
     if number is None:
         return failed(f"returned {_describe(value)}, not a number or a dict with 'score'")
-    if not math.isfinite(number):
-        return failed(f"returned {number}")
-    return Score(number)
+    return Score(number) if is_usable(number) else failed(f"returned {shown_number(number)}")
 
 
 def to_scores(value: Any, count: int) -> list[Score]:
@@ -48,15 +48,31 @@ def failed(error: str) -> Score:
     return Score(0.0, error=valid_text(error))
 
 
+def is_usable(number: float) -> bool:
+    """Return whether a reward is finite, and small enough that float32 can compute with it."""
+    return math.isfinite(number) and abs(number) <= LARGEST
+
+
+def shown_number(number: float) -> str:
+    """Return a number that is not usable, with the limit if it is a finite one."""
+    return f"{number:g}, more than {LARGEST:g} in absolute value" if math.isfinite(number) else str(number)
+
+
 def as_number(value: Any) -> float | None:
-    """Convert a number, bool, or numpy or torch scalar to a float; return None for anything else."""
-    if isinstance(value, numbers.Real):
-        return float(value)
-    item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "ndim", None) == 0:
-        inner = item()
-        return float(inner) if isinstance(inner, numbers.Real) else None
-    return None
+    """Convert a number, bool, or numpy or torch scalar to a float; return None for anything else.
+
+    A number beyond the range of floats becomes infinite.
+    """
+    if not isinstance(value, numbers.Real):
+        item = getattr(value, "item", None)
+        value = item() if callable(item) and getattr(value, "ndim", None) == 0 else None
+    if not isinstance(value, numbers.Real):
+        return None
+    number: Any = value  # comparisons of Real are not declared
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def _from_mapping(value: Mapping[Any, Any]) -> Score:
@@ -76,10 +92,10 @@ def _from_mapping(value: Mapping[Any, Any]) -> Score:
             setattr(score, name, rewards)
         elif number is None:
             score.extra[name] = valid_data(_plain_data(entry))
-        elif math.isfinite(number):
+        elif is_usable(number):
             score.terms[name] = number
         else:
-            return failed(f"term '{name}' is {number}")
+            return failed(f"term '{name}' is {shown_number(number)}")
     return score
 
 
@@ -89,7 +105,7 @@ def _numbers(value: Any) -> list[float] | None:
     if not isinstance(value, list | tuple):
         return None
     numbers = [as_number(entry) for entry in value]
-    finite = [number for number in numbers if number is not None and math.isfinite(number)]
+    finite = [number for number in numbers if number is not None and is_usable(number)]
     return finite if len(finite) == len(numbers) else None
 
 

@@ -1,62 +1,39 @@
 """Pool of worker processes with a time limit for every call.
 
 Calls are sent in chunks, so that a cheap function has little overhead. Results return one by one, so the pool always knows which
-call is running and since when. If a call times out or ends its process, only that call fails: the process is replaced and the rest
-of its chunk is queued again. A thread feeds each worker, so the pool is independent of event loops.
+call is running and since when. A thread feeds each worker, so the pool is independent of event loops.
+
+    the running call times out, needs too much memory, or ends its process    that call fails; the rest of its chunk is queued again
+    the process fails otherwise: foreign bytes on its channel, killed          the call is tried again in a new process; after
+    from outside                                                               MAX_ATTEMPTS the job ends with a ProcessError
+
+In both cases the process is replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hone.errors import RewardError
+from hone.errors import ProcessError
 from hone.insight import activity
-from hone.rewards.outcome import TIMEOUT, failed
-from hone.rewards.score import Score
-from hone.rewards.worker import LoadFailure, Ready, Target
+from hone.rewards.outcome import failed
+from hone.rewards.process import CallFailed, PoolClosed, WorkerFailed, WorkerLimits, WorkerProcess
+from hone.rewards.target import Outcome, Target
 
-START_TIMEOUT = 180.0
-"""Seconds a worker may take to import the reward function's file."""
 MAX_CHUNK = 64
-ENDED = "the worker process ended"
-"""Beginning of ``Score.error`` if a call ended its process."""
-ASYNC_GRACE = 1.0
-"""Seconds beyond the limit that a worker gets to cancel its asynchronous calls."""
-
-
-_ROOT = str(Path(__file__).resolve().parents[2])
-# the worker must import this copy of the package, and other modules like any program
-_PROGRAM = (
-    f"import sys; sys.path.insert(0, {_ROOT!r}); import hone; sys.path.remove({_ROOT!r}); "
-    "from hone.rewards.worker import main; main()"
-)
+MAX_ATTEMPTS = 3
+"""Processes in which a call is tried that fail for another reason than the call."""
+_END_SECONDS = 10.0
 
 logger = logging.getLogger("hone.rewards")
-
-
-@dataclass
-class Outcome:
-    """Score of a call, with the traceback if it raised, and all scores of a batch call."""
-
-    score: Score
-    traceback: str | None = None
-    batch: list[Score] | None = None
 
 
 @dataclass
@@ -76,27 +53,13 @@ class Job:
     done: Future[list[Outcome | None]] = field(default_factory=Future)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Task:
     job: Job
     index: int
     payload: bytes
     single: bool = False
-
-
-@dataclass
-class _Process:
-    popen: subprocess.Popen[bytes]
-    connection: Connection
-    is_async: bool
-
-    def kill(self) -> int:
-        """Kill the process and its children; return the exit code."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        activity.forget(self.popen.pid)
-        self.connection.close()
-        return self.popen.wait()
+    attempts: int = 0
 
 
 class WorkerPool:
@@ -105,19 +68,20 @@ class WorkerPool:
     Args:
         target: target to call.
         num_workers: number of processes.
+        limits: limits of each process.
 
     Raises:
         RewardError: the target cannot be loaded.
     """
 
-    def __init__(self, target: Target, num_workers: int) -> None:
-        self.target = target
+    def __init__(self, target: Target, num_workers: int, limits: WorkerLimits | None = None) -> None:
+        self.target, self.limits = target, limits or WorkerLimits()
         self._tasks: deque[_Task] = deque()
         self._wake = threading.Condition()
         self._closed = False
-        first = _start(target)  # raises here, before anything is generated
+        first = self._start(0)  # raises here, before anything is generated
         self._threads = [
-            threading.Thread(target=self._serve, args=(first if number == 0 else None,), daemon=True)
+            threading.Thread(target=self._serve, args=(number, first if number == 0 else None), daemon=True)
             for number in range(num_workers)
         ]
         for thread in self._threads:
@@ -155,22 +119,32 @@ class WorkerPool:
             self._tasks.clear()
             self._wake.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(_END_SECONDS)
 
     # threads ---------------------------------------------------------------------------------------------------------
 
-    def _serve(self, process: _Process | None) -> None:
+    def _start(self, number: int) -> WorkerProcess:
+        return WorkerProcess(self.target, number, self.limits, lambda: self._closed)
+
+    def _serve(self, number: int, process: WorkerProcess | None) -> None:
+        """Run chunks until the pool closes; an error ends the jobs of its chunk, never this thread."""
         while tasks := self._take():
-            if process is not None and process.popen.poll() is not None:
-                process.kill()
-                process = None
-            if process is None:
-                try:
-                    process = _start(self.target)
-                except RewardError as error:
-                    self._fail(tasks, error)
-                    continue
-            process = self._run(process, tasks)
+            try:
+                if process is not None and not process.is_idle:
+                    logger.warning("%s ended or sent a message without a call; it is replaced", process.name)
+                    process.kill()
+                    process = None
+                process = process or self._start(number)
+                if not self._run(process, tasks):
+                    process.kill()
+                    process = None
+            except PoolClosed:
+                self._cancel(tasks)
+            except Exception as error:  # noqa: BLE001 - a caller that waits for the jobs raises it
+                self._fail(tasks, error)
+                if process is not None:
+                    process.kill()
+                    process = None
         if process is not None:
             process.kill()
 
@@ -193,54 +167,61 @@ class WorkerPool:
                 chunk.append(self._tasks.popleft())
             return chunk
 
-    def _run(self, process: _Process, tasks: list[_Task]) -> _Process | None:
-        """Run a chunk; return None if the process had to be killed."""
+    def _run(self, process: WorkerProcess, tasks: list[_Task]) -> bool:
+        """Run a chunk; return False if the process can no longer be used."""
         waiting = dict(enumerate(tasks))
-        limit = self.target.timeout + (ASYNC_GRACE if process.is_async else 0.0)
         try:
-            process.connection.send([(number, task.payload) for number, task in waiting.items()])
+            process.send([task.payload for task in tasks])
             while waiting:
-                if not self._wait(process.connection, limit):
-                    process.kill()
-                    self._blame(waiting, process, f"{TIMEOUT}: no answer within {self.target.timeout:g} s")
-                    return None
-                number, result, trace = process.connection.recv()
-                task = waiting.pop(number)
-                outcome = Outcome(result[0], trace, result) if isinstance(result, list) else Outcome(result, trace)
+                number, outcome = process.result()
+                task = waiting.pop(number, None)
+                if task is None:
+                    raise WorkerFailed(f"{process.name} answered call {number}, which does not wait for an answer")
                 self._settle(task.job, task.index, outcome)
-        except (EOFError, OSError):
-            code = process.kill()
-            self._blame(waiting, process, f"{ENDED} (exit code {code})")
-            return None
-        return process
+        except CallFailed as failure:
+            self._blame(list(waiting.values()), process, str(failure))
+            return False
+        except WorkerFailed as failure:
+            self._try_again(list(waiting.values()), process, str(failure))
+            return False
+        return True
 
-    def _wait(self, connection: Connection, limit: float) -> bool:
-        """Wait for a message; return False after ``limit`` seconds or once the pool closes."""
-        deadline = time.monotonic() + limit
-        while (left := deadline - time.monotonic()) > 0 and not self._closed:
-            if connection.poll(min(left, 0.25)):
-                return True
-        return connection.poll(0)
-
-    def _blame(self, waiting: dict[int, _Task], process: _Process, error: str) -> None:
+    def _blame(self, tasks: list[_Task], process: WorkerProcess, error: str) -> None:
         """Fail the running call and queue the others again at the front.
 
         Synchronous calls run in order: the first one without a result was running. Any of several asynchronous calls may have
         blocked the process, so each of them is retried in a separate process.
         """
-        tasks = list(waiting.values())
-        if self._closed:
-            for task in tasks:
-                task.job.done.cancel()
-            return
         if not process.is_async or len(tasks) == 1:
             culprit = tasks.pop(0)
             self._settle(culprit.job, culprit.index, Outcome(failed(error)))
-        again = [
-            _Task(task.job, task.index, task.payload, process.is_async) for task in tasks if not _is_over(task.job)
-        ]
+        self._queue_again([replace(task, single=process.is_async) for task in tasks])
+
+    def _try_again(self, tasks: list[_Task], process: WorkerProcess, problem: str) -> None:
+        """Queue the calls of a failed process again, or end a job whose call has lost too many processes."""
+        running = len(tasks) if process.is_async else 1
+        tried = [replace(task, single=True, attempts=task.attempts + 1) for task in tasks[:running]]
+        activity.tick()
+        logger.warning("%s; it is replaced, and %d calls are tried again", problem, len(tasks))
+        lost = [task for task in tried if task.attempts >= MAX_ATTEMPTS]
+        if lost:
+            error = ProcessError(
+                f"{problem}; it is the last of {MAX_ATTEMPTS} processes in which a call of {self.target.shown} was tried",
+                why="the response has no score, and a wrong 0 would train the policy",
+                fix="a reward function must not write to descriptors that it did not open, nor close them; if memory is "
+                "out, use fewer workers (reward.num_workers) or a limit (reward.memory_mb)",
+                where="reward",
+            )
+            self._fail(lost, error)
+        again = [task for task in tried if task.attempts < MAX_ATTEMPTS]
+        self._queue_again([*again, *tasks[running:]])
+
+    def _queue_again(self, tasks: list[_Task]) -> None:
         with self._wake:
-            self._tasks.extendleft(reversed(again))
+            if self._closed:
+                self._cancel(tasks)
+                return
+            self._tasks.extendleft(task for task in reversed(tasks) if not _is_over(task.job))
             self._wake.notify_all()
 
     def _settle(self, job: Job, index: int, outcome: Outcome) -> None:
@@ -255,57 +236,16 @@ class WorkerPool:
             with contextlib.suppress(InvalidStateError):
                 job.done.set_result(job.outcomes)
 
-    def _fail(self, tasks: list[_Task], error: RewardError) -> None:
+    def _fail(self, tasks: list[_Task], error: Exception) -> None:
         for task in tasks:
             self.drop(task.job)
-            if not task.job.done.done():
+            with contextlib.suppress(InvalidStateError):
                 task.job.done.set_exception(error)
+
+    def _cancel(self, tasks: list[_Task]) -> None:
+        for task in tasks:
+            task.job.done.cancel()
 
 
 def _is_over(job: Job) -> bool:
     return job.failures > job.max_failures or job.done.done()
-
-
-def _start(target: Target) -> _Process:
-    """Start a worker and wait until it has loaded the target."""
-    parent_end, worker_end = Pipe()
-    folder = activity.folder()
-    popen = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(worker_end.fileno()), *([str(folder)] if folder else [])],
-        pass_fds=[worker_end.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # output of a reward function goes to standard error; standard output is the command's
-        env={"OMP_NUM_THREADS": "1", **os.environ},
-        start_new_session=True,  # the trainer handles an interrupt at the terminal
-    )
-    worker_end.close()
-    process = _Process(popen, parent_end, is_async=False)  # pyright: ignore[reportArgumentType]
-    try:
-        parent_end.send(target)
-        answer = parent_end.recv() if parent_end.poll(START_TIMEOUT) else None
-    except (EOFError, OSError):
-        code = process.kill()
-        raise RewardError(
-            f"the worker process of {_shown(target)} ended while loading it (exit code {code})",
-            fix="see its output above; importing the file must not exit or crash the process",
-        ) from None
-    if isinstance(answer, Ready):
-        process.is_async = answer.is_async
-        return process
-    process.kill()
-    if isinstance(answer, LoadFailure):
-        if answer.traceback:
-            logger.error("%s\n%s", answer.what, answer.traceback)
-        raise RewardError(
-            answer.what,
-            why="without it no response can be scored",
-            fix=answer.fix,
-            where="reward.custom_reward_function",
-        )
-    raise RewardError(
-        f"loading {_shown(target)} took more than {START_TIMEOUT:g} s", fix="do less when the file is imported"
-    )
-
-
-def _shown(target: Target) -> str:
-    return target.path or f"the built-in scorers {', '.join(target.scorers)}"

@@ -17,11 +17,12 @@ from hone.insight import activity
 from hone.rewards.calls import arguments, batched, run_calls, split
 from hone.rewards.http import JsonService, ServiceError
 from hone.rewards.outcome import failed, to_score, to_scores
-from hone.rewards.pool import ASYNC_GRACE, Outcome, WorkerPool
+from hone.rewards.pool import WorkerPool
+from hone.rewards.process import ASYNC_GRACE, WorkerLimits
 from hone.rewards.scorers import SCORERS, Scorer, scorer_for
 from hone.rewards.services import Services
+from hone.rewards.target import Outcome, Target
 from hone.rewards.throttle import Throttle
-from hone.rewards.worker import Target
 
 SERVICE_CALLS = 64
 """Default limit of concurrent service calls."""
@@ -38,11 +39,20 @@ class Source(ABC):
         """Raise RewardError if a data source (given with its number of rows) cannot be scored."""
 
     @abstractmethod
+    def name_of(self, trajectory: Trajectory) -> str:
+        """Return the name of the function or scorer of a trajectory, for messages."""
+
+    @abstractmethod
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
         """Return name and version (code hash or address) of the scorers of these data sources."""
 
     def close(self) -> None:  # noqa: B027 - not every source starts something
         """Stop processes that the source started."""
+
+
+def worker_limits(config: RewardConfig) -> WorkerLimits:
+    """Return the limits of worker processes."""
+    return WorkerLimits(memory_mb=config.memory_mb, output_kb=config.max_output_kb)
 
 
 def is_address(path: str) -> bool:
@@ -81,7 +91,7 @@ class FunctionSource(Source):
         self.timeout, self.batch = config.timeout, config.reward_manager == "batch"
         self.throttle = Throttle(config.max_concurrent, config.requests_per_minute)
         target = Target(self.timeout, str(self.path), self.name, dict(function.reward_kwargs), batch=self.batch)
-        self.pool = WorkerPool(target, 1 if self.batch else config.num_workers)
+        self.pool = WorkerPool(target, 1 if self.batch else config.num_workers, worker_limits(config))
 
     async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
         """Score each trajectory in the worker processes."""
@@ -93,6 +103,10 @@ class FunctionSource(Source):
             if self.throttle.limits:
                 return await run_calls([partial(self._call, call) for call in calls], self.throttle, allowed)
             return await asyncio.wrap_future(self.pool.submit(calls, max_failures=allowed).done)
+
+    def name_of(self, trajectory: Trajectory) -> str:
+        """Return file and name of the function."""
+        return f"{self.path}:{self.name}"
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
         """Return the function's path with the hash of its file."""
@@ -132,6 +146,10 @@ class RemoteSource(Source):
             return split(await self._call(batched(trajectories), len(trajectories)), len(trajectories))
         calls = [partial(self._call, arguments(trajectory)) for trajectory in trajectories]
         return await run_calls(calls, self.throttle, allowed)
+
+    def name_of(self, trajectory: Trajectory) -> str:
+        """Return the server's address."""
+        return self.address
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
         """Return the server's address."""
@@ -228,6 +246,11 @@ class ScorerSource(Source):
                 outcomes[index] = outcome
         return outcomes
 
+    def name_of(self, trajectory: Trajectory) -> str:
+        """Return the name of the scorer."""
+        scorer = self.forced or scorer_for(trajectory.sample.data_source)
+        return "no scorer" if scorer is None else f"scorer {scorer.name}"
+
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
         """Return the names of the scorers of these data sources with hashes of their files."""
         used = [self.forced] if self.forced else [scorer_for(source) for source in data_sources]
@@ -243,7 +266,8 @@ class ScorerSource(Source):
         if self._pool is None:
             every = [self.forced] if self.forced else [SCORERS.get(name) for name in SCORERS]
             names = tuple(scorer.name for scorer in every if scorer.may_hang and scorer.is_installed())
-            self._pool = WorkerPool(Target(self.config.timeout, scorers=names), self.config.num_workers)
+            target = Target(self.config.timeout, scorers=names)
+            self._pool = WorkerPool(target, self.config.num_workers, worker_limits(self.config))
         return self._pool
 
     def _scorer(self, trajectory: Trajectory) -> Scorer:
@@ -290,5 +314,5 @@ async def _score_async(scorer: Scorer, call: dict[str, Any]) -> Outcome:
         return Outcome(failed(f"{type(error).__name__}: {error}"))
 
 
-UNSCORABLE = (ValueError, TypeError, KeyError, RuntimeError)
+UNSCORABLE = (ValueError, TypeError, KeyError, RuntimeError, ArithmeticError)
 """Exceptions of a built-in scorer for an invalid ground truth or an unavailable service."""

@@ -1,124 +1,149 @@
-"""Worker process that loads one reward function and runs the calls that the parent sends.
+"""Worker process that loads one reward function and runs the calls that the pool sends.
 
-Its arguments are the number of an inherited file descriptor, over which it communicates, and the folder in which the run's
-processes publish their activity. Standard output remains for the reward function. It starts as a new program, not by fork: it has no
-locks or threads of the trainer, and a script without ``if __name__ == "__main__"`` does not run twice.
+Its arguments are the number of an inherited socket, its nonce, and the folder in which the run's processes publish their activity. It
+starts as a new program, not by fork: it has no locks or threads of the trainer, and a script without ``if __name__ == "__main__"`` does
+not run twice.
 
-    parent -> worker    a Target, once; then chunks: lists of (number, pickled keyword arguments)
-    worker -> parent    Ready or LoadFailure, once; then (number, Score, traceback or None) as each call ends, and a list of
-                        scores from a function that scores a batch
+    pool -> worker    a Target, once; then chunks: lists of the pickled keyword arguments of calls
+    worker -> pool    Ready or LoadFailure, once; then one result as each call ends (hone/rewards/target.py)
+
+The reward function does not share the socket: its number is high and not 0, 1 or 2, programs that the function starts do not inherit it,
+and a fork of this process closes it. A fork that returns from the function ends there, so only the worker itself answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import functools
 import importlib.util
 import inspect
+import io
 import os
 import pickle
+import select
+import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hone.errors import did_you_mean
 from hone.insight import activity
-from hone.rewards.outcome import TIMEOUT, failed, to_score, to_scores
+from hone.rewards.frames import Channel
+from hone.rewards.outcome import TIMEOUT, failed
 from hone.rewards.score import Score
+from hone.rewards.target import BROKEN, LoadFailure, Ready, Target, encode_result
 
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-PLURALS = tuple(f"{name}s" for name in ARGUMENTS)
-
-
-@dataclass(frozen=True)
-class Target:
-    """Function or scorers that a worker calls.
-
-    Attributes:
-        timeout: seconds per call (asynchronous calls are cancelled here; the parent kills the worker for others).
-        path: file of a reward function; None for the built-in scorers.
-        name: name of the function in the file.
-        kwargs: additional keyword arguments of every call.
-        scorers: built-in scorers to prepare.
-        batch: True if a call scores many responses: arguments and return value are lists.
-    """
-
-    timeout: float
-    path: str | None = None
-    name: str = ""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    scorers: tuple[str, ...] = ()
-    batch: bool = False
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Names of the arguments of each call, without ``kwargs``."""
-        return PLURALS if self.batch else ARGUMENTS
-
-    @property
-    def signature(self) -> str:
-        """Signature that the function should have."""
-        return f"def compute_score({', '.join(self.arguments)}, **kwargs)"
-
-    def read(self, value: Any, call: dict[str, Any]) -> Score | list[Score]:
-        """Convert a call's return value to a score, or to the scores of a batch."""
-        return to_scores(value, len(call[PLURALS[0]])) if self.batch else to_score(value)
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Message that the function is loaded."""
-
-    is_async: bool
-
-
-class LoadFailure(Exception):
-    """Message that the function cannot be loaded.
-
-    Attributes:
-        what: description of the problem.
-        fix: fix of the problem.
-        traceback: traceback of the user's file, if it raised.
-    """
-
-    def __init__(self, what: str, fix: str, traceback: str = "") -> None:
-        super().__init__(what, fix, traceback)
-        self.what, self.fix, self.traceback = what, fix, traceback
+_FIRST_DESCRIPTOR = 100
+_PARENT_SECONDS = 1.0
 
 
 def main() -> None:
-    """Serve the parent until it closes the connection."""
-    _exit_with_parent()
-    connection = Connection(int(sys.argv[1]))
-    target: Target = connection.recv()
-    if len(sys.argv) > 2:
-        activity.begin(Path(sys.argv[2]), "reward worker", os.getpid())
+    """Serve the pool until it closes the connection; exit with :data:`BROKEN` if the worker itself fails."""
+    try:
+        _serve()
+    except Exception:  # noqa: BLE001 - errors of reward functions are caught where they are called
+        traceback.print_exc()
+        os._exit(BROKEN)
+
+
+def _serve() -> None:
+    channel = _open_channel(int(sys.argv[1]), bytes.fromhex(sys.argv[2]))
+    _end_with_pool(channel)
+    _show_output_at_once()
+    target: Target = pickle.loads(_receive(channel))
+    if len(sys.argv) > 3:
+        activity.begin(Path(sys.argv[3]), "reward worker", os.getpid())
     try:
         with activity.doing("loading the reward function"):
             function, is_async = _load(target)
     except LoadFailure as failure:
-        connection.send(failure)
+        _send(channel, failure.encode())
         return
-    connection.send(Ready(is_async))
+    _send(channel, Ready(is_async).encode())
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     while True:
-        try:
-            chunk: list[tuple[int, bytes]] = connection.recv()
-        except EOFError:
-            return
-        with activity.doing(f"{len(chunk)} calls"):
+        payloads: list[bytes] = pickle.loads(_receive(channel))
+        with activity.doing(f"{len(payloads)} calls"):
             if is_async:
-                loop.run_until_complete(_run_together(connection, function, chunk, target))
+                loop.run_until_complete(_run_together(channel, function, payloads, target))
             else:
-                for number, payload in chunk:
-                    _reply(connection, number, *_run_one(function, payload, loop, target))
+                for number, payload in enumerate(payloads):
+                    _reply(channel, number, *_run_one(function, payload, loop, target))
+
+
+# ------------------------------------------------------------------------------------------------------------- channel
+
+
+def _open_channel(descriptor: int, nonce: bytes) -> Channel:
+    """Return the channel on a descriptor that the reward function is unlikely to touch and its children do not have."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
+    os.close(descriptor)
+    channel = Channel(socket.socket(fileno=moved), nonce)
+    os.register_at_fork(after_in_child=channel.close)
+    return channel
+
+
+def _receive(channel: Channel) -> bytes:
+    """Return the next message of the pool; end with it."""
+    _end_if_forked(channel)
+    try:
+        body = channel.receive()
+    except EOFError:
+        _end()
+    assert body is not None  # there is no time limit
+    return body
+
+
+def _send(channel: Channel, body: bytes) -> None:
+    """Send a message to the pool; end with it."""
+    _end_if_forked(channel)
+    try:
+        channel.send(body)
+    except ConnectionError:
+        _end()
+
+
+def _end_if_forked(channel: Channel) -> None:
+    """End a copy of the worker that a reward function made and that returned from it."""
+    if os.getpid() != channel.pid:
+        os._exit(0)
+
+
+def _end() -> NoReturn:
+    """End this process and all processes that the reward function left in its session, without a word."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
+def _end_with_pool(channel: Channel) -> None:
+    """End when the pool's process ends, even if it was killed while a reward function still runs here."""
+    parent, poll = os.getppid(), select.poll()
+    poll.register(channel.fileno(), select.POLLRDHUP)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            for _, event in poll.poll(_PARENT_SECONDS * 1000):
+                if event & select.POLLNVAL:  # the reward function closed the channel
+                    os._exit(BROKEN)
+                _end()
+        _end()
+
+    threading.Thread(target=watch, name="watch the pool", daemon=True).start()
+
+
+def _show_output_at_once() -> None:
+    """Write each line as it is printed, since the process may be killed, and any text, valid or not."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -204,9 +229,7 @@ def _run_one(
         return _failure(error, time.monotonic() - begun, target.timeout)
 
 
-async def _run_together(
-    connection: Connection, function: Callable[..., Any], chunk: list[tuple[int, bytes]], target: Target
-) -> None:
+async def _run_together(channel: Channel, function: Callable[..., Any], payloads: list[bytes], target: Target) -> None:
     async def run(number: int, payload: bytes) -> None:
         begun = time.monotonic()
         try:
@@ -215,9 +238,9 @@ async def _run_together(
             outcome = target.read(value, call), None
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - see above
             outcome = _failure(error, time.monotonic() - begun, target.timeout)
-        _reply(connection, number, *outcome)
+        _reply(channel, number, *outcome)
 
-    await asyncio.gather(*(run(number, payload) for number, payload in chunk))
+    await asyncio.gather(*(run(number, payload) for number, payload in enumerate(payloads)))
 
 
 def _failure(error: BaseException, seconds: float, timeout: float) -> tuple[Score, str | None]:
@@ -230,21 +253,13 @@ def _last_line(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
-def _reply(connection: Connection, number: int, score: Score | list[Score], trace: str | None) -> None:
-    connection.send((number, score, trace))
+def _reply(channel: Channel, number: int, score: Score | list[Score], trace: str | None) -> None:
+    try:
+        body = encode_result(number, score, trace)
+    except (ValueError, TypeError, RecursionError) as error:
+        body = encode_result(number, failed(f"returned what cannot be sent: {_last_line(error)}"), None)
+    _send(channel, body)
     activity.tick()
-
-
-def _exit_with_parent() -> None:
-    """End with the parent, even if it was killed while a reward function still runs here."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from hone.data.types import Trajectory
 from hone.errors import RewardError
 from hone.rewards.manager import RewardManager
 from hone.rewards.outcome import failed
-from hone.rewards.pool import Outcome
 from hone.rewards.rubric import Rubric
 from hone.rewards.score import Score
 from hone.rewards.scorers import scorer_for
+from hone.rewards.target import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class JudgedRewards(RewardManager):
                 result = failed(score.error or f"the reward model gave {self.rubric.missing(judgement)}")
             results.append(result)
             outcomes.append(Outcome(result if score.error is None else Score(0.0)))  # other errors are already counted
-        self._tolerate(trajectories, outcomes)
+        self._tolerate(trajectories, outcomes, "the reward model")
         return results
 
     def _combined(self, value: float, rule: Score) -> Score:

@@ -1,0 +1,289 @@
+"""One worker process of the pool: its start, its channel, its output and its limits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from hone.errors import RewardError
+from hone.insight import activity
+from hone.rewards.frames import MAX_ANSWER, NONCE_BYTES, Channel, ChannelError, socket_pair
+from hone.rewards.outcome import TIMEOUT
+from hone.rewards.output import CapturedOutput
+from hone.rewards.target import BROKEN, LoadFailure, Outcome, Ready, Target, decode_result, decode_start
+
+START_TIMEOUT = 180.0
+"""Seconds a worker may take to import the reward function's file."""
+ENDED = "the worker process ended"
+"""Beginning of ``Score.error`` if a call ended its process."""
+MEMORY = "memory"
+"""First word of ``Score.error`` if a call needed more memory than allowed."""
+ASYNC_GRACE = 1.0
+"""Seconds beyond the limit that a worker gets to cancel its asynchronous calls."""
+_POLL_SECONDS = 0.1
+_CHILDREN_SECONDS = 1.0
+_END_SECONDS = 5.0
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+# the worker must import this copy of the package, and other modules like any program
+_PROGRAM = (
+    f"import sys; sys.path.insert(0, {_ROOT!r}); import hone; sys.path.remove({_ROOT!r}); "
+    "from hone.rewards.worker import main; main()"
+)
+
+logger = logging.getLogger("hone.rewards")
+
+
+class CallFailed(Exception):
+    """Error of the running call, which its function caused: a timeout, too much memory, the end of its process."""
+
+
+class WorkerFailed(Exception):
+    """Error of the process itself, which says nothing about the running call."""
+
+
+class PoolClosed(Exception):
+    """The pool was closed during a wait."""
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """Limits of a worker process.
+
+    Attributes:
+        memory_mb: resident memory of the process and its children in MiB; None means half of the machine's memory.
+        output_kb: KiB of output shown a minute; None shows everything.
+    """
+
+    memory_mb: int | None = None
+    output_kb: int | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory limit in bytes."""
+        return psutil.virtual_memory().total // 2 if self.memory_mb is None else self.memory_mb * 2**20
+
+
+class WorkerProcess:
+    """Started worker process that has loaded its target.
+
+    Args:
+        target: function or scorers that it calls.
+        number: number of the worker in its pool.
+        limits: limits of memory and output.
+        closed: function that returns True once the pool closes.
+
+    Attributes:
+        name: name with the pid, for messages.
+        is_async: True if the function is asynchronous.
+
+    Raises:
+        RewardError: the target cannot be loaded.
+        PoolClosed: the pool was closed before it was loaded.
+    """
+
+    def __init__(self, target: Target, number: int, limits: WorkerLimits, closed: Callable[[], bool]) -> None:
+        self.target, self.limits, self.is_async = target, limits, False
+        self._closed = closed
+        self._memory_bytes, self._next_measure, self._child_bytes = limits.memory_bytes, 0.0, 0
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        connection, remote = socket_pair()
+        output = CapturedOutput(f"reward worker {number}", limits.output_kb)
+        folder = activity.folder()
+        with remote:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(remote.fileno()), nonce.hex(), *([str(folder)] if folder else [])],
+                pass_fds=[remote.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output.descriptor,  # shown on standard error; standard output is the command's
+                stderr=output.descriptor,
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                start_new_session=True,  # the trainer handles an interrupt at the terminal
+            )
+        self.name = output.name = f"reward worker {number} (pid {self._popen.pid})"
+        self._output = output
+        output.start()
+        self._channel = Channel(connection, nonce, max_body=MAX_ANSWER)
+        try:
+            self._load()
+        except BaseException:
+            self.kill()
+            raise
+
+    def send(self, payloads: Sequence[bytes]) -> None:
+        """Send the pickled arguments of calls, which are numbered from 0.
+
+        Raises:
+            WorkerFailed: the process does not read them.
+        """
+        try:
+            self._channel.send(pickle.dumps(list(payloads)), self._limit)
+        except TimeoutError:
+            raise WorkerFailed(f"{self.name} does not read its calls") from None
+        except OSError:
+            raise WorkerFailed(f"{self.name} ended while it waited for calls") from None
+
+    def result(self) -> tuple[int, Outcome]:
+        """Wait for the next result; return the number of its call and the outcome.
+
+        Raises:
+            CallFailed: the call took too long or too much memory, or ended the process.
+            WorkerFailed: the process failed otherwise.
+            PoolClosed: the pool was closed.
+        """
+        try:
+            body = self._buffered() or self._receive(self._limit, during_call=True)
+        except EOFError:
+            code = self._exit_code()
+            if code is None or code == BROKEN:
+                raise WorkerFailed(
+                    f"the channel of {self.name} was closed, or it broke; see its output above"
+                ) from None
+            if code == -signal.SIGKILL:
+                raise WorkerFailed(f"{self.name} was killed from outside, perhaps because memory was out") from None
+            raise CallFailed(f"{ENDED} (exit code {code})") from None
+        if body is None:
+            raise CallFailed(f"{TIMEOUT}: no answer within {self.target.timeout:g} s")
+        try:
+            return decode_result(body)
+        except ValueError as error:
+            raise WorkerFailed(f"{self.name}: {error}") from error
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the process lives and has sent nothing that it was not asked for."""
+        return self._popen.poll() is None and not self._channel.is_readable()
+
+    def kill(self) -> None:
+        """Kill the process with the children of its session, and show the rest of its output."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.kill()
+        activity.forget(self._popen.pid)
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process in an uninterruptible system call
+            self._popen.wait(_END_SECONDS)
+        self._output.close()
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _limit(self) -> float:
+        return self.target.timeout + (ASYNC_GRACE if self.is_async else 0.0)
+
+    def _load(self) -> None:
+        try:
+            self._channel.send(pickle.dumps(self.target), START_TIMEOUT)
+            body = self._receive(START_TIMEOUT, during_call=False)
+            answer = None if body is None else decode_start(body)
+        except (EOFError, OSError):
+            code = self._exit_code()
+            how = "closed its channel" if code is None else f"ended (exit code {code})"
+            raise RewardError(
+                f"the worker process of {self.target.shown} {how} while loading it",
+                fix="see its output above; importing the file must not exit or crash the process",
+            ) from None
+        except (WorkerFailed, ValueError) as error:
+            raise RewardError(
+                f"the worker process of {self.target.shown} failed while loading it: {error}", fix=_DESCRIPTORS
+            ) from error
+        if answer is None:
+            raise RewardError(
+                f"loading {self.target.shown} took more than {START_TIMEOUT:g} s",
+                fix="do less when the file is imported",
+            )
+        if isinstance(answer, LoadFailure):
+            if answer.traceback:
+                logger.error("%s\n%s", answer.what, answer.traceback)
+            raise RewardError(
+                answer.what,
+                why="without it no response can be scored",
+                fix=answer.fix,
+                where="reward.custom_reward_function",
+            )
+        assert isinstance(answer, Ready)
+        self.is_async = answer.is_async
+
+    def _buffered(self) -> bytes | None:
+        """Return a message that arrived with the one before it, or None."""
+        try:
+            return self._channel.buffered()
+        except ChannelError as error:
+            raise self._foreign(error) from error
+
+    def _foreign(self, error: ChannelError) -> WorkerFailed:
+        return WorkerFailed(f"{self.name} cannot be trusted: {error}")
+
+    def _receive(self, limit: float, *, during_call: bool) -> bytes | None:
+        """Return the next message, or None after ``limit`` seconds."""
+        deadline = time.monotonic() + limit
+        while (left := deadline - time.monotonic()) > 0:
+            if self._closed():
+                raise PoolClosed
+            ended = self._popen.poll() is not None  # before the read: its last message is still there
+            try:
+                body = self._channel.receive(0.0 if ended else min(left, _POLL_SECONDS))
+            except ChannelError as error:
+                raise self._foreign(error) from error
+            if body is not None:
+                return body
+            if ended:  # a copy of the process holds the channel open
+                raise EOFError
+            if during_call:
+                self._check_memory()
+        return None
+
+    def _check_memory(self) -> None:
+        """Compare the memory of the process and its children with the limit.
+
+        Listing all processes of the machine takes milliseconds, so the children are measured once a second.
+        """
+        now = time.monotonic()
+        if now >= self._next_measure:
+            self._next_measure, self._child_bytes = now + _CHILDREN_SECONDS, _child_bytes(self._popen.pid)
+        used = _resident_bytes(self._popen.pid) + self._child_bytes
+        if used > self._memory_bytes:
+            raise CallFailed(
+                f"{MEMORY}: the call and its process hold {used / 2**20:.0f} MiB, more than the "
+                f"{self._memory_bytes / 2**20:.0f} MiB of reward.memory_mb"
+            )
+
+    def _exit_code(self) -> int | None:
+        """Return the exit code of a process that closed its channel; None if it lives on."""
+        try:
+            return self._popen.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+_DESCRIPTORS = "a reward function must not write to file descriptors that it did not open"
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 if it has ended."""
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
+
+
+def _child_bytes(pid: int) -> int:
+    """Return the memory of a process's children that they do not share with it or with one another."""
+    used = 0
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                used += child.memory_full_info().uss
+    return used
