@@ -21,7 +21,8 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of chat messages, a plain string, or a list of token ids (used unchanged)."""
     reward_fn_key: str = "data_source"
-    """Column of the data source; it selects the built-in scorer and groups validation metrics."""
+    """Column of the data source; it selects the built-in scorer and groups validation metrics. It may be missing where a reward
+    function, a term or a reward model scores all rows."""
     max_prompt_length: int = number(512, low=1)
     """Longest prompt in tokens, chat template included."""
     max_response_length: int = number(512, low=1)

@@ -1,10 +1,13 @@
-"""Read dataset files: parquet, json (a list of objects) and jsonl (one object per line)."""
+"""Read dataset files: parquet, json (a list of objects), jsonl (one object per line), and arrow.
+
+A directory that `datasets.Dataset.save_to_disk` wrote is read like its arrow files.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import pyarrow.parquet as pq
 from hone.errors import DataError, did_you_mean
 from hone.text import check_valid
 
-SUFFIXES = (".parquet", ".json", ".jsonl")
+SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -39,6 +42,7 @@ def read_rows(
     *,
     required: Sequence[str],
     optional: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
     max_rows: int = -1,
 ) -> list[Row]:
     """Read the named columns of all ``files``, in order.
@@ -46,23 +50,26 @@ def read_rows(
     Args:
         files: paths of parquet, json or jsonl files.
         required: columns that every file must have.
-        optional: columns that are read where they exist.
         optional: columns that are read if they exist.
+        defaults: values of columns where a row has none.
+        max_rows: read the first rows only; -1 reads all.
 
     Raises:
         DataError: no file given, a file is missing, unreadable, of another format or empty, or a required column is missing.
     """
-    paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
+    listed = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
+    paths = [part for path in listed for part in _parts(path)]
     if not paths:
         raise DataError("no dataset file is given", fix="data.train_files=PATH (parquet, json or jsonl)")
     stems = [path.stem for path in paths]
     rows: list[Row] = []
+    optional = (*optional, *(defaults or {}))
     for number, path in enumerate(paths):
         name = path.stem if stems.count(path.stem) == 1 else f"{path.stem}.{number}"
         for index, values in enumerate(_records(path, required, optional)):
             if max_rows >= 0 and len(rows) >= max_rows:
                 return rows
-            rows.append(Row(f"{name}:{index}", f"{path}, row {index}", values))
+            rows.append(Row(f"{name}:{index}", f"{path}, row {index}", {**(defaults or {}), **values}))
     return rows
 
 
@@ -73,8 +80,9 @@ def read_all(files: Sequence[str | Path] | str | Path) -> list[Row]:
         DataError: as :func:`read_rows`.
     """
     rows: list[Row] = []
-    for path in [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]:
-        rows += read_rows(path, required=(), optional=_columns(path))
+    listed = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
+    for file in (part for path in listed for part in _parts(path)):
+        rows += read_rows(file, required=(), optional=_columns(file))
     return rows
 
 
@@ -83,6 +91,8 @@ def _columns(path: Path) -> list[str]:
     try:
         if path.suffix == ".parquet":
             return pq.read_schema(path).names
+        if path.suffix == ".arrow":
+            return _open_arrow(path).schema.names
         records = _json_records(path, path.read_text(encoding="utf-8")) if path.suffix in SUFFIXES else []
     except (pa.ArrowException, OSError, UnicodeDecodeError, DataError):
         return []
@@ -91,14 +101,17 @@ def _columns(path: Path) -> list[str]:
 
 def _records(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
     if path.is_dir():
-        raise DataError(
-            f"'{path}' is a directory, not a dataset file", fix=f"name the file, for example {path}/train.parquet"
-        )
+        raise _not_a_file(path)
     if path.suffix not in SUFFIXES:
-        raise DataError(f"'{path}' ends in '{path.suffix}'", fix=f"dataset files end in {', '.join(SUFFIXES)}")
+        kind = f"ends in '{path.suffix}'" if path.suffix else "has no file ending"
+        raise DataError(
+            f"'{path}' {kind}",
+            fix=f"dataset files end in {', '.join(SUFFIXES)}; a dataset of the hub is named ORG/NAME",
+        )
     if not path.exists():
         raise DataError(f"dataset file '{path}' does not exist", fix=_nearby(path))
-    return (_parquet if path.suffix == ".parquet" else _json)(path, required, optional)
+    reader = {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix, _json)
+    return reader(path, required, optional)
 
 
 def _parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -118,6 +131,68 @@ def _parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> It
                 first += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
+
+
+def _arrow(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
+    try:
+        reader = _open_arrow(path)
+        columns = reader.schema.names
+        _check_columns(path, columns, required)
+        wanted = [name for name in dict.fromkeys((*required, *optional)) if name in columns]
+        first = 0
+        for batch in _batches(reader):
+            chosen = batch.select(wanted)
+            try:
+                yield from chosen.to_pylist()
+            except UnicodeDecodeError:
+                raise _not_utf8(path, chosen, first) from None
+            first += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+    if not first:
+        raise _empty(path)
+
+
+def _open_arrow(path: Path) -> Any:
+    """Return a reader of an arrow stream (as `datasets` writes it) or an arrow file, mapped into memory."""
+    source = pa.memory_map(str(path))
+    try:
+        return pa.ipc.open_stream(source)
+    except pa.ArrowInvalid:
+        source.seek(0)
+        return pa.ipc.open_file(source)
+
+
+def _batches(reader: Any) -> Iterator[pa.RecordBatch]:
+    if isinstance(reader, pa.ipc.RecordBatchFileReader):
+        yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+    else:
+        yield from reader
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the arrow files of a directory that ``save_to_disk`` wrote, in order; any other path alone."""
+    state = path / "state.json"
+    if not state.is_file():
+        return [path]
+    try:
+        return [path / part["filename"] for part in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"the directory's state.json cannot be read: {error}", where=str(path), fix="save the dataset again"
+        ) from error
+
+
+def _not_a_file(path: Path) -> DataError:
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(part.name for part in path.iterdir() if (part / "state.json").is_file())
+        return DataError(
+            f"'{path}' holds several splits: {', '.join(splits)}",
+            fix=f"name one, for example {path / (splits or ['train'])[0]}",
+        )
+    names = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)
+    fix = f"name the file: {path / names[0]}" if names else f"it has no file that ends in {', '.join(SUFFIXES)}"
+    return DataError(f"'{path}' is a directory, not a dataset file", fix=fix)
 
 
 def _json(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -170,8 +245,16 @@ def _check_columns(path: Path, columns: Iterable[str], required: Sequence[str], 
             raise DataError(
                 f"no column '{name}'{at}; the columns are {', '.join(columns) or '(none)'}",
                 where=str(path),
-                fix=f"{did_you_mean(name, columns)} Rename the column, or name it with data.*_key.",
+                fix=_column_fix(path, name, columns),
             )
+
+
+def _column_fix(path: Path, name: str, columns: Sequence[str]) -> str:
+    if name == "messages" and "conversations" in columns:
+        return f"hone data convert {path} --to messages --out FILE.parquet makes the column"
+    key = {"prompt": "data.prompt_key", "messages": "data.messages_key"}.get(name)
+    known = did_you_mean(name, columns)
+    return f"{known}{'' if known.endswith('?') else '.'} {key}=COLUMN reads another column" if key else known
 
 
 def _not_utf8(path: Path, batch: pa.RecordBatch, first: int) -> DataError:

@@ -20,6 +20,9 @@ from hone.errors import DataError
 
 log = logging.getLogger(__name__)
 
+NO_SOURCE = "default"
+"""Data source of rows without a column of data sources; a reward function of the run scores them."""
+
 ToolsOf = Callable[[Sample], Sequence[dict[str, Any]]]
 """Function from a dataset row to the function schemas of its prompt."""
 
@@ -27,15 +30,16 @@ ToolsOf = Callable[[Sample], Sequence[dict[str, Any]]]
 class PromptDataset:
     """Prompts of parquet or JSON files, rendered with the tokenizer's chat template.
 
-    Columns: ``prompt_key`` (chat messages; or a string, tokenized unchanged; or token ids, used unchanged), ``reward_fn_key``,
-    and optionally ``reward_model`` (its ``ground_truth``), ``extra_info`` (a dict) and ``agent_name``. The constructor reads and
+    Columns: ``prompt_key`` (chat messages; or a string, tokenized unchanged; or token ids, used unchanged), and optionally
+    ``reward_fn_key`` (:data:`NO_SOURCE` by default), ``reward_model`` (its ``ground_truth``), ``extra_info`` (a dict) and
+    ``agent_name``. The constructor reads and
     tokenizes everything, so that a bad row is reported before the first step.
 
     Args:
         files: parquet, json or jsonl files.
         tokenizer: needs a chat template only when the prompts are messages.
         prompt_key: column of the prompt.
-        reward_fn_key: column that names the kind of problem.
+        reward_fn_key: column that names the kind of problem; it may be missing.
         max_prompt_length: longest prompt in tokens.
         truncation: treatment of longer ones: ``error``, ``drop``, or ``truncate`` (keep the end).
         max_samples: use the first rows only; -1 uses all.
@@ -66,8 +70,9 @@ class PromptDataset:
         check_policy(truncation)
         rows = read_rows(
             files,
-            required=(prompt_key, reward_fn_key),
+            required=(prompt_key,),
             optional=("reward_model", "extra_info", "agent_name"),
+            defaults={reward_fn_key: NO_SOURCE},
             max_rows=max_samples,
         )
         if not rows:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hone.data.files import Row, read_rows
 from hone.data.messages import plain
+from hone.data.prompts import NO_SOURCE
 from hone.data.types import Sample
 
 REFERENCES = ("solution", "answer", "response", "completion", "output")
@@ -31,10 +32,10 @@ def scored_rows(
     """Read up to ``limit`` rows among the first 2000, taking the data sources in turn.
 
     Raises:
-        DataError: a file cannot be read, or has no column ``reward_fn_key``.
+        DataError: a file cannot be read.
     """
     optional = ("reward_model", "extra_info", messages_key, *REFERENCES)
-    rows = read_rows(files, required=(reward_fn_key,), optional=optional, max_rows=_LOOKED_AT)
+    rows = read_rows(files, required=(), optional=optional, defaults={reward_fn_key: NO_SOURCE}, max_rows=_LOOKED_AT)
     by_source: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_source[str(row.values[reward_fn_key])].append(row)

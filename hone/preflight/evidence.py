@@ -11,7 +11,7 @@ from hone.config.trees import AnyConfig, model_block
 from hone.errors import ConfigError, Finding, HoneError
 from hone.preflight import machine
 from hone.preflight.machine import Machine
-from hone.preflight.reading import columns, file_list, read_json, required
+from hone.preflight.reading import columns, defaults, file_list, read_json, required
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,7 +165,9 @@ class Evidence:
         if not paths:
             return []
         try:
-            rows = read_rows(paths, required=(), optional=columns(self.config), max_rows=most)
+            rows = read_rows(
+                paths, required=(), optional=columns(self.config), defaults=defaults(self.config), max_rows=most
+            )
         except HoneError:
             return []
         return rows if all(column in row.values for row in rows[:1] for column in required(self.config)) else []

@@ -24,7 +24,7 @@ def datasets(config: AnyConfig) -> Iterator[Finding]:
 
     data = config.data
     if isinstance(config, RLConfig):
-        columns = (config.data.prompt_key, config.data.reward_fn_key)
+        columns = (config.data.prompt_key,)
     elif isinstance(config, SFTConfig):
         columns = (config.data.messages_key,)
     else:

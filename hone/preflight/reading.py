@@ -27,8 +27,15 @@ def columns(config: AnyConfig) -> tuple[str, ...]:
 def required(config: AnyConfig) -> tuple[str, ...]:
     """Return the columns that a row needs to be checked at all."""
     if isinstance(config, RLConfig):
-        return (config.data.prompt_key, config.data.reward_fn_key)
+        return (config.data.prompt_key,)
     return (config.data.messages_key,) if isinstance(config, SFTConfig) else ()
+
+
+def defaults(config: AnyConfig) -> dict[str, Any]:
+    """Return the values of columns that a row may lack."""
+    from hone.data.prompts import NO_SOURCE  # slow to import
+
+    return {config.data.reward_fn_key: NO_SOURCE} if isinstance(config, RLConfig) else {}
 
 
 def file_list(files: Any) -> list[str]:

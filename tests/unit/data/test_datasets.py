@@ -88,7 +88,7 @@ def test_bad_files_are_refused(tmp_path, name, content, mentions):
 
 def test_missing_files_and_columns_name_the_nearest(write_rows, tmp_path):
     path = write_rows([{"prompts": 1, "x": 2}], "train.parquet")
-    with raises(DataError, "'prompt'", "prompts, x", "Did you mean prompts", "data.*_key", where=str(path)):
+    with raises(DataError, "'prompt'", "prompts, x", "Did you mean prompts", "data.prompt_key=COLUMN", where=str(path)):
         read_rows(path, required=("prompt",))
     with raises(DataError, "trian.parquet", "Did you mean train.parquet"):
         read_rows(tmp_path / "trian.parquet", required=())
