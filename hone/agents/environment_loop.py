@@ -11,6 +11,7 @@ from hone.agents.episode import Episode
 from hone.agents.messages import Message
 from hone.data.episode_log import EpisodeEnd
 from hone.errors import DataError
+from hone.text import valid_data
 
 
 @AGENT_LOOPS.register("environment")
@@ -29,7 +30,7 @@ class EnvironmentLoop(ChatLoop):
         environment, seed = _environment_of_row(episode)
         episode.on_finish(environment.close)
         episode.log.reward = 0.0  # all rewards are those of turns
-        _check_prompt(episode, await episode.outside(environment.reset(seed), limit))
+        _check_prompt(episode, valid_data(await episode.outside(environment.reset(seed), limit)))
         while True:
             turn = await self.take_turn(episode, environment.tools)
             step = await episode.outside(environment.step(turn), limit)

@@ -225,6 +225,8 @@ def _json_records(path: Path, text: str) -> Iterable[Any]:
         except json.JSONDecodeError as error:
             if error.msg != "Extra data":  # several documents: JSON lines in a .json file
                 raise _unreadable(path, error) from error
+        except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
+            raise _unreadable(path, error) from error
         else:
             return whole if isinstance(whole, list) else [whole]
     records = []
@@ -232,7 +234,7 @@ def _json_records(path: Path, text: str) -> Iterable[Any]:
         if line.strip():
             try:
                 records.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise _unreadable(path, f"line {number}: {error}") from error
     return records
 

@@ -14,6 +14,8 @@ TIMEOUT = "timeout"
 """First word of ``Score.error`` if scoring timed out."""
 LARGEST = 1e16
 """Largest absolute reward or term: the sum of a million squares of it is finite in float32, in which advantages are computed."""
+MAX_NESTING = 32
+"""Levels of lists and dicts that are kept of an extra value; writers and trackers walk through them recursively."""
 PLACED = ("turn_rewards", "token_rewards")
 """Keys of a returned dict that assign the score to turns or tokens."""
 
@@ -109,16 +111,18 @@ def _numbers(value: Any) -> list[float] | None:
     return finite if len(finite) == len(numbers) else None
 
 
-def _plain_data(value: Any) -> Any:
-    """Convert a value to plain data, arrays to lists, and other objects to their ``repr``."""
+def _plain_data(value: Any, level: int = 0) -> Any:
+    """Convert a value to plain data: arrays to lists, other objects and what is below :data:`MAX_NESTING` levels to text."""
+    if level > MAX_NESTING:
+        return f"{type(value).__name__}, nested too deeply to be kept"
     if hasattr(value, "tolist"):
         value = value.tolist()
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain_data(entry) for key, entry in value.items()}
+        return {str(key): _plain_data(entry, level + 1) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain_data(entry) for entry in value]
+        return [_plain_data(entry, level + 1) for entry in value]
     return repr(value)
 
 

@@ -8,6 +8,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Iterator
 
 WINDOW = 60.0
 """Seconds after which a worker may print as much again."""
@@ -28,7 +29,7 @@ class CapturedOutput:
         limit_kb: KiB shown a minute; None shows everything.
 
     Attributes:
-        descriptor: end for the worker; closed by :meth:`start`.
+        descriptor: end for the worker.
         cut: bytes that were not shown, in all.
     """
 
@@ -41,10 +42,18 @@ class CapturedOutput:
         self._reported = 0
         self._begin_window()
 
-    def start(self) -> None:
-        """Show the output from now on; the worker holds its end."""
-        os.close(self.descriptor)
-        self._thread.start()
+    @contextlib.contextmanager
+    def handed_over(self) -> Iterator[None]:
+        """Start the worker in the body, which inherits :attr:`descriptor`; its output is shown from then on."""
+        try:
+            yield
+        except BaseException:
+            os.close(self._source)
+            raise
+        else:
+            self._thread.start()
+        finally:
+            os.close(self.descriptor)
 
     def close(self) -> None:
         """Show what is left in the pipe, and stop; a process that still holds the other end is not waited for."""

@@ -100,9 +100,10 @@ class WorkerProcess:
         self._memory_bytes, self._next_measure, self._child_bytes = limits.memory_bytes, 0.0, 0
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection, remote = socket_pair()
+        self._channel = Channel(connection, nonce, max_body=MAX_ANSWER)
         output = CapturedOutput(f"reward worker {number}", limits.output_kb)
         folder = activity.folder()
-        with remote:
+        with remote, output.handed_over():
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(remote.fileno()), nonce.hex(), *([str(folder)] if folder else [])],
                 pass_fds=[remote.fileno()],
@@ -114,8 +115,6 @@ class WorkerProcess:
             )
         self.name = output.name = f"reward worker {number} (pid {self._popen.pid})"
         self._output = output
-        output.start()
-        self._channel = Channel(connection, nonce, max_body=MAX_ANSWER)
         try:
             self._load()
         except BaseException:

@@ -27,6 +27,7 @@ from hone.agents.environments.openenv_wire import (
 )
 from hone.agents.messages import AssistantTurn, Message, ToolCall, tool_message
 from hone.errors import ConfigError
+from hone.text import valid_data
 
 SESSION_WAIT_SECONDS = 5.0
 """Seconds to wait for a session on a full server, which frees ended sessions with a delay."""
@@ -60,7 +61,7 @@ class OpenEnv(Environment):
     ) -> None:
         self.url, self.shown, self.prompt, self.arguments = url.rstrip("/"), shown, prompt, reset or {}
         self.interface = action_interface(self.url, text)
-        self.tools = self.interface.tools
+        self.tools = valid_data(self.interface.tools)
         self._socket: Any = None
         self._total, self._steps = 0.0, 0
 

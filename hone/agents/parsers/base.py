@@ -108,7 +108,10 @@ class ToolParser(ABC):
         """
         lexed = self._lex(output)
         reasoning, rest = self.split_thoughts(lexed, thinking)
-        content, parsed = self.find(lexed.replaced(rest), schemas_of(tools))
+        try:
+            content, parsed = self.find(lexed.replaced(rest), schemas_of(tools))
+        except RecursionError:
+            content, parsed = "", [ParsedCall("", None, rest, "The call is nested too deeply to be read.")]
 
         def plain(text: str) -> str:
             return valid_text(lexed.plain(text)).strip()
@@ -180,12 +183,17 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _usable(call: ToolCall) -> ToolCall:
-    """Return the call, malformed if its text is invalid or its arguments are nested too deeply to be used."""
+    """Return the call, malformed if its text is invalid or its arguments cannot be used: nested too deeply, no JSON form."""
     error = call.error
     if not is_valid([call.name, call.arguments]):
         error = "The call has an escape such as \\ud800, half of a surrogate pair, which is not a character."
     elif _nesting(call.arguments) > MAX_NESTING:
         error = f"The arguments of the call are nested more than {MAX_NESTING} levels deep."
+    else:
+        try:
+            json.dumps(call.arguments)
+        except ValueError as problem:  # an integer with more digits than Python writes
+            error = f"The arguments of the call have no JSON form: {problem}."
     if error is None:
         return call
     return replace(call, name=valid_text(call.name), arguments=None, error=valid_text(error))

@@ -15,6 +15,7 @@ from hone.agents.tasks.demonstrations import says
 from hone.data.seeding import derive_seed
 from hone.data.tasks.base import TASKS, Problem
 from hone.errors import ConfigError
+from hone.text import valid_data
 
 _SEEDS = 2**31
 
@@ -49,7 +50,7 @@ class EnvironmentTask:
     async def _problem(self, seed: int) -> Problem:
         environment = make_environment(self.name, self.options)
         try:
-            prompt = await environment.reset(seed)
+            prompt = valid_data(await environment.reset(seed))
             answer = await self._demonstration(environment, seed)
         finally:
             await environment.close()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.agents.messages import is_parts, text_of_parts
+from hone.text import valid_data
 
 Schema = dict[str, Any]
 
@@ -85,8 +86,8 @@ class Tool(ABC):
     concurrency: int | None = None
 
     def __init__(self, schema: Schema) -> None:
-        self.schema = schema
-        self.name: str = schema["function"]["name"]
+        self.schema: Schema = valid_data(schema)  # a server may have written it
+        self.name: str = self.schema["function"]["name"]
 
     async def create(self, **kwargs: Any) -> Any:
         """Return the state of a new episode."""

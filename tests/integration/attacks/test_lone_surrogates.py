@@ -30,6 +30,7 @@ from hone.data.messages import schemas_of
 from hone.data.prompts import PromptDataset
 from hone.errors import DataError
 from hone.insight.run_directory import RunDirectory, trajectory_record
+from hone.insight.run_files import jsonable
 from hone.rewards.http import JsonService
 from hone.rewards.judge import Judge
 from hone.rewards.outcome import to_score
@@ -92,6 +93,23 @@ def test_a_malformed_call_in_the_history_is_rendered_as_text() -> None:
         renderer.prompt([{"role": "user", "content": LONE}])
 
 
+@pytest.mark.parametrize(
+    "attack",
+    [
+        f"[f(x={'-' * 600}1)]",
+        f"[{'a.' * 600}f(x=1)]",
+        f"[f{'(1)' * 600}]",
+        f"[f(x={'1+' * 600}1)]",
+        f"[f(x=0x{'f' * 5000})]",
+    ],
+    ids=["signs", "names", "calls", "sum", "digits"],
+)
+def test_a_call_that_python_cannot_walk_through_is_malformed(attack: str) -> None:
+    (parsed,) = TOOL_PARSERS.get("pythonic")().parse(attack).calls
+    assert parsed.arguments is None and parsed.error
+    encoded(parsed.as_openai())
+
+
 class Lookup(Tool):
     """Returns, raises or refuses with half a character."""
 
@@ -148,6 +166,29 @@ def test_extras_of_a_reward_are_written(tmp_path: Path) -> None:
     path = RunDirectory(tmp_path).write_rollouts(1, [{"text": LONE, "extra": {"note": LONE}, "uid": "row"}])
     assert [json.loads(line) for line in path.read_text().splitlines()][0]["extra"] == {"note": "\ufffd"}
     RunDirectory(tmp_path).write_validation(1, [{"messages": [{"content": LONE}]}])
+
+
+def test_a_deep_extra_of_a_reward_is_written(tmp_path: Path) -> None:
+    extra: Any = "end"
+    for _ in range(400):
+        extra = [extra]
+    score = to_score({"score": 1.0, "note": extra})
+    RunDirectory(tmp_path).write_rollouts(1, [{"uid": "row", "extra": jsonable_from_deep_stack(score.extra)}])
+
+
+def jsonable_from_deep_stack(value: Any, frames: int = 300) -> Any:
+    """Convert as a driver does, whose stack is deeper than a worker's."""
+    return jsonable_from_deep_stack(value, frames - 1) if frames else jsonable(value)
+
+
+@pytest.mark.parametrize("row", ["[" * 5000 + "]" * 5000, "9" * 5000], ids=["nesting", "digits"])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_json_that_python_cannot_read_is_refused(tmp_path: Path, row: str, suffix: str) -> None:
+    path = tmp_path / f"train{suffix}"
+    path.write_text('{"prompt": ' + row + "}\n")
+    with pytest.raises(DataError) as caught:
+        read_rows(path, required=("prompt",))
+    assert caught.value.where == str(path)
 
 
 @pytest.fixture
