@@ -39,11 +39,14 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print the configuration that a run with these arguments would have."""
-    import dataclasses
     import json
 
-    from hone.config import load_with_provenance, to_yaml
+    from omegaconf import OmegaConf
+
+    from hone.config import load_with_provenance
+    from hone.config.environment import written_tree
     from hone.config.sources import explained
+    from hone.insight.redaction import redact_entry, redact_tree
 
     config, provenance = load_with_provenance(
         _tree(kind), overrides or [], preset=preset, config_path=config_path, config_name=config_name
@@ -52,10 +55,11 @@ def show(
         _show_derived(config, as_json=as_json)
         return
     if not why and not changed:
-        typer.echo(json.dumps(dataclasses.asdict(config), indent=2) if as_json else to_yaml(config), nl=as_json)
+        tree = redact_tree(written_tree(config))
+        typer.echo(json.dumps(tree, indent=2) if as_json else OmegaConf.to_yaml(OmegaConf.create(tree)), nl=as_json)
         return
     rows = {
-        path: (value, source)
+        path: (redact_entry(path, value), source)
         for path, value, source in explained(config, provenance)
         if path in provenance or not changed
     }
@@ -111,9 +115,13 @@ def diff(
     import json
 
     from hone.config.comparing import differences, read_config
+    from hone.insight.redaction import redact_entry
 
     tree = _tree(kind)
-    changes = differences(read_config(first, tree), read_config(second, tree))
+    changes = {
+        path: (redact_entry(path, a), redact_entry(path, b))
+        for path, (a, b) in differences(read_config(first, tree), read_config(second, tree)).items()
+    }
     if as_json:
         typer.echo(json.dumps({path: {"a": a, "b": b} for path, (a, b) in changes.items()}, indent=2))
     elif not changes:

@@ -7,6 +7,7 @@ undisturbed one.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import logging
@@ -111,4 +112,6 @@ def resuming_config(config: RLConfig) -> RLConfig:
     location = config.trainer.checkpoint_dir or Path(config.trainer.default_local_dir) / "checkpoints"
     if config.trainer.resume_mode == "auto" or CheckpointStore(location, None).latest() is None:
         return config
-    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, resume_mode="auto"))
+    resuming = copy.copy(config)
+    resuming.trainer = dataclasses.replace(config.trainer, resume_mode="auto")
+    return resuming

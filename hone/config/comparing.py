@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hone.config.keys import leaf_values
+from hone.config.environment import written_leaves
 from hone.config.layers import preset_names
 from hone.config.load import load_config
 from hone.config.trees import PRESET_KINDS
@@ -31,7 +31,7 @@ def read_config(name: str, tree: type) -> dict[str, Any]:
             f"'{name}' is not a YAML file, run directory or preset",
             fix=did_you_mean(name, preset_names(PRESET_KINDS[tree])),
         )
-    return dict(leaf_values(config))
+    return dict(written_leaves(config))
 
 
 def differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hone.config.check import Provenance, check_values
+from hone.config.environment import environment_values, unresolved, written_tree
 from hone.config.layers import Sources, compose
 from hone.config.problems import raise_together
 from hone.config.trees import PRESET_KINDS, AnyConfig
@@ -54,15 +55,15 @@ def load_with_provenance(
     composed, provenance = compose(Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides)))
     config = _resolved(composed)
     raise_together(check_values(config, provenance))
-    config._provenance = provenance
+    config._environment = environment_values(_raw(composed), dataclasses.asdict(config))
     return config, provenance
 
 
 def to_yaml(config: Any) -> str:
-    """Return a tree as YAML; loading that file gives the same tree."""
+    """Return a tree as YAML; loading that file gives the same tree. Values from the environment are interpolations."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(written_tree(config)))
 
 
 def _file(config_path: str | Path | None, config_name: str | None) -> tuple[Path | None, str | None]:
@@ -88,8 +89,11 @@ def _resolved(composed: Any) -> Any:
         key = str(getattr(error, "full_key", ""))
         raise ConfigError("the value is missing ('???')", where=key, fix=f"{key}=...") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            str(error).splitlines()[0],
-            where=getattr(error, "full_key", None) or "",
-            fix="use the full path of the other key: ${data.max_prompt_length}",
-        ) from error
+        raise unresolved(error, getattr(error, "full_key", None) or "") from error
+
+
+def _raw(composed: Any) -> Any:
+    """Return a composed tree as plain values, with its interpolations."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(composed, resolve=False)

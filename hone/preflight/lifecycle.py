@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hone.config.keys import leaf_values
+from hone.config.environment import written_leaves
 from hone.config.trees import TREES, AnyConfig
-from hone.insight.redaction import is_secret_name, redact_tree
+from hone.insight.redaction import is_secret_name, redact_entry
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Finding, Stage, rule, warning
 
@@ -32,13 +32,13 @@ def long_runs_are_saved(config: AnyConfig, evidence: Evidence) -> Iterator[Findi
 @rule("R61", *TREES.values())
 def no_secrets_in_the_configuration(config: AnyConfig) -> Iterator[Finding]:
     """Credentials are in the environment, not in the configuration."""
-    for path, value in leaf_values(config):
-        named = {path.rpartition(".")[2]: value}
-        if redact_tree(named) != named:
+    for path, value in written_leaves(config):
+        if redact_entry(path, value) != value:
             inner = [name for name in value if is_secret_name(str(name))] if isinstance(value, dict) else []
+            key = f"++{path}.{inner[0]}" if inner else path
             yield warning(
                 f"{path} seems to hold a credential{f' ({inner[0]})' if inner else ''}",
                 why="Hone redacts it in its files, but shell histories and scripts keep it",
-                fix="read it from the environment where it is used: os.environ['...']",
+                fix=f"read it from the environment: '{key}=${{oc.env:NAME}}', or os.environ['...'] where it is used",
                 where=path,
             )

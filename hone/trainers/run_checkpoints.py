@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import logging
 import math
 import time
 from collections.abc import Callable
 from typing import Any
 
-import yaml
-
-from hone.config import to_yaml
+from hone.config.environment import environment_keys, written_tree
 from hone.config.run import RunConfig
 from hone.config.trees import AnyConfig
 from hone.errors import CheckpointError, ConfigError, HoneError, did_you_mean
 from hone.insight import activity
-from hone.insight.redaction import redact_tree
+from hone.insight.redaction import is_secret_name, redact_tree
 from hone.insight.run_directory import RunDirectory
 from hone.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from hone.training.checkpoints.store import CheckpointStore
 
 log = logging.getLogger("hone")
 
+ENVIRONMENT = "environment"
+"""Key of a checkpoint's state: digests of values from environment variables, which its configuration does not have."""
 ORIGIN_KEYS = (
     *(
         "actor_rollout_ref.model.",
@@ -124,7 +127,7 @@ class RunCheckpoints:
         Changes of keys that determine its state raise an error with ``strict``; otherwise changes are only logged.
         """
         checkpoint.verify()
-        changes = [c for c in changed_keys(checkpoint.config, redacted(self._config)) if not c.startswith(FREE_KEYS)]
+        changes = [change for change in self._changes(checkpoint) if not change.startswith(FREE_KEYS)]
         origins = [change for change in changes if change.startswith(ORIGIN_KEYS)]
         if origins and strict:
             raise CheckpointError(
@@ -137,6 +140,20 @@ class RunCheckpoints:
         if changes:
             log.warning("resuming with a changed configuration: %s", "; ".join(changes))
         return checkpoint
+
+    def _changes(self, checkpoint: Checkpoint) -> list[str]:
+        """Return ``key: old -> new`` of the keys that differ from a checkpoint's, also in the values of variables."""
+        old, new = checkpoint.config, redacted(self._config)
+        values = redact_tree(dataclasses.asdict(self._config))
+        before, now = checkpoint.state.get(ENVIRONMENT, {}), _digests(self._config)
+        unequal = {
+            change.partition(":")[0] for change in changed_keys(old, values)
+        }  # old may have values for variables
+        changes = [change for change in changed_keys(old, new) if change.partition(":")[0] in unequal]
+        same = {key for key in before if before[key] == _digest(_value_at(dataclasses.asdict(self._config), key))}
+        changes = [change for change in changes if change.partition(":")[0] not in same]
+        others = sorted(key for key in before.keys() & now.keys() if before[key] != now[key])
+        return [*changes, *(f"{key}: an environment variable has another value" for key in others)]
 
     def set_aside_later(self) -> None:
         """Set aside the checkpoints after the one resumed from."""
@@ -163,6 +180,7 @@ class RunCheckpoints:
         """Publish checkpoint ``step`` once ``write()`` has filled its directory."""
         metric, value = self._trainer.best_ckpt_metric, self._value(step)
         with activity.doing("checkpoint"):
+            state = {**state, ENVIRONMENT: _digests(self._config)}
             self.store.publish(step, state, redacted(self._config), write, metric=metric, value=value)
         self._saved_step = step
         self._blocked_seconds += time.perf_counter() - self._save_started
@@ -203,8 +221,25 @@ class RunCheckpoints:
 
 
 def redacted(config: AnyConfig) -> dict[str, Any]:
-    """Return the configuration as a tree of plain values with redacted credentials."""
-    return redact_tree(yaml.safe_load(to_yaml(config)))
+    """Return the configuration as it is written: plain values, interpolations for variables, redacted credentials."""
+    return redact_tree(written_tree(config))
+
+
+def _digests(config: AnyConfig) -> dict[str, str]:
+    """Return a digest of each value from the environment that determines a checkpoint's state, such as the model's path."""
+    keys = [key for key in environment_keys(config) if key.startswith(ORIGIN_KEYS) and not is_secret_name(key)]
+    values = dataclasses.asdict(config)
+    return {key: _digest(_value_at(values, key)) for key in sorted(keys)}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _value_at(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def changed_keys(old: Any, new: Any, name: str = "") -> list[str]:

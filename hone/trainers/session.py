@@ -14,11 +14,13 @@ from typing import Any
 from hone.cluster.failures import is_out_of_memory, out_of_memory
 from hone.cluster.watchdog import Hang, Watchdog, end_run
 from hone.config import to_yaml
+from hone.config.environment import environment_variables
 from hone.config.fields import AFTER_EACH_EPOCH
 from hone.config.run import RunConfig
 from hone.config.trees import AnyConfig
 from hone.errors import HoneError
 from hone.insight import activity
+from hone.insight.redaction import hide_variables
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_lock import RunLock
 from hone.insight.trackers import build_trackers
@@ -57,6 +59,7 @@ class RunSession:
     def __init__(self, config: AnyConfig, on_hang: Callable[[Hang], bool] = end_run) -> None:
         self.config = config
         self.trainer: RunConfig = config.trainer
+        hide_variables(environment_variables(config))
         self._lock = lock_run(self.trainer)
         weakref.finalize(self, self._lock.release)
         self.directory = RunDirectory(Path(self.trainer.default_local_dir))

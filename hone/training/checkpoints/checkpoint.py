@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from hone.config.environment import written_value
 from hone.errors import CheckpointError
 from hone.insight import activity
 from hone.training.checkpoints.checksums import SEAL, file_checksums, seal_is_whole
@@ -279,7 +280,7 @@ def _configured_folder(run: Storage) -> Storage | None:
     if not run.is_file("config.yaml"):
         return None
     config = yaml.safe_load(run.read_text("config.yaml"))
-    named = (config.get("trainer") or {}).get("checkpoint_dir")
+    named = written_value(config, "trainer.checkpoint_dir")
     return Storage(named) if named else None
 
 
