@@ -7,6 +7,10 @@ from typing import Any
 
 from hone.errors import ConfigError, did_you_mean
 
+MAX_CHARACTERS = 2000
+"""Maximum length of an engine's error in a message; its log has all of it."""
+_LINK = "For further information visit"
+
 
 def check_names(engine: str, options: Mapping[str, Any], known: Iterable[str], *, title: str) -> None:
     """Check that every option is an argument of the engine.
@@ -50,6 +54,17 @@ def refused(engine: str, what: str, fix: str) -> ConfigError:
     )
 
 
-def first_lines(error: Exception) -> str:
-    """Return the first four lines of an engine's error."""
-    return " ".join(line.strip() for line in str(error).splitlines()[:4])
+def one_line(error: Exception) -> str:
+    """Return an engine's error on one line. A validation error gives every refused argument with its problem."""
+    errors = getattr(error, "errors", None)  # of pydantic, which only the engine's environment has
+    if callable(errors):
+        return "; ".join(_refused_argument(problem) for problem in errors())
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(_LINK))[:MAX_CHARACTERS]
+
+
+def _refused_argument(problem: Mapping[str, Any]) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    value = repr(problem["input"])
+    shown = value if len(value) <= 80 else f"{value[:77]}..."
+    return f"{name}={shown}: {problem['msg']}" if name else str(problem["msg"])

@@ -16,7 +16,7 @@ import torch
 from hone.data.types import StopReason
 from hone.errors import GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest
-from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
+from hone.generation.server.arguments import check_names, check_owned, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import give_up
 from hone.generation.server.sglang_names import SAMPLED_FROM
@@ -107,7 +107,7 @@ class SglangBackend:
             return HoneEngine(**options)
         except (ValueError, TypeError, AssertionError) as error:
             raise refused(
-                "sglang", f"SGLang refuses its arguments: {first_lines(error)}", "the key that it names"
+                "sglang", f"SGLang refuses its arguments: {one_line(error)}", "the key that it names"
             ) from error
 
     # requests --------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class SglangBackend:
             try:
                 await asyncio.to_thread(self._engine.collective_rpc, method, **fields)
             except AssertionError as error:
-                raise GenerationError(first_lines(error)) from error
+                raise GenerationError(one_line(error)) from error
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since start."""

@@ -21,7 +21,7 @@ import torch
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
-from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
+from hone.generation.server.arguments import check_names, check_owned, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import give_up
 from hone.generation.server.weight_names import Arrivals
@@ -123,7 +123,7 @@ class TrtllmBackend:
             try:
                 await self._engine.collective_rpc("hone_alive")
             except Exception as error:  # noqa: BLE001 - the method does nothing, so any error means a lost worker
-                print(f"a worker of TensorRT-LLM is lost: {first_lines(error)}", file=sys.stderr)  # noqa: T201 - the log
+                print(f"a worker of TensorRT-LLM is lost: {one_line(error)}", file=sys.stderr)  # noqa: T201 - the log
                 give_up()
             await asyncio.sleep(_PROBE_SECONDS)
 
@@ -163,7 +163,7 @@ class TrtllmBackend:
         try:
             return AsyncLLM(**{**options, "kv_cache_config": KvCacheConfig(**cache)})
         except (ValueError, TypeError) as error:
-            what = f"TensorRT-LLM refuses its arguments: {first_lines(error)}"
+            what = f"TensorRT-LLM refuses its arguments: {one_line(error)}"
             raise refused("trtllm", what, "the key that it names") from error
 
     # requests --------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class TrtllmBackend:
             )
             output = (await job.answer.aresult()).outputs[0]
         except RefusedRequest as error:
-            raise RequestError(f"TensorRT-LLM refuses a request: {first_lines(error)}") from error
+            raise RequestError(f"TensorRT-LLM refuses a request: {one_line(error)}") from error
         finally:
             job.answer = None
             async with self._changed:

@@ -13,7 +13,7 @@ from typing import Any
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
-from hone.generation.server.arguments import check_names, check_owned, first_lines, refused
+from hone.generation.server.arguments import check_names, check_owned, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
 
@@ -113,7 +113,7 @@ class VllmBackend:
             arguments = AsyncEngineArgs(**options)
             arguments.create_engine_config()
         except (ValueError, TypeError) as error:
-            what = f"vLLM refuses its arguments: {first_lines(error)}"
+            what = f"vLLM refuses its arguments: {one_line(error)}"
             raise refused("vllm", what, "the key that it names, or its default") from error
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[_counter(self._stats)])
 
