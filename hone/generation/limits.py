@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from hone.errors import RequestError
 from hone.generation.protocol import GenerationRequest, SamplingParams
+from hone.text import is_valid
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-9, 1e6
 """Bounds of a temperature above 0: logits divided by it stay finite in float32."""
@@ -22,15 +23,6 @@ MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 """Seeds that every engine's random generator accepts."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 """Maximum number of stop strings, and of characters in each: every step searches for all of them."""
-
-
-def is_valid_text(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8; one with a lone surrogate cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -68,7 +60,7 @@ def _check_stops(stops: tuple[str, ...]) -> None:
             "stop",
         )
     for stop in stops:
-        if not stop or not is_valid_text(stop):
+        if not stop or not is_valid(stop):
             problem = "a lone surrogate, which cannot be encoded" if stop else "no character"
             raise _unusable(f"stop string {stop!r} has {problem}", "no reply can contain it", "remove it", "stop")
 

@@ -71,6 +71,7 @@ def serve(request: ServeRequest) -> None:
             tokenizer=tokenizer,
             gateway=Gateway(EngineClient(engine), loop),
             max_model_len=max_model_len,
+            vocabulary=vocabulary_size(weights_of(request.model)),
             stop_token_ids=stop_tokens(tokenizer, weights_of(request.model)),
             renderer=request.renderer,
             parser=request.parser,
@@ -151,13 +152,22 @@ def context_length(directory: str) -> int:
     Raises:
         ConfigError: its configuration has no context length.
     """
-    config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    length = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    length = _text_config(directory, "max_position_embeddings")
     if not length:
         raise ConfigError(
             f"the configuration in {directory} has no max_position_embeddings", fix="set --max-model-len 4096"
         )
     return min(int(length), 32768)
+
+
+def vocabulary_size(directory: str) -> int | None:
+    """Return the number of tokens of the model in a Hugging Face directory; None if its configuration has no such number."""
+    return _text_config(directory, "vocab_size")
+
+
+def _text_config(directory: str, key: str) -> int | None:
+    config: dict[str, Any] = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    return config.get(key) or config.get("text_config", {}).get(key)
 
 
 def _call_on_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], T]) -> T:

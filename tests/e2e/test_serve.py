@@ -134,7 +134,7 @@ def test_two_thousand_connections_at_once_lose_no_reply(url: str) -> None:
                 "return_token_ids": True,
             }
         )
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body.encode())
         status = await reader.readline()
         length = 0

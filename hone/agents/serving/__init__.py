@@ -1,16 +1,21 @@
 """An OpenAI-compatible endpoint over an engine, which records every conversation as exact tokens.
 
-==============  ====================================================================================================
-``wire``        request bodies and their validation
-``errors``      error answers in OpenAI's form
-``session``     conversations of one client as tokens
-``gateway``     access to the engine from the endpoint's thread
-``chat``        ``/v1/chat/completions``: messages to tokens, tokens to messages
-``text``        ``/v1/completions``
-``replies``     the JSON of answers, complete or streamed in chunks
-``app``         routes, access tokens, errors
-``server``      the process's HTTP server, in a thread or in the foreground
-==============  ====================================================================================================
+================  ==================================================================================================
+``intake``        bounds on a body: bytes, time, values
+``workers``       threads that decode, render and tokenize, so that the event loop does not
+``wire``          request bodies and their validation
+``errors``        error answers in OpenAI's form
+``session``       conversations of one client as tokens
+``conversation``  validation of messages, tools and template arguments
+``prompt_size``   bound on the text of a prompt
+``gateway``       access to the engine from the endpoint's thread
+``chat``          ``/v1/chat/completions``: messages to tokens, tokens to messages
+``text``          ``/v1/completions``
+``replies``       the JSON of answers, complete or streamed in chunks
+``app``           routes, access tokens, errors
+``connections``   time limit of headers, check of the host
+``server``        the process's HTTP server, in a thread or in the foreground
+================  ==================================================================================================
 
 The package needs the extra ``serve`` (starlette, uvicorn and pydantic), imported in this package only.
 """

@@ -19,17 +19,16 @@ from starlette.routing import Mount, Route
 
 from hone.agents.serving.chat import ChatCall
 from hone.agents.serving.errors import ApiError, bad_request
+from hone.agents.serving.intake import check_structure, read_body
 from hone.agents.serving.replicas import ReplicaRoutes
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Session
 from hone.agents.serving.sessions import Sessions
 from hone.agents.serving.text import TextCall
-from hone.agents.serving.wire import ChatBody, TextBody, parse
+from hone.agents.serving.wire import ChatBody, TextBody, decode, parse
+from hone.agents.serving.workers import Workers
 
 log = logging.getLogger("hone.serve")
-
-MAX_REQUEST_BYTES = 32 * 2**20
-"""Maximum size of a request body in bytes."""
 
 
 class Endpoint:
@@ -56,6 +55,7 @@ class Endpoint:
         self.service, self.token = service, token
         self.sessions = sessions or Sessions()
         self._numbers = itertools.count(1)
+        self._workers = Workers()
         api = [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
@@ -114,20 +114,34 @@ class Endpoint:
 
     async def _answer(self, request: Request, kind: Any, call_of: Callable[..., ChatCall | TextCall]) -> Response:
         session = self._session_of(request)
-        body = parse(kind, await _json(request))
-        if session is not None:
-            session.counts["calls"] += 1
         try:
-            call = call_of(self.service, session, body, str(next(self._numbers)))
-            if body.stream:
+            call = await self._call(request, kind, call_of, session)
+            if call.body.stream:
                 return StreamingResponse(_events(call.chunks(), session), media_type="text/event-stream")
             return JSONResponse(await _while_connected(request, call.whole()))
-        except ExceptionGroup as group:
-            raise (_first_api_error(group) or group) from group
-        except ApiError:
+        except Exception as error:
             if session is not None:
                 session.counts["failed"] += 1
-            raise
+            raise _as_api_error(error) from error
+
+    async def _call(
+        self, request: Request, kind: Any, call_of: Callable[..., ChatCall | TextCall], session: Session | None
+    ) -> ChatCall | TextCall:
+        """Read a request and make its call in a thread."""
+
+        def make(body: bytes) -> ChatCall | TextCall:
+            check_structure(body, self.service.max_model_len)
+            fields = parse(kind, decode(body))
+            if session is not None:
+                session.counts["calls"] += 1
+            return call_of(self.service, session, fields, str(next(self._numbers)))
+
+        with self._workers.holding() as grow:
+            try:
+                body = await read_body(request.stream(), request.headers.get("content-length"), grow)
+            except ClientDisconnect as error:
+                raise bad_request("the client disconnected") from error
+            return await self._workers.run(len(body), make, body)
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -176,22 +190,6 @@ def _bearer(request: Request) -> str:
     return token.strip() if kind.lower() == "bearer" else ""
 
 
-async def _json(request: Request) -> Any:
-    chunks, size = [], 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_REQUEST_BYTES:
-                raise ApiError(413, f"the request is larger than {MAX_REQUEST_BYTES} bytes", code="request_too_large")
-            chunks.append(chunk)
-    except ClientDisconnect as error:
-        raise bad_request("the client disconnected") from error
-    try:
-        return json.loads(b"".join(chunks))
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the request is not valid JSON: {error}", code="invalid_json") from None
-
-
 async def _while_connected(request: Request, work: Any) -> Any:
     """Await ``work``, and cancel it if the caller disconnects."""
     task = asyncio.ensure_future(work)
@@ -218,15 +216,21 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], session: Session | None
     try:
         async for chunk in chunks:
             yield b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
-    except ApiError as error:
+    except Exception as error:  # noqa: BLE001 - the error is the last event
         if session is not None:
             session.counts["failed"] += 1
-        yield b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        yield b"data: " + json.dumps(_as_api_error(error).body()).encode() + b"\n\n"
     yield b"data: [DONE]\n\n"
 
 
-def _first_api_error(group: ExceptionGroup) -> ApiError | None:
-    return next((error for error in group.exceptions if isinstance(error, ApiError)), None)
+def _as_api_error(error: BaseException) -> ApiError:
+    """Return the answer to a request that failed; a bug is logged, and does not end the connection."""
+    while isinstance(error, BaseExceptionGroup):
+        error = next((one for one in error.exceptions if isinstance(one, ApiError)), error.exceptions[0])
+    if isinstance(error, ApiError):
+        return error
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, f"bug in the server: {type(error).__name__}: {error}", code="internal_error")
 
 
 async def _api_error(request: Request, error: Any) -> Response:
@@ -242,6 +246,5 @@ async def _http_error(request: Request, error: Any) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    log.error("a request failed", exc_info=error)
-    bug = ApiError(500, f"bug in the server: {type(error).__name__}: {error}", code="internal_error")
-    return JSONResponse(bug.body(), status_code=500)
+    answer = _as_api_error(error)
+    return JSONResponse(answer.body(), status_code=answer.status)

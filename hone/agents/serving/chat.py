@@ -9,10 +9,11 @@ from typing import Any
 from hone.agents.messages import Message
 from hone.agents.rendering import Renderer
 from hone.agents.serving import replies
+from hone.agents.serving.conversation import check_template_arguments, check_tools, checked_messages, texts
 from hone.agents.serving.errors import bad_request
 from hone.agents.serving.forcing import forced_ids
 from hone.agents.serving.service import Service
-from hone.agents.serving.session import Prompt, Session, checked_messages
+from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import ChatBody
 from hone.errors import DataError
 from hone.generation.protocol import Completion, GenerationRequest
@@ -36,10 +37,14 @@ class ChatCall:
         self.service, self.body = service, body
         self.session = session or Session(f"call-{number}")
         self.heading = replies.Heading.start(number, service.model, chat=True)
+        check_template_arguments(body.chat_template_kwargs)
+        check_tools(body.tools)
+        messages = checked_messages(body.messages)
+        service.prompt_size.check(texts([messages, body.tools, body.chat_template_kwargs]), "messages")
         self.tools = body.tools or None
         self.renderer: Renderer = service.renderer_for(body.chat_template_kwargs)
         try:
-            self.prompt: Prompt = self.session.prompt(self.renderer, checked_messages(body.messages), self.tools)
+            self.prompt: Prompt = self.session.prompt(self.renderer, messages, self.tools)
         except DataError as error:
             raise bad_request(f"{error.what}; {error.fix}", "messages") from error
         self.forced = forced_ids(self.renderer, body)

@@ -30,11 +30,11 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_val
     return ApiError(400, message, code=code, param=param)
 
 
-def too_long(prompt: int, limit: int) -> ApiError:
-    """Return the error for a prompt that leaves no space for an answer."""
+def too_long(size: str, limit: int, param: str = "messages") -> ApiError:
+    """Return the error for a prompt of this size that leaves no space for an answer."""
     return ApiError(
         400,
-        f"the prompt has {prompt} tokens; prompt and answer together must fit in {limit}; shorten the messages",
+        f"the prompt has {size}; prompt and answer together must fit in {limit} tokens; shorten the prompt",
         code="context_length_exceeded",
-        param="messages",
+        param=param,
     )

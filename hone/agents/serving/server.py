@@ -11,10 +11,12 @@ from typing import Any
 
 import uvicorn
 
+from hone.agents.serving.connections import HostCheck, TimedProtocol
 from hone.errors import ConfigError, ProcessError
 
 BACKLOG = 4096
 START_SECONDS = 30.0
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def is_loopback(host: str) -> bool:
@@ -73,7 +75,7 @@ class HttpServer:
 
     Args:
         app: the application.
-        host: address.
+        host: address. On loopback, requests have to name it or one of :data:`LOOPBACK_NAMES` as their host.
         port: port; 0 takes a free one.
 
     Attributes:
@@ -87,7 +89,13 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{shown}:{self.port}"
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=5
+            HostCheck(app, (*LOOPBACK_NAMES, shown)) if is_loopback(host) else app,
+            http=TimedProtocol,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
         )
         self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,9 +14,15 @@ from transformers import PreTrainedTokenizerBase
 from hone.agents.rendering import Renderer, renderer_for
 from hone.agents.serving.errors import ApiError, bad_request, too_long
 from hone.agents.serving.gateway import Gateway
+from hone.agents.serving.prompt_size import PromptSize
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import ChatBody, TextBody
+from hone.errors import RequestError
+from hone.generation.limits import RequestLimits
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+
+MAX_RENDERERS = 32
+"""Maximum of kept renderers, one for each combination of template arguments."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Service:
         tokenizer: tokenizer of the model.
         gateway: gateway to the engine.
         max_model_len: maximum tokens of a prompt plus its reply.
+        vocabulary: number of tokens of the model; None leaves the check of token ids to the engine.
         stop_token_ids: tokens that end a reply.
         renderer: name of the renderer; ``auto`` chooses it by the tokenizer.
         parser: name of the tool-call parser.
@@ -54,21 +62,31 @@ class Service:
     tokenizer: PreTrainedTokenizerBase
     gateway: Gateway
     max_model_len: int
+    vocabulary: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     renderer: str = "auto"
     parser: str = "auto"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     _renderers: dict[str, Renderer] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.prompt_size = PromptSize(self.tokenizer, self.max_model_len)
+        self.limits = RequestLimits(self.max_model_len, vocabulary=self.vocabulary)
 
     def renderer_for(self, template_kwargs: dict[str, Any]) -> Renderer:
-        """Return the renderer for these arguments of the chat template."""
+        """Return the renderer for these arguments of the chat template; the ``MAX_RENDERERS`` latest are kept."""
         template_kwargs = {**self.template_kwargs, **template_kwargs}
         name = repr(sorted(template_kwargs.items()))
-        if name not in self._renderers:
-            self._renderers[name] = renderer_for(
-                self.tokenizer, self.renderer, parser=self.parser, template_kwargs=template_kwargs
-            )
-        return self._renderers[name]
+        with self._lock:
+            renderer = self._renderers.pop(name, None)
+        if renderer is None:
+            renderer = renderer_for(self.tokenizer, self.renderer, parser=self.parser, template_kwargs=template_kwargs)
+        with self._lock:
+            self._renderers[name] = renderer
+            if len(self._renderers) > MAX_RENDERERS:
+                del self._renderers[next(iter(self._renderers))]
+        return renderer
 
     def check_model(self, name: str) -> None:
         """Check that a request names the served model.
@@ -99,16 +117,12 @@ class Service:
         """Return one engine request for each requested reply.
 
         Raises:
-            ApiError: the prompt leaves no space for a reply, is empty, or has invalid ids.
+            ApiError: the prompt leaves no space for a reply, or the request is one that no engine can serve.
         """
         length = len(prompt.ids)
-        if not prompt.ids or min(prompt.ids) < 0:
-            raise bad_request(
-                f"the prompt of {length} tokens must have at least one token and no negative ids", "prompt"
-            )
         space = self.max_model_len - length
         if space < 1:
-            raise too_long(length, self.max_model_len)
+            raise too_long(f"{length} tokens", self.max_model_len)
         if (body.max_new_tokens or 0) > space:
             raise ApiError(
                 400,
@@ -135,6 +149,10 @@ class Service:
             stop=(*sampling.stop, *body.stop),
             stop_token_ids=tuple(dict.fromkeys(ends)),
         )
+        try:
+            self.limits.check(GenerationRequest(name, prompt.ids, sampling))
+        except RequestError as error:
+            raise bad_request(f"{error.what}; {error.fix}", error.field) from error
         return [
             GenerationRequest(f"{name}#{number}", prompt.ids, sampling, seed, session=session.name if session else None)
             for number, seed in enumerate(_seeds(body, prompt, session))
@@ -156,7 +174,7 @@ class Service:
 
             try:
                 done = await self.gateway.complete(replace(request, progress=progress))
-            except (ApiError, asyncio.CancelledError) as error:
+            except BaseException as error:  # the reader of the events must receive it
                 events.put_nowait(error)
                 raise
             events.put_nowait(Sampled(choice, done.token_ids, done.log_probs, done))

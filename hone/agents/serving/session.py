@@ -22,11 +22,8 @@ from typing import Any
 from hone.agents.ledger import TokenLedger
 from hone.agents.messages import Message
 from hone.agents.rendering import Renderer
-from hone.agents.serving.errors import bad_request
 from hone.data.seeding import derive_seed
 from hone.generation.protocol import Completion, SamplingParams
-
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(eq=False)
@@ -221,52 +218,3 @@ def _decoded(arguments: Any) -> Any:
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def checked_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
-    """Check a request's messages; return them with text contents and tool results with tool names.
-
-    Raises:
-        ApiError: a role, content or call is invalid.
-    """
-    checked: list[Message] = []
-    names: dict[str, str] = {}
-    for number, message in enumerate(messages):
-        where = f"messages.{number}"
-        role = "system" if message.get("role") == "developer" else message.get("role")
-        if role not in ROLES:
-            raise bad_request(f"role {role!r} is not one of {', '.join(ROLES)}", f"{where}.role")
-        clean: Message = {"role": role, "content": _text(message.get("content"), where)}
-        calls = message.get("tool_calls") or []
-        for call in calls:
-            _check_call(call, where)
-            names[call.get("id", "")] = call["function"]["name"]
-        if calls:
-            clean["tool_calls"] = calls
-        elif role != "assistant" and message.get("content") is None:
-            raise bad_request(f"a message of role {role} has no content", f"{where}.content")
-        if isinstance(message.get("reasoning_content"), str):
-            clean["reasoning_content"] = message["reasoning_content"]
-        if role == "tool":
-            name = message.get("tool_call_id")
-            if not isinstance(name, str):
-                raise bad_request("a tool result has no tool_call_id", f"{where}.tool_call_id")
-            clean |= {"tool_call_id": name, "name": message.get("name") or names.get(name, "")}
-        checked.append(clean)
-    return checked
-
-
-def _check_call(call: Any, where: str) -> None:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_request("a tool call has no function with a name", f"{where}.tool_calls")
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise bad_request("content is neither text nor a list of text parts, the only supported forms", f"{where}.content")

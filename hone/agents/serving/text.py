@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from hone.agents.serving import replies
 from hone.agents.serving.errors import bad_request
@@ -12,6 +12,9 @@ from hone.agents.serving.service import Sampled, Service
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import TextBody
 from hone.generation.protocol import Completion, GenerationRequest
+
+MAX_REPLIES = 4096
+"""Maximum of replies to one call, over all its prompts."""
 
 
 @dataclass
@@ -40,7 +43,9 @@ class TextCall:
         self.service, self.body = service, body
         self.session = session or Session(f"call-{number}")
         self.heading = replies.Heading.start(number, service.model, chat=False)
-        self.prompts = [self.session.text_prompt(ids) for ids in self._prompt_ids(body.prompt)]
+        if len(body.prompts) * body.n > MAX_REPLIES:
+            raise bad_request(f"{len(body.prompts)} prompts with n={body.n} replies; at most {MAX_REPLIES}", "prompt")
+        self.prompts = [self.session.text_prompt(self._ids(prompt)) for prompt in body.prompts]
         self.requests: list[GenerationRequest] = []
         self._replies: list[_Reply] = []
         for place, prompt in enumerate(self.prompts):
@@ -98,11 +103,8 @@ class TextCall:
     def _usage(self, completions: list[Completion]) -> dict[str, int]:
         return replies.usage([token for prompt in self.prompts for token in prompt.ids], completions)
 
-    def _prompt_ids(self, prompt: Any) -> list[list[int]]:
-        if not prompt:
-            raise bad_request("the prompt is empty", "prompt")
-        if isinstance(prompt, str):
-            return [self.service.tokenizer.encode(prompt)]
-        if isinstance(prompt[0], int):
-            return [prompt]
-        return [self.service.tokenizer.encode(one) if isinstance(one, str) else one for one in prompt]
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        self.service.prompt_size.check([prompt], "prompt")
+        return cast("list[int]", self.service.tokenizer.encode(prompt))

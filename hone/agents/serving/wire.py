@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic_core import from_json
 
 from hone.agents.serving.errors import ApiError, bad_request
 from hone.errors import did_you_mean
+from hone.generation.limits import MAX_REPETITION_PENALTY, MAX_SEED, MAX_STOPS, MAX_TEMPERATURE, MAX_TOP_K, MIN_SEED
 
 MAX_CHOICES = 128
+MAX_TOKENS = 2**31 - 1
+MAX_FIELDS = 100
+"""Maximum number of fields of a request; each unknown one would have an error of its own."""
 WITHOUT_EFFECT = (
     "user",
     "metadata",
@@ -21,13 +27,14 @@ WITHOUT_EFFECT = (
 )
 """Fields about the caller or the provider that do not affect the answer."""
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Objects = Annotated[list[dict[str, Any]], FailFast()]
 Share = Annotated[float, Field(gt=0, le=1)]
 Zero = Literal[0]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class StreamOptions(_Strict):
@@ -63,15 +70,15 @@ class Body(_Strict):
     """
 
     model: str
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
     top_p: Share = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_REPETITION_PENALTY)] = 1.0
     max_tokens: Count | None = None
-    stop: list[str] = []
+    stop: Annotated[list[str], Field(max_length=MAX_STOPS), FailFast()] = []
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED - MAX_CHOICES)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -96,11 +103,11 @@ class Body(_Strict):
 class ChatBody(Body):
     """Body of a request to ``/v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[Objects, Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Zero = 0
-    tools: list[dict[str, Any]] = []
+    tools: Objects = []
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
@@ -115,10 +122,25 @@ class ChatBody(Body):
 class TextBody(Body):
     """Body of a request to ``/v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[Any]
+    """Text, token ids, or a list of such prompts: see :meth:`prompts`."""
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     echo: Literal[False] = False
     best_of: Literal[1] = 1
+
+    @field_validator("prompt")
+    @classmethod
+    def _text_or_ids(cls, value: str | list[Any]) -> str | list[Any]:
+        if not value:
+            raise ValueError("the prompt is empty")
+        if isinstance(value, str) or _are_ids(value) or all(isinstance(one, str) or _are_ids(one) for one in value):
+            return value
+        raise ValueError("a prompt is text or a list of token ids, or a list of these")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or as token ids."""
+        return [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -127,6 +149,22 @@ class TextBody(Body):
 
 
 T = TypeVar("T", bound=Body)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def decode(body: bytes) -> Any:
+    """Decode a body of JSON.
+
+    Raises:
+        ApiError: it is not valid JSON in UTF-8, has a lone surrogate, or is nested too deeply.
+    """
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_request(f"the request is not valid JSON: {error}", code="invalid_json") from None
 
 
 def parse(kind: type[T], fields: Any) -> T:
@@ -139,6 +177,8 @@ def parse(kind: type[T], fields: Any) -> T:
     """
     if not isinstance(fields, dict):
         raise bad_request(f"the request must be a JSON object, not a JSON {type(fields).__name__}")
+    if len(fields) > MAX_FIELDS:
+        raise bad_request(f"the request has {len(fields)} fields, of at most {MAX_FIELDS}")
     present = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
     try:
         return kind.model_validate(present)
@@ -146,16 +186,19 @@ def parse(kind: type[T], fields: Any) -> T:
         raise _explained(kind, error.errors()[0]) from None
 
 
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = _short.maxother = 80
+
+
 def _explained(kind: type[Body], problem: Any) -> ApiError:
     param = ".".join(str(part) for part in problem["loc"])
     top = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "extra_forbidden":
         return bad_request(
-            f"unknown field '{param}'. {did_you_mean(top, kind.model_fields)}", param, "unknown_parameter"
+            f"unknown field '{param[:80]}'. {did_you_mean(top, kind.model_fields)}", param[:80], "unknown_parameter"
         )
     if problem["type"] == "missing":
         return bad_request(f"the field '{param}' is missing", param, "missing_required_parameter")
-    given = repr(problem.get("input"))
-    shown = given if len(given) <= 80 else f"{given[:77]}..."
+    shown = _short.repr(problem.get("input"))
     supported = " (OpenAI's other values are not supported)" if problem["type"] == "literal_error" else ""
     return bad_request(f"{param}={shown}: {problem['msg']}{supported}", param)

@@ -56,8 +56,8 @@ def refused(engine: str, what: str, fix: str) -> ConfigError:
 
 def one_line(error: Exception) -> str:
     """Return an engine's error on one line. A validation error gives every refused argument with its problem."""
-    errors = getattr(error, "errors", None)  # of pydantic, which only the engine's environment has
-    if callable(errors):
+    errors: Any = getattr(error, "errors", None)  # of pydantic, which only the engine's environment has
+    if errors is not None:
         return "; ".join(_refused_argument(problem) for problem in errors())
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(_LINK))[:MAX_CHARACTERS]

@@ -310,7 +310,7 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
         body = json.dumps({"model": "tiny", "messages": [QUESTION]}).encode()
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as line:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
             line.sendall(head.encode() + body)
             while not engine.asked:
                 time.sleep(0.01)

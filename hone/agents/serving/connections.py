@@ -1,0 +1,104 @@
+"""Checks of an HTTP connection before the application sees it: complete headers in time, and the name of this host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from hone.agents.serving.errors import ApiError
+
+HEADER_SECONDS = 20.0
+"""Time limit for the headers of a request, from the connection or from their first byte."""
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's protocol with a time limit for headers: a client that sends a byte now and then would keep its connection for ever.
+
+    The limit holds while no request is running and part of one has arrived, or nothing since the connection.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the limit of the first request."""
+        super().connection_made(transport)
+        self._start_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on data; the limit ends once they complete the headers, and begins with headers that are not complete."""
+        super().data_received(data)
+        if self._is_answering():
+            self._end_deadline()
+        elif self._deadline is None:
+            self._start_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the limit."""
+        self._end_deadline()
+        super().connection_lost(exc)
+
+    def _is_answering(self) -> bool:
+        cycle: Any = self.cycle  # type: ignore[attr-defined]
+        return cycle is not None and not cycle.response_complete
+
+    def _start_deadline(self) -> None:
+        self._deadline = asyncio.get_running_loop().call_later(HEADER_SECONDS, self._close)
+
+    def _end_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _close(self) -> None:
+        self._deadline = None
+        if not self._is_answering():
+            self.transport.close()  # type: ignore[attr-defined]
+
+
+class HostCheck:
+    """Application that answers only requests to this host by one of its names.
+
+    A web page can have its own domain point to 127.0.0.1, and then send requests to this machine as if to its server (DNS
+    rebinding). The header ``Host`` has the page's domain then.
+
+    Args:
+        app: application that answers.
+        hosts: names of this host, without ports.
+    """
+
+    def __init__(self, app: Application, hosts: tuple[str, ...]) -> None:
+        self._app, self._hosts = app, frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        named = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
+        wrong = [host for host in named if host_name(host) not in self._hosts]
+        if not wrong:
+            await self._app(scope, receive, send)
+            return
+        refusal = ApiError(
+            403, f"'{wrong[0][:80]}' is not this host; use {', '.join(sorted(self._hosts))}", code="host_not_allowed"
+        )
+        body = json.dumps(refusal.body()).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def host_name(header: str) -> str:
+    """Return the host of a header ``Host``, in lower case and without its port.
+
+    >>> host_name("LocalHost:8000"), host_name("[::1]:8000"), host_name("127.0.0.1")
+    ('localhost', '[::1]', '127.0.0.1')
+    """
+    host = header.strip().lower()
+    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]

@@ -1,0 +1,89 @@
+"""Threads next to the endpoint's event loop, where requests are decoded, rendered and tokenized.
+
+The loop only moves bytes. Whatever takes time in proportion to a request runs here, in two threads: one for ordinary requests, in the
+order of their arrival, and one for large requests, which wait for each other and not in front of ordinary ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from hone.agents.serving.errors import ApiError
+
+LARGE_BYTES = 64 * 2**10
+"""Size of a body from which a request is large."""
+MAX_HELD_BYTES = 128 * 2**20
+"""Maximum of all large bodies in memory; further ones get status 503, to be retried."""
+TRIM_SECONDS = 0.5
+"""Seconds from the end of a large request until its memory goes back to the system."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Workers:
+    """Two threads, and the memory of large bodies.
+
+    Attributes:
+        held: bytes of large bodies in memory.
+    """
+
+    def __init__(self) -> None:
+        self._ordinary = ThreadPoolExecutor(1, "hone-requests")
+        self._large = ThreadPoolExecutor(1, "hone-large-requests")
+        self._trim_is_due = False
+        self.held = 0
+
+    async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``work`` for a request with a body of ``size`` bytes; return its result."""
+        loop = asyncio.get_running_loop()
+        pool = self._large if size > LARGE_BYTES else self._ordinary
+        try:
+            return await loop.run_in_executor(pool, lambda: work(*args, **kwargs))
+        finally:
+            if size > LARGE_BYTES and not self._trim_is_due:
+                self._trim_is_due = True
+                loop.call_later(TRIM_SECONDS, self._trim)
+
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function to call with the size of a body as it grows, before it is kept.
+
+        Raises:
+            ApiError: in that function, too many large bodies are in memory.
+        """
+        counted = 0
+
+        def grow(size: int) -> None:
+            nonlocal counted
+            if size > LARGE_BYTES:
+                added = size - counted
+                if self.held + added > MAX_HELD_BYTES:
+                    raise ApiError(
+                        503,
+                        f"large requests of {self.held} bytes are being read, of at most {MAX_HELD_BYTES}; try again later",
+                        code="overloaded",
+                    )
+                self.held += added
+                counted = size
+
+        try:
+            yield grow
+        finally:
+            self.held -= counted
+
+    def _trim(self) -> None:
+        self._trim_is_due = False
+        self._large.submit(return_free_memory)
+
+
+def return_free_memory() -> None:
+    """Give freed memory back to the system: glibc keeps it for this process otherwise. Other C libraries do so themselves."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
