@@ -75,8 +75,8 @@ class RewardConfig:
     timeout: float = number(30.0, above=0)
     """Time limit of one call in seconds."""
     memory_mb: int | None = number(None, low=64)
-    """Memory that a worker process and its children may hold during a call, in MiB; null means half of the machine's memory. A call
-    that needs more fails, and its process is replaced."""
+    """Memory that a worker process and its children may hold during a call, in MiB; null means half of the memory of the machine
+    or its container. A call that needs more fails, and its process is replaced."""
     max_output_kb: int | None = number(64, low=0)
     """KiB of printed text that each worker process may write to the log a minute; the rest is counted and not shown. null means no
     limit."""

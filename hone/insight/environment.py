@@ -45,6 +45,19 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def usable_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that a process may use: the machine's memory, or the container's limit (version 2 or 1) if smaller."""
+    import psutil
+
+    total = psutil.virtual_memory().total
+    for file in (cgroup / "memory.max", cgroup / "memory/memory.limit_in_bytes"):
+        try:
+            return min(total, int(file.read_text()))
+        except (OSError, ValueError):  # missing, or "max"
+            continue
+    return total
+
+
 def oom_kills() -> int:
     """Return the number of processes that the kernel killed for memory since boot; 0 if it does not report it."""
     try:

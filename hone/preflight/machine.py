@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hone.insight.environment import usable_memory
+
 GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -68,15 +70,11 @@ class Machine:
 
 def look() -> Machine:
     """Return the facts of this machine; takes a few milliseconds, longer where there are GPUs."""
-    import psutil
-
-    limit = _number(_CGROUP / "memory.max")
-    total = psutil.virtual_memory().total
     return Machine(
         cpus=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         quota=cpu_quota(),
-        memory=min(total, int(limit)) if limit else total,
+        memory=usable_memory(),
         shared_memory=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=tuple(_gpus()),

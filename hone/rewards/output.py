@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import threading
@@ -39,7 +40,7 @@ class CapturedOutput:
         os.set_blocking(self._source, False)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._show, name=f"output of {name}", daemon=True)
-        self._reported = 0
+        self._reported, self._ends = 0, math.inf
         self._begin_window()
 
     @contextlib.contextmanager
@@ -57,6 +58,7 @@ class CapturedOutput:
 
     def close(self) -> None:
         """Show what is left in the pipe, and stop; a process that still holds the other end is not waited for."""
+        self._ends = time.monotonic() + _END_SECONDS / 2
         self._closing.set()
         self._thread.join(_END_SECONDS)
 
@@ -68,7 +70,7 @@ class CapturedOutput:
             data = self._read() if poll.poll(0 if closing else _POLL_SECONDS * 1000) else None
             if data:
                 self._forward(data)
-            elif data == b"" or closing:
+            if data == b"" or (closing and (data is None or time.monotonic() > self._ends)):
                 break
             if time.monotonic() > self._window_ends:
                 self._report()

@@ -19,6 +19,7 @@ import psutil
 
 from hone.errors import RewardError
 from hone.insight import activity
+from hone.insight.environment import usable_memory
 from hone.rewards.frames import MAX_ANSWER, NONCE_BYTES, Channel, ChannelError, socket_pair
 from hone.rewards.outcome import TIMEOUT
 from hone.rewards.output import CapturedOutput
@@ -63,7 +64,7 @@ class WorkerLimits:
     """Limits of a worker process.
 
     Attributes:
-        memory_mb: resident memory of the process and its children in MiB; None means half of the machine's memory.
+        memory_mb: resident memory of the process and its children in MiB; None means half of the machine's or container's memory.
         output_kb: KiB of output shown a minute; None shows everything.
     """
 
@@ -73,7 +74,7 @@ class WorkerLimits:
     @property
     def memory_bytes(self) -> int:
         """Memory limit in bytes."""
-        return psutil.virtual_memory().total // 2 if self.memory_mb is None else self.memory_mb * 2**20
+        return usable_memory() // 2 if self.memory_mb is None else self.memory_mb * 2**20
 
 
 class WorkerProcess:

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +65,11 @@ def f(data_source, solution_str, ground_truth, extra_info, attack="", mark=""):
     if attack == "memory" and solution_str == "2":
         held = bytearray(600 << 20)
         time.sleep(1000)
+    if attack == "daemon" and os.fork() == 0:
+        os.setsid()
+        stop = time.time() + 8
+        while time.time() < stop: print("x" * 9999)
+        os._exit(0)
     if attack == "slow": time.sleep(0.3)
     return float(solution_str)
 
@@ -193,6 +199,14 @@ def test_printing_is_bounded_and_what_was_cut_is_counted(tmp_path: Path, capfd: 
     assert 9 * 1024 < shown <= 10 * 1024
     cut = [record.args for record in caplog.records if record.args and "KiB a minute" in record.msg]
     assert cut[-1][-1] == 8 * 1_000_000 - 10 * 1024
+
+
+def test_a_daemon_that_prints_on_is_not_waited_for(tmp_path: Path) -> None:
+    rewards = RewardManager(config(tmp_path, "daemon", num_workers=1))
+    [result] = asyncio.run(rewards.score([trajectory("1")]))
+    (output,) = [thread for thread in threading.enumerate() if thread.name.startswith("output of reward worker")]
+    rewards.close()
+    assert result.total == 1.0 and not output.is_alive()
 
 
 def test_a_call_over_the_memory_limit_is_a_named_failure(tmp_path: Path) -> None:
