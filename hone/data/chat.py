@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hone.data.template_limits import check_template
 from hone.errors import DataError
 from hone.text import is_valid
 
@@ -61,6 +62,8 @@ def render_texts(
         return []
     settings = {"chat_template": template_of(tokenizer), "add_generation_prompt": generation_prompt, **(kwargs or {})}
     parsed = [_with_parsed_arguments(messages) for messages in conversations]
+    variables = {**tokenizer.special_tokens_map, "add_generation_prompt": generation_prompt, **(kwargs or {})}
+    check_template(settings["chat_template"], parsed, variables, str(tokenizer.name_or_path))
     try:
         try:
             return list(tokenizer.apply_chat_template(parsed, tokenize=False, **settings))  # type: ignore[arg-type]

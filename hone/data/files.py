@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hone.errors import DataError, did_you_mean
 from hone.text import check_valid
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow")
+_MOST_LISTED = 10
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -37,6 +38,25 @@ class Row:
     values: dict[str, Any]
 
 
+@dataclass
+class BadLines:
+    """Lines of JSON-lines files that are not JSON, in the order in which they were read.
+
+    Attributes:
+        first: file, line number and reason of the first ten.
+        count: number of all.
+    """
+
+    first: list[tuple[Path, int, str]] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, path: Path, number: int, reason: str) -> None:
+        """Add one line."""
+        self.count += 1
+        if self.count <= _MOST_LISTED:
+            self.first.append((path, number, reason))
+
+
 def read_rows(
     files: Sequence[str | Path] | str | Path,
     *,
@@ -44,6 +64,7 @@ def read_rows(
     optional: Sequence[str] = (),
     defaults: Mapping[str, Any] | None = None,
     max_rows: int = -1,
+    bad_lines: BadLines | None = None,
 ) -> list[Row]:
     """Read the named columns of all ``files``, in order.
 
@@ -53,6 +74,7 @@ def read_rows(
         optional: columns that are read if they exist.
         defaults: values of columns where a row has none.
         max_rows: read the first rows only; -1 reads all.
+        bad_lines: collects the lines of JSON lines that are not JSON, which are left out; None raises an error for the first.
 
     Raises:
         DataError: no file given, a file is missing, unreadable, of another format or empty, or a required column is missing.
@@ -66,15 +88,15 @@ def read_rows(
     optional = (*optional, *(defaults or {}))
     for number, path in enumerate(paths):
         name = path.stem if stems.count(path.stem) == 1 else f"{path.stem}.{number}"
-        for index, values in enumerate(_records(path, required, optional)):
+        for index, values in enumerate(_records(path, required, optional, bad_lines)):
             if max_rows >= 0 and len(rows) >= max_rows:
                 return rows
             rows.append(Row(f"{name}:{index}", f"{path}, row {index}", {**(defaults or {}), **values}))
     return rows
 
 
-def read_all(files: Sequence[str | Path] | str | Path) -> list[Row]:
-    """Read every column of all ``files``, in order.
+def read_all(files: Sequence[str | Path] | str | Path, bad_lines: BadLines | None = None) -> list[Row]:
+    """Read every column of all ``files``, in order; ``bad_lines`` as for :func:`read_rows`.
 
     Raises:
         DataError: as :func:`read_rows`.
@@ -82,7 +104,7 @@ def read_all(files: Sequence[str | Path] | str | Path) -> list[Row]:
     rows: list[Row] = []
     listed = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
     for file in (part for path in listed for part in _parts(path)):
-        rows += read_rows(file, required=(), optional=_columns(file))
+        rows += read_rows(file, required=(), optional=_columns(file), bad_lines=bad_lines)
     return rows
 
 
@@ -93,13 +115,16 @@ def _columns(path: Path) -> list[str]:
             return pq.read_schema(path).names
         if path.suffix == ".arrow":
             return _open_arrow(path).schema.names
-        records = _json_records(path, path.read_text(encoding="utf-8")) if path.suffix in SUFFIXES else []
+        text = path.read_text(encoding="utf-8") if path.suffix in SUFFIXES else ""
+        records = _json_records(path, text, BadLines()) if text else []
     except (pa.ArrowException, OSError, UnicodeDecodeError, DataError):
         return []
     return list(dict.fromkeys(name for record in records if isinstance(record, dict) for name in record))
 
 
-def _records(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _records(
+    path: Path, required: Sequence[str], optional: Sequence[str], bad_lines: BadLines | None
+) -> Iterator[dict[str, Any]]:
     if path.is_dir():
         raise _not_a_file(path)
     if path.suffix not in SUFFIXES:
@@ -110,8 +135,9 @@ def _records(path: Path, required: Sequence[str], optional: Sequence[str]) -> It
         )
     if not path.exists():
         raise DataError(f"dataset file '{path}' does not exist", fix=_nearby(path))
-    reader = {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix, _json)
-    return reader(path, required, optional)
+    if path.suffix in (".parquet", ".arrow"):
+        return (_parquet if path.suffix == ".parquet" else _arrow)(path, required, optional)
+    return _json(path, required, optional, bad_lines)
 
 
 def _parquet(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -195,12 +221,14 @@ def _not_a_file(path: Path) -> DataError:
     return DataError(f"'{path}' is a directory, not a dataset file", fix=fix)
 
 
-def _json(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _json(
+    path: Path, required: Sequence[str], optional: Sequence[str], bad_lines: BadLines | None
+) -> Iterator[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
-    records = list(_json_records(path, text))
+    records = list(_json_records(path, text, bad_lines))
     if not records:
         raise _empty(path)
     may_be_invalid = _SURROGATE_ESCAPE.search(text) is not None
@@ -218,7 +246,7 @@ def _json(path: Path, required: Sequence[str], optional: Sequence[str]) -> Itera
         yield values
 
 
-def _json_records(path: Path, text: str) -> Iterable[Any]:
+def _json_records(path: Path, text: str, bad_lines: BadLines | None) -> Iterable[Any]:
     if path.suffix == ".json":
         try:
             whole = json.loads(text)
@@ -235,7 +263,9 @@ def _json_records(path: Path, text: str) -> Iterable[Any]:
             try:
                 records.append(json.loads(line))
             except (ValueError, RecursionError) as error:
-                raise _unreadable(path, f"line {number}: {error}") from error
+                if bad_lines is None:
+                    raise _unreadable(path, f"line {number}: {error}") from error
+                bad_lines.add(path, number, str(error))
     return records
 
 

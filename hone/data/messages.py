@@ -53,6 +53,11 @@ def _message(item: Any, name: str, where: str) -> dict[str, Any]:
         if not message.get("tool_calls"):
             raise DataError(f"{name} (role {message['role']}) has no 'content'", where=where, fix=_FIX, code="R42")
         message["content"] = ""  # an assistant turn that only calls tools
+    if isinstance(message["content"], list):
+        for index, part in enumerate(message["content"]):
+            if not isinstance(part, dict | str):
+                what = f"{name}.content[{index}] is a {type(part).__name__}, not a part"
+                raise DataError(what, where=where, fix=_FIX_PARTS, code="R42")
     return message
 
 
@@ -86,4 +91,5 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
+_FIX_PARTS = 'write the content as one string, or as parts: [{"type": "text", "text": "..."}, ...]'
 _FIX = 'write it as [{"role": "user", "content": "..."}, ...]'

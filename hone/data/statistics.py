@@ -55,7 +55,7 @@ def form_of(prompt: Any) -> str:
         return "token ids"
     messages = [item for item in prompt if isinstance(item, dict)]
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-    kinds = {part.get("type") for content in contents for part in content if isinstance(part, dict)}
+    kinds = {str(part.get("type")) for content in contents for part in content if isinstance(part, dict)}
     if kinds & _MEDIA:
         return "multimodal"
     return "multi-turn" if any(message.get("role") == "assistant" for message in messages) else "chat"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hone.data import checks
-from hone.data.files import Row, read_all
+from hone.data.files import BadLines, Row, read_all
 from hone.data.statistics import characters, statistics
 from hone.errors import ConfigError, DataError, Finding, HoneError
 
@@ -67,7 +67,8 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
         DataError: a file cannot be read or has no usable column.
         ModelError: the tokenizer cannot be loaded.
     """
-    rows, val = read_all(list(files)), read_all(list(val_files))
+    bad_lines = BadLines()
+    rows, val = read_all(list(files), bad_lines), read_all(list(val_files), bad_lines)
     columns = {name for row in rows for name in row.values}
     names = {"rl": options.prompt_key, "sft": options.messages_key, "prefer": "chosen"}
     kinds = [kind for kind, column in names.items() if column in columns]
@@ -80,7 +81,7 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
             fix="--prompt-key NAME or --messages-key NAME; or convert other forms with `hone data convert`",
             code="R42",
         )
-    findings: list[Finding] = []
+    findings = list(_unreadable_lines(bad_lines))
     lengths: dict[str, list[int]] = {}
     for kind in kinds:
         findings += {"rl": _prompts, "sft": _conversations, "prefer": _pairs}[kind](rows, val, options)
@@ -93,6 +94,24 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
         rows, prompt_key=options.prompt_key, messages_key=options.messages_key, reward_fn_key=options.reward_fn_key
     )
     return DatasetReport(kinds, sorted(findings, key=lambda f: not f.stops), numbers, lengths)
+
+
+def _unreadable_lines(bad_lines: BadLines) -> Iterator[Finding]:
+    if not bad_lines.count:
+        return
+    listed = "; ".join(f"{path} line {number}: {reason}" for path, number, reason in bad_lines.first)
+    others = bad_lines.count - len(bad_lines.first)
+    path, number, _ = bad_lines.first[0]
+    yield Finding(
+        DataError(
+            f"{bad_lines.count} lines are not JSON: {listed}" + (f"; and {others} more" if others else ""),
+            where=f"{path}, line {number}",
+            why="a run stops when it reads the first of them; the other rows were checked",
+            fix="write these lines again, or remove them",
+            code="R42",
+        ),
+        stops=True,
+    )
 
 
 def _prompts(rows: list[Row], val: list[Row], options: DatasetOptions) -> list[Finding]:

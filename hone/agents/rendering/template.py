@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.agents.messages import Message
 from hone.agents.parsers.base import named_tokens
 from hone.data.chat import REFUSALS, special_tokens, template_of
+from hone.data.template_limits import check_template
 from hone.errors import DataError
 from hone.text import check_valid, is_valid
 
@@ -35,7 +36,7 @@ class Template:
         kwargs: extra arguments of the template (``enable_thinking`` and the like).
 
     Raises:
-        DataError: the tokenizer has no chat template.
+        DataError: the tokenizer has no chat template, or it exceeds a limit of time or memory.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -78,10 +79,14 @@ class Template:
 
     def _rendered(self, messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, ask: bool) -> HiddenText:
         hidden = _Hidden(self._special_text, self._named_text)
+        source = self._source_with_tools if tools else self.source
+        shown = [hidden.message(message) for message in messages]
+        variables = {**self.tokenizer.special_tokens_map, "tools": list(tools) if tools else None, **self.kwargs}
+        check_template(source, [shown], variables | {"add_generation_prompt": ask}, str(self.tokenizer.name_or_path))
         text: Any = self.tokenizer.apply_chat_template(
-            [hidden.message(message) for message in messages],
+            shown,
             tools=list(tools) if tools else None,  # type: ignore[arg-type]
-            chat_template=self._source_with_tools if tools else self.source,
+            chat_template=source,
             add_generation_prompt=ask,
             tokenize=False,
             **self.kwargs,
@@ -130,6 +135,8 @@ class Template:
         """Return whether the template inserts arguments verbatim, so that they must be JSON text."""
         call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {_PROBE: "x"}}}
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        variables = {**self.tokenizer.special_tokens_map, **self.kwargs}
+        check_template(self._source_with_tools, [chat], variables, str(self.tokenizer.name_or_path))
         try:
             text: Any = self.tokenizer.apply_chat_template(
                 chat, chat_template=self._source_with_tools, tokenize=False, **self.kwargs
