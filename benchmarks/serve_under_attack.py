@@ -90,17 +90,21 @@ SMALL: dict[str, Attack] = {
     "unknown fields": (CHAT, _chat(**{f"field{number}": number for number in range(5000)}), 400),
 }  # fmt: skip
 LARGE: dict[str, Attack] = {
-    "text of 4 MB": (TEXT, _raw(b'{"model": "tiny", "prompt": "', 1, b"hello world " * 350_000 + b'"}'), 400),
-    "text of 30 MB": (TEXT, _raw(b'{"model": "tiny", "prompt": "', 1, b"hello world " * 2_600_000 + b'"}'), 400),
+    "text of 4 MB": (TEXT, _raw(b'{"model": "tiny", "prompt": "', 1, b"hello world " * 350_000 + b'"}'), 413),
+    "text of 30 MB": (TEXT, _raw(b'{"model": "tiny", "prompt": "', 1, b"hello world " * 2_600_000 + b'"}'), 413),
     "message of 30 MB": (
         CHAT,
         _raw(b'{"model": "tiny", "messages": [{"role": "user", "content": "', 1, b"x" * 30 * 2**20 + b'"}]}'),
-        400,
+        413,
     ),
     "text below the bound": (TEXT, _raw(b'{"model": "tiny", "prompt": "', 1, b"a b " * 25_000 + b'"}'), 400),
-    "sixteen million tokens": (TEXT, _raw(b'{"model": "tiny", "prompt": [1', 1, b",1" * 16_000_000 + b"]}"), 400),
-    "ten million lists": (CHAT, _raw(b'{"model": "tiny", "messages": [[]', 1, b",[]" * 10_000_000 + b"]}"), 400),
-    "five million escapes": (TEXT, _raw(b'{"model": "tiny", "prompt": "', 1, b"\\u00e9" * 5_000_000 + b'"}'), 400),
+    "sixteen million tokens": (TEXT, _raw(b'{"model": "tiny", "prompt": [1', 1, b",1" * 16_000_000 + b"]}"), 413),
+    "ten million lists": (CHAT, _raw(b'{"model": "tiny", "messages": [[]', 1, b",[]" * 10_000_000 + b"]}"), 413),
+    "five million escapes": (TEXT, _raw(b'{"model": "tiny", "prompt": "', 1, b"\\u00e9" * 5_000_000 + b'"}'), 413),
+    "half a million tokens": (TEXT, _raw(b'{"model": "tiny", "prompt": [1', 1, b",1" * 500_000 + b"]}"), 400),
+    "300,000 lists": (CHAT, _raw(b'{"model": "tiny", "messages": [[]', 1, b",[]" * 300_000 + b"]}"), 400),
+    "150,000 escapes": (TEXT, _raw(b'{"model": "tiny", "prompt": "', 1, b"\\u00e9" * 150_000 + b'"}'), 400),
+    "text of 1 MB": (TEXT, _raw(b'{"model": "tiny", "prompt": "', 1, b"hello world " * 85_000 + b'"}'), 400),
     "more than the limit": (TEXT, _raw(b" " * (33 * 2**20)), 413),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 
     from hone.generation.pool import EnginePool
     from hone.generation.protocol import Engine
+
+SWITCH_SECONDS = 0.0002
+"""Longest wait of the engine's thread for the interpreter while another thread computes.
+
+An operation of torch releases the interpreter and then waits for it. With Python's default of 5 ms, a decode step of a hundred
+operations would wait half a second while the endpoint reads a large request.
+"""
 
 log = logging.getLogger("hone.serve")
 T = TypeVar("T")
@@ -63,6 +71,7 @@ def serve(request: ServeRequest) -> None:
 
     token = request.token or None
     check_access(request.host, token)
+    sys.setswitchinterval(SWITCH_SECONDS)
     max_model_len = request.max_model_len or context_length(weights_of(request.model))
     with engine_loop() as loop:
         engine, tokenizer = _call_on_loop(loop, lambda: open_engine(request, max_model_len))

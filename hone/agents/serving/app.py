@@ -19,7 +19,7 @@ from starlette.routing import Mount, Route
 
 from hone.agents.serving.chat import ChatCall
 from hone.agents.serving.errors import ApiError, bad_request
-from hone.agents.serving.intake import check_structure, read_body
+from hone.agents.serving.intake import check_structure, max_request_bytes, read_body
 from hone.agents.serving.replicas import ReplicaRoutes
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Session
@@ -136,9 +136,10 @@ class Endpoint:
                 session.counts["calls"] += 1
             return call_of(self.service, session, fields, str(next(self._numbers)))
 
-        with self._workers.holding() as grow:
+        max_bytes = max_request_bytes(self.service.max_model_len)
+        with self._workers.holding(max_bytes) as grow:
             try:
-                body = await read_body(request.stream(), request.headers.get("content-length"), grow)
+                body = await read_body(request.stream(), request.headers.get("content-length"), grow, max_bytes)
             except ClientDisconnect as error:
                 raise bad_request("the client disconnected") from error
             return await self._workers.run(len(body), make, body)

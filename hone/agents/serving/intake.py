@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from hone.agents.serving.errors import ApiError, bad_request
 
-MAX_REQUEST_BYTES = 32 * 2**20
-"""Maximum size of a request body."""
+BYTES_PER_TOKEN = 256
+"""Bytes of a request body per token of the context length; text of people has about 4, so this is 64 full contexts."""
+MIN_REQUEST_BYTES, MAX_REQUEST_BYTES = 2**20, 32 * 2**20
+"""Bounds of the maximum size of a request body."""
 BODY_SECONDS = 60.0
 """Time limit for a request body to arrive."""
 MAX_VALUES = 2**18
@@ -18,31 +20,42 @@ Decoding holds the interpreter: a body of 32 MB is decoded in 0.01 s if it is on
 """
 
 
-async def read_body(chunks: AsyncIterator[bytes], declared: str | None, grow: Callable[[int], None]) -> bytes:
-    """Read a request body.
+async def read_body(
+    chunks: AsyncIterator[bytes], declared: str | None, grow: Callable[[int], Awaitable[None]], max_bytes: int
+) -> bytes:
+    """Read a request body. One that is too large is read to its end and dropped, so that the connection can stay open.
 
     Args:
         chunks: parts of the body as they arrive.
         declared: value of the header ``Content-Length``.
         grow: called with the size so far, before a part is kept.
+        max_bytes: maximum size.
 
     Raises:
         ApiError: the body is too large or too slow.
     """
-    if declared is not None and declared.isdecimal() and int(declared[:20]) > MAX_REQUEST_BYTES:
-        raise _too_large()
     parts, size = [], 0
+    is_kept = declared is None or not declared.isdecimal() or int(declared[:20]) <= max_bytes
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in chunks:
                 size += len(part)
-                if size > MAX_REQUEST_BYTES:
-                    raise _too_large()
-                grow(size)
-                parts.append(part)
+                is_kept = is_kept and size <= max_bytes
+                if is_kept:
+                    parts.append(part)
+                else:
+                    parts.clear()
+                await grow(size)
     except TimeoutError:
         raise ApiError(408, f"the request did not arrive within {BODY_SECONDS:g} s", code="request_timeout") from None
+    if not is_kept:
+        raise ApiError(413, f"the request has {size} bytes, of at most {max_bytes}", code="request_too_large")
     return b"".join(parts)
+
+
+def max_request_bytes(max_tokens: int) -> int:
+    """Return the maximum size of a request body: text of many prompts for a model of this context length, within bounds."""
+    return min(max(BYTES_PER_TOKEN * max_tokens, MIN_REQUEST_BYTES), MAX_REQUEST_BYTES)
 
 
 def check_structure(body: bytes, max_tokens: int) -> None:
@@ -62,7 +75,3 @@ def check_structure(body: bytes, max_tokens: int) -> None:
             f"the request has about {values} JSON values and escapes, of at most {allowed}; send it in parts, and text as UTF-8",
             code="request_too_large",
         )
-
-
-def _too_large() -> ApiError:
-    return ApiError(413, f"the request is larger than {MAX_REQUEST_BYTES} bytes", code="request_too_large")

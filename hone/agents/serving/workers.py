@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
@@ -19,6 +19,8 @@ LARGE_BYTES = 64 * 2**10
 """Size of a body from which a request is large."""
 MAX_HELD_BYTES = 128 * 2**20
 """Maximum of all large bodies in memory; further ones get status 503, to be retried."""
+LARGE_BYTES_PER_SECOND = 32 * 2**20
+"""Rate at which large bodies arrive, all together. Faster ones would keep the interpreter from the engine's thread."""
 TRIM_SECONDS = 0.5
 """Seconds from the end of a large request until its memory goes back to the system."""
 
@@ -36,6 +38,7 @@ class Workers:
     def __init__(self) -> None:
         self._ordinary = ThreadPoolExecutor(1, "hone-requests")
         self._large = ThreadPoolExecutor(1, "hone-large-requests")
+        self._turn = asyncio.Lock()
         self._trim_is_due = False
         self.held = 0
 
@@ -51,26 +54,33 @@ class Workers:
                 loop.call_later(TRIM_SECONDS, self._trim)
 
     @contextmanager
-    def holding(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function to call with the size of a body as it grows, before it is kept.
+    def holding(self, max_bytes: int) -> Iterator[Callable[[int], Awaitable[None]]]:
+        """Yield a function to await with the size of a body as it grows; large bodies arrive at a bounded rate, in turns.
+
+        Args:
+            max_bytes: maximum size of a body that is kept; the rest of a larger one is dropped.
 
         Raises:
             ApiError: in that function, too many large bodies are in memory.
         """
-        counted = 0
+        counted = arrived = 0
 
-        def grow(size: int) -> None:
-            nonlocal counted
-            if size > LARGE_BYTES:
-                added = size - counted
-                if self.held + added > MAX_HELD_BYTES:
-                    raise ApiError(
-                        503,
-                        f"large requests of {self.held} bytes are being read, of at most {MAX_HELD_BYTES}; try again later",
-                        code="overloaded",
-                    )
-                self.held += added
-                counted = size
+        async def grow(size: int) -> None:
+            nonlocal counted, arrived
+            if size <= LARGE_BYTES:
+                return
+            added = min(size, max_bytes) - counted
+            if self.held + added > MAX_HELD_BYTES:
+                raise ApiError(
+                    503,
+                    f"large requests of {self.held} bytes are being read, of at most {MAX_HELD_BYTES}; try again later",
+                    code="overloaded",
+                )
+            self.held += added
+            counted += added
+            async with self._turn:
+                await asyncio.sleep((size - arrived) / LARGE_BYTES_PER_SECOND)
+            arrived = size
 
         try:
             yield grow
