@@ -30,6 +30,9 @@ from hone.agents.serving.workers import Workers
 
 log = logging.getLogger("hone.serve")
 
+REFUSAL_SECONDS = 0.01
+"""Delay of the answer to a bad request: a connection that sends nothing else then takes little time from the others."""
+
 
 class Endpoint:
     """Endpoint as an ASGI application (:attr:`app`).
@@ -122,7 +125,10 @@ class Endpoint:
         except Exception as error:
             if session is not None:
                 session.counts["failed"] += 1
-            raise _as_api_error(error) from error
+            refusal = _as_api_error(error)
+            if refusal.status < 500:
+                await asyncio.sleep(REFUSAL_SECONDS)
+            raise refusal from error
 
     async def _call(
         self, request: Request, kind: Any, call_of: Callable[..., ChatCall | TextCall], session: Session | None
