@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit; a user's mistake gives one message, no traceback, and exit code 2."""
     collect_rarely()
     arguments, debug = _without_debug(sys.argv[1:] if arguments is None else arguments)
-    _log_to_stderr()
+    log_to_stderr()
     command: Any = typer.main.get_command(app)
     try:
         command.main(args=arguments, prog_name="hone")
@@ -122,7 +122,8 @@ class _StderrHandler(logging.Handler):
         sys.stderr.write(f"{prefix}{self.format(record)}\n")
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
+    """Show the messages of the package on stderr, once."""
     logger = logging.getLogger("hone")
     logger.setLevel(logging.INFO)
     if not logger.handlers:

@@ -33,13 +33,20 @@ def checked_config(
     Raises:
         HoneError: the configuration has errors.
     """
-    from hone.preflight import batch_plan, check, training_rows
-    from hone.preflight.device import on_cpu
+    from hone.preflight import check
 
     config, downloads = local_config(tree, overrides, preset, config_path, config_name)
     check(config)
-    typer.echo(batch_plan(config, training_rows(config), on_cpu=on_cpu(config)))
+    announce(config)
     return config, downloads
+
+
+def announce(config: AnyConfig) -> None:
+    """Print the plan of the run's batches."""
+    from hone.preflight import batch_plan, training_rows
+    from hone.preflight.device import on_cpu
+
+    typer.echo(batch_plan(config, training_rows(config), on_cpu=on_cpu(config)))
 
 
 def local_config(

@@ -27,30 +27,36 @@ class ScoredRow:
 
 
 def scored_rows(
-    files: Sequence[str | Path] | str | Path, *, reward_fn_key: str, limit: int, messages_key: str = "messages"
+    files: Sequence[str | Path] | str | Path,
+    *,
+    reward_fn_key: str,
+    limit: int,
+    messages_key: str = "messages",
+    prompt_key: str = "prompt",
 ) -> list[ScoredRow]:
     """Read up to ``limit`` rows among the first 2000, taking the data sources in turn.
 
     Raises:
         DataError: a file cannot be read.
     """
-    optional = ("reward_model", "extra_info", messages_key, *REFERENCES)
+    optional = ("reward_model", "extra_info", messages_key, prompt_key, *REFERENCES)
     rows = read_rows(files, required=(), optional=optional, defaults={reward_fn_key: NO_SOURCE}, max_rows=_LOOKED_AT)
     by_source: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_source[str(row.values[reward_fn_key])].append(row)
     turns = max(map(len, by_source.values()), default=0)
     chosen = [group[turn] for turn in range(turns) for group in by_source.values() if turn < len(group)][:limit]
-    return [_scored(row, reward_fn_key, messages_key) for row in chosen]
+    return [_scored(row, reward_fn_key, messages_key, prompt_key) for row in chosen]
 
 
-def _scored(row: Row, reward_fn_key: str, messages_key: str) -> ScoredRow:
+def _scored(row: Row, reward_fn_key: str, messages_key: str, prompt_key: str) -> ScoredRow:
     reward, extra = plain(row.values.get("reward_model")), plain(row.values.get("extra_info"))
     extra = extra if isinstance(extra, dict) else {}
+    prompt = plain(row.values.get(prompt_key))
     sample = Sample(
         uid=row.uid,
         prompt_ids=[],
-        messages=None,
+        messages=prompt if isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt) else None,
         data_source=str(row.values[reward_fn_key]),
         ground_truth=reward.get("ground_truth") if isinstance(reward, dict) else None,
         extra_info=extra,

@@ -66,8 +66,8 @@ def read_samples(folder: Path, query: SampleQuery) -> SamplesOfStep:
     if not steps:
         raise HoneError(
             f"no samples in {folder}",
-            why="samples are written every trainer.rollout_data_freq steps, and at each validation",
-            fix="trainer.rollout_data_freq=1 writes all; a run of `hone sft` or `hone prefer` has none",
+            why="samples are written every trainer.rollout_dump_freq steps, and at each validation",
+            fix="trainer.rollout_dump_freq=1 writes all; a run of `hone sft` or `hone prefer` has none",
             code="E-runs",
         )
     step = max(steps) if query.step is None else query.step

@@ -27,6 +27,7 @@ def try_reward(config: RLConfig) -> list[Finding]:
         rows = scored_rows(
             file_list(config.data.train_files),
             reward_fn_key=config.data.reward_fn_key,
+            prompt_key=config.data.prompt_key,
             limit=config.preflight.reward_rows,
         )
     except HoneError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hone.data.types import Trajectory
 from hone.insight import activity
+from hone.rewards.signatures import PROMPT, PROMPTS
 from hone.rewards.target import ARGUMENTS, PLURALS, Outcome
 from hone.rewards.throttle import Throttle
 
@@ -30,10 +31,20 @@ def arguments(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
+def with_prompt(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the arguments with the messages of the prompt; None if the prompt was text or token ids."""
+    return arguments(trajectory) | {PROMPT: trajectory.sample.messages}
+
+
 def batched(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """Return the arguments of a reward function that scores all responses in one call."""
     rows = [arguments(trajectory) for trajectory in trajectories]
     return {plural: [row[name] for row in rows] for name, plural in zip(ARGUMENTS, PLURALS, strict=True)}
+
+
+def batched_with_prompts(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Return the arguments of one call for all responses, with the messages of their prompts."""
+    return batched(trajectories) | {PROMPTS: [trajectory.sample.messages for trajectory in trajectories]}
 
 
 def split(outcome: Outcome, count: int) -> list[Outcome | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError, did_you_mean
 from hone.insight import activity
-from hone.rewards.calls import arguments, batched, run_calls, split
+from hone.rewards.calls import arguments, batched, batched_with_prompts, run_calls, split, with_prompt
+from hone.rewards.functions import PREFIX, pickled, registered_function, source_hash
 from hone.rewards.http import JsonService, ServiceError
 from hone.rewards.outcome import failed, to_score, to_scores
 from hone.rewards.pool import WorkerPool
@@ -77,28 +78,40 @@ class FunctionSource(Source):
     """
 
     def __init__(self, function: CustomRewardConfig, config: RewardConfig) -> None:
-        self.path, self.name = Path(str(function.path)).expanduser().resolve(), function.name
-        if not self.path.is_file():
-            near = [file.name for file in self.path.parent.glob("*.py")] if self.path.parent.is_dir() else []
+        self._function: Callable[..., Any] | None = None
+        self.path, self.name, code = str(function.path), function.name, None
+        if self.path.startswith(PREFIX):
+            self._function = registered_function(self.path)
+            code = pickled(self._function)
+        else:
+            self.path = str(self._file(function))
+        self.timeout, self.batch = config.timeout, config.reward_manager == "batch"
+        self.throttle = Throttle(config.max_concurrent, config.requests_per_minute)
+        kwargs = dict(function.reward_kwargs)
+        target = Target(self.timeout, self.path, self.name, kwargs, code, batch=self.batch)
+        self.pool = WorkerPool(target, 1 if self.batch else config.num_workers, worker_limits(config))
+
+    @staticmethod
+    def _file(function: CustomRewardConfig) -> Path:
+        file = Path(str(function.path)).expanduser().resolve()
+        if not file.is_file():
+            near = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
             raise RewardError(
                 f"file {function.path} does not exist",
                 why="without it no response can be scored",
-                fix=did_you_mean(self.path.name, near)
+                fix=did_you_mean(file.name, near)
                 if near
-                else f"put it there: the directory {self.path.parent} has no Python file",
+                else f"put it there: the directory {file.parent} has no Python file",
                 where="reward.custom_reward_function.path",
             )
-        self.timeout, self.batch = config.timeout, config.reward_manager == "batch"
-        self.throttle = Throttle(config.max_concurrent, config.requests_per_minute)
-        target = Target(self.timeout, str(self.path), self.name, dict(function.reward_kwargs), batch=self.batch)
-        self.pool = WorkerPool(target, 1 if self.batch else config.num_workers, worker_limits(config))
+        return file
 
     async def outcomes(self, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
         """Score each trajectory in the worker processes."""
         if self.batch:
             with self._waiting(1):
-                return split(await self._call(batched(trajectories)), len(trajectories))
-        calls = [arguments(trajectory) for trajectory in trajectories]
+                return split(await self._call(batched_with_prompts(trajectories)), len(trajectories))
+        calls = [with_prompt(trajectory) for trajectory in trajectories]
         with self._waiting(len(calls)):
             if self.throttle.limits:
                 return await run_calls([partial(self._call, call) for call in calls], self.throttle, allowed)
@@ -106,11 +119,13 @@ class FunctionSource(Source):
 
     def name_of(self, trajectory: Trajectory) -> str:
         """Return file and name of the function."""
-        return f"{self.path}:{self.name}"
+        return self.path if self._function is not None else f"{self.path}:{self.name}"
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
         """Return the function's path with the hash of its file."""
-        return {f"{self.path}:{self.name}": file_hash(self.path)}
+        if self._function is not None:
+            return {self.path: f"sha256:{source_hash(self._function)}"}
+        return {f"{self.path}:{self.name}": file_hash(Path(self.path))}
 
     def close(self) -> None:
         """Stop the worker processes."""

@@ -22,9 +22,10 @@ class Target:
 
     Attributes:
         timeout: seconds per call (asynchronous calls are cancelled here; the parent kills the worker for others).
-        path: file of a reward function; None for the built-in scorers.
+        path: file of a reward function, or its shown name with ``code``; None for the built-in scorers.
         name: name of the function in the file.
         kwargs: additional keyword arguments of every call.
+        code: the function itself, pickled in the pool's process; None if it is in the file.
         scorers: built-in scorers to prepare.
         batch: True if a call scores many responses: arguments and return value are lists.
     """
@@ -33,6 +34,7 @@ class Target:
     path: str | None = None
     name: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
+    code: bytes | None = None
     scorers: tuple[str, ...] = ()
     batch: bool = False
 

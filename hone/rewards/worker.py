@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import functools
 import importlib.util
 import inspect
 import io
@@ -37,6 +36,7 @@ from hone.insight import activity
 from hone.rewards.frames import Channel
 from hone.rewards.outcome import TIMEOUT, failed
 from hone.rewards.score import Score
+from hone.rewards.signatures import Adapted
 from hone.rewards.target import BROKEN, LoadFailure, Ready, Target, encode_result
 
 _FIRST_DESCRIPTOR = 100
@@ -153,7 +153,30 @@ def _load(target: Target) -> tuple[Callable[..., Any], bool]:
     """Load the function to call; also return whether it is asynchronous."""
     if target.path is None:
         return _load_scorers(target.scorers), False
-    module = _load_module(Path(target.path))
+    if target.code is not None:
+        function = _load_code(target.code, target.path)
+    else:
+        function = _load_from_file(target)
+    adapted = Adapted(function, target.kwargs, batch=target.batch)
+    if not adapted.by_columns:
+        _check_signature(function, target)
+    return adapted, adapted.is_async
+
+
+def _load_code(code: bytes, name: str) -> Callable[..., Any]:
+    """Load a function that the pool's process pickled."""
+    try:
+        return pickle.loads(code)
+    except Exception as error:  # loading imports the modules that the function uses
+        raise LoadFailure(
+            f"the function '{name}' cannot be loaded in a worker process: {_last_line(error)}",
+            "import modules inside the function, or put it into a file",
+            traceback.format_exc(),
+        ) from error
+
+
+def _load_from_file(target: Target) -> Callable[..., Any]:
+    module = _load_module(Path(str(target.path)))
     function = getattr(module, target.name, None)
     functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if function is None:
@@ -165,9 +188,7 @@ def _load(target: Target) -> tuple[Callable[..., Any], bool]:
         raise LoadFailure(
             f"'{target.name}' of {target.path} is a {type(function).__name__}, not a function", target.signature
         )
-    _check_signature(function, target)
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    return functools.partial(function, **target.kwargs), is_async
+    return function
 
 
 def _load_module(path: Path) -> Any:

@@ -24,6 +24,7 @@ from hone.insight.redaction import hide_variables
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_lock import RunLock
 from hone.insight.trackers import build_trackers
+from hone.trainers.callbacks import step_callbacks
 from hone.trainers.run_checkpoints import RunCheckpoints
 from hone.training.checkpoints.storage import Storage
 
@@ -69,6 +70,8 @@ class RunSession:
         self.total_steps = 0
         self.rewards: dict[str, str] = {}
         self._signal: int | None = None
+        self._callbacks = step_callbacks()
+        self._stopped_by_callback = False
         self._logged_step = self.resumed_from.step if self.resumed_from else 0
         self._outcome = ("failed", "the loop ended without a recorded reason", 0)
         self._memory: dict[str, dict[str, float]] = {}
@@ -116,8 +119,8 @@ class RunSession:
 
     @property
     def stop_requested(self) -> bool:
-        """True once SIGINT or SIGTERM has arrived."""
-        return self._signal is not None
+        """True once SIGINT or SIGTERM has arrived, or a callback has returned True."""
+        return self._signal is not None or self._stopped_by_callback
 
     def due(self, frequency: int | str, step: int) -> bool:
         """Return whether an activity is due after ``step``: every k steps, -1 only at the end, 0 never, or after each epoch."""
@@ -131,6 +134,9 @@ class RunSession:
         if seconds := self.checkpoints.take_seconds():
             metrics = {**metrics, "timing_s/save_checkpoint": seconds}
         self.trackers.log(step, metrics)
+        for callback in self._callbacks:
+            if callback(step, dict(metrics)) is True:
+                self._stopped_by_callback = True
 
     def begin_save(self, step: int) -> str | None:
         """Return where to write checkpoint ``step``, or None if it exists; wait for the previous save."""
@@ -157,7 +163,9 @@ class RunSession:
             memory: memory of each process, see :class:`hone.models.kernels.cpu.memory.MemoryUse`.
         """
         self._memory = memory
-        if self._signal is None:
+        if self._stopped_by_callback and step < self.total_steps:
+            self._outcome = ("finished", f"a callback ended it after step {step} of {self.total_steps}", step)
+        elif self._signal is None:
             self._outcome = ("finished", f"all {self.total_steps} steps done", step)
         else:
             name = signal.Signals(self._signal).name

@@ -1,0 +1,158 @@
+"""Use of a trained or pretrained model from Python: evaluate, generate, serve."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.api.loops import blocking
+from hone.api.rows import dataset_files
+from hone.api.runs import Run, model_directory
+
+if TYPE_CHECKING:
+    from hone.api.training import Reward
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer of a model.
+
+    Attributes:
+        prompt: the prompt.
+        text: decoded response.
+        token_ids: response tokens.
+        log_probs: log-probability of each token.
+        stop_reason: stop, length, or another reason of the engine.
+    """
+
+    prompt: str
+    text: str
+    token_ids: list[int]
+    log_probs: list[float]
+    stop_reason: str
+
+
+@blocking
+def generate(
+    model: str | Path | Run,
+    prompts: str | Sequence[str],
+    *,
+    n: int = 1,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    max_tokens: int = 256,
+    raw: bool = False,
+    seed: int = 1,
+) -> list[Answer]:
+    """Answer prompts, ``n`` times each, like `hone generate`.
+
+    Args:
+        model: model directory, run, checkpoint, or name of the hub.
+        prompts: one or several texts.
+        n: answers per prompt, next to each other in the result.
+        temperature: 0 is greedy.
+        top_p: nucleus sampling.
+        top_k: sample from the k most likely tokens; -1 means all.
+        max_tokens: most tokens of an answer.
+        raw: use the prompts unchanged, without the chat template.
+        seed: seed of the draws.
+
+    Raises:
+        HoneError: the model cannot be loaded, or an argument is wrong.
+    """
+    from hone.generation.protocol import SamplingParams
+    from hone.trainers.evaluation import ask
+
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    played = ask(str(model_directory(model)), texts, sampling, n=n, raw=raw, seed=seed)
+    return [
+        Answer(
+            texts[int(answer.sample.uid)],
+            answer.text,
+            list(answer.response_ids),
+            list(answer.rollout_log_probs or []),
+            answer.stop_reason.value,
+        )
+        for answer in played
+    ]
+
+
+@blocking
+def evaluate(
+    model: str | Path | Run,
+    dataset: Any,
+    *,
+    reward: Reward | None = None,
+    n: int = 1,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    max_prompt_length: int = 512,
+    max_response_length: int = 512,
+    max_samples: int = -1,
+    seed: int = 1,
+    episodes: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """Answer every prompt of a dataset, score the answers, and return the metrics, like `hone eval`.
+
+    Args:
+        model: as in :func:`generate`.
+        dataset: as in :func:`hone.api.training.train`.
+        reward: see :data:`hone.api.training.Reward`.
+        n: answers per prompt; more than one needs a positive temperature.
+        temperature: 0 is greedy.
+        top_p: nucleus sampling.
+        max_prompt_length: longest prompt in tokens.
+        max_response_length: most tokens of an answer.
+        max_samples: use the first rows only; -1 uses all.
+        seed: seed of the draws.
+        episodes: keys of ``multi_turn`` and ``agent``.
+
+    Raises:
+        HoneError: the model, the data or the reward is wrong.
+    """
+    from hone.api.training import reward_keys
+    from hone.config import RLConfig, load_config
+    from hone.trainers.episode_keys import episode_keys
+    from hone.trainers.evaluation import EvaluationRequest, run_evaluation
+    from hone.training.export import find_actor
+
+    directory = str(model_directory(model))
+    settings = load_config(RLConfig, [f"{key}='{value}'" for key, value in reward_keys(reward).items()])
+    with tempfile.TemporaryDirectory(prefix="hone-evaluate-") as folder:
+        files = dataset_files(dataset, Path(folder), "val") or []
+        request = EvaluationRequest(
+            model=directory,
+            files=[files] if isinstance(files, str) else files,
+            n=n,
+            temperature=temperature,
+            top_p=top_p,
+            max_prompt_length=max_prompt_length,
+            max_response_length=max_response_length,
+            max_samples=max_samples,
+            reward=settings.reward,
+            seed=seed,
+            episodes=episode_keys(find_actor(directory), [f"{key}={value}" for key, value in (episodes or {}).items()]),
+        )
+        return run_evaluation(request).metrics
+
+
+@blocking
+def serve(model: str | Path | Run, **options: Any) -> None:
+    """Serve a model with an OpenAI-compatible API until a signal, like `hone serve`.
+
+    Args:
+        model: as in :func:`generate`.
+        options: attributes of :class:`hone.trainers.serving.ServeRequest`, such as ``port`` and ``token``.
+
+    Raises:
+        HoneError: the model cannot be loaded, or the address is not available.
+    """
+    from hone.trainers.serving import ServeRequest
+    from hone.trainers.serving import serve as program
+
+    program(ServeRequest(model=str(model_directory(model)), **options))

@@ -1,0 +1,131 @@
+"""Keyword arguments as configuration keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hone.config import load_config
+from hone.config.trees import AnyConfig, model_block
+from hone.errors import ConfigError, did_you_mean
+from hone.hub.resolve import resolve_names
+
+BLOCKS = (
+    *("trainer.", "data.", "algorithm.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."),
+    *("actor_rollout_ref.model.", "optim.", "model.", "loss.", "reward."),
+)
+"""Blocks in which a keyword argument is looked up first, in this order; keys of other models come last."""
+
+Tree = TypeVar("Tree", bound=AnyConfig)
+
+
+def build_config(
+    tree: type[Tree],
+    values: Mapping[str, Any],
+    *,
+    preset: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[Tree, dict[str, list[dict[str, Any]]]]:
+    """Return the configuration of a run, and the record of what was downloaded for it.
+
+    Precedence: defaults < preset < ``config`` < keyword arguments < ``overrides``.
+
+    Args:
+        tree: root of the configuration.
+        values: keyword arguments: dotted keys, or the last part of a key that no other key ends with.
+        preset: a preset of the command.
+        config: nested mappings or dotted keys.
+        overrides: ``key=value`` in Hydra's grammar, as on the command line.
+
+    Raises:
+        ConfigError: a key is unknown or ambiguous, or a value is wrong.
+    """
+    import yaml
+
+    flat = {**dict(_flat(config or {})), **{find_key(tree, name): value for name, value in values.items()}}
+    with tempfile.TemporaryDirectory(prefix="hone-arguments-") as folder:
+        where: dict[str, Any] = {}
+        if flat:
+            (Path(folder) / "arguments.yaml").write_text(
+                yaml.safe_dump(_nested(flat), sort_keys=False), encoding="utf-8"
+            )
+            where = {"config_path": folder, "config_name": "arguments"}
+        loaded = load_config(tree, list(overrides), preset=preset, **where)
+    return loaded, resolve_names(loaded)
+
+
+def model_key(tree: type[AnyConfig]) -> str:
+    """Return the key of the trained model's path."""
+    return f"{model_block(tree())[0]}.path"
+
+
+def find_key(tree: type[AnyConfig], name: str) -> str:
+    """Return the key that a keyword argument names: a dotted key, or the end of one.
+
+    Of several keys with that end, the one of the first block in :data:`BLOCKS` is meant, and in it the least nested.
+
+    Raises:
+        ConfigError: no key has this name, or several are equally near.
+    """
+    if "." in name:
+        return name
+    ending = [key for key in keys_of(tree()) if key.rpartition(".")[2] == name]
+    if not ending:
+        names = {key.rpartition(".")[2] for key in keys_of(tree())}
+        raise ConfigError(f"no key is named '{name}'", where=name, fix=did_you_mean(name, names), code="R09")
+    least = min(_distance(key) for key in ending)
+    nearest = [key for key in ending if _distance(key) == least]
+    if len(nearest) > 1:
+        raise ConfigError(
+            f"{len(nearest)} keys are named '{name}': {', '.join(nearest)}",
+            where=name,
+            fix=f"config={{'{nearest[0]}': ...}}",
+            code="R09",
+        )
+    return nearest[0]
+
+
+def _distance(key: str) -> tuple[int, int]:
+    block = next((number for number, start in enumerate(BLOCKS) if key.startswith(start)), len(BLOCKS))
+    return block, key.count(".")
+
+
+def keys_of(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all values of a tree."""
+    for field in dataclasses.fields(tree):
+        value = getattr(tree, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from keys_of(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *blocks, last = key.split(".")
+        branch = tree
+        for block in blocks:
+            branch = branch.setdefault(block, {})
+        branch[last] = _plain(value)
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value

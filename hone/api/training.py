@@ -1,0 +1,209 @@
+"""Runs from Python: the programs of `hone train`, `sft`, `prefer` and `reward-model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.api.loops import blocking
+from hone.api.rows import dataset_files
+from hone.api.runs import Run, model_directory
+from hone.api.settings import build_config, model_key
+from hone.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hone.config.trees import AnyConfig
+    from hone.trainers.callbacks import OnStep
+
+Reward = Callable[..., Any] | str
+"""A function, ``FILE.py:NAME``, the URL of a server, or the name of a scorer."""
+
+
+@blocking
+def train(
+    model: str | Path | Run | None = None,
+    dataset: Any = None,
+    *,
+    reward: Reward | None = None,
+    val_dataset: Any = None,
+    preset: str | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    on_step: OnStep | None = None,
+    **keys: Any,
+) -> Run:
+    """Train a model by reinforcement learning, like `hone train`.
+
+    Args:
+        model: model directory, its name on the hub, or a run, whose newest checkpoint is used.
+        dataset: files, names of the hub, rows, a table, a frame, or a `datasets.Dataset`; a row needs a ``prompt``.
+        reward: see :data:`Reward`; None means the built-in scorer of each row's ``data_source``.
+        val_dataset: held-out rows, in the same forms.
+        preset: preset of the method; None means grpo unless ``config`` or ``overrides`` name a method.
+        steps: steps of the run.
+        out: run directory.
+        config: configuration keys, nested or dotted.
+        overrides: ``key=value`` texts, which take precedence.
+        on_step: function of step and metrics, called after each step; True ends the run.
+        keys: further keys by their last part, such as ``max_response_length=256``.
+
+    Raises:
+        HoneError: a key, the data, the model or the reward is wrong.
+        KeyboardInterrupt: the run was interrupted; the same call resumes it.
+    """
+    from hone.config import RLConfig
+    from hone.trainers.rl import train as program
+
+    named = any("adv_estimator" in word for word in (*overrides, *keys, *map(str, config or {})))
+    settings = reward_keys(reward)
+    chosen = preset or (None if named else "grpo")
+    return _run(
+        RLConfig, program, model, dataset, val_dataset, chosen, steps, out, config, overrides, on_step, keys | settings
+    )
+
+
+@blocking
+def sft(
+    model: str | Path | Run | None = None,
+    dataset: Any = None,
+    *,
+    val_dataset: Any = None,
+    preset: str | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    on_step: OnStep | None = None,
+    **keys: Any,
+) -> Run:
+    """Fine-tune a model on conversations, like `hone sft`; a row needs ``messages``. Arguments: see :func:`train`."""
+    from hone.config import SFTConfig
+    from hone.trainers.sft import train as program
+
+    return _run(SFTConfig, program, model, dataset, val_dataset, preset, steps, out, config, overrides, on_step, keys)
+
+
+@blocking
+def prefer(
+    model: str | Path | Run | None = None,
+    dataset: Any = None,
+    *,
+    val_dataset: Any = None,
+    preset: str | None = "dpo",
+    steps: int | None = None,
+    out: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    on_step: OnStep | None = None,
+    **keys: Any,
+) -> Run:
+    """Train a model on preferences, like `hone prefer`; a row needs ``chosen`` and ``rejected``. Arguments: see :func:`train`."""
+    from hone.config import PreferenceConfig
+    from hone.trainers.preference import train as program
+
+    return _run(
+        PreferenceConfig, program, model, dataset, val_dataset, preset, steps, out, config, overrides, on_step, keys
+    )
+
+
+@blocking
+def train_reward_model(
+    model: str | Path | Run | None = None,
+    dataset: Any = None,
+    *,
+    val_dataset: Any = None,
+    preset: str | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    on_step: OnStep | None = None,
+    **keys: Any,
+) -> Run:
+    """Train a model that scores answers on preference pairs, like `hone reward-model`. Arguments: see :func:`train`."""
+    from hone.config import RewardModelConfig
+    from hone.trainers.preference import train as program
+
+    return _run(
+        RewardModelConfig, program, model, dataset, val_dataset, preset, steps, out, config, overrides, on_step, keys
+    )
+
+
+def _run(
+    tree: type[AnyConfig],
+    program: Callable[[Any], int],
+    model: str | Path | Run | None,
+    dataset: Any,
+    val_dataset: Any,
+    preset: str | None,
+    steps: int | None,
+    out: str | Path | None,
+    config: Mapping[str, Any] | None,
+    overrides: Sequence[str],
+    on_step: OnStep | None,
+    keys: Mapping[str, Any],
+) -> Run:
+    from hone.cli.main import log_to_stderr
+    from hone.cli.programs import announce, run_training
+    from hone.preflight import check
+    from hone.trainers.callbacks import calling
+
+    log_to_stderr()
+    values: dict[str, Any] = {
+        model_key(tree): model_directory(model),
+        "trainer.total_training_steps": steps,
+        "trainer.default_local_dir": None if out is None else str(out),
+    }
+    values = {key: value for key, value in values.items() if value is not None} | dict(keys)
+    folder = _run_directory(tree, values, preset, config, overrides) / "inputs"
+    for key, data in (("data.train_files", dataset), ("data.val_files", val_dataset)):
+        files = dataset_files(data, folder, key.partition(".")[2].removesuffix("_files"))
+        if files is not None:
+            values[key] = files
+    built, downloads = build_config(tree, values, preset=preset, config=config, overrides=overrides)
+    check(built)
+    announce(built)
+    with calling(on_step):
+        code = run_training(built, downloads, program)
+    if code == 128 + 2:
+        raise KeyboardInterrupt(
+            f"the run in {built.trainer.default_local_dir} was interrupted; the same call resumes it"
+        )
+    return Run(built.trainer.default_local_dir)
+
+
+def _run_directory(
+    tree: type[AnyConfig],
+    values: Mapping[str, Any],
+    preset: str | None,
+    config: Mapping[str, Any] | None,
+    overrides: Any,
+) -> Path:
+    built, _ = build_config(tree, values, preset=preset, config=config, overrides=overrides)
+    return Path(built.trainer.default_local_dir).expanduser()
+
+
+def reward_keys(reward: Reward | None) -> dict[str, Any]:
+    """Return the configuration keys of a reward."""
+    from hone.rewards.functions import register_function
+    from hone.rewards.scorers import SCORERS
+    from hone.rewards.sources import is_address
+
+    if reward is None:
+        return {}
+    path, name = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
+    if not isinstance(reward, str):
+        if not callable(reward):
+            raise ConfigError(
+                f"reward is a {type(reward).__name__}, not a function", fix="reward=FUNCTION or FILE.py:NAME"
+            )
+        return {path: register_function(reward), name: getattr(reward, "__name__", type(reward).__name__)}
+    if is_address(reward):
+        return {path: reward}
+    if reward in SCORERS:
+        return {"reward.scorer": reward}
+    file, colon, function = reward.rpartition(":")
+    return {path: file, name: function} if colon else {path: reward}
