@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -31,6 +32,8 @@ MOST_SECONDS = 5.0
 """CPU time of rendering one conversation."""
 _MOST_BITS = 10_000
 _WIDEST = 100_000  # as the arguments of center, indent, ljust
+_WIDTH_FROM_ARGUMENT = re.compile(r":[^{}]*\{|%[^a-zA-Z%]*\*")
+_TAKING_DATA = frozenset({"d", "default", "float", "int", "sum", "replace", "startswith", "endswith"})
 _WIDE_FIELD = re.compile(r"\d{6,}")
 _COUNTED, _JOINED = "hone_counted", "hone_joined"
 _OPERATORS: dict[type[nodes.Node], str] = {nodes.Add: "+", nodes.Mul: "*", nodes.Pow: "**", nodes.Mod: "%"}
@@ -186,7 +189,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # the sandbox wraps str.format
         if isinstance(owner, str):
             _check_call(getattr(function, "__name__", ""), (owner, *args), kwargs)
-        else:
+        elif not isinstance(function, Macro):  # the numbers that a macro receives are data
             _check_widths(args, kwargs)
         return _checked(super().call(context, function, *args, **kwargs))
 
@@ -206,9 +209,14 @@ def _bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Check the size of the result of a filter or a text method with its subject as the first argument."""
-    _check_widths(args[1:], kwargs)
     subject = args[0] if args else ""
-    if name in ("format", "format_map") and isinstance(subject, str) and _WIDE_FIELD.search(subject):
+    formats = name in ("format", "format_map")
+    is_width = (
+        isinstance(subject, str) and _WIDTH_FROM_ARGUMENT.search(subject) if formats else name not in _TAKING_DATA
+    )
+    if is_width:
+        _check_widths(args[1:], kwargs)
+    if formats and isinstance(subject, str) and _WIDE_FIELD.search(subject):
         raise TemplateLimit("it formats a field of more than 99999 characters")
     if name == "replace" and len(args) > 2 and all(isinstance(arg, str) for arg in args[:3]):
         _budget.check_size(len(subject) + subject.count(args[1]) * len(args[2]), "a text")
@@ -241,7 +249,8 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
     elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
         _budget.check_size(len(left) + len(right), "a text")
     elif operator == "%" and isinstance(left, str):
-        _check_widths(right if isinstance(right, tuple) else (right,), {})
+        if "*" in left:
+            _check_widths(right if isinstance(right, tuple) else (right,), {})
         if _WIDE_FIELD.search(left):
             raise TemplateLimit("it formats a field of more than 99999 characters")
 

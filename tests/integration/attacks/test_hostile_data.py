@@ -142,3 +142,17 @@ def test_lines_that_are_not_json_are_listed_and_the_others_checked(tmp_path: Pat
     assert f"{len(bad)} lines" in lines_finding.error.what and f"{len(bad) - 10} more" in lines_finding.error.what
     assert f"line {sorted(bad)[10]}:" not in lines_finding.error.what
     assert any(f.error.code == "R43" for f in report.findings), "the row after the bad lines is checked"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro show(n) %}{{ n }}{% endmacro %}{{ show(-480000) }}",
+        "{{ none|default(480000) }}",
+        "{{ '%d' % 480000 }}",
+        "{{ '{}'.format(480000) }}",
+        "{{ '480000'|int(999999) }}",
+    ],
+)
+def test_large_numbers_are_ordinary_data(template: str) -> None:
+    check_template(template, [MESSAGES], {}, "tokenizer")

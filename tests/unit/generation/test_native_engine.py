@@ -329,7 +329,9 @@ def test_updates_between_requests_of_one_loop_are_followed(make_model, make_engi
         return await collect()
 
     followed, wanted = asyncio.run(twice()), serve(make_engine(model, dtype=dtype), crowd(4))
-    assert all(same(followed[key], wanted[key]) for key in wanted)
+    for key, completion in wanted.items():  # a matmul of another shape may round otherwise on some processors
+        assert followed[key].token_ids == completion.token_ids
+        assert followed[key].log_probs == pytest.approx(completion.log_probs, abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

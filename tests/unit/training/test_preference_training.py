@@ -178,11 +178,11 @@ def test_every_way_to_the_reference_gives_the_same_and_stays(directory):
         reference = Reference(config, engine, CPU)
         assert reference.shared == (lora > 0 and mode != "copy")
         known = batch.with_columns(ref_log_probs=reference.log_probs(batch))
-        torch.testing.assert_close(known.ragged("ref_log_probs").values, expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(known.ragged("ref_log_probs").values, expected, atol=4e-6, rtol=0)
         for step in range(2):
             engine.train_batch(known, preference_objective(loss, {}), step=step)
         assert not torch.allclose(engine.infer_batch(batch)["log_probs"].values, expected, atol=1e-3)
-        torch.testing.assert_close(reference.log_probs(batch).values, expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(reference.log_probs(batch).values, expected, atol=4e-6, rtol=0)
 
 
 def test_another_reference_and_its_budget(directory, tmp_path):
