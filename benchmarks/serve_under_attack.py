@@ -128,7 +128,7 @@ def serving(
     model: Path, command: tuple[str, ...] = (sys.executable, "-m", "hone.cli.main"), context: int = CONTEXT
 ) -> Iterator[tuple[str, int]]:
     """Start `hone serve`; yield host and port, and the process id."""
-    words = ["serve", "--model", str(model), "--name", "tiny", "--port", "0", "--max-model-len", str(context)]
+    words = ["serve", str(model), "--name", "tiny", "--port", "0", "--max-model-len", str(context)]
     with tempfile.NamedTemporaryFile("w+") as log:
         server = subprocess.Popen([*command, *words], stderr=log, env={**os.environ, "HONE_SERVE_TOKEN": ""})
         try:

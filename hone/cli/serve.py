@@ -11,7 +11,9 @@ app = typer.Typer(add_completion=False)
 
 @app.callback(invoke_without_command=True)
 def command(
-    model: Annotated[str, typer.Option(help="Hugging Face model directory, PEFT adapter directory, or checkpoint")],
+    model: Annotated[
+        str, typer.Argument(help="Hugging Face model directory, PEFT adapter directory, checkpoint, or name of the hub")
+    ],
     name: Annotated[
         str | None, typer.Option(help="model name for clients; by default the name of the directory")
     ] = None,
@@ -24,8 +26,10 @@ def command(
         ),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="most tokens of a prompt with its answer")] = None,
-    renderer: Annotated[str, typer.Option(help="rendering of messages as tokens; see docs/agents.md")] = "auto",
-    parser: Annotated[str, typer.Option(help="format of tool calls")] = "auto",
+    renderer: Annotated[
+        str, typer.Option(help="rendering of messages as tokens: auto, text_tools, or a family; see docs/models.md")
+    ] = "auto",
+    parser: Annotated[str, typer.Option(help="format of tool calls: auto, hermes, ...; see docs/models.md")] = "auto",
     engine: Annotated[str, typer.Option(help="native, or an engine installed by `hone engines install`")] = "native",
     replicas: Annotated[
         int | None,

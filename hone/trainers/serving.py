@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hone.errors import ConfigError, did_you_mean
+from hone.errors import ConfigError, HoneError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +73,7 @@ def serve(request: ServeRequest) -> None:
     check_access(request.host, token)
     sys.setswitchinterval(SWITCH_SECONDS)
     max_model_len = request.max_model_len or context_length(weights_of(request.model))
+    check_names(request)
     with engine_loop() as loop:
         engine, tokenizer = _call_on_loop(loop, lambda: open_engine(request, max_model_len))
         service = Service(
@@ -91,6 +92,26 @@ def serve(request: ServeRequest) -> None:
             server.run()
         finally:
             engine.close()
+
+
+def check_names(request: ServeRequest) -> None:
+    """Check that renderer and parser exist and fit the model's tokenizer, before anything is loaded.
+
+    Raises:
+        HoneError: a name is unknown, or the tokenizer lacks the tokens of the renderer.
+    """
+    from hone.agents.rendering import renderer_for
+    from hone.agents.serving.options import named_by_options
+    from hone.data.tokenizer import load_tokenizer
+    from hone.training.export import find_actor
+
+    tokenizer = load_tokenizer(find_actor(request.model))
+    if not tokenizer.chat_template and (request.renderer, request.parser) == ("auto", "auto"):
+        return  # completions need no template
+    try:
+        renderer_for(tokenizer, request.renderer, parser=request.parser)
+    except HoneError as error:
+        raise named_by_options(error) from error
 
 
 def open_engine(request: ServeRequest, max_model_len: int) -> tuple[Engine, PreTrainedTokenizerBase]:

@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [str(forks.bin / "hone"), "serve", "--model", str(model), "--port", "0"]
+    command = [str(forks.bin / "hone"), "serve", str(model), "--port", "0"]
     with log.open("w") as file:
         server = subprocess.Popen(command, stderr=file, env={**os.environ, "HONE_SERVE_TOKEN": TOKEN})
     try:

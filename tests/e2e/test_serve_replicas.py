@@ -31,7 +31,7 @@ TOKENIZER = tokenizer(NAME)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, str]]:
     folder = tmp_path_factory.mktemp("serve")
     model = make_tool_model(folder / "weather")
-    words = ["serve", "--model", model, "--name", "weather", "--port", 0, "--replicas", 2]
+    words = ["serve", model, "--name", "weather", "--port", 0, "--replicas", 2]
     command = Command(words, folder / "log", folder, prepare=forked_engines.install)
 
     def address() -> re.Match[str] | None:

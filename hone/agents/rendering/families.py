@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.parsers.base import named_tokens
-from hone.errors import ModelError
+from hone.errors import ModelError, UnknownMethod, did_you_mean
 from hone.registry import Registry
 
 
@@ -113,6 +113,12 @@ def family_called(name: str, tokenizer: PreTrainedTokenizerBase) -> Family:
     """
     if name == "auto":
         return family_of(tokenizer)
+    if name not in FAMILIES:
+        raise UnknownMethod(
+            f"unknown renderer '{name}'",
+            where="actor_rollout_ref.rollout.multi_turn.renderer",
+            fix=did_you_mean(name, [*FAMILIES.names(), "auto", "text_tools"]),
+        )
     family = FAMILIES.get(name)
     missing = [token for token in family.signature if token not in named_tokens(tokenizer)]
     if missing:

@@ -12,6 +12,7 @@ from hone.agents.serving import replies
 from hone.agents.serving.conversation import check_template_arguments, check_tools, checked_messages, texts
 from hone.agents.serving.errors import bad_request
 from hone.agents.serving.forcing import forced_ids
+from hone.agents.serving.options import named_by_options
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import ChatBody
@@ -46,7 +47,8 @@ class ChatCall:
         try:
             self.prompt: Prompt = self.session.prompt(self.renderer, messages, self.tools)
         except DataError as error:
-            raise bad_request(f"{error.what}; {error.fix}", "messages") from error
+            named = named_by_options(error)
+            raise bad_request(f"{named.what}; {named.fix}", "messages") from error
         self.forced = forced_ids(self.renderer, body)
         self.prompt = replace(
             self.prompt, given_ids=self.prompt.given_ids + self.forced, ids=self.prompt.ids + self.forced
