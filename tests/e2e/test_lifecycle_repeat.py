@@ -93,6 +93,8 @@ def test_killed_at_random_steps_and_run_again(world, whole, tmp_path, kind, seed
     for step in (draw.randint(1, 3), draw.randint(4, STEPS - 1)):  # before and after the first checkpoint
         command = Command(arguments(world, run, kind), tmp_path / f"log{step}")
         reached = command.wait_until(lambda step=step: seen.exists() and len(seen.read_text().splitlines()) > step)
+        if step >= 4:  # a checkpoint is written while the next steps run
+            reached = reached and command.wait_until(lambda: bool(steps_saved(run)))
         assert reached, command.log.read_text()
         time.sleep(draw.random() * 0.05)
         assert kill(command) == -signal.SIGKILL
