@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hone.cluster.watcher import Watched, record_end
 from hone.errors import EXIT_FAILED, HoneError
+from hone.insight.activity import birth
 
 log = logging.getLogger("hone")
 
@@ -71,7 +72,7 @@ class Watchdog:
 
     def __init__(self, run: Path, seconds: float, on_hang: Callable[[Hang], bool] = end_run) -> None:
         self.run, self._on_hang = run, on_hang
-        watched = Watched(str(run.resolve()), seconds, os.getpid())
+        watched = Watched(str(run.resolve()), seconds, os.getpid(), birth(os.getpid()))
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, json.dumps(asdict(watched))],
             stdin=subprocess.PIPE,

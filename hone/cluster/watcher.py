@@ -41,11 +41,14 @@ class Watched:
         run: run directory.
         seconds: number of seconds without progress that count as a hang.
         driver: pid of the process that reads the reports.
+        born: start of that process, as :func:`hone.insight.activity.birth` gives it. The driver says it, because it may be
+            gone before its watcher has started.
     """
 
     run: str
     seconds: float
     driver: int
+    born: int | None
 
 
 class Watcher:
@@ -53,7 +56,7 @@ class Watcher:
 
     def __init__(self, watched: Watched) -> None:
         self.run, self.seconds, self.driver = Path(watched.run), watched.seconds, watched.driver
-        self._born = birth(self.driver)
+        self._born = watched.born
         self._oom_kills = oom_kills()
         self._poll = min(1.0, self.seconds / 10)
         self._seen: dict[int, tuple[object, ...]] = {}

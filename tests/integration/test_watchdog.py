@@ -200,3 +200,19 @@ def test_a_run_that_ends_is_watched_no_more(run: Path):
     watchdog.close()
     assert watcher.returncode == 0
     watchdog.close()  # twice is once
+
+
+def test_a_driver_that_died_before_its_watcher_started_is_reported(tmp_path: Path) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    born = activity.birth(driver.pid)
+    (tmp_path / "run.json").write_text(json.dumps({"pid": driver.pid, "status": "running"}))
+    driver.kill()
+    driver.wait()
+    watched = {"run": str(tmp_path), "seconds": 60.0, "driver": driver.pid, "born": born}
+    program = "from hone.cluster.watcher import main; main()"
+    said = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(watched)], input="", capture_output=True, text=True, timeout=SOON
+    )
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["status"] == "failed" and "killed" in record["exit_reason"]
+    assert f"the process {driver.pid} was killed" in said.stderr
