@@ -98,5 +98,3 @@ def test_reinforcement_raises_the_reward(model: Path, tmp_path: Path) -> None:
     rewards = [row["critic/rewards/mean"] for row in run.metrics]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05
     assert max(row["actor/ppo_kl"] for row in run.metrics) < 1
-    plan, held = run.record["plan"][0], next(iter(run.record["memory"].values()))
-    assert plan["peak_gib"] == pytest.approx(held["peak"] - held["bare"], rel=0.6)
