@@ -117,6 +117,7 @@ def file_hashes(folder: Path) -> dict[str, dict[str, Any]]:
 @contextmanager
 def _hub_errors(name: HubName, kind: str) -> Iterator[None]:
     """Convert the errors of huggingface_hub to one message each."""
+    import httpx2
     from huggingface_hub import errors
     from huggingface_hub.utils import HfHubHTTPError
 
@@ -150,8 +151,14 @@ def _hub_errors(name: HubName, kind: str) -> Iterator[None]:
             fix=f"try again later; then: {command}",
             code="E-hub",
         ) from error
-    except OSError as error:  # connection refused, no route, name not resolved
+    except httpx2.TransportError as error:  # connection refused, no route, name not resolved, no answer
         raise offline(name, kind, command) from error
+    except OSError as error:
+        raise HoneError(
+            f"'{name.repository}' cannot be stored: {error.strerror or error}",
+            fix="free space in the cache, or choose another with HF_HOME=DIR",
+            code="E-hub",
+        ) from error
 
 
 def offline(name: HubName, kind: str, command: str) -> HoneError:

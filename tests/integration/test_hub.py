@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pyarrow.parquet as pq
 import pytest
 from support.hub import LoopbackHub, parquet, serve_hub, use_hub
@@ -177,3 +178,18 @@ def test_get_writes_an_ordinary_directory(hub: LoopbackHub, model: Path, tmp_pat
     brought = get_model(MODEL, tmp_path / "out/model")
     assert MODEL in brought.source and not (tmp_path / "out/model/config.json").is_symlink()
     assert (tmp_path / "out/model/model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"), [(httpx2.ConnectError("refused"), "E-hub-offline"), (OSError(28, "full"), "E-hub")]
+)
+def test_a_dead_network_and_a_full_disk_are_told_apart(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, problem: Exception, code: str
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise problem
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", fail)
+    with pytest.raises(HoneError) as caught:
+        hub_resolve.local_files(["me/mine"], "train")
+    assert caught.value.code == code

@@ -1,4 +1,4 @@
-"""What holds for the house as a whole: cheap imports, a fast command line, optional packages at their places."""
+"""Rules of the whole package: cheap imports, a fast command line, optional packages at their places."""
 
 from __future__ import annotations
 
