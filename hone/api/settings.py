@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from hone.config import load_config
 from hone.config.trees import AnyConfig, model_block
 from hone.errors import ConfigError, did_you_mean
-from hone.hub.resolve import resolve_names
 
 BLOCKS = (
     *("trainer.", "data.", "algorithm.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."),
@@ -29,8 +28,8 @@ def build_config(
     preset: str | None = None,
     config: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
-) -> tuple[Tree, dict[str, list[dict[str, Any]]]]:
-    """Return the configuration of a run, and the record of what was downloaded for it.
+) -> Tree:
+    """Return the configuration of a run, with names of the hub as they were given.
 
     Precedence: defaults < preset < ``config`` < keyword arguments < ``overrides``.
 
@@ -54,8 +53,7 @@ def build_config(
                 yaml.safe_dump(_nested(flat), sort_keys=False), encoding="utf-8"
             )
             where = {"config_path": folder, "config_name": "arguments"}
-        loaded = load_config(tree, list(overrides), preset=preset, **where)
-    return loaded, resolve_names(loaded)
+        return load_config(tree, list(overrides), preset=preset, **where)
 
 
 def model_key(tree: type[AnyConfig]) -> str:

@@ -148,6 +148,7 @@ def _run(
 ) -> Run:
     from hone.cli.main import log_to_stderr
     from hone.cli.programs import announce, run_training
+    from hone.hub.resolve import resolve_names
     from hone.preflight import check
     from hone.trainers.callbacks import calling
 
@@ -163,7 +164,8 @@ def _run(
         files = dataset_files(data, folder, key.partition(".")[2].removesuffix("_files"))
         if files is not None:
             values[key] = files
-    built, downloads = build_config(tree, values, preset=preset, config=config, overrides=overrides)
+    built = build_config(tree, values, preset=preset, config=config, overrides=overrides)
+    downloads = resolve_names(built)
     check(built)
     announce(built)
     with calling(on_step):
@@ -182,7 +184,7 @@ def _run_directory(
     config: Mapping[str, Any] | None,
     overrides: Any,
 ) -> Path:
-    built, _ = build_config(tree, values, preset=preset, config=config, overrides=overrides)
+    built = build_config(tree, values, preset=preset, config=config, overrides=overrides)
     return Path(built.trainer.default_local_dir).expanduser()
 
 
