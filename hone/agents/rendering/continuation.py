@@ -7,6 +7,7 @@ from typing import Any
 
 from hone.agents.messages import Message
 from hone.agents.parsers.base import named_tokens
+from hone.agents.rendering.ending import Ending, cut_at, marked
 from hone.agents.rendering.template import HiddenText, Template
 from hone.errors import DataError
 
@@ -28,20 +29,23 @@ class Continuation:
         self._template, self._closers, self._shows_tools = template, closers, shows_tools
         self._token_ids = named_tokens(template.tokenizer)
 
-    def ids(self, sampled_ids: Sequence[int], groups: list[list[Message]], tools: Tools) -> list[int]:
+    def ids(
+        self, sampled_ids: Sequence[int], groups: list[list[Message]], tools: Tools, ending: Ending = Ending.REPLY
+    ) -> list[int]:
         """Return the tokens after a sampled turn: its end unless sampled, the messages, the generation prompt.
 
         Args:
             sampled_ids: tokens of the turn.
             groups: the messages; each group is rendered after a separate turn.
             tools: function schemas.
+            ending: end after the last message.
 
         Raises:
             DataError: the template refuses the messages or omits them.
         """
         ids: list[int] = []
         for number, group in enumerate(groups):
-            closer, tail = self._after_turn(group, tools, ask=number == len(groups) - 1)
+            closer, tail = self._after_turn(group, tools, ending if number == len(groups) - 1 else Ending.CLOSED)
             encoded = self._template.encode(HiddenText(closer + tail.text, tail.hidden))
             ended = number > 0 or (bool(sampled_ids) and sampled_ids[-1] in self._equivalent_ids(closer))
             ids += encoded[1:] if closer and ended else encoded
@@ -50,13 +54,16 @@ class Continuation:
     def _equivalent_ids(self, closer: str) -> list[int]:
         return [self._token_ids[token] for group in self._closers if closer in group for token in group]
 
-    def _after_turn(self, new: list[Message], tools: Tools, *, ask: bool) -> tuple[str, HiddenText]:
+    def _after_turn(self, new: list[Message], tools: Tools, ending: Ending) -> tuple[str, HiddenText]:
         """Return the token that ends an assistant turn ("" if none) and the rendering after it."""
         mark = _PLACEHOLDER
         while any(mark in str(message.get("content")) for message in new):
             mark += "."
-        shown, start = self._render_placeholder(mark, new, tools, ask=ask)
-        for message in new:
+        rendered, end = marked(new) if ending is Ending.OPEN else (new, "")
+        shown, start = self._render_placeholder(mark, rendered, tools, ask=ending is Ending.REPLY)
+        if ending is Ending.OPEN:
+            shown = cut_at(shown, end, str(self._template.tokenizer.name_or_path))
+        for message in new[:-1] if ending is Ending.OPEN else new:
             self._check_shown(message, shown.text[start:])
         positions = [(shown.text.find(closer, start), closer) for group in self._closers for closer in group]
         position, closer = min(((at, closer) for at, closer in positions if at >= 0), default=(start, ""))

@@ -22,6 +22,7 @@ from hone.agents.messages import AssistantTurn, Message
 from hone.agents.parsers.base import ToolParser, named_tokens
 from hone.agents.rendering.comparison import Difference, compare, rewritten
 from hone.agents.rendering.continuation import Continuation, by_result, closers_of
+from hone.agents.rendering.ending import Ending, cut_at, marked
 from hone.agents.rendering.families import Family
 from hone.agents.rendering.probes import probe_conversations
 from hone.agents.rendering.template import HiddenText, Template
@@ -70,14 +71,18 @@ class Renderer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
-        generation_prompt: bool = True,
+        ending: Ending = Ending.REPLY,
     ) -> list[int]:
         """Return the token ids of a complete conversation.
 
         Raises:
-            DataError: the template refuses the messages, or omits the tools.
+            DataError: the template refuses the messages, or omits the tools or the message to continue.
         """
-        rendered = self.rendered(messages, tools, ask=generation_prompt)
+        if ending is Ending.OPEN:
+            messages, mark = marked(messages)
+            rendered = cut_at(self.rendered(messages, tools, ask=False), mark, str(self.tokenizer.name_or_path))
+        else:
+            rendered = self.rendered(messages, tools, ask=ending is Ending.REPLY)
         self._check_tools(tools, rendered.text)
         return self.template.encode(rendered)
 
@@ -86,6 +91,7 @@ class Renderer:
         sampled_ids: Sequence[int],
         new_messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        ending: Ending = Ending.REPLY,
     ) -> list[int]:
         """Return the token ids to append after a sampled turn so that the model can reply again.
 
@@ -94,26 +100,29 @@ class Renderer:
 
         Args:
             sampled_ids: the last assistant turn as it was sampled.
-            new_messages: one or more of role tool (with ``name`` and ``tool_call_id``), user or system.
+            new_messages: one or more of role tool (with ``name`` and ``tool_call_id``), user or system; then the assistant's
+                message to continue, with an open ending.
             tools: function schemas.
+            ending: end after the last message.
 
         Raises:
             DataError: the template refuses the messages or omits them.
-            ValueError: there are no new messages, or one is an assistant's.
+            ValueError: there are no new messages, or one is an assistant's that is not to be continued.
         """
-        if not new_messages or any(message["role"] == "assistant" for message in new_messages):
+        complete = new_messages[:-1] if ending is Ending.OPEN else new_messages
+        if not complete or any(message["role"] == "assistant" for message in complete):
             raise ValueError("a bridge needs at least one new message and no assistant message")
         new = messages_as_text(new_messages) if self.tools_as_text else list(new_messages)
         results = sum(message["role"] == "tool" for message in new)
         if results > 1 and self.family.results_one_by_one:
-            return self._continuation.ids(sampled_ids, by_result(new), tools)
+            return self._continuation.ids(sampled_ids, by_result(new), tools, ending)
         try:
-            return self._continuation.ids(sampled_ids, [new], tools)
+            return self._continuation.ids(sampled_ids, [new], tools, ending)
         except DataError:
             if results < 2:
                 raise
             return self._continuation.ids(
-                sampled_ids, by_result(new), tools
+                sampled_ids, by_result(new), tools, ending
             )  # for templates that accept one call at a time
 
     def parse(

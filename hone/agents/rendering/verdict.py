@@ -13,6 +13,7 @@ from hone.agents.messages import Message
 from hone.agents.parsers import TOOL_PARSERS
 from hone.agents.rendering import probes, renderer_for
 from hone.agents.rendering.comparison import EMPTY_THOUGHTS
+from hone.agents.rendering.ending import Ending
 from hone.agents.rendering.renderer import Renderer
 from hone.errors import DataError
 
@@ -167,7 +168,7 @@ def _call_check(renderer: Renderer) -> Check:
     """Check that the parser reads a call that the template writes."""
     try:
         prompt_ids = renderer.prompt([probes.ASKED], [probes.TOOL])
-        whole = renderer.prompt([probes.ASKED, probes.calling(probes.call())], [probes.TOOL], generation_prompt=False)
+        whole = renderer.prompt([probes.ASKED, probes.calling(probes.call())], [probes.TOOL], ending=Ending.CLOSED)
     except DataError as error:
         return Check("tool calls", Outcome.BAD, error.what)
     turn = whole[len(prompt_ids) :]
@@ -222,7 +223,7 @@ def _append_check(renderer: Renderer, name: str, messages: Sequence[Message], ne
     schemas = [probes.TOOL] if new[0]["role"] == "tool" else None
     try:
         prompt_ids = renderer.prompt(messages[:-1], schemas)
-        before = renderer.prompt(messages, schemas, generation_prompt=False)
+        before = renderer.prompt(messages, schemas, ending=Ending.CLOSED)
         after = renderer.prompt([*messages, *new], schemas)
     except DataError as error:
         return Check(name, Outcome.BAD, error.what)

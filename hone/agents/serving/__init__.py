@@ -9,6 +9,7 @@
 ``conversation``  validation of messages, tools and template arguments
 ``prompt_size``   bound on the text of a prompt
 ``gateway``       access to the engine from the endpoint's thread
+``content``       text of a reply for the client
 ``chat``          ``/v1/chat/completions``: messages to tokens, tokens to messages
 ``text``          ``/v1/completions``
 ``replies``       the JSON of answers, complete or streamed in chunks

@@ -9,6 +9,7 @@ from typing import Any
 from hone.agents.messages import Message
 from hone.agents.rendering import Renderer
 from hone.agents.serving import replies
+from hone.agents.serving.content import ReplyText, ending_of
 from hone.agents.serving.conversation import check_template_arguments, check_tools, checked_messages, texts
 from hone.agents.serving.errors import bad_request
 from hone.agents.serving.forcing import forced_ids
@@ -45,7 +46,7 @@ class ChatCall:
         self.tools = body.tools or None
         self.renderer: Renderer = service.renderer_for(body.chat_template_kwargs)
         try:
-            self.prompt: Prompt = self.session.prompt(self.renderer, messages, self.tools)
+            self.prompt: Prompt = self.session.prompt(self.renderer, messages, self.tools, ending_of(body))
         except DataError as error:
             named = named_by_options(error)
             raise bad_request(f"{named.what}; {named.fix}", "messages") from error
@@ -56,6 +57,7 @@ class ChatCall:
         self.requests: list[GenerationRequest] = service.requests(
             body, self.prompt, session, number, self.renderer.stop_token_ids
         )
+        self.reply_text = ReplyText(service, self.renderer, self.prompt, special_tokens=not body.skip_special_tokens)
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer as one object."""
@@ -74,7 +76,7 @@ class ChatCall:
             index, stream = sampled.choice, texts[sampled.choice]
             fresh, seen[index] = slice(seen[index], len(sampled.ids)), len(sampled.ids)
             if sampled.completion is None:
-                text = "" if self.tools else self.renderer.parse(sampled.ids, prompt_ids=self.prompt.ids).content
+                text = "" if self.tools else self._content(sampled.ids)
                 new = "" if text.lstrip().startswith("<") else stream.grow(text)
                 yield self._delta(index, {"content": new}, sampled.ids[fresh], sampled.log_probs[fresh])
                 continue
@@ -97,21 +99,23 @@ class ChatCall:
 
     def _message(self, completion: Completion) -> Message:
         """Return the reply as a message; malformed calls stay text, since OpenAI's form cannot express them."""
+        ids = completion.token_ids
         if self.tools and self.body.tool_choice == "none":
-            return {
-                "role": "assistant",
-                "content": replies.cut(self.service.decode(completion.token_ids), self.body.stop),
-            }
+            return {"role": "assistant", "content": replies.cut(self.reply_text.plain(ids), self.body.stop)}
         turn = self.renderer.parse(
-            self.forced + completion.token_ids, self.tools, calls_before=self.prompt.calls, prompt_ids=self.prompt.ids
+            self.forced + ids, self.tools, calls_before=self.prompt.calls, prompt_ids=self.prompt.ids
         )
         calls = tuple(call for call in turn.calls if call.error is None)
         unreadable = "".join(call.raw for call in turn.calls if call.error is not None)
         if not self.body.parallel_tool_calls and len(calls) > 1:
             self.session.counts["calls_left_out"] += len(calls) - 1
             calls = calls[:1]
-        content = replies.cut(turn.content + unreadable, self.body.stop)
+        content = replies.cut(self.reply_text.content(ids, turn) + unreadable, self.body.stop)
         return replace(turn, content=content, calls=calls).message()
+
+    def _content(self, ids: list[int]) -> str:
+        """Return the content of a reply without tools, complete or not."""
+        return self.reply_text.content(ids, self.renderer.parse(ids, prompt_ids=self.prompt.ids))
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = self._record(completion)

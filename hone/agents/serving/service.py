@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,9 +102,9 @@ class Service:
                 param="model",
             )
 
-    def decode(self, ids: list[int]) -> str:
-        """Decode tokens without special tokens."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Decode tokens, by default without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
 
     def requests(
         self,

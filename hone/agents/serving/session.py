@@ -21,7 +21,7 @@ from typing import Any
 
 from hone.agents.ledger import TokenLedger
 from hone.agents.messages import Message
-from hone.agents.rendering import Renderer
+from hone.agents.rendering import Ending, Renderer
 from hone.data.seeding import derive_seed
 from hone.generation.protocol import Completion, SamplingParams
 
@@ -59,6 +59,7 @@ class Prompt:
         ids: all tokens.
         messages: messages of the call.
         chain: fingerprints of the conversation, the last one over all messages of the call.
+        continues: True if the reply continues the last message, an assistant's.
     """
 
     parent: Turn | None
@@ -66,6 +67,7 @@ class Prompt:
     ids: list[int]
     messages: list[Message]
     chain: list[str]
+    continues: bool = False
 
     @property
     def calls(self) -> int:
@@ -98,28 +100,39 @@ class Session:
     _by_conversation: dict[str, Turn] = field(default_factory=dict)
     _uses: Counter[str] = field(default_factory=Counter)
 
-    def prompt(self, renderer: Renderer, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Prompt:
+    def prompt(
+        self,
+        renderer: Renderer,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        ending: Ending = Ending.REPLY,
+    ) -> Prompt:
         """Return the prompt for these messages, continuing a recorded conversation if one matches.
 
         Raises:
             DataError: the template refuses the messages.
         """
         chain = fingerprints(messages, tools, renderer.template.kwargs)
-        for length in range(len(messages) - 1, 0, -1):
+        continues = ending is Ending.OPEN
+        unfinished = self._by_conversation.get(chain[-1]) if continues else None
+        if unfinished is not None and not renderer.turn_ended(unfinished.completion.token_ids):
+            return Prompt(unfinished, [], list(unfinished.ids), list(messages), chain, continues)
+        complete = list(messages[:-1] if continues else messages)
+        for length in range(len(complete) - 1, 0, -1):
             turn = self._by_conversation.get(chain[length])
-            new = list(messages[length:])
+            new = complete[length:]
             if turn is None or any(message["role"] == "assistant" for message in new):
                 continue
-            if renderer.split_reason(list(messages[:length]), new, tools, history_ids=turn.ids) is not None:
+            if renderer.split_reason(complete[:length], new, tools, history_ids=turn.ids) is not None:
                 self.counts["split"] += 1
                 break
-            given = renderer.bridge(turn.completion.token_ids, new, tools)
-            return Prompt(turn, given, turn.ids + given, list(messages), chain)
+            given = renderer.bridge(turn.completion.token_ids, messages[length:], tools, ending)
+            return Prompt(turn, given, turn.ids + given, list(messages), chain, continues)
         else:
-            has_replies = any(message["role"] == "assistant" for message in messages)
+            has_replies = any(message["role"] == "assistant" for message in complete)
             self.counts["rewritten" if has_replies else "opened"] += 1
-        ids = renderer.prompt(list(messages), tools)
-        return Prompt(None, ids, ids, list(messages), chain)
+        ids = renderer.prompt(list(messages), tools, ending=ending)
+        return Prompt(None, ids, ids, list(messages), chain, continues)
 
     def text_prompt(self, ids: list[int]) -> Prompt:
         """Return the prompt of a call that sends tokens; it continues the reply whose tokens are its prefix."""
@@ -137,15 +150,23 @@ class Session:
         return [derive_seed(self.seed, digest, number) for number in range(first, first + n)]
 
     def record(self, prompt: Prompt, completion: Completion, message: Message) -> Turn:
-        """Record a reply as tokens and as the message that the client received."""
+        """Record a reply as tokens and as the message that the client received.
+
+        A reply that continues a message is recorded as one message with it, since a client sends them so in its next call.
+        """
         calls = prompt.calls + len(message.get("tool_calls") or ())
-        ids, messages = prompt.ids + completion.token_ids, [*prompt.messages, message]
-        turn = Turn(prompt.parent, prompt.given_ids, completion, ids, calls, messages)
+        before, chain = prompt.messages, prompt.chain
+        if prompt.continues:
+            prefix, before, chain = before[-1].get("content") or "", before[:-1], chain[:-1]
+            message = {**message, "content": prefix + (message.get("content") or "")}
+        turn = Turn(
+            prompt.parent, prompt.given_ids, completion, prompt.ids + completion.token_ids, calls, [*before, message]
+        )
         if prompt.parent is not None:
             prompt.parent.children += 1
         self.turns.append(turn)
-        if prompt.chain:
-            self._by_conversation[_link(prompt.chain[-1], message)] = turn
+        if chain:
+            self._by_conversation[_link(chain[-1], message)] = turn
         return turn
 
     def ledgers(self) -> list[TokenLedger]:

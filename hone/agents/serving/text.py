@@ -19,8 +19,11 @@ MAX_REPLIES = 4096
 
 @dataclass
 class _Reply:
+    """State of a reply; ``echo`` is the text before it, until it is sent."""
+
     prompt: Prompt
     stream: replies.TextStream
+    echo: str = ""
     seen: int = 0
     characters: int = 0
 
@@ -45,13 +48,20 @@ class TextCall:
         self.heading = replies.Heading.start(number, service.model, chat=False)
         if len(body.prompts) * body.n > MAX_REPLIES:
             raise bad_request(f"{len(body.prompts)} prompts with n={body.n} replies; at most {MAX_REPLIES}", "prompt")
+        if body.echo and body.logprobs is not None:
+            raise bad_request(
+                "echo with logprobs needs log-probs of the prompt, and the engine computes them for sampled tokens only; "
+                "omit one of the two fields",
+                "echo",
+            )
         self.prompts = [self.session.text_prompt(self._ids(prompt)) for prompt in body.prompts]
         self.requests: list[GenerationRequest] = []
         self._replies: list[_Reply] = []
         for place, prompt in enumerate(self.prompts):
             requests = service.requests(body, prompt, session, f"{number}.{place}", ())
             self.requests += requests
-            self._replies += [_Reply(prompt, replies.TextStream(body.stop)) for _ in requests]
+            echo = self._text(body.prompts[place]) if body.echo else ""
+            self._replies += [_Reply(prompt, replies.TextStream(body.stop), echo) for _ in requests]
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer as one object."""
@@ -78,19 +88,20 @@ class TextCall:
         ids, log_probs = sampled.ids[reply.seen :], sampled.log_probs[reply.seen :]
         reply.seen = len(sampled.ids)
         if sampled.completion is None:
-            return self._choice(index, reply.stream.grow(self.service.decode(sampled.ids)), ids, log_probs, None)
+            return self._choice(index, reply.stream.grow(self._decode(sampled.ids)), ids, log_probs, None)
         text = reply.stream.end(self._record(index, sampled.completion))
         return self._choice(index, text, ids, log_probs, replies.finish_reason(sampled.completion))
 
     def _record(self, index: int, completion: Completion) -> str:
-        text = replies.cut(self.service.decode(completion.token_ids), self.body.stop)
+        text = replies.cut(self._decode(completion.token_ids), self.body.stop)
         self.session.record(self._replies[index].prompt, completion, {"role": "assistant", "content": text})
         return text
 
     def _choice(
         self, index: int, text: str, ids: list[int], log_probs: list[float], reason: str | None
     ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
+        echo, self._replies[index].echo = self._replies[index].echo, ""
+        choice: dict[str, Any] = {"index": index, "text": echo + text, "finish_reason": reason, "logprobs": None}
         if self.body.logprobs is not None:
             reply = self._replies[index]
             log_prob_entry = replies.text_log_probs(self.service.tokenizer, ids, log_probs, offset=reply.characters)
@@ -102,6 +113,16 @@ class TextCall:
 
     def _usage(self, completions: list[Completion]) -> dict[str, int]:
         return replies.usage([token for prompt in self.prompts for token in prompt.ids], completions)
+
+    def _decode(self, ids: list[int]) -> str:
+        """Decode a reply; the token that ends it is left out."""
+        ended = bool(ids) and not self.body.ignore_eos and ids[-1] in self.service.stop_token_ids
+        return self.service.decode(ids[:-1] if ended else ids, special_tokens=not self.body.skip_special_tokens)
+
+    def _text(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return self.service.decode(prompt, special_tokens=not self.body.skip_special_tokens)
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):

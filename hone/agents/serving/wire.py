@@ -66,7 +66,8 @@ class NamedTool(_Strict):
 class Body(_Strict):
     """Fields of both kinds of request.
 
-    ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos`` and ``return_token_ids`` extend OpenAI's fields, with vLLM's names.
+    ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``return_token_ids`` and
+    ``skip_special_tokens`` extend OpenAI's fields, with vLLM's names.
     """
 
     model: str
@@ -83,6 +84,7 @@ class Body(_Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
+    skip_special_tokens: bool = True
     presence_penalty: Zero = 0
     frequency_penalty: Zero = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
@@ -111,6 +113,8 @@ class ChatBody(Body):
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     response_format: TextOnly = TextOnly()
 
     @property
@@ -125,7 +129,7 @@ class TextBody(Body):
     prompt: str | list[Any]
     """Text, token ids, or a list of such prompts: see :meth:`prompts`."""
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    echo: Literal[False] = False
+    echo: bool = False
     best_of: Literal[1] = 1
 
     @field_validator("prompt")

@@ -14,7 +14,7 @@ from support.messages import raises
 from support.templates import SHAPES, Shape, tokenizer, tokenizer_with
 
 from hone.agents.messages import AssistantTurn, ToolCall, tool_message
-from hone.agents.rendering import Renderer, renderer_for
+from hone.agents.rendering import Ending, Renderer, renderer_for
 from hone.agents.rendering.probes import ANSWERED, ASKED, ASKED_AGAIN, TOOL, call, result, thinking
 from hone.agents.rendering.probes import calling as probe_calling
 from hone.data.chat_formats import CHAT_FORMATS
@@ -158,7 +158,7 @@ def test_the_first_template_of_harmony() -> None:
         "input_ids"
     ]
     assert old.bridge(turn, [result()], [TOOL]) == new.bridge(turn, [result()], [TOOL])
-    whole = old.prompt([ASKED, probe_calling(call())], [TOOL], generation_prompt=False)
+    whole = old.prompt([ASKED, probe_calling(call())], [TOOL], ending=Ending.CLOSED)
     assert [c.arguments for c in old.parse(whole[len(old.prompt([ASKED], [TOOL])) :]).calls] == [{"city": "Rome"}]
     both = {**probe_calling(call(), thoughts="Hm."), "content": "I will look."}
     assert "Hm.\nI will look." in str(made.decode(new.prompt([ASKED, both, result()], [TOOL])))
