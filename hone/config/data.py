@@ -10,6 +10,18 @@ from hone.config.sampler import SamplerConfig
 
 
 @dataclass
+class CustomDatasetConfig:
+    """A dataset class of the user, in place of the reader of files."""
+
+    path: str | None = None
+    """Python file, or module as `package.module`, with the class; null reads the files. The class takes the arguments data_files,
+    tokenizer, config (the block data) and max_samples, or some of them. It has `__len__` and `__getitem__(number)`, which returns a
+    row: a mapping with the columns that a file would have. An exact resume needs the same row under the same number."""
+    name: str | None = None
+    """Name of the class; null takes the only class that the file defines."""
+
+
+@dataclass
 class DataConfig:
     """Prompt datasets and the size of a batch."""
 
@@ -27,9 +39,9 @@ class DataConfig:
     """Longest prompt in tokens, chat template included."""
     max_response_length: int = number(512, low=1)
     """Most tokens sampled for one response."""
-    truncation: str = choice("error", "error", "drop", "truncate")
-    """Action for a prompt longer than max_prompt_length: error ends the run, drop removes the row, truncate removes the beginning
-    of the prompt. The log counts such prompts."""
+    truncation: str = choice("error", "error", "drop", "truncate", "left", "right", "middle")
+    """Action for a prompt longer than max_prompt_length: error ends the run, drop removes the row, left (or truncate) removes the
+    beginning of the prompt, right its end, the generation prompt included, and middle its middle. The log counts such prompts."""
     filter_overlong_prompts: bool = False
     """Drop rows whose prompt is longer than max_prompt_length, whatever truncation says."""
     train_batch_size: int = number(64, low=1)
@@ -47,10 +59,12 @@ class DataConfig:
     """Seed of the order of rows; null means trainer.seed. Set it to use the same order in runs with several seeds."""
     sampler: SamplerConfig = block(SamplerConfig)
     """Order of the prompts."""
+    custom_cls: CustomDatasetConfig = block(CustomDatasetConfig)
+    """A dataset class of the user."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, for example {enable_thinking: false}."""
 
     @property
     def overlong_policy(self) -> str:
-        """Action for a prompt that is too long: error, drop or truncate."""
+        """Action for a prompt that is too long, as truncation."""
         return "drop" if self.filter_overlong_prompts else self.truncation

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.config.data import CustomDatasetConfig
 from hone.config.fields import block, choice, dataset_paths, model_path, named, number
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.preflight import PreflightConfig
@@ -49,6 +50,8 @@ class PreferenceDataConfig:
     """Use at most this many validation rows; -1 means all."""
     shuffle: bool = True
     """Visit the rows in a new random order every epoch."""
+    custom_cls: CustomDatasetConfig = block(CustomDatasetConfig)
+    """A dataset class of the user."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template."""
 

@@ -11,6 +11,14 @@ from hone.config.fields import choice
 class SamplerConfig:
     """The order of the training prompts."""
 
+    class_path: str | None = None
+    """Python file, or module as `package.module`, of a sampler class of the user; null uses name. The class takes the arguments
+    data_source (the dataset), data_config (the block data), batch_size and seed, or some of them, and has `__iter__`, which yields
+    the row numbers of an epoch. It may have `set_epoch(epoch)`, `state_dict()` with `load_state_dict(state)`, and `observe(rates)`
+    for the measured pass rate of each row, after which `__iter__` continues within the epoch. A resumed run draws the rows of its epoch
+    again up to the checkpoint (without state_dict, those of all epochs), and ends with an error if they differ."""
+    class_name: str | None = None
+    """Name of the class; null takes the only class that the file defines."""
     name: str = choice("epoch", "epoch", "mixture", "difficulty", "pass_rate")
     """epoch visits every row once per epoch; mixture samples the data sources in the proportions of weights; difficulty visits
     easy rows first; pass_rate prefers rows that the policy answers correctly about half the time, as measured in this run. All

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.config.data import CustomDatasetConfig
 from hone.config.fields import block, choice, dataset_paths, number
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.preflight import PreflightConfig
@@ -16,7 +17,8 @@ class SFTDataConfig:
     """Training conversations."""
 
     train_files: Any = dataset_paths()
-    """Training files (parquet, json or jsonl) with a column of messages: a path or a list. Required."""
+    """Training files (parquet, json or jsonl) with a column of messages, or of conversations in ShareGPT's form: a path or a list.
+    Required."""
     val_files: Any = dataset_paths()
     """Held-out files; null means no validation loss."""
     messages_key: str = "messages"
@@ -25,8 +27,9 @@ class SFTDataConfig:
     """Column of the function schemas of a conversation, a list or its JSON text; optional."""
     max_length: int = number(1024, low=1)
     """Longest conversation in tokens."""
-    truncation: str = choice("error", "error", "drop", "truncate")
-    """Action for a longer one: error ends the run, drop removes the row, truncate removes its end."""
+    truncation: str = choice("error", "error", "drop", "truncate", "left", "right", "middle")
+    """Action for a longer one: error ends the run, drop removes the row, right (or truncate) removes its end, left its beginning,
+    middle its middle."""
     train_batch_size: int = number(64, low=1)
     """Conversations per optimizer update."""
     max_token_len_per_gpu: int = number(16384, low=1)
@@ -37,6 +40,8 @@ class SFTDataConfig:
     """Use at most this many validation rows; -1 means all."""
     shuffle: bool = True
     """Visit the rows in a new random order every epoch."""
+    custom_cls: CustomDatasetConfig = block(CustomDatasetConfig)
+    """A dataset class of the user."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template."""
 

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hone.data.assistant_mask import render_conversations
-from hone.data.files import read_rows
+from hone.data.files import RowReader, read_rows
 from hone.data.messages import check_messages, plain, schemas_of
-from hone.data.overlong import check_policy, overlong_rows
+from hone.data.overlong import check_policy, overlong_rows, shortened
 from hone.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -41,10 +41,11 @@ class ConversationDataset:
         tokenizer: with a chat template.
         messages_key: column of chat messages; every row needs at least one assistant message.
         max_length: longest conversation in tokens.
-        truncation: treatment of a longer one: ``error``, ``drop``, or ``truncate`` (keep its beginning; a row without any
-            remaining assistant token counts as dropped).
+        truncation: treatment of a longer one: ``error``, ``drop``, or the side whose tokens are removed, ``left``, ``right`` (or
+            ``truncate``) or ``middle``; a row without any remaining assistant token counts as dropped.
         max_samples: use the first rows only; -1 uses all.
         chat_template_kwargs: additional arguments of the chat template.
+        read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
         tools_key: column of the conversation's function schemas, a list or its JSON text; it may be missing.
 
     Attributes:
@@ -67,9 +68,10 @@ class ConversationDataset:
         max_samples: int = -1,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools_key: str = "tools",
+        read: RowReader | None = None,
     ) -> None:
         check_policy(truncation)
-        rows = read_rows(files, required=(messages_key,), optional=(tools_key,), max_rows=max_samples)
+        rows = (read or read_rows)(files, required=(messages_key,), optional=(tools_key,), max_rows=max_samples)
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         chats = [check_messages(plain(row.values[messages_key]), where=row.where, column=messages_key) for row in rows]
@@ -78,11 +80,15 @@ class ConversationDataset:
         long = overlong_rows(
             [len(ids) for ids, _ in rendered], max_length, truncation, what="conversations", key="data.max_length"
         )
+        side = "right" if truncation in ("truncate", "drop") else truncation
         self._conversations: list[Conversation] = []
         for row, (ids, mask) in enumerate(rendered):
-            if row in long and (truncation == "drop" or not any(mask[:max_length])):
-                continue
-            self._conversations.append(Conversation(ids[:max_length], mask[:max_length]))
+            if row in long:
+                kept = shortened(mask, max_length, side)
+                if truncation == "drop" or 1 not in kept:
+                    continue
+                ids, mask = shortened(ids, max_length, side), kept
+            self._conversations.append(Conversation(ids, mask))
         self.dropped = len(rendered) - len(self._conversations)
         self.truncated = len(long) - self.dropped
         if long:
@@ -96,7 +102,7 @@ class ConversationDataset:
             )
         if not self._conversations:
             raise DataError(
-                f"all {len(rendered)} conversations begin with more than data.max_length={max_length} tokens of prompt",
+                f"none of {len(rendered)} conversations has an assistant token left within data.max_length={max_length}",
                 fix=f"data.max_length={max(len(ids) for ids, _ in rendered)}",
             )
 

@@ -31,27 +31,11 @@ import pyarrow.parquet as pq
 
 from hone.data.files import read_all
 from hone.data.messages import plain
+from hone.data.sharegpt import SYSTEM, Messages, is_sharegpt, messages_of_turns, unknown_turn
 from hone.errors import ConfigError, DataError, did_you_mean
-
-Messages = list[dict[str, Any]]
 
 SOURCES = ("auto", "sharegpt", "openai", "alpaca", "csv")
 TARGETS = ("chat", "string", "multi-turn", "multimodal", "messages")
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_call": "assistant",
-    "function": "tool",
-}
 _CONVERSATIONS = ("conversations", "conversation", "messages", "chat", "dialogue", "dialog")
 _MEDIA = re.compile(r"<(image|video|audio)>")
 _MEDIA_COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
@@ -146,7 +130,7 @@ def _records(file: Path, options: Conversion) -> Iterator[dict[str, Any]]:
                 f"cannot be read as CSV: {error}", where=str(file), fix="write the file again, in UTF-8"
             ) from error
         return
-    for row in read_all(file):
+    for row in read_all(file, as_stored=True):
         yield {name: plain(value) for name, value in row.values.items()}
 
 
@@ -198,7 +182,9 @@ def _conversation(record: dict[str, Any], file: Path, options: Conversion) -> Me
         turns = next((record[name] for name in _CONVERSATIONS if isinstance(record.get(name), list)), None)
         if not turns:
             return "without a conversation"
-        return _turns(turns, record.get("system"))
+        if unknown_turn(turns) is not None:
+            return "with a role that is not known"
+        return messages_of_turns(turns, record.get(SYSTEM))
     question, answer = (
         ("\n\n".join(part for part in (record.get("instruction"), record.get("input")) if part), record.get("output"))
         if source == "alpaca"
@@ -219,30 +205,10 @@ def _column(record: dict[str, Any], name: str) -> Any:
     return value
 
 
-def _turns(turns: list[Any], system: Any) -> Messages | str:
-    messages: Messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
-    for turn in turns:
-        role = _ROLES.get(str(turn.get("role", turn.get("from"))).lower()) if isinstance(turn, dict) else None
-        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-        if role is None:
-            return "with a role that is not known"
-        if isinstance(content, list):
-            content = "".join(_text(part) for part in content)
-        messages.append({"role": role, "content": str(content or "")})
-    return messages
-
-
-def _text(part: Any) -> str:
-    if not isinstance(part, dict):
-        return str(part)
-    kind = str(part.get("type", "text")).removesuffix("_url")
-    return f"<{kind}>" if kind in _MEDIA_COLUMNS else str(part.get("text") or "")
-
-
 def _source_of(record: dict[str, Any], file: Path, options: Conversion) -> str:
     turns = next((record[name] for name in _CONVERSATIONS if isinstance(record.get(name), list) and record[name]), None)
     if turns and isinstance(turns[0], dict):
-        return "sharegpt" if "from" in turns[0] else "openai"
+        return "sharegpt" if is_sharegpt(turns) else "openai"
     if "instruction" in record and "output" in record:
         return "alpaca"
     if all(name in record or _column(record, name) is not None for name in (options.question, options.answer)):

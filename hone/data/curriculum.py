@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from hone.config.data import DataConfig
+from hone.data.custom import custom_sampler
 from hone.data.prompts import PromptDataset
 from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed
@@ -27,8 +28,11 @@ def make_sampler(config: DataConfig, dataset: PromptDataset, seed: int) -> Epoch
     """Return the sampler that ``data.sampler`` selects.
 
     Raises:
+        ConfigError: the user's sampler class cannot be loaded.
         DataError: the dataset does not fill a batch, a weight's source has no rows, or a row has no difficulty.
     """
+    if config.sampler.class_path is not None:
+        return custom_sampler(config, dataset, seed)
     size, batch_size, name = len(dataset), config.train_batch_size, config.sampler.name
     weights, key, kind = config.sampler.weights, config.sampler.difficulty_key, config.sampler.pass_rate_of
     if name == "mixture":

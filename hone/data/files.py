@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hone.data.sharegpt import COLUMNS, SYSTEM, to_messages
 from hone.errors import DataError, did_you_mean
 from hone.text import check_valid
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow")
+EVERY_COLUMN = ("*",)
+"""Value of ``optional`` that reads every column."""
+RowReader = Callable[..., "list[Row]"]
+"""Function with the arguments of :func:`read_rows`."""
 _MOST_LISTED = 10
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -65,16 +70,21 @@ def read_rows(
     defaults: Mapping[str, Any] | None = None,
     max_rows: int = -1,
     bad_lines: BadLines | None = None,
+    as_stored: bool = False,
 ) -> list[Row]:
     """Read the named columns of all ``files``, in order.
+
+    Conversations in ShareGPT's form become chat messages. Where a file lacks ``messages``, its column ``conversations`` is read
+    under that name.
 
     Args:
         files: paths of parquet, json or jsonl files.
         required: columns that every file must have.
-        optional: columns that are read if they exist.
+        optional: columns that are read if they exist; :data:`EVERY_COLUMN` reads all.
         defaults: values of columns where a row has none.
         max_rows: read the first rows only; -1 reads all.
         bad_lines: collects the lines of JSON lines that are not JSON, which are left out; None raises an error for the first.
+        as_stored: return columns and values as the files have them.
 
     Raises:
         DataError: no file given, a file is missing, unreadable, of another format or empty, or a required column is missing.
@@ -85,18 +95,36 @@ def read_rows(
         raise DataError("no dataset file is given", fix="data.train_files=PATH (parquet, json or jsonl)")
     stems = [path.stem for path in paths]
     rows: list[Row] = []
+    if optional == EVERY_COLUMN:
+        optional = tuple(dict.fromkeys(column for path in paths for column in _columns(path)))
     optional = (*optional, *(defaults or {}))
+    wanted = {*required, *optional}
+    more = () if as_stored else (SYSTEM, *(other for name in wanted for other in COLUMNS.get(name, ())))
     for number, path in enumerate(paths):
         name = path.stem if stems.count(path.stem) == 1 else f"{path.stem}.{number}"
-        for index, values in enumerate(_records(path, required, optional, bad_lines)):
+        for index, values in enumerate(_records(path, required, (*optional, *more), bad_lines)):
             if max_rows >= 0 and len(rows) >= max_rows:
                 return rows
-            rows.append(Row(f"{name}:{index}", f"{path}, row {index}", {**(defaults or {}), **values}))
+            where = f"{path}, row {index}"
+            read = values if as_stored else to_messages(_under_wanted_names(values, wanted), where)
+            chosen = {column: value for column, value in read.items() if column in wanted}
+            rows.append(Row(f"{name}:{index}", where, {**(defaults or {}), **chosen}))
     return rows
 
 
-def read_all(files: Sequence[str | Path] | str | Path, bad_lines: BadLines | None = None) -> list[Row]:
-    """Read every column of all ``files``, in order; ``bad_lines`` as for :func:`read_rows`.
+def _under_wanted_names(values: dict[str, Any], wanted: set[str]) -> dict[str, Any]:
+    """Return a row in which a wanted column that the file lacks is read from the column named in its place."""
+    for name in wanted & COLUMNS.keys():
+        other = next((column for column in COLUMNS[name] if column in values), None)
+        if name not in values and other is not None:
+            values[name] = values[other] if other in wanted else values.pop(other)
+    return values
+
+
+def read_all(
+    files: Sequence[str | Path] | str | Path, bad_lines: BadLines | None = None, *, as_stored: bool = False
+) -> list[Row]:
+    """Read every column of all ``files``, in order; ``bad_lines`` and ``as_stored`` as for :func:`read_rows`.
 
     Raises:
         DataError: as :func:`read_rows`.
@@ -104,7 +132,10 @@ def read_all(files: Sequence[str | Path] | str | Path, bad_lines: BadLines | Non
     rows: list[Row] = []
     listed = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
     for file in (part for path in listed for part in _parts(path)):
-        rows += read_rows(file, required=(), optional=_columns(file), bad_lines=bad_lines)
+        columns = _columns(file)
+        if not as_stored:
+            columns += [name for name, others in COLUMNS.items() if name not in columns and {*others} & {*columns}]
+        rows += read_rows(file, required=(), optional=columns, bad_lines=bad_lines, as_stored=as_stored)
     return rows
 
 
@@ -129,9 +160,10 @@ def _records(
         raise _not_a_file(path)
     if path.suffix not in SUFFIXES:
         kind = f"ends in '{path.suffix}'" if path.suffix else "has no file ending"
+        forms = f"dataset files end in {', '.join(SUFFIXES)}; a dataset of the hub is named ORG/NAME"
+        table = path.suffix.lower() in (".csv", ".tsv")
         raise DataError(
-            f"'{path}' {kind}",
-            fix=f"dataset files end in {', '.join(SUFFIXES)}; a dataset of the hub is named ORG/NAME",
+            f"'{path}' {kind}", fix=f"hone data convert {path} --out NEW.parquet (see its --help)" if table else forms
         )
     if not path.exists():
         raise DataError(f"dataset file '{path}' does not exist", fix=_nearby(path))
@@ -272,7 +304,7 @@ def _json_records(path: Path, text: str, bad_lines: BadLines | None) -> Iterable
 def _check_columns(path: Path, columns: Iterable[str], required: Sequence[str], row: int | None = None) -> None:
     columns = list(columns)
     for name in required:
-        if name not in columns:
+        if name not in columns and not {*columns} & {*COLUMNS.get(name, ())}:
             at = "" if row is None else f" in row {row}"
             raise DataError(
                 f"no column '{name}'{at}; the columns are {', '.join(columns) or '(none)'}",
@@ -282,11 +314,19 @@ def _check_columns(path: Path, columns: Iterable[str], required: Sequence[str], 
 
 
 def _column_fix(path: Path, name: str, columns: Sequence[str]) -> str:
-    if name == "messages" and "conversations" in columns:
-        return f"hone data convert {path} --to messages --out FILE.parquet makes the column"
+    convertible = {"messages", "conversations", "conversation", "instruction", "question"} & {*columns}
     key = {"prompt": "data.prompt_key", "messages": "data.messages_key"}.get(name)
-    known = did_you_mean(name, columns)
-    return f"{known}{'' if known.endswith('?') else '.'} {key}=COLUMN reads another column" if key else known
+    if key is None:
+        return did_you_mean(name, columns)
+    if convertible:
+        target = " --to messages" if name == "messages" else ""
+        return (
+            f"hone data convert {path}{target} --out NEW.parquet makes the column; or name another column: {key}=COLUMN"
+        )
+    nearest = did_you_mean(name, columns)
+    return (
+        f"{nearest} Name it: {key}=COLUMN" if nearest.endswith("?") else f"name the column that holds it: {key}=COLUMN"
+    )
 
 
 def _not_utf8(path: Path, batch: pa.RecordBatch, first: int) -> DataError:

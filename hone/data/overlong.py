@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from hone.errors import ConfigError, DataError, did_you_mean
 
-POLICIES = ("error", "drop", "truncate")
+T = TypeVar("T")
+
+SIDES = ("left", "right", "middle")
+"""Parts of a row that are removed when it is too long."""
+POLICIES = ("error", "drop", "truncate", *SIDES)
 
 
 def check_policy(policy: str) -> None:
-    """Raise ConfigError unless ``policy`` is error, drop or truncate."""
+    """Raise ConfigError unless ``policy`` is one of :data:`POLICIES`."""
     if policy not in POLICIES:
         raise ConfigError(f"unknown policy '{policy}'", where="data.truncation", fix=did_you_mean(policy, POLICIES))
+
+
+def shortened(values: list[T], limit: int, side: str) -> list[T]:
+    """Return at most ``limit`` values, without those on the left or right, or in the middle.
+
+    >>> [shortened([1, 2, 3, 4, 5], 3, side) for side in ("left", "right", "middle")]
+    [[3, 4, 5], [1, 2, 3], [1, 4, 5]]
+    """
+    if len(values) <= limit:
+        return values
+    first = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    return values[:first] + values[len(values) - (limit - first) :]
 
 
 def overlong_rows(lengths: Sequence[int], limit: int, policy: str, *, what: str, key: str) -> set[int]:
@@ -21,7 +38,7 @@ def overlong_rows(lengths: Sequence[int], limit: int, policy: str, *, what: str,
     Args:
         lengths: tokens of each row.
         limit: largest number of tokens allowed.
-        policy: ``error`` raises if there is one; ``drop`` and ``truncate`` leave the rows to the caller.
+        policy: ``error`` raises if there is one; the others leave the rows to the caller.
         what: name of the rows in the message ("prompts").
         key: configuration key of the limit.
 
@@ -30,7 +47,7 @@ def overlong_rows(lengths: Sequence[int], limit: int, policy: str, *, what: str,
     """
     check_policy(policy)
     long = {row for row, length in enumerate(lengths) if length > limit}
-    if not long or policy == "truncate" or (policy == "drop" and len(long) < len(lengths)):
+    if not long or policy in ("truncate", *SIDES) or (policy == "drop" and len(long) < len(lengths)):
         return long
     ordered = sorted(lengths)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]

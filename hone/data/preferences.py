@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.config.preference import PreferenceDataConfig
 from hone.data.batch import Batch
-from hone.data.files import Row, read_rows
+from hone.data.files import Row, RowReader, read_rows
 from hone.data.messages import plain, schemas_of
 from hone.data.overlong import check_policy, overlong_rows
 from hone.data.ragged import Ragged
@@ -89,6 +89,7 @@ class PreferenceDataset:
             end; a row with a side that has no token left counts as dropped).
         max_samples: use the first rows only; -1 uses all.
         chat_template_kwargs: additional arguments of the chat template.
+        read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
 
     Attributes:
         paired: whether rows are pairs.
@@ -109,10 +110,11 @@ class PreferenceDataset:
         truncation: str,
         max_samples: int = -1,
         chat_template_kwargs: dict[str, Any] | None = None,
+        read: RowReader | None = None,
     ) -> None:
         check_policy(truncation)
         columns = columns or PreferenceColumns()
-        rows = read_rows(files, required=(), optional=columns.all, max_rows=max_samples)
+        rows = (read or read_rows)(files, required=(), optional=columns.all, max_rows=max_samples)
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         self.paired = holds_pairs(rows[0], columns)

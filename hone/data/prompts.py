@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hone.data.chat import render_prompts
-from hone.data.files import Row, read_rows
+from hone.data.files import EVERY_COLUMN, Row, RowReader, read_rows
 from hone.data.messages import check_messages, plain
-from hone.data.overlong import check_policy, overlong_rows
+from hone.data.overlong import SIDES, check_policy, overlong_rows, shortened
 from hone.data.types import Sample
 from hone.errors import DataError
 
@@ -22,6 +22,12 @@ log = logging.getLogger(__name__)
 
 NO_SOURCE = "default"
 """Data source of rows without a column of data sources; a reward function of the run scores them."""
+
+_OF_HONE = (
+    *("reward_model", "extra_info", "agent_name"),
+    *("tools_kwargs", "tool_selection", "interaction_kwargs", "environment", "verifiers"),
+)
+"""Columns that are read for themselves, and fields of extra_info that steer an episode: no column replaces them."""
 
 ToolsOf = Callable[[Sample], Sequence[dict[str, Any]]]
 """Function from a dataset row to the function schemas of its prompt."""
@@ -41,10 +47,13 @@ class PromptDataset:
         prompt_key: column of the prompt.
         reward_fn_key: column that names the kind of problem; it may be missing.
         max_prompt_length: longest prompt in tokens.
-        truncation: treatment of longer ones: ``error``, ``drop``, or ``truncate`` (keep the end).
+        truncation: treatment of longer ones: ``error``, ``drop``, or the side whose tokens are removed: ``left``, ``right`` or
+            ``middle``.
         max_samples: use the first rows only; -1 uses all.
         chat_template_kwargs: additional arguments of the chat template.
         tools_of: function schemas that a row's prompt shows; None: no tools.
+        all_columns: add the other columns of a row to its ``extra_info``, for a reward function that takes columns.
+        read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
 
     Attributes:
         dropped: number of rows left out because they are too long.
@@ -66,18 +75,21 @@ class PromptDataset:
         max_samples: int = -1,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools_of: ToolsOf | None = None,
+        all_columns: bool = False,
+        read: RowReader | None = None,
     ) -> None:
         check_policy(truncation)
-        rows = read_rows(
+        truncation = "left" if truncation == "truncate" else truncation
+        rows = (read or read_rows)(
             files,
             required=(prompt_key,),
-            optional=("reward_model", "extra_info", "agent_name"),
+            optional=EVERY_COLUMN if all_columns else ("reward_model", "extra_info", "agent_name"),
             defaults={reward_fn_key: NO_SOURCE},
             max_rows=max_samples,
         )
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
-        samples = [_sample(row, prompt_key, reward_fn_key) for row in rows]
+        samples = [_sample(row, prompt_key, reward_fn_key, all_columns) for row in rows]
         prompts = [plain(row.values[prompt_key]) for row in rows]
         _tokenize(samples, prompts, tokenizer, chat_template_kwargs or {}, tools_of or _no_tools)
         for sample, row in zip(samples, rows, strict=True):
@@ -86,17 +98,18 @@ class PromptDataset:
         lengths = [len(sample.prompt_ids) for sample in samples]
         long = overlong_rows(lengths, max_prompt_length, truncation, what="prompts", key="data.max_prompt_length")
         self.dropped = len(long) if truncation == "drop" else 0
-        self.truncated = len(long) if truncation == "truncate" else 0
+        self.truncated = len(long) if truncation in SIDES else 0
         if long:
             log.warning(
                 "%d of %d prompts are longer than %d tokens: %s",
                 len(long),
                 len(samples),
                 max_prompt_length,
-                "dropped" if self.dropped else "truncated at their beginning",
+                "dropped" if self.dropped else f"truncated ({truncation})",
             )
-        for row in long:
-            samples[row].prompt_ids = samples[row].prompt_ids[-max_prompt_length:]
+        if self.truncated:
+            for row in long:
+                samples[row].prompt_ids = shortened(samples[row].prompt_ids, max_prompt_length, truncation)
         self._samples = [sample for row, sample in enumerate(samples) if truncation != "drop" or row not in long]
 
     def __len__(self) -> int:
@@ -110,7 +123,7 @@ class PromptDataset:
         return Counter(sample.data_source for sample in self._samples)
 
 
-def _sample(row: Row, prompt_key: str, reward_fn_key: str) -> Sample:
+def _sample(row: Row, prompt_key: str, reward_fn_key: str, all_columns: bool) -> Sample:
     prompt, source = plain(row.values[prompt_key]), row.values[reward_fn_key]
     if not isinstance(source, str):
         raise DataError(
@@ -127,6 +140,11 @@ def _sample(row: Row, prompt_key: str, reward_fn_key: str) -> Sample:
                 where=row.where,
                 fix='write it as an object, for example {"style": "rule", "ground_truth": "42"}',
             )
+    if all_columns:
+        others = {
+            name: value for name, value in row.values.items() if name not in {prompt_key, reward_fn_key, *_OF_HONE}
+        }
+        extra = {**plain(others), **extra}
     ready = isinstance(prompt, str) or _is_token_ids(prompt)
     messages = None if ready else check_messages(prompt, where=row.where, column=prompt_key)
     return Sample(
@@ -138,6 +156,11 @@ def _sample(row: Row, prompt_key: str, reward_fn_key: str) -> Sample:
         extra_info=extra,
         agent_name=row.values.get("agent_name"),
     )
+
+
+def other_columns(row: Row, *keys: str) -> dict[str, Any]:
+    """Return the columns of a row that a reward function may take besides the prompt and the data source, named by ``keys``."""
+    return {name: plain(value) for name, value in row.values.items() if name not in {*keys, *_OF_HONE}}
 
 
 def _no_tools(sample: Sample) -> Sequence[dict[str, Any]]:

@@ -79,6 +79,14 @@ class EpochSampler:
         Raises:
             CheckpointError: the state belongs to another dataset, batch size, order or seed.
         """
+        self._check_run(state)
+        if not 0 <= state["batches"] <= self.steps_per_epoch or state["epoch"] < 0:
+            raise CheckpointError(f"the data position is not valid: epoch {state['epoch']}, batch {state['batches']}")
+        self.epoch, self._position = state["epoch"], state["batches"]
+        self._order = self._permutation(self.epoch)
+
+    def _check_run(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError if a state belongs to another dataset, batch size, order or seed."""
         for name, key in (
             ("size", "data.train_files"),
             ("batch_size", "data.train_batch_size"),
@@ -92,10 +100,6 @@ class EpochSampler:
                     why="some rows would be visited twice and others never",
                     fix=f"resume with the same {key}, or start again with trainer.resume_mode=disable",
                 )
-        if not 0 <= state["batches"] <= self.steps_per_epoch or state["epoch"] < 0:
-            raise CheckpointError(f"the data position is not valid: epoch {state['epoch']}, batch {state['batches']}")
-        self.epoch, self._position = state["epoch"], state["batches"]
-        self._order = self._permutation(self.epoch)
 
     def _count_batch(self) -> int:
         """Count a batch and return its number within the epoch; begin a new epoch after the last batch of one."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.data.files import Row, read_rows
+from hone.data.files import EVERY_COLUMN, Row, read_rows
 from hone.data.messages import plain
-from hone.data.prompts import NO_SOURCE
+from hone.data.prompts import NO_SOURCE, other_columns
 from hone.data.types import Sample
 
 REFERENCES = ("solution", "answer", "response", "completion", "output")
@@ -39,8 +39,9 @@ def scored_rows(
     Raises:
         DataError: a file cannot be read.
     """
-    optional = ("reward_model", "extra_info", messages_key, prompt_key, *REFERENCES)
-    rows = read_rows(files, required=(), optional=optional, defaults={reward_fn_key: NO_SOURCE}, max_rows=_LOOKED_AT)
+    rows = read_rows(
+        files, required=(), optional=EVERY_COLUMN, defaults={reward_fn_key: NO_SOURCE}, max_rows=_LOOKED_AT
+    )
     by_source: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_source[str(row.values[reward_fn_key])].append(row)
@@ -59,7 +60,7 @@ def _scored(row: Row, reward_fn_key: str, messages_key: str, prompt_key: str) ->
         messages=prompt if isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt) else None,
         data_source=str(row.values[reward_fn_key]),
         ground_truth=reward.get("ground_truth") if isinstance(reward, dict) else None,
-        extra_info=extra,
+        extra_info={**other_columns(row, prompt_key, reward_fn_key), **extra},
     )
     answers = [_last_answer(plain(row.values.get(messages_key)))]
     answers += [place.get(name) for place in (row.values, extra) for name in REFERENCES]

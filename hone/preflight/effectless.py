@@ -195,11 +195,14 @@ def _sampling_switches(config: RLConfig) -> list[Switch]:
 
 
 def _order_switches(config: RLConfig) -> list[Switch]:
-    """Return the keys of the order of prompts."""
+    """Return the keys of the order of prompts; a sampler class of the user receives all of them."""
+    if config.data.sampler.class_path is not None:
+        return []
     name, key = config.data.sampler.name, "data.sampler"
     reason = f"{key}.name={name}"
     by_level = name == "difficulty" or (name == "pass_rate" and config.data.sampler.pass_rate_of == "difficulty")
     return [
+        Switch((f"{key}.class_name",), False, f"{key}.class_path=null", f"{key}.class_path=FILE.py", stops=True),
         Switch((f"{key}.weights",), name == "mixture", reason, f"{key}.name=mixture", stops=True),
         Switch((f"{key}.difficulty_key",), by_level, reason, f"{key}.name=difficulty", stops=True),
         Switch((f"{key}.pass_rate_of",), name == "pass_rate", reason, f"{key}.name=pass_rate", stops=True),

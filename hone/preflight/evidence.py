@@ -159,13 +159,14 @@ class Evidence:
             return None
 
     def _rows(self, files: Any, most: int) -> list[Row]:
-        from hone.data.files import read_rows
+        from hone.data.custom import row_reader
 
-        paths = file_list(files)
+        paths, data = file_list(files), self.config.data
         if not paths:
             return []
         try:
-            rows = read_rows(
+            read = row_reader(data.custom_cls, data, self.tokenizer if data.custom_cls.path else None)
+            rows = read(
                 paths, required=(), optional=columns(self.config), defaults=defaults(self.config), max_rows=most
             )
         except HoneError:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import importlib.util
 import inspect
 import io
 import os
@@ -38,6 +37,7 @@ from hone.rewards.outcome import TIMEOUT, failed
 from hone.rewards.score import Score
 from hone.rewards.signatures import Adapted
 from hone.rewards.target import BROKEN, LoadFailure, Ready, Target, encode_result
+from hone.user_code import UserCodeError, last_line, load_file
 
 _FIRST_DESCRIPTOR = 100
 _PARENT_SECONDS = 1.0
@@ -169,7 +169,7 @@ def _load_code(code: bytes, name: str) -> Callable[..., Any]:
         return pickle.loads(code)
     except Exception as error:  # loading imports the modules that the function uses
         raise LoadFailure(
-            f"the function '{name}' cannot be loaded in a worker process: {_last_line(error)}",
+            f"the function '{name}' cannot be loaded in a worker process: {last_line(error)}",
             "import modules inside the function, or put it into a file",
             traceback.format_exc(),
         ) from error
@@ -192,21 +192,10 @@ def _load_from_file(target: Target) -> Callable[..., Any]:
 
 
 def _load_module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise LoadFailure(f"{path} is not a Python file", "reward.custom_reward_function.path=<file>.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's file is reported to the parent
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = f" at line {lines[-1]}" if lines else ""
-        raise LoadFailure(
-            f"importing {path} failed{line}: {_last_line(error)}", "fix the file", traceback.format_exc()
-        ) from error
-    return module
+        return load_file(path)
+    except UserCodeError as error:
+        raise LoadFailure(error.what, error.fix, error.trace) from error
 
 
 def _check_signature(function: Callable[..., Any], target: Target) -> None:
@@ -267,18 +256,14 @@ async def _run_together(channel: Channel, function: Callable[..., Any], payloads
 def _failure(error: BaseException, seconds: float, timeout: float) -> tuple[Score, str | None]:
     if isinstance(error, TimeoutError) and seconds >= timeout:
         return failed(f"{TIMEOUT}: no answer within {timeout:g} s"), None
-    return failed(_last_line(error)), "".join(traceback.format_exception(error))
-
-
-def _last_line(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    return failed(last_line(error)), "".join(traceback.format_exception(error))
 
 
 def _reply(channel: Channel, number: int, score: Score | list[Score], trace: str | None) -> None:
     try:
         body = encode_result(number, score, trace)
     except (ValueError, TypeError, RecursionError) as error:
-        body = encode_result(number, failed(f"returned what cannot be sent: {_last_line(error)}"), None)
+        body = encode_result(number, failed(f"returned what cannot be sent: {last_line(error)}"), None)
     _send(channel, body)
     activity.tick()
 

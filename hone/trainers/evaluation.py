@@ -38,7 +38,7 @@ from hone.models.loading import load_policy
 from hone.rewards.manager import RewardManager
 from hone.rewards.placement import share_rewards
 from hone.trainers.episode_keys import EpisodeKeys
-from hone.trainers.inputs import self_scored_by
+from hone.trainers.inputs import reads_columns, self_scored_by
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.export import base_of_adapter, find_actor
 
@@ -82,6 +82,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         max_samples=request.max_samples,
         chat_template_kwargs=keys.template_kwargs,
         tools_of=tools_of(context),
+        all_columns=reads_columns(request.reward),
     )
     samples = [dataset[row] for row in range(len(dataset))]
     rewards = RewardManager(request.reward)

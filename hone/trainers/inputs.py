@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.agents.context import EpisodeContext
 from hone.agents.prompts import loop_class, tools_of
-from hone.config.data import DataConfig
+from hone.config.reward import RewardConfig
 from hone.config.tree import RLConfig
+from hone.data.custom import row_reader
 from hone.data.prompts import PromptDataset, ToolsOf
 from hone.data.tokenizer import stop_tokens
 from hone.data.types import Sample
@@ -26,25 +27,34 @@ def prompt_dataset(config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerB
     """Load the prompts in ``files`` (a path or list of paths), with the tools of each row's agent loop."""
     context = EpisodeContext.from_config(config, tokenizer)
     try:
-        return _prompt_dataset(config.data, files, tokenizer, max_samples, tools_of(context))
+        return _prompt_dataset(config, files, tokenizer, max_samples, tools_of(context))
     finally:
         context.close()
 
 
 def _prompt_dataset(
-    config: DataConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int, tools: ToolsOf
+    config: RLConfig, files: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int, tools: ToolsOf
 ) -> PromptDataset:
+    data = config.data
     return PromptDataset(
         file_list(files),
         tokenizer,
-        prompt_key=config.prompt_key,
-        reward_fn_key=config.reward_fn_key,
-        max_prompt_length=config.max_prompt_length,
-        truncation=config.overlong_policy,
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.overlong_policy,
         max_samples=max_samples,
-        chat_template_kwargs=config.apply_chat_template_kwargs,
+        chat_template_kwargs=data.apply_chat_template_kwargs,
         tools_of=tools,
+        all_columns=reads_columns(config.reward),
+        read=row_reader(data.custom_cls, data, tokenizer),
     )
+
+
+def reads_columns(reward: RewardConfig) -> bool:
+    """Return whether a function of the user scores the rows, which may take any column."""
+    terms = any(isinstance(term, dict) and term.get("function") for term in reward.terms)
+    return reward.custom_reward_function.path is not None or terms
 
 
 def self_scored(

@@ -13,6 +13,7 @@ import torch
 from hone.config.model import ModelConfig
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.data.batch import Batch
+from hone.data.custom import row_reader
 from hone.data.preferences import PreferenceDataset, preference_batch, preference_columns
 from hone.insight.metrics import MetricStore
 from hone.trainers.inputs import file_list
@@ -40,6 +41,7 @@ class PreferenceTrainer(OfflineTrainer[PreferenceConfig | RewardModelConfig, Pre
             truncation=data.truncation,
             max_samples=max_samples,
             chat_template_kwargs=data.apply_chat_template_kwargs,
+            read=row_reader(data.custom_cls, data, self.tokenizer),
         )
 
     def build(self, model: ModelConfig, device: torch.device) -> None:

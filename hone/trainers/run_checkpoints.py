@@ -40,6 +40,7 @@ ORIGIN_KEYS = (
         "data.train_batch_size",
         "data.shuffle",
         "data.sampler.",
+        "data.custom_cls.",
         "trainer.seed",
     ),
 )

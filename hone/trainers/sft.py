@@ -11,6 +11,7 @@ from hone.config.model import ModelConfig
 from hone.config.sft import SFTConfig
 from hone.data.batch import Batch
 from hone.data.conversations import Conversation, ConversationDataset
+from hone.data.custom import row_reader
 from hone.data.ragged import Ragged
 from hone.models.heads import PolicyHead
 from hone.models.loading import load_policy
@@ -41,6 +42,7 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
             truncation=data.truncation,
             max_samples=max_samples,
             chat_template_kwargs=data.apply_chat_template_kwargs,
+            read=row_reader(data.custom_cls, data, self.tokenizer),
         )
 
     def build(self, model: ModelConfig, device: torch.device) -> None:

@@ -18,9 +18,7 @@ random failures and delays to train robust policies.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from hone.agents.yaml_files import missing_file, read_yaml
 from hone.config.agents import MultiTurnConfig
 from hone.errors import ConfigError, HoneError, did_you_mean
 from hone.registry import Registry, imported
+from hone.user_code import UserCodeError, load_file
 
 PATH_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 _COMMON = ("timeout", "retries", "concurrency")
@@ -112,18 +111,12 @@ def tools_of_python(path: Path) -> list[Tool]:
     key = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
     if not path.is_file():
         raise missing_file(path, key)
-    spec = importlib.util.spec_from_file_location(f"hone_tools_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
-    except HoneError:
-        raise
-    except Exception as error:  # noqa: BLE001 - any error of the user's file is reported to the user
-        raise ConfigError(
-            f"'{path}' cannot be imported: {type(error).__name__}: {error}", where=key, fix="correct the file"
-        ) from error
+        module = load_file(path, f"hone_tools_{path.stem}")
+    except UserCodeError as error:
+        if isinstance(error.__cause__, HoneError):
+            raise error.__cause__ from None
+        raise ConfigError(error.what, where=key, fix=error.fix) from error
     tools: list[Tool] = [value for value in vars(module).values() if isinstance(value, Tool)]
     if not tools:
         raise ConfigError(

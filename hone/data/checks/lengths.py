@@ -94,11 +94,11 @@ def overlong_prompts(lengths: PromptLengths, policy: str) -> Iterator[Finding]:
     fix = f"data.max_prompt_length={lengths.overlong[0]}"
     if policy == "error":
         yield _finding("R45", lengths, "the run stops when it reads them", f"{fix}, or data.truncation=drop", True)
-    elif policy == "truncate" and lengths.with_system:
+    elif policy in ("truncate", "left") and lengths.with_system:
         why = f"{lengths.with_system} of them begin with a system message, and truncation removes the beginning"
         yield _finding("R36", lengths, why, f"{fix}, or data.truncation=drop", True)
     elif share > 0.05:
-        effect = "dropped" if policy == "drop" else "truncated at their beginning"
+        effect = "dropped" if policy == "drop" else f"truncated ({policy})"
         yield _finding("R45", lengths, f"{share:.0%} of the data are {effect}", fix, False)
 
 

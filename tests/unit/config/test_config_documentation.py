@@ -36,7 +36,7 @@ def test_types_and_bounds_are_words() -> None:
     keys = {key.path: key for key in documentation(RLConfig)}
     assert keys["critic.ppo_epochs"].type == "an integer or null" and keys["critic.ppo_epochs"].allowed == ">= 1"
     assert keys["algorithm.kl_penalty"].type == "the name of a KL estimator"
-    assert keys["data.truncation"].allowed == "error, drop, truncate"
+    assert keys["data.truncation"].allowed == "error, drop, truncate, left, right, middle"
     assert keys["trainer.logger"].type == "a list of strings"
 
 

@@ -238,17 +238,17 @@ def test_wrong_override(override: str, code: str, words: list[str]) -> None:
 
 
 def test_all_mistakes_are_in_one_message(tmp_path: Path) -> None:
-    file = write(tmp_path, "bad", "data: {train_batch_siz: 3, truncation: left}\nreward: {timeout: x}\n")
+    file = write(tmp_path, "bad", "data: {train_batch_siz: 3, truncation: top}\nreward: {timeout: x}\n")
     error = failure("algorithm.kl_penalty=0.1", "nonsense", "trainer.seed=-1", preset="grpo", **file)
     text = error.render()
-    for part in ("train_batch_siz", "truncation=left", "reward.timeout=x", "kl_penalty=0.1", "nonsense", "seed=-1"):
+    for part in ("train_batch_siz", "truncation=top", "reward.timeout=x", "kl_penalty=0.1", "nonsense", "seed=-1"):
         assert part in text
     assert len(problems(error)) == 6 and "(6 " in text
     assert str(tmp_path / "bad.yaml") in text and "(command line)" in text
 
 
 def test_a_wrong_value_overridden_by_a_later_layer_is_no_mistake(tmp_path: Path) -> None:
-    file = write(tmp_path, "bad", "data: {truncation: left}\n")
+    file = write(tmp_path, "bad", "data: {truncation: top}\n")
     assert load_config(RLConfig, ["data.truncation=drop"], **file).data.truncation == "drop"
     assert len(problems(failure("data.truncation=drop", "nonsense", **file))) == 1
 

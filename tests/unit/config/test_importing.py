@@ -68,7 +68,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "ray.runtime_env": {"py_executable": "uv run --extra vllm"},
     },
     "dapo_ray_job": {
-        "data.truncation": "truncate",
+        "data.truncation": "left",
         "data.max_response_length": 20480,
         f"{ACTOR}.clip_ratio_high": 0.28,
         f"{ACTOR}.clip_ratio_c": 10.0,
@@ -141,7 +141,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "sft_peft_torchrun": {
         "data.train_files": "${oc.env:HOME}/data/gsm8k/train.parquet",
-        "data.truncation": "truncate",
+        "data.truncation": "right",
         "data.max_length": 2048,
         "data.max_token_len_per_gpu": 4 * 2048,
         "data.train_batch_size": 256,
@@ -260,7 +260,7 @@ def overrides(*lines: str) -> Translation:
         ("~reward_model.reward_kwargs", Outcome.SETTLED, {}),
         ("~actor_rollout_ref.actor.policy_loss", Outcome.SETTLED, {}),
         ("hydra/job_logging=disabled", Outcome.FOREIGN, {}),
-        ("data.sampler.class_path=null", Outcome.SETTLED, {}),
+        ("data.sampler.class_path=null", Outcome.KEPT, {"data.sampler.class_path": None}),
         ("reward_model.param_offload=False", Outcome.FOREIGN, {}),
         ("actor_rollout_ref.rollout.max_batch_size=64", Outcome.RENAMED, {f"{ROLLOUT}.max_num_seqs": 64}),
         ("reward_model.enable=true", Outcome.RENAMED, {"reward.reward_model.enable": True}),
@@ -289,8 +289,8 @@ def overrides(*lines: str) -> Translation:
         ),
         ("actor_rollout_ref.rollout.nnodes=0", Outcome.SETTLED, {}),
         ("actor_rollout_ref.model.use_remove_padding=False", Outcome.UNSUPPORTED, {}),
-        ("data.custom_cls.path=x.py", Outcome.UNSUPPORTED, {}),
-        ("data.custom_cls.path=null", Outcome.SETTLED, {}),
+        ("data.custom_cls.path=x.py", Outcome.KEPT, {"data.custom_cls.path": "x.py"}),
+        ("data.custom_cls.path=null", Outcome.KEPT, {"data.custom_cls.path": None}),
         ("trainer.logger=[console,swanlab]", Outcome.UNSUPPORTED, {"trainer.logger": ["console"]}),
         ("trainer.logger=[console,file]", Outcome.CHANGED, {"trainer.logger": ["console"]}),
         ("trainer.device=npu", Outcome.UNSUPPORTED, {"trainer.device": "auto"}),
@@ -491,7 +491,7 @@ def test_lines_of_supervised_fine_tuning_are_known_by_their_blocks() -> None:
     )
     assert newer.command == "sft" and newer.values["optim.lr"] == 1e-3 and "optim.betas" not in newer.values
     refused = {line.reading.key for line in newer.lines if line.reading.outcome is Outcome.UNSUPPORTED}
-    assert refused == {"engine.tensor_model_parallel_size", "data.truncation"}
+    assert refused == {"engine.tensor_model_parallel_size"} and newer.values["data.truncation"] == "left"
     assert overrides("data.train_batch_size=4").command == "train"
 
 

@@ -74,7 +74,7 @@ def test_missing_columns_take_their_default(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("columns", "required", "word"),
-    [({"conversations": []}, "messages", "hone data convert"), ({"question": "q"}, "prompt", "data.prompt_key=")],
+    [({"instruction": "q"}, "messages", "hone data convert"), ({"query": "q"}, "prompt", "data.prompt_key=")],
 )
 def test_a_missing_column_names_the_way_out(
     tmp_path: Path, columns: dict[str, object], required: str, word: str

@@ -77,7 +77,8 @@ def test_json_lines_under_the_name_json(tmp_path):
         ("a.jsonl", b"", ("hone data make",)),
         ("a.jsonl", b"\xff\xfe", ("jsonl", "write the file again")),
         ("a.jsonl", b'{"promt": 1}', ("'prompt'", "row 0", "Did you mean promt")),
-        ("a.csv", b"x", ("'.csv'", ".jsonl")),
+        ("a.csv", b"x", ("'.csv'", "hone data convert")),
+        ("a.txt", b"x", ("'.txt'", ".jsonl")),
     ],
 )
 def test_bad_files_are_refused(tmp_path, name, content, mentions):
@@ -200,8 +201,10 @@ def test_long_prompts(write_rows, prompts, caplog):
     assert (cut.dropped, cut.truncated) == (0, 1)
     with raises(DataError, "2 of 2", "data.max_prompt_length=9"):
         prompts(path, 2, "drop")
-    with raises(ConfigError, "'left'", where="data.truncation"):
-        prompts(path, 2, "left")
+    sides = {side: prompts(path, 5, side)[1].prompt_ids for side in ("left", "right", "middle")}
+    assert sides == {"left": [4, 5, 6, 7, 8], "right": [0, 1, 2, 3, 4], "middle": [0, 1, 6, 7, 8]}
+    with raises(ConfigError, "'top'", where="data.truncation"):
+        prompts(path, 2, "top")
 
 
 def test_the_first_rows_only(write_rows, prompts):
@@ -250,6 +253,13 @@ def test_long_conversations(write_rows, conversations):
     assert [len(cut[i].input_ids) for i in range(2)] == [short, 20] and cut[1].loss_mask[-1] == 1
     with raises(DataError, 3, "data.max_length=3"):
         conversations(path, 3, "truncate")
+    left, middle = conversations(path, 20, "left"), conversations(path, 20, "middle")
+    assert (len(left), left.dropped, left.truncated) == (3, 0, 2) and left[2].input_ids == conversations(path, 99)[
+        2
+    ].input_ids[-20:]
+    whole = conversations(path, 99)[2]
+    assert middle[2].input_ids == whole.input_ids[:10] + whole.input_ids[-10:]
+    assert middle[2].loss_mask == whole.loss_mask[:10] + whole.loss_mask[-10:]
 
 
 def test_a_conversation_without_an_answer_names_its_row(write_rows, conversations):

@@ -372,13 +372,13 @@ def test_nearest_divisor(number: int, wanted: int) -> None:
 
 
 def test_tokenizer_and_rows_are_read_once(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hone.data import files, tokenizer
+    from hone.data import custom, files, tokenizer
 
     loaded: list[str] = []
     read, load = files.read_rows, tokenizer.load_tokenizer
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *a, **k: loaded.append("tokenizer") or load(*a, **k))
     monkeypatch.setattr(
-        files,
+        custom,
         "read_rows",
         lambda *a, **k: loaded.append("rows" if k.get("max_rows") == -1 else "first") or read(*a, **k),
     )

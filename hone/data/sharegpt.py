@@ -1,0 +1,100 @@
+"""Conversations in ShareGPT's form, ``{"from": "human", "value": ...}``, as chat messages.
+
+Both `hone data convert` and the datasets of a run convert by this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.errors import DataError
+
+Messages = list[dict[str, Any]]
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
+    "function": "tool",
+}
+"""Chat role of each name that published datasets use."""
+COLUMNS = {"messages": ("conversations", "conversation")}
+"""Columns that are read in place of one that a file lacks."""
+SYSTEM = "system"
+"""Column of a system message, next to the conversation."""
+MEDIA_KINDS = ("image", "video", "audio")
+
+
+def is_sharegpt(value: Any) -> bool:
+    """Return whether a value is a list of ShareGPT's turns."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and isinstance(value[0], dict)
+        and value[0].get("from") is not None
+        and value[0].get("role") is None
+    )
+
+
+def unknown_turn(turns: list[Any]) -> int | None:
+    """Return the number of the first turn whose role is not known, or None."""
+    return next((number for number, turn in enumerate(turns) if _role(turn) is None), None)
+
+
+def messages_of_turns(turns: list[Any], system: Any) -> Messages:
+    """Return the chat messages of turns with known roles, after the system message if there is one."""
+    messages: Messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    for turn in turns:
+        content = turn.get("content")
+        content = turn.get("value") if content is None else content
+        if isinstance(content, list):
+            content = "".join(_text(part) for part in content)
+        messages.append({"role": _role(turn), "content": str(content or "")})
+    return messages
+
+
+def to_messages(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a row whose ShareGPT columns are chat messages; the column ``system`` begins those of a whole conversation.
+
+    Raises:
+        DataError: a turn has a role that is not known.
+    """
+    converted = dict(values)
+    for name, value in values.items():
+        if not is_sharegpt(value):
+            continue
+        if (number := unknown_turn(value)) is not None:
+            turn = value[number]
+            role = turn.get("from") if isinstance(turn, dict) else turn
+            raise DataError(
+                f"{name}[{number}] is from {role!r}, which is none of {', '.join(ROLES)}",
+                where=where,
+                why="its role in the chat is not known",
+                fix="rename it; or leave such rows out: hone data convert FILE --to messages --out NEW.parquet",
+                code="R42",
+            )
+        converted[name] = messages_of_turns(value, values.get(SYSTEM) if name in COLUMNS else None)
+    return converted
+
+
+def _role(turn: Any) -> str | None:
+    if not isinstance(turn, dict):
+        return None
+    name = turn.get("role")
+    return ROLES.get(str(turn.get("from") if name is None else name).lower())
+
+
+def _text(part: Any) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    kind = str(part.get("type", "text")).removesuffix("_url")
+    return f"<{kind}>" if kind in MEDIA_KINDS else str(part.get("text") or "")

@@ -1,0 +1,144 @@
+"""Python files of the user: reward functions, tools, dataset and sampler classes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hone.errors import did_you_mean
+
+
+class UserCodeError(Exception):
+    """A file of the user cannot be loaded.
+
+    Attributes:
+        what: the problem in one sentence.
+        fix: the fix.
+        trace: traceback of the error; empty if the file was not executed.
+    """
+
+    def __init__(self, what: str, fix: str, trace: str = "") -> None:
+        super().__init__(what)
+        self.what, self.fix, self.trace = what, fix, trace
+
+
+def load_file(path: Path, name: str | None = None) -> ModuleType:
+    """Execute a Python file as a module, called like the file unless a name is given; its folder becomes importable.
+
+    Raises:
+        UserCodeError: the file is not Python, or raises.
+    """
+    name = name or path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserCodeError(f"{path} is not a Python file", "name a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # any error of the file is reported to the user
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = f" at line {lines[-1]}" if lines else ""
+        raise UserCodeError(
+            f"importing {path} failed{line}: {last_line(error)}", "fix the file", traceback.format_exc()
+        ) from error
+    return module
+
+
+def load_class(path: str, name: str | None) -> type:
+    """Load a class of a file, or of a module given as ``package.module`` (verl writes ``pkg://package.module``).
+
+    Args:
+        path: file or module.
+        name: name of the class; None takes the only class that the file defines.
+
+    Raises:
+        UserCodeError: the file or the class does not exist, or the file cannot be executed.
+    """
+    module = _load(path)
+    defined = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    }
+    if name is None:
+        if len(defined) == 1:
+            return next(iter(defined.values()))
+        raise UserCodeError(
+            f"{path} defines {len(defined)} classes", f"name one: {', '.join(defined) or 'it has none'}"
+        )
+    value = getattr(module, name, None)
+    if not isinstance(value, type):
+        raise UserCodeError(f"{path} has no class '{name}'", did_you_mean(name, list(defined)))
+    return value
+
+
+def build(cls: type, arguments: Mapping[str, Any]) -> Any:
+    """Build an object with those of the arguments that its class takes.
+
+    Raises:
+        UserCodeError: the class needs other arguments, or raises.
+    """
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except ValueError:  # a class in C without a signature
+        parameters = ()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    given = {name: value for name, value in arguments.items() if takes_all or name in names}
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind in _NAMED and p.name not in given]
+    if missing:
+        raise UserCodeError(
+            f"class '{cls.__name__}' needs {', '.join(missing)}",
+            f"take some of these arguments: {', '.join(arguments)}; give others a default",
+        )
+    return call(cls.__name__, lambda: cls(**given))
+
+
+def call(name: str, function: Callable[[], Any]) -> Any:
+    """Return the value of a call into the user's code.
+
+    Raises:
+        UserCodeError: the code raises.
+    """
+    try:
+        return function()
+    except Exception as error:  # any error of the user's code is reported to the user
+        raise UserCodeError(f"'{name}' failed: {last_line(error)}", "fix the class", traceback.format_exc()) from error
+
+
+def last_line(error: BaseException) -> str:
+    """Return type and message of an error, as the last line of a traceback has them."""
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+def _load(path: str) -> ModuleType:
+    if path.endswith(".py") or "/" in path.removeprefix("pkg://"):
+        file = Path(path).expanduser().resolve()
+        if not file.is_file():
+            near = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
+            raise UserCodeError(
+                f"file {path} does not exist", did_you_mean(file.name, near) if near else "check the path"
+            )
+        return load_file(file)
+    module = path.removeprefix("pkg://")
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # importing executes the user's code
+        raise UserCodeError(
+            f"module {module} cannot be imported: {last_line(error)}",
+            "install it, or name a file: PATH/FILE.py",
+            traceback.format_exc(),
+        ) from error
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
