@@ -26,6 +26,12 @@ def command(
         ),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="most tokens of a prompt with its answer")] = None,
+    allow_long_max_model_len: Annotated[
+        bool, typer.Option("--allow-long-max-model-len", help="allow more than the model's max_position_embeddings")
+    ] = False,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Jinja file, or its text, in place of the tokenizer's chat template")
+    ] = None,
     renderer: Annotated[
         str, typer.Option(help="rendering of messages as tokens: auto, text_tools, or a family; see docs/models.md")
     ] = "auto",
@@ -47,6 +53,8 @@ def command(
             port=port,
             token=token,
             max_model_len=max_model_len,
+            allow_long_max_model_len=allow_long_max_model_len,
+            chat_template=chat_template,
             renderer=renderer,
             parser=parser,
             engine=engine,

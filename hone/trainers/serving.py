@@ -29,6 +29,9 @@ An operation of torch releases the interpreter and then waits for it. With Pytho
 operations would wait half a second while the endpoint reads a large request.
 """
 
+MAX_DEFAULT_LENGTH = 32768
+"""Maximum of the context length where the user sets none."""
+
 log = logging.getLogger("hone.serve")
 T = TypeVar("T")
 
@@ -43,6 +46,8 @@ class ServeRequest:
     port: int = 8000
     token: str | None = None
     max_model_len: int | None = None
+    allow_long_max_model_len: bool = False
+    chat_template: str | None = None
     renderer: str = "auto"
     parser: str = "auto"
     engine: str = "native"
@@ -65,17 +70,21 @@ def serve(request: ServeRequest) -> None:
     from hone.agents.client import EngineClient
     from hone.agents.serving.app import Endpoint
     from hone.agents.serving.gateway import Gateway
-    from hone.agents.serving.service import Service
-    from hone.data.tokenizer import stop_tokens
+    from hone.agents.serving.service import TOOLS_AS_TEXT, Service
+    from hone.data.tokenizer import read_template, stop_tokens
     from hone.trainers.evaluation import weights_of
 
     token = request.token or None
     check_access(request.host, token)
     sys.setswitchinterval(SWITCH_SECONDS)
-    max_model_len = request.max_model_len or context_length(weights_of(request.model))
+    max_model_len = context_length(
+        weights_of(request.model), request.max_model_len, may_exceed=request.allow_long_max_model_len
+    )
     check_names(request)
     with engine_loop() as loop:
         engine, tokenizer = _call_on_loop(loop, lambda: open_engine(request, max_model_len))
+        if request.chat_template is not None:
+            tokenizer.chat_template = read_template(request.chat_template)
         service = Service(
             model=request.name or Path(request.model).resolve().name,
             tokenizer=tokenizer,
@@ -86,6 +95,8 @@ def serve(request: ServeRequest) -> None:
             renderer=request.renderer,
             parser=request.parser,
         )
+        if service.tools_as_text:
+            log.warning("%s", TOOLS_AS_TEXT)
         server = HttpServer(Endpoint(service, token=token).app, host=request.host, port=request.port)
         log.info("serving '%s' at %s/v1 (%s)", service.model, server.url, "token required" if token else "no token")
         try:
@@ -98,17 +109,17 @@ def check_names(request: ServeRequest) -> None:
     """Check that renderer and parser exist and fit the model's tokenizer, before anything is loaded.
 
     Raises:
-        HoneError: a name is unknown, or the tokenizer lacks the tokens of the renderer.
+        HoneError: a name is unknown, the tokenizer lacks the tokens of the renderer, or the template is not a file.
     """
     from hone.agents.rendering import renderer_for
     from hone.agents.serving.options import named_by_options
     from hone.data.tokenizer import load_tokenizer
     from hone.training.export import find_actor
 
-    tokenizer = load_tokenizer(find_actor(request.model))
-    if not tokenizer.chat_template and (request.renderer, request.parser) == ("auto", "auto"):
-        return  # completions need no template
     try:
+        tokenizer = load_tokenizer(find_actor(request.model), custom_chat_template=request.chat_template)
+        if not tokenizer.chat_template and (request.renderer, request.parser) == ("auto", "auto"):
+            return  # completions need no template
         renderer_for(tokenizer, request.renderer, parser=request.parser)
     except HoneError as error:
         raise named_by_options(error) from error
@@ -176,18 +187,30 @@ def open_replicas(
     return EnginePool(start, count, concurrency=256), load_tokenizer(str(actor))
 
 
-def context_length(directory: str) -> int:
-    """Return the context length of the model in a Hugging Face directory, at most 32768.
+def context_length(directory: str, wanted: int | None = None, *, may_exceed: bool = False) -> int:
+    """Return the context length to serve.
+
+    Args:
+        directory: Hugging Face directory of the model.
+        wanted: context length that the user wants; None takes the model's, at most 32768.
+        may_exceed: True to serve more positions than the model's configuration has.
 
     Raises:
-        ConfigError: its configuration has no context length.
+        ConfigError: the configuration has no number of positions, or fewer than are wanted.
     """
-    length = _text_config(directory, "max_position_embeddings")
-    if not length:
+    positions = _text_config(directory, "max_position_embeddings")
+    if wanted is None and not positions:
         raise ConfigError(
             f"the configuration in {directory} has no max_position_embeddings", fix="set --max-model-len 4096"
         )
-    return min(int(length), 32768)
+    if wanted is not None and positions and wanted > positions and not may_exceed:
+        raise ConfigError(
+            f"--max-model-len {wanted} exceeds the {positions} positions of the model (max_position_embeddings)",
+            why="the model was not trained on later positions, and what it writes there may be useless",
+            fix=f"--max-model-len {positions}, or --allow-long-max-model-len to serve more anyway",
+            where=directory,
+        )
+    return wanted or min(int(positions or 0), MAX_DEFAULT_LENGTH)
 
 
 def vocabulary_size(directory: str) -> int | None:

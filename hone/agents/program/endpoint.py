@@ -53,6 +53,7 @@ class TrainingEndpoint:
             renderer=context.multi_turn.renderer,
             parser=context.multi_turn.format,
             template_kwargs=context.template_kwargs,
+            standalone=False,
         )
         self._sessions = Sessions(max_sessions=2**31, named_by_path=False)
         endpoint = Endpoint(self._service, token=secrets.token_urlsafe(24), sessions=self._sessions)

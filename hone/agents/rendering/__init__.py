@@ -15,7 +15,7 @@ from hone.agents.rendering.probes import parser_that_reads, shows_tools
 from hone.agents.rendering.renderer import Renderer
 from hone.agents.rendering.template import Template
 
-__all__ = ["Difference", "Ending", "Renderer", "renderer_for"]
+__all__ = ["TEXT_TOOLS", "Difference", "Ending", "Renderer", "renderer_for"]
 
 TEXT_TOOLS = "text_tools"
 """Name of the renderer that writes tools into message contents, for any family."""

@@ -5,18 +5,23 @@
 ``workers``       threads that decode, render and tokenize, so that the event loop does not
 ``wire``          request bodies and their validation
 ``errors``        error answers in OpenAI's form
+``refusals``      paths that this server does not have
 ``session``       conversations of one client as tokens
 ``conversation``  validation of messages, tools and template arguments
 ``prompt_size``   bound on the text of a prompt
+``chat_prompt``   messages as the prompt of a chat
 ``gateway``       access to the engine from the endpoint's thread
+``metrics``       counters and histograms for Prometheus
 ``content``       text of a reply for the client
 ``chat``          ``/v1/chat/completions``: messages to tokens, tokens to messages
 ``text``          ``/v1/completions``
+``tokenization``  ``/tokenize`` and ``/detokenize``
 ``replies``       the JSON of answers, complete or streamed in chunks
+``delivery``      answers as one object or as events, and errors on the way
 ``app``           routes, access tokens, errors
 ``connections``   time limit of headers, check of the host
 ``server``        the process's HTTP server, in a thread or in the foreground
 ================  ==================================================================================================
 
-The package needs the extra ``serve`` (starlette, uvicorn and pydantic), imported in this package only.
+The package needs the extra ``serve`` (starlette, uvicorn, pydantic and prometheus-client), imported in this package only.
 """

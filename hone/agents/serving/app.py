@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import itertools
-import json
-import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
+from hone import __version__
 from hone.agents.serving.chat import ChatCall
+from hone.agents.serving.delivery import Call, as_api_error, events, while_connected
 from hone.agents.serving.errors import ApiError, bad_request
 from hone.agents.serving.intake import check_structure, max_request_bytes, read_body
+from hone.agents.serving.metrics import CONTENT_TYPE, CountedApp
+from hone.agents.serving.refusals import no_such_path
 from hone.agents.serving.replicas import ReplicaRoutes
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Session
 from hone.agents.serving.sessions import Sessions
 from hone.agents.serving.text import TextCall
+from hone.agents.serving.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from hone.agents.serving.wire import ChatBody, TextBody, decode, parse
 from hone.agents.serving.workers import Workers
 
-log = logging.getLogger("hone.serve")
+B = TypeVar("B", bound=BaseModel)
+R = TypeVar("R")
 
 REFUSAL_SECONDS = 0.01
 """Delay of the answer to a bad request: a connection that sends nothing else then takes little time from the others."""
@@ -39,6 +43,9 @@ class Endpoint:
 
     ======================================  =======================================================================
     ``GET  /health``                        works without a token
+    ``GET  /version``                       version of Hone
+    ``GET  /metrics``                       counters in the format of Prometheus
+    ``POST /tokenize``, ``/detokenize``     tokens of a prompt, text of tokens
     ``     /replicas``                      replicas of the engine (:mod:`hone.agents.serving.replicas`)
     ``GET  /v1/models``
     ``POST /v1/chat/completions``           recorded when the API key is a session's
@@ -65,9 +72,13 @@ class Endpoint:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.text, methods=["POST"]),
         ]
-        self.app = Starlette(
+        app = Starlette(
             routes=[
                 Route("/health", self.health, methods=["GET"]),
+                Route("/version", self.version, methods=["GET"]),
+                Route("/metrics", self.metrics, methods=["GET"]),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
                 *ReplicaRoutes(service.gateway, lambda request: self._check_token(_bearer(request))).routes,
                 Route("/sessions/{session}", self.show, methods=["GET"]),
                 Route("/sessions/{session}", self.forget, methods=["DELETE"]),
@@ -76,12 +87,32 @@ class Endpoint:
             ],
             exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _bug},
         )
+        self.app = CountedApp(app, service.gateway.metrics)
 
     # routes ----------------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
         """Report that the endpoint works, and the number of running requests."""
         return JSONResponse({"status": "ok", "under_way": self.service.gateway.under_way})
+
+    async def version(self, request: Request) -> Response:
+        """Return Hone's version."""
+        self._session_of(request)
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        """Return the metrics; a remote engine may take its time to report its state."""
+        self._session_of(request)
+        text = await asyncio.to_thread(self.service.gateway.metrics.text)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answer ``/tokenize``."""
+        return await self._convert(request, TokenizeBody, tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer ``/detokenize``."""
+        return await self._convert(request, DetokenizeBody, detokenize)
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
@@ -115,32 +146,39 @@ class Endpoint:
 
     # the work --------------------------------------------------------------------------------------------------------
 
-    async def _answer(self, request: Request, kind: Any, call_of: Callable[..., ChatCall | TextCall]) -> Response:
+    async def _answer(self, request: Request, kind: type[B], call_of: Callable[..., Call]) -> Response:
+        """Answer a request by a call of the engine, complete or streamed."""
         session = self._session_of(request)
-        try:
-            call = await self._call(request, kind, call_of, session)
-            if call.body.stream:
-                return StreamingResponse(_events(call.chunks(), session), media_type="text/event-stream")
-            return JSONResponse(await _while_connected(request, call.whole()))
-        except Exception as error:
-            if session is not None:
-                session.counts["failed"] += 1
-            refusal = _as_api_error(error)
-            if refusal.status < 500:
-                await asyncio.sleep(REFUSAL_SECONDS)
-            raise refusal from error
 
-    async def _call(
-        self, request: Request, kind: Any, call_of: Callable[..., ChatCall | TextCall], session: Session | None
-    ) -> ChatCall | TextCall:
-        """Read a request and make its call in a thread."""
-
-        def make(body: bytes) -> ChatCall | TextCall:
-            check_structure(body, self.service.max_model_len)
-            fields = parse(kind, decode(body))
+        def make(fields: B) -> Call:
             if session is not None:
                 session.counts["calls"] += 1
             return call_of(self.service, session, fields, str(next(self._numbers)))
+
+        try:
+            call = await self._read(request, kind, make)
+            if call.streams:
+                return StreamingResponse(events(call, session), media_type="text/event-stream", headers=call.headers)
+            return JSONResponse(await while_connected(request, call.whole()), headers=call.headers)
+        except Exception as error:
+            if session is not None:
+                session.counts["failed"] += 1
+            raise await _delayed(error) from error
+
+    async def _convert(self, request: Request, kind: type[B], work: Callable[[Service, B], dict[str, Any]]) -> Response:
+        """Answer a request without the engine."""
+        self._session_of(request)
+        try:
+            return JSONResponse(await self._read(request, kind, lambda fields: work(self.service, fields)))
+        except Exception as error:
+            raise await _delayed(error) from error
+
+    async def _read(self, request: Request, kind: type[B], make: Callable[[B], R]) -> R:
+        """Read a request, and process its fields with ``make`` in a thread."""
+
+        def process(body: bytes) -> R:
+            check_structure(body, self.service.max_model_len)
+            return make(parse(kind, decode(body)))
 
         max_bytes = max_request_bytes(self.service.max_model_len)
         with self._workers.holding(max_bytes) as grow:
@@ -148,7 +186,7 @@ class Endpoint:
                 body = await read_body(request.stream(), request.headers.get("content-length"), grow, max_bytes)
             except ClientDisconnect as error:
                 raise bad_request("the client disconnected") from error
-            return await self._workers.run(len(body), make, body)
+            return await self._workers.run(len(body), process, body)
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -197,47 +235,12 @@ def _bearer(request: Request) -> str:
     return token.strip() if kind.lower() == "bearer" else ""
 
 
-async def _while_connected(request: Request, work: Any) -> Any:
-    """Await ``work``, and cancel it if the caller disconnects."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ApiError(499, "the client disconnected", code="client_closed_request")
-    finally:
-        for waiting in (task, gone):
-            waiting.cancel()
-        with contextlib.suppress(BaseException):
-            await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _events(chunks: AsyncIterator[dict[str, Any]], session: Session | None) -> AsyncIterator[bytes]:
-    """Format chunks as server-sent events; a late error is an event too, since the status has been sent."""
-    try:
-        async for chunk in chunks:
-            yield b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
-    except Exception as error:  # noqa: BLE001 - the error is the last event
-        if session is not None:
-            session.counts["failed"] += 1
-        yield b"data: " + json.dumps(_as_api_error(error).body()).encode() + b"\n\n"
-    yield b"data: [DONE]\n\n"
-
-
-def _as_api_error(error: BaseException) -> ApiError:
-    """Return the answer to a request that failed; a bug is logged, and does not end the connection."""
-    while isinstance(error, BaseExceptionGroup):
-        error = next((one for one in error.exceptions if isinstance(one, ApiError)), error.exceptions[0])
-    if isinstance(error, ApiError):
-        return error
-    log.error("a request failed", exc_info=error)
-    return ApiError(500, f"bug in the server: {type(error).__name__}: {error}", code="internal_error")
+async def _delayed(error: Exception) -> ApiError:
+    """Return the answer to a request that failed; a refusal after :data:`REFUSAL_SECONDS`."""
+    refusal = as_api_error(error)
+    if refusal.status < 500:
+        await asyncio.sleep(REFUSAL_SECONDS)
+    return refusal
 
 
 async def _api_error(request: Request, error: Any) -> Response:
@@ -248,10 +251,14 @@ async def _api_error(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
+    if error.status_code == 404:
+        return await _api_error(request, no_such_path(request.method, request.url.path))
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(ApiError(error.status_code, message, code="not_found").body(), status_code=error.status_code)
+    return JSONResponse(
+        ApiError(error.status_code, message, code="method_not_allowed").body(), status_code=error.status_code
+    )
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    answer = _as_api_error(error)
+    answer = as_api_error(error)
     return JSONResponse(answer.body(), status_code=answer.status)

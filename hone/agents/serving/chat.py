@@ -9,15 +9,12 @@ from typing import Any
 from hone.agents.messages import Message
 from hone.agents.rendering import Renderer
 from hone.agents.serving import replies
-from hone.agents.serving.content import ReplyText, ending_of
-from hone.agents.serving.conversation import check_template_arguments, check_tools, checked_messages, texts
-from hone.agents.serving.errors import bad_request
+from hone.agents.serving.chat_prompt import chat_prompt, ending_of
+from hone.agents.serving.content import ReplyText
 from hone.agents.serving.forcing import forced_ids
-from hone.agents.serving.options import named_by_options
-from hone.agents.serving.service import Service
+from hone.agents.serving.service import TOOLS_AS_TEXT, Service
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import ChatBody
-from hone.errors import DataError
 from hone.generation.protocol import Completion, GenerationRequest
 
 
@@ -36,20 +33,21 @@ class ChatCall:
 
     def __init__(self, service: Service, session: Session | None, body: ChatBody, number: str) -> None:
         service.check_model(body.model)
-        self.service, self.body = service, body
+        self.service, self.body, self.streams = service, body, body.stream
         self.session = session or Session(f"call-{number}")
         self.heading = replies.Heading.start(number, service.model, chat=True)
-        check_template_arguments(body.chat_template_kwargs)
-        check_tools(body.tools)
-        messages = checked_messages(body.messages)
-        service.prompt_size.check(texts([messages, body.tools, body.chat_template_kwargs]), "messages")
         self.tools = body.tools or None
-        self.renderer: Renderer = service.renderer_for(body.chat_template_kwargs)
-        try:
-            self.prompt: Prompt = self.session.prompt(self.renderer, messages, self.tools, ending_of(body))
-        except DataError as error:
-            named = named_by_options(error)
-            raise bad_request(f"{named.what}; {named.fix}", "messages") from error
+        ending = ending_of(
+            body.messages,
+            continue_final_message=body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt,
+        )
+        self.renderer: Renderer
+        self.prompt: Prompt
+        self.renderer, self.prompt = chat_prompt(
+            service, self.session, body.messages, body.tools, body.chat_template_kwargs, ending
+        )
+        self.headers = {"X-Hone-Note": TOOLS_AS_TEXT} if self.tools and service.tools_as_text else {}
         self.forced = forced_ids(self.renderer, body)
         self.prompt = replace(
             self.prompt, given_ids=self.prompt.given_ids + self.forced, ids=self.prompt.ids + self.forced

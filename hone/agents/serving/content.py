@@ -5,34 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hone.agents.messages import AssistantTurn
-from hone.agents.rendering import Ending, Renderer
-from hone.agents.serving.errors import bad_request
+from hone.agents.rendering import Renderer
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Prompt
-from hone.agents.serving.wire import ChatBody
 
 _CONTEXT_TOKENS = 8
 """Tokens before a reply that are decoded with it: some tokenizers drop the first space of a text."""
-
-
-def ending_of(body: ChatBody) -> Ending:
-    """Return the end of the prompt that a request wants.
-
-    Raises:
-        ApiError: it has no message to continue, or wants a new turn as well.
-    """
-    if not body.continue_final_message:
-        return Ending.CLOSED if body.add_generation_prompt is False else Ending.REPLY
-    if body.add_generation_prompt:
-        raise bad_request(
-            "continue_final_message continues the last turn and add_generation_prompt begins a new one; set one of them",
-            "continue_final_message",
-        )
-    if body.messages[-1].get("role") != "assistant" or body.messages[-1].get("tool_calls"):
-        raise bad_request(
-            "continue_final_message needs an assistant message without tool calls as the last one", "messages"
-        )
-    return Ending.OPEN
 
 
 class ReplyText:

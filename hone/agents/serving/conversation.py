@@ -159,6 +159,16 @@ def _text(content: Any, where: str) -> str:
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
     ):
         return "".join(part["text"] for part in content)
+    kind = (
+        next((part.get("type") for part in content if isinstance(part, dict) and part.get("type") != "text"), None)
+        if isinstance(content, list)
+        else None
+    )
+    if isinstance(kind, str):
+        raise bad_request(
+            f"this server's model reads text only, and the content has a part of type {_shown(kind)}; send text parts",
+            f"{where}.content",
+        )
     raise bad_request("content is neither text nor a list of text parts, the only supported forms", f"{where}.content")
 
 

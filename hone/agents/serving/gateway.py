@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from hone.agents.client import EngineClient
 from hone.agents.serving.errors import ApiError, bad_request
+from hone.agents.serving.metrics import Metrics
 from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, Progress
@@ -27,11 +29,16 @@ class Gateway:
         client: client of the engine.
         loop: the engine's event loop.
         most_waiting: maximum number of concurrent requests; further ones get status 503, to be retried.
+
+    Attributes:
+        under_way: number of running requests.
+        metrics: counters of requests and replies.
     """
 
     def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop, *, most_waiting: int = 16384) -> None:
         self.client, self.loop, self.most_waiting = client, loop, most_waiting
         self.under_way = 0
+        self.metrics = Metrics(lambda: self.under_way, lambda: client.engine.describe().stats)
 
     async def complete(self, request: GenerationRequest) -> Completion:
         """Return a request's completion, awaited on the endpoint's loop. Cancelling the caller aborts the request.
@@ -48,6 +55,7 @@ class Gateway:
         if request.progress is not None:
             request = dataclasses.replace(request, progress=self._from_engine(request.progress))
         self.under_way += 1
+        started = time.perf_counter()
         try:
             completion = await self.on_engine(self.client.complete(request))
         except RequestError as error:
@@ -61,6 +69,7 @@ class Gateway:
             self.under_way -= 1
         if completion.stop_reason in (StopReason.ABORTED, StopReason.ERROR):
             raise ApiError(503, "the engine aborted the reply before its end; try again", code="aborted")
+        self.metrics.count_reply(request, completion, started)
         return completion
 
     async def end_session(self, name: str) -> None:

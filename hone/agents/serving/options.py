@@ -7,6 +7,8 @@ from hone.errors import HoneError
 OPTIONS = {
     "actor_rollout_ref.rollout.multi_turn.renderer": "--renderer",
     "actor_rollout_ref.rollout.multi_turn.format": "--parser",
+    "actor_rollout_ref.model.custom_chat_template": "--chat-template",
+    "model.custom_chat_template": "--chat-template",
 }
 
 

@@ -7,22 +7,29 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.agents.rendering import Renderer, renderer_for
+from hone.agents.rendering import TEXT_TOOLS, Renderer, renderer_for
+from hone.agents.rendering.probes import shows_tools
+from hone.agents.rendering.template import Template
 from hone.agents.serving.errors import ApiError, bad_request, too_long
 from hone.agents.serving.gateway import Gateway
+from hone.agents.serving.options import named_by_options
 from hone.agents.serving.prompt_size import PromptSize
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import ChatBody, TextBody
-from hone.errors import RequestError
+from hone.errors import HoneError, RequestError
 from hone.generation.limits import RequestLimits
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 
 MAX_RENDERERS = 32
 """Maximum of kept renderers, one for each combination of template arguments."""
+
+TOOLS_AS_TEXT = "the chat template ignores tools, so tools, calls and results are text (--renderer text_tools)"
+"""Note of a server whose model's template has no tools."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class Service:
         renderer: name of the renderer; ``auto`` chooses it by the tokenizer.
         parser: name of the tool-call parser.
         template_kwargs: extra arguments of the chat template; a request's arguments override them.
+        standalone: True for `hone serve`: errors name its options, and a template that ignores tools gets them as text. False for
+            the endpoint of a training run: errors name its keys, and such a template is refused.
     """
 
     model: str
@@ -67,6 +76,7 @@ class Service:
     renderer: str = "auto"
     parser: str = "auto"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    standalone: bool = True
     _renderers: dict[str, Renderer] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -81,12 +91,24 @@ class Service:
         with self._lock:
             renderer = self._renderers.pop(name, None)
         if renderer is None:
-            renderer = renderer_for(self.tokenizer, self.renderer, parser=self.parser, template_kwargs=template_kwargs)
+            used = TEXT_TOOLS if self.tools_as_text else self.renderer
+            renderer = renderer_for(self.tokenizer, used, parser=self.parser, template_kwargs=template_kwargs)
         with self._lock:
             self._renderers[name] = renderer
             if len(self._renderers) > MAX_RENDERERS:
                 del self._renderers[next(iter(self._renderers))]
         return renderer
+
+    @cached_property
+    def tools_as_text(self) -> bool:
+        """True if tools are written into message contents, because the chosen renderer's template ignores them."""
+        if not self.standalone or self.renderer != "auto" or not self.tokenizer.chat_template:
+            return False
+        return not shows_tools(Template(self.tokenizer, self.template_kwargs))
+
+    def named(self, error: HoneError) -> HoneError:
+        """Return an error that names the options of the command which the user called."""
+        return named_by_options(error) if self.standalone else error
 
     def check_model(self, name: str) -> None:
         """Check that a request names the served model.

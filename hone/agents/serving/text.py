@@ -43,7 +43,8 @@ class TextCall:
 
     def __init__(self, service: Service, session: Session | None, body: TextBody, number: str) -> None:
         service.check_model(body.model)
-        self.service, self.body = service, body
+        self.service, self.body, self.streams = service, body, body.stream
+        self.headers: dict[str, str] = {}
         self.session = session or Session(f"call-{number}")
         self.heading = replies.Heading.start(number, service.model, chat=False)
         if len(body.prompts) * body.n > MAX_REPLIES:

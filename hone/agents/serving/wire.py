@@ -152,7 +152,7 @@ class TextBody(Body):
         return self.max_tokens
 
 
-T = TypeVar("T", bound=Body)
+T = TypeVar("T", bound=BaseModel)
 
 
 def _are_ids(value: Any) -> bool:
@@ -183,7 +183,11 @@ def parse(kind: type[T], fields: Any) -> T:
         raise bad_request(f"the request must be a JSON object, not a JSON {type(fields).__name__}")
     if len(fields) > MAX_FIELDS:
         raise bad_request(f"the request has {len(fields)} fields, of at most {MAX_FIELDS}")
-    present = {name: value for name, value in fields.items() if value is not None and name not in WITHOUT_EFFECT}
+    present = {
+        name: value
+        for name, value in fields.items()
+        if value is not None and (name in kind.model_fields or name not in WITHOUT_EFFECT)
+    }
     try:
         return kind.model_validate(present)
     except ValidationError as error:
@@ -194,7 +198,7 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxlong = _short.maxother = 80
 
 
-def _explained(kind: type[Body], problem: Any) -> ApiError:
+def _explained(kind: type[BaseModel], problem: Any) -> ApiError:
     param = ".".join(str(part) for part in problem["loc"])
     top = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "extra_forbidden":

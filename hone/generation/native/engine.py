@@ -54,7 +54,7 @@ class NativeEngine:
         shares_weights: bool = True,
     ) -> None:
         self.model, self.device, self.dtype, self.shares_weights = model, device, dtype, shares_weights
-        limit = max_cache_tokens or max_num_seqs * max_model_len
+        self._max_cache_tokens = limit = max_cache_tokens or max_num_seqs * max_model_len
         self._runner = Runner(model, tokenizer, device=device, dtype=dtype, max_cache_tokens=limit)
         self._scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
@@ -143,8 +143,15 @@ class NativeEngine:
         self._runner.sessions.forget(sessions)
 
     def describe(self) -> EngineDescription:
-        """Return the engine's properties and its counters since start."""
-        return EngineDescription("native", self.shares_weights, self.dtype, str(self.device), dict(self._runner.stats))
+        """Return the engine's properties, its counters since start, and its load now."""
+        load = {
+            "waiting": len(self._scheduler.waiting),
+            "cache_tokens": self._runner.cache.tokens + self._runner.prefixes.cache.tokens,
+            "max_cache_tokens": self._max_cache_tokens,
+        }
+        return EngineDescription(
+            "native", self.shares_weights, self.dtype, str(self.device), {**self._runner.stats, **load}
+        )
 
     def close(self) -> None:
         """Do nothing: there is no other process."""

@@ -1,0 +1,60 @@
+"""Prompt of a chat: its messages checked, and rendered as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hone.agents.rendering import Ending, Renderer
+from hone.agents.serving.conversation import check_template_arguments, check_tools, checked_messages, texts
+from hone.agents.serving.errors import bad_request
+from hone.agents.serving.service import Service
+from hone.agents.serving.session import Prompt, Session
+from hone.errors import DataError
+
+
+def chat_prompt(
+    service: Service,
+    session: Session,
+    messages: Sequence[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    template_kwargs: dict[str, Any],
+    ending: Ending,
+) -> tuple[Renderer, Prompt]:
+    """Return the renderer and the prompt of a chat.
+
+    Raises:
+        ApiError: messages, tools or arguments are invalid, too large, or refused by the template.
+    """
+    check_template_arguments(template_kwargs)
+    check_tools(tools)
+    checked = checked_messages(messages)
+    service.prompt_size.check(texts([checked, tools, template_kwargs]), "messages")
+    renderer = service.renderer_for(template_kwargs)
+    try:
+        return renderer, session.prompt(renderer, checked, tools or None, ending)
+    except DataError as error:
+        named = service.named(error)
+        raise bad_request(f"{named.what}; {named.fix}", "messages") from error
+
+
+def ending_of(
+    messages: Sequence[dict[str, Any]], *, continue_final_message: bool, add_generation_prompt: bool | None
+) -> Ending:
+    """Return the end of the prompt that a request wants.
+
+    Raises:
+        ApiError: it has no message to continue, or wants a new turn as well.
+    """
+    if not continue_final_message:
+        return Ending.CLOSED if add_generation_prompt is False else Ending.REPLY
+    if add_generation_prompt:
+        raise bad_request(
+            "continue_final_message continues the last turn and add_generation_prompt begins a new one; set one of them",
+            "continue_final_message",
+        )
+    if messages[-1].get("role") != "assistant" or messages[-1].get("tool_calls"):
+        raise bad_request(
+            "continue_final_message needs an assistant message without tool calls as the last one", "messages"
+        )
+    return Ending.OPEN
