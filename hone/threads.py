@@ -17,12 +17,18 @@ def compute_here(threads: int | None = None) -> None:
     """Give this thread a team of ``threads``, and other threads that use torch later no team.
 
     Args:
-        threads: size of the team; None means the number of cores that the process may use.
+        threads: size of the team; None means ``OMP_NUM_THREADS`` if it is set, else the cores that the process may use.
     """
     import torch
 
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads or omp_threads() or len(os.sched_getaffinity(0)))
     torch.get_num_threads()  # fixes the number of this thread, before that of others changes
     others = threading.Thread(target=torch.set_num_threads, args=(1,), name="no teams")
     others.start()
     others.join()
+
+
+def omp_threads() -> int | None:
+    """Return the number of threads in ``OMP_NUM_THREADS``; None if it is unset or not a positive number."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) if value.isdecimal() and int(value) > 0 else None

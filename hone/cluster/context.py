@@ -84,7 +84,7 @@ def prepare_torch(trainer: RunConfig, *, threads: int | None = None) -> torch.de
 
     Args:
         trainer: configuration block ``trainer``.
-        threads: number of threads if ``trainer.num_threads`` is null; None: the cores that this process may use.
+        threads: number of threads if ``trainer.num_threads`` is null; None: see :func:`~hone.threads.compute_here`.
 
     Raises:
         ConfigError: trainer.device=cuda, and there is no CUDA GPU.

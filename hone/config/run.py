@@ -28,7 +28,7 @@ class RunConfig:
     device: str = choice("auto", "auto", "cpu", "cuda")
     """Device; auto uses a CUDA GPU when there is one."""
     num_threads: int | None = number(None, low=1)
-    """CPU threads of torch; null means the cores that this process may use."""
+    """CPU threads of torch; null means OMP_NUM_THREADS, or all cores that this process may use."""
     save_freq: int | str = frequency(-1)
     """Steps between checkpoints; one is also saved at the end. -1 saves only at the end, 0 never, after_each_epoch after each pass
     over the data."""

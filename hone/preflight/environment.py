@@ -42,7 +42,8 @@ def packages_can_be_imported(config: AnyConfig) -> Iterator[Finding]:
 def threads_fit_the_cores(config: AnyConfig, evidence: Evidence) -> Iterator[Finding]:
     """A run does not start more threads than it has cores."""
     machine = evidence.machine
-    threads, usable = config.trainer.num_threads or machine.affinity, machine.usable_cpus
+    threads = config.trainer.num_threads or machine.omp_threads or machine.affinity
+    usable = machine.usable_cpus
     if threads > usable:
         limit = (
             f"a quota of {machine.quota:g}" if machine.quota and machine.quota < machine.affinity else "its affinity"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hone.insight.environment import usable_memory
+from hone.threads import omp_threads
 
 GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
@@ -51,6 +52,7 @@ class Machine:
         open_files: soft limit of open files.
         gpus: GPUs that nvidia-smi reports.
         gpu_users: processes on the GPUs.
+        omp_threads: value of ``OMP_NUM_THREADS``; None if unset.
     """
 
     cpus: int
@@ -61,6 +63,7 @@ class Machine:
     open_files: int
     gpus: tuple[Gpu, ...] = ()
     gpu_users: tuple[GpuUser, ...] = field(default=())
+    omp_threads: int | None = None
 
     @property
     def usable_cpus(self) -> int:
@@ -79,6 +82,7 @@ def look() -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=tuple(_gpus()),
         gpu_users=tuple(_gpu_users()),
+        omp_threads=omp_threads(),
     )
 
 

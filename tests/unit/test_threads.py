@@ -1,7 +1,10 @@
 """One thread computes with all cores; what other threads compute takes no further threads."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import os, threading, time, torch
@@ -41,3 +44,17 @@ def test_other_threads_compute_alone_and_the_number_can_be_changed() -> None:
     first, second = ended.stdout.splitlines()
     assert first == "2 [(1, 1), (1, 1)]"  # by itself torch has 2 threads there, and makes one more: [(2, 2), (2, 2)]
     assert second == "3 1"
+
+
+@pytest.mark.parametrize(("value", "threads"), [("3", 3), ("0", None), ("many", None), ("", None)])
+def test_the_environment_sets_the_default(value: str, threads: int | None) -> None:
+    program = "import os, torch; from hone.threads import compute_here; compute_here(); print(torch.get_num_threads())"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": value},
+    )
+    assert int(ended.stdout) == (threads or len(os.sched_getaffinity(0)))
