@@ -27,6 +27,7 @@ from hone.config.model import ModelConfig
 from hone.data.seeding import derive_seed
 from hone.errors import ModelError, did_you_mean
 from hone.models.activations import tile_mlps
+from hone.models.kernels.cpu.memory import trim_memory
 from hone.models.routing import use_hone_attention
 from hone.models.streaming import WeightFiles, empty_model, standing_in
 
@@ -161,6 +162,7 @@ def _load(factory: Any, config: ModelConfig, **overrides: Any) -> PreTrainedMode
             fix="check that the directory holds config.json and *.safetensors of one model",
         )
     _copy_from_file(model)
+    trim_memory()  # of what was read and copied
     return model
 
 

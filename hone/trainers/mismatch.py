@@ -133,7 +133,7 @@ def report(mismatch: Mismatch, *, as_json: bool) -> None:
         result = {
             "verdict": mismatch.verdict.value,
             "reasons": mismatch.reasons,
-            "tokens": mismatch.tokens,
+            "compared_tokens": mismatch.tokens,
             **vars(request),
         }
         sys.stdout.write(json.dumps({**result, "metrics": mismatch.metrics}) + "\n")
