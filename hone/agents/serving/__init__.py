@@ -16,6 +16,7 @@
 ``chat``          ``/v1/chat/completions``: messages to tokens, tokens to messages
 ``text``          ``/v1/completions``
 ``tokenization``  ``/tokenize`` and ``/detokenize``
+``responses``     ``/v1/responses``, as a chat
 ``replies``       the JSON of answers, complete or streamed in chunks
 ``delivery``      answers as one object or as events, and errors on the way
 ``app``           routes, access tokens, errors

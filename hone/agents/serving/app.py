@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -23,6 +24,7 @@ from hone.agents.serving.intake import check_structure, max_request_bytes, read_
 from hone.agents.serving.metrics import CONTENT_TYPE, CountedApp
 from hone.agents.serving.refusals import no_such_path
 from hone.agents.serving.replicas import ReplicaRoutes
+from hone.agents.serving.responses import ResponsesBody, ResponsesCall, ResponseStore
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Session
 from hone.agents.serving.sessions import Sessions
@@ -50,6 +52,7 @@ class Endpoint:
     ``GET  /v1/models``
     ``POST /v1/chat/completions``           recorded when the API key is a session's
     ``POST /v1/completions``
+    ``POST /v1/responses``                  and ``GET``, ``DELETE /v1/responses/<id>``
     ``     /sessions/<id>/v1/...``          the same, recorded in that session; the first call opens it
     ``GET  /sessions/<id>``                 conversations of the session as tokens
     ``DELETE /sessions/<id>``               end the session
@@ -65,12 +68,15 @@ class Endpoint:
         self.service, self.token = service, token
         self.sessions = sessions or Sessions()
         self._numbers = itertools.count(1)
+        self.responses = ResponseStore()
         self._workers = Workers()
         api = [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.text, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
+            Route("/v1/responses/{response}", self.response, methods=["GET", "DELETE"]),
         ]
         app = Starlette(
             routes=[
@@ -132,6 +138,19 @@ class Endpoint:
     async def text(self, request: Request) -> Response:
         """Answer ``/v1/completions``."""
         return await self._answer(request, TextBody, TextCall)
+
+    async def respond(self, request: Request) -> Response:
+        """Answer ``/v1/responses``."""
+        return await self._answer(request, ResponsesBody, partial(ResponsesCall, store=self.responses))
+
+    async def response(self, request: Request) -> Response:
+        """Return or forget a stored response."""
+        session, name = self._session_of(request), request.path_params["response"]
+        owner = session.name if session else None
+        if request.method == "DELETE":
+            self.responses.delete(name, owner)
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        return JSONResponse(self.responses.get(name, owner).response)
 
     async def show(self, request: Request) -> Response:
         """Return the conversations of a session as tokens."""

@@ -1,0 +1,144 @@
+"""Calls to ``/v1/responses``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from hone.agents.messages import Message
+from hone.agents.serving.chat import ChatCall
+from hone.agents.serving.errors import ApiError
+from hone.agents.serving.responses.events import EventSequence
+from hone.agents.serving.responses.items import messages_from, new_id, output_items
+from hone.agents.serving.responses.request import ResponsesBody, chat_body, renamed
+from hone.agents.serving.responses.store import ResponseStore
+from hone.agents.serving.service import Service
+from hone.agents.serving.session import Session
+
+
+class ResponsesCall:
+    """Call to ``/v1/responses``, answered and recorded as a chat.
+
+    Args:
+        service: service that answers.
+        session: session that records the call; None records nothing.
+        body: body of the request.
+        number: number of the call, used in names.
+        store: earlier responses.
+
+    Raises:
+        ApiError: the call cannot be served.
+    """
+
+    def __init__(
+        self, service: Service, session: Session | None, body: ResponsesBody, number: str, store: ResponseStore
+    ) -> None:
+        self.body, self.streams = body, body.stream
+        self._store, self._owner = store, session.name if session else None
+        name = body.previous_response_id
+        earlier = store.get(name, self._owner, "previous_response_id").messages if name else ()
+        chat = chat_body(body, earlier)
+        self._conversation: list[Message] = [*earlier, *messages_from(body.input)]
+        try:
+            self._chat = ChatCall(service, session, chat, number)
+        except ApiError as error:
+            raise renamed(error) from error
+        self.headers = self._chat.headers
+        self._id, self._created = new_id("resp"), time.time()
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the complete response."""
+        answer = await self._chat.whole()
+        (choice,) = answer["choices"]
+        status = _status(choice["finish_reason"])
+        output = output_items(choice["message"], _log_probs(choice), status=status)
+        response = self._response(status, output, answer["usage"])
+        if self._chat.body.return_token_ids:
+            response |= {"prompt_token_ids": answer["prompt_token_ids"], "token_ids": choice["token_ids"]}
+        self._keep(response, choice["message"])
+        return response
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of the response."""
+        events, usage, status = EventSequence(), None, "completed"
+        log_probs: list[dict[str, Any]] = []
+        reply: Message = {"role": "assistant", "content": ""}
+        for kind in ("response.created", "response.in_progress"):
+            yield events.event(kind, response=self._response("in_progress", [], None))
+        async for chunk in self._chat.chunks():
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                delta = choice["delta"]
+                log_probs += _log_probs(choice)  # of text that is held back, too
+                if delta.get("reasoning_content"):
+                    reply["reasoning_content"] = reply.get("reasoning_content", "") + delta["reasoning_content"]
+                    for event in events.reasoning(delta["reasoning_content"]):
+                        yield event
+                if delta.get("content"):
+                    reply["content"] += delta["content"]
+                    for event in events.text(delta["content"], log_probs):
+                        yield event
+                    log_probs = []
+                for call in delta.get("tool_calls") or ():
+                    call = {name: value for name, value in call.items() if name != "index"}
+                    reply.setdefault("tool_calls", []).append(call)
+                    for event in events.call(call):
+                        yield event
+                if choice["finish_reason"] is not None:
+                    status = _status(choice["finish_reason"])
+        events.add_log_probs(log_probs)
+        for event in events.finish(status):
+            yield event
+        response = self._response(status, events.output, usage)
+        self._keep(response, reply)
+        yield events.event(f"response.{status}", response=response)
+
+    def _keep(self, response: dict[str, Any], reply: Message) -> None:
+        if self.body.store:
+            self._store.put(response, [*self._conversation, reply], self._owner)
+
+    def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, int] | None) -> dict[str, Any]:
+        body, chat = self.body, self._chat.body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": body.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": body.store,
+            "temperature": chat.temperature,
+            "text": {"format": body.text.format},
+            "tool_choice": body.tool_choice,
+            "tools": body.tools,
+            "top_p": chat.top_p,
+            "truncation": body.truncation,
+            "usage": None if usage is None else _usage(usage),
+        }
+
+
+def _status(finish_reason: str) -> str:
+    return "incomplete" if finish_reason == "length" else "completed"
+
+
+def _log_probs(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    return list((choice.get("logprobs") or {}).get("content") or ())
+
+
+def _usage(usage: dict[str, int]) -> dict[str, Any]:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
