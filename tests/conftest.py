@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,13 @@ LONG = (
     *("test_lost_replicas", "test_ray_runtime", "test_lifecycle_repeat", "engine_conformance"),
 )
 """Modules with tests that take long, the longest first; the last needs no world, which another process may be making meanwhile."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tokenized datasets of the tests are kept apart from the user's."""
+    folder = tempfile.TemporaryDirectory(prefix="hone-cache-")
+    os.environ["HONE_CACHE"] = folder.name
+    config.add_cleanup(folder.cleanup)
 
 
 @pytest.hookimpl(trylast=True)  # after the choice by markers

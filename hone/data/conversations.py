@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.assistant_mask import render_conversations
 from hone.data.files import RowReader, read_rows
 from hone.data.messages import check_messages, plain, schemas_of
 from hone.data.overlong import check_policy, overlong_rows, shortened
+from hone.data.tokenizing import Chats, tokenize
 from hone.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,8 @@ class ConversationDataset:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         chats = [check_messages(plain(row.values[messages_key]), where=row.where, column=messages_key) for row in rows]
         tools = [schemas_of(row.values.get(tools_key), row.where) for row in rows]
-        rendered = _render_by_tools(tokenizer, chats, tools, chat_template_kwargs or {}, [row.where for row in rows])
+        names = [row.where for row in rows]
+        rendered = tokenize(tokenizer, Chats("conversation", chats, tools, names, chat_template_kwargs or {}))
         long = overlong_rows(
             [len(ids) for ids, _ in rendered], max_length, truncation, what="conversations", key="data.max_length"
         )
@@ -111,23 +111,3 @@ class ConversationDataset:
 
     def __getitem__(self, index: int) -> Conversation:
         return self._conversations[index]
-
-
-def _render_by_tools(
-    tokenizer: PreTrainedTokenizerBase,
-    chats: list[list[dict[str, Any]]],
-    tools: list[list[dict[str, Any]] | None],
-    kwargs: dict[str, Any],
-    where: list[str],
-) -> list[tuple[list[int], list[int]]]:
-    """Return tokens and mask of every conversation; one call renders those with the same tools."""
-    by_tools: dict[str, list[int]] = {}
-    for row, schemas in enumerate(tools):
-        by_tools.setdefault(json.dumps(schemas), []).append(row)
-    rendered: dict[int, tuple[list[int], list[int]]] = {}
-    for rows in by_tools.values():
-        shown = tools[rows[0]]
-        settings = {**kwargs, "tools": shown} if shown else kwargs
-        parts = render_conversations(tokenizer, [chats[row] for row in rows], settings, [where[row] for row in rows])
-        rendered.update(zip(rows, parts, strict=True))
-    return [rendered[row] for row in range(len(chats))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.chat import render_prompts
 from hone.data.files import EVERY_COLUMN, Row, RowReader, read_rows
 from hone.data.messages import check_messages, plain
 from hone.data.overlong import SIDES, check_policy, overlong_rows, shortened
+from hone.data.tokenizing import Chats, tokenize
 from hone.data.types import Sample
 from hone.errors import DataError
 
@@ -178,17 +177,14 @@ def _tokenize(
     kwargs: dict[str, Any],
     tools_of: ToolsOf,
 ) -> None:
-    """Set ``prompt_ids``; one call tokenizes all messages with the same tools, another all strings."""
-    by_tools: dict[str, list[Sample]] = {}
-    for sample in samples:
-        if sample.messages is not None:
-            by_tools.setdefault(json.dumps(list(tools_of(sample))), []).append(sample)
-    for chats in by_tools.values():
-        tools = list(tools_of(chats[0]))
-        settings = {**kwargs, "tools": tools} if tools else kwargs
-        rendered = render_prompts(tokenizer, [sample.messages or [] for sample in chats], settings)
-        for sample, ids in zip(chats, rendered, strict=True):
-            sample.prompt_ids = ids
+    """Set ``prompt_ids``: of messages by the template, of strings by one call, of token ids unchanged."""
+    chats = [sample for sample in samples if sample.messages is not None]
+    messages = [sample.messages or [] for sample in chats]
+    tools = [list(tools_of(sample)) or None for sample in chats]
+    names = [sample.uid for sample in chats]
+    tokens = tokenize(tokenizer, Chats("prompt", messages, tools, names, kwargs))
+    for sample, (ids, _) in zip(chats, tokens, strict=True):
+        sample.prompt_ids = ids
     texts = [(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True) if isinstance(prompt, str)]
     if texts:
         encoded = tokenizer([text for _, text in texts], return_attention_mask=False)["input_ids"]

@@ -13,16 +13,15 @@ A response that begins with an assistant message follows the prompt; any other l
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.assistant_mask import render_conversations
 from hone.data.chat import encode_texts
 from hone.data.messages import check_messages
+from hone.data.tokenizing import Chats, tokenize
 from hone.errors import DataError
 
 
@@ -129,21 +128,20 @@ def render_sides(
             does not match its response.
     """
     responses: dict[int, Response] = {}
-    by_tools: dict[str, list[int]] = {}
+    rendered: list[int] = []
     for number, side in enumerate(sides):
         if side.mask is not None and not _is_ids(side.response):
             raise _wrong_mask(side, "is given, but the response is not token ids")
         if isinstance(side.prompt, list) and side.prompt and isinstance(side.prompt[0], dict):
-            by_tools.setdefault(json.dumps(side.tools, sort_keys=True), []).append(number)
+            rendered.append(number)
         else:
             responses[number] = _without_template(side, tokenizer)
-    for members in by_tools.values():
-        group = [sides[number] for number in members]
-        kwargs = {**(chat_template_kwargs or {}), **({"tools": group[0].tools} if group[0].tools else {})}
-        chats = [side.prompt + side.response for side in group]
-        rendered = render_conversations(tokenizer, chats, kwargs, [side.where for side in group])
-        for number, side, (ids, mask) in zip(members, group, rendered, strict=True):
-            responses[number] = _after_prompt(side, ids, mask)
+    group = [sides[number] for number in rendered]
+    messages, tools = [side.prompt + side.response for side in group], [side.tools or None for side in group]
+    names = [side.where for side in group]
+    tokens = tokenize(tokenizer, Chats("conversation", messages, tools, names, chat_template_kwargs or {}))
+    for number, side, (ids, mask) in zip(rendered, group, tokens, strict=True):
+        responses[number] = _after_prompt(side, ids, mask)
     for number, side in enumerate(sides):
         response = responses[number]
         if not response.prompt_ids or not any(response.response_mask):

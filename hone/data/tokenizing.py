@@ -1,0 +1,236 @@
+"""Tokenize the chats of a dataset: in processes when they are many, and only once.
+
+few chats      in this process
+many           chunks of them in processes (hone/data/tokenizing_worker.py); the result is the same
+any number     read from the cache if the same chats, tokenizer, template and settings were tokenized before
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.data.assistant_mask import render_conversations
+from hone.data.chat import render_prompts
+from hone.data.token_cache import TokenCache
+from hone.errors import HoneError
+from hone.progress import Bar, progress
+
+log = logging.getLogger(__name__)
+
+Tokens = tuple[list[int], list[int]]
+"""Token ids of a chat, and 1 for each token of an assistant turn; the mask of a prompt is empty."""
+
+CHUNK = 256
+"""Chats per call of the template and the tokenizer."""
+MOST_PROCESSES = 16
+_SECONDS_PER_PROCESS = 15.0
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Chats to tokenize.
+
+    Attributes:
+        kind: "prompt" (rendered with the generation prompt) or "conversation" (with the mask of the assistant's tokens).
+        messages: messages of each chat.
+        tools: function schemas that the template shows in each chat, or None.
+        names: source of each chat, for error messages.
+        kwargs: additional arguments of the template.
+    """
+
+    kind: str
+    messages: list[list[dict[str, Any]]]
+    tools: list[list[dict[str, Any]] | None]
+    names: list[str]
+    kwargs: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+    def part(self, start: int, end: int) -> Chats:
+        """Return some of the chats."""
+        parts = {name: getattr(self, name)[start:end] for name in ("messages", "tools", "names")}
+        return replace(self, **parts)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, chats: Chats, *, processes: int | None = None) -> list[Tokens]:
+    """Return the tokens of chats, in order.
+
+    Args:
+        tokenizer: with a chat template.
+        chats: the chats.
+        processes: number of processes; None starts as many as the first chunk's time calls for.
+
+    Raises:
+        DataError: the template refuses a chat, or rewrites earlier turns.
+    """
+    if len(chats) <= CHUNK and processes is None:
+        return tokenize_here(tokenizer, chats)
+    cache = TokenCache.entry(tokenizer, chats.kind, chats.kwargs, zip(chats.messages, chats.tools, strict=True))
+    if cache is not None and (tokens := cache.read(len(chats))) is not None:
+        return tokens
+    parts = [chats.part(start, start + CHUNK) for start in range(0, len(chats), CHUNK)]
+    with progress(f"tokenizing {chats.kind}s", len(chats)) as bar:
+        started = time.monotonic()
+        first = tokenize_here(tokenizer, parts[0])
+        seconds = time.monotonic() - started
+        bar.advance(len(parts[0]))
+        count = processes if processes is not None else _processes(seconds * (len(parts) - 1))
+        results = [first]
+        if count > 1 and len(parts) > 1:
+            results += _in_processes(tokenizer, parts[1:], (parts[0], first), min(count, len(parts) - 1), bar)
+        for part in parts[len(results) :]:
+            results.append(tokenize_here(tokenizer, part))
+            bar.advance(len(part))
+    tokens = list(itertools.chain.from_iterable(results))
+    if cache is not None:
+        cache.write(tokens)
+    return tokens
+
+
+def tokenize_here(tokenizer: PreTrainedTokenizerBase, chats: Chats) -> list[Tokens]:
+    """Tokenize in this process; one call renders the chats with the same tools."""
+    by_tools: dict[str, list[int]] = {}
+    for number, schemas in enumerate(chats.tools):
+        by_tools.setdefault(json.dumps(schemas, sort_keys=True), []).append(number)
+    tokens: dict[int, Tokens] = {}
+    for numbers in by_tools.values():
+        shown = chats.tools[numbers[0]]
+        settings = {**chats.kwargs, "tools": shown} if shown else chats.kwargs
+        messages = [chats.messages[number] for number in numbers]
+        if chats.kind == "prompt":
+            rendered = [(ids, []) for ids in render_prompts(tokenizer, messages, settings)]
+        else:
+            rendered = render_conversations(tokenizer, messages, settings, [chats.names[number] for number in numbers])
+        tokens.update(zip(numbers, rendered, strict=True))
+    return [tokens[number] for number in range(len(chats))]
+
+
+def _processes(seconds: float) -> int:
+    """Return the number of processes for N seconds of work; a process takes some seconds to start."""
+    return max(1, min(len(os.sched_getaffinity(0)), MOST_PROCESSES, int(seconds / _SECONDS_PER_PROCESS)))
+
+
+def _in_processes(
+    tokenizer: PreTrainedTokenizerBase, parts: Sequence[Chats], probe: tuple[Chats, list[Tokens]], count: int, bar: Bar
+) -> list[list[Tokens]]:
+    """Return the tokens of the parts; fewer if a process fails, and the caller tokenizes the others itself.
+
+    Each process first tokenizes a probe, whose tokens must equal those of this process.
+    """
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(parts)):
+        waiting.put(number)
+    answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    workers = [_Worker(tokenizer) for _ in range(count)]
+    threads = [threading.Thread(target=_feed, args=(w, parts, probe, waiting, answers), daemon=True) for w in workers]
+    results: dict[int, list[Tokens]] = {}
+    try:
+        for thread in threads:
+            thread.start()
+        running = count
+        while running:
+            number, answer = answers.get()
+            if isinstance(answer, HoneError):
+                raise answer
+            if number < 0:
+                running -= 1
+                if answer is not None:
+                    log.warning("a tokenizing process ended (%s); its chats are tokenized by the others", answer)
+                continue
+            results[number] = answer
+            bar.advance(len(parts[number]))
+    finally:
+        for worker in workers:
+            worker.close()
+        for thread in threads:
+            thread.join()
+    return list(_leading(results))
+
+
+def _leading(results: dict[int, list[Tokens]]) -> Iterator[list[Tokens]]:
+    for number in range(len(results)):
+        if number not in results:
+            return
+        yield results[number]
+
+
+def _feed(
+    worker: _Worker,
+    parts: Sequence[Chats],
+    probe: tuple[Chats, list[Tokens]],
+    waiting: queue.SimpleQueue[int],
+    answers: queue.SimpleQueue[tuple[int, Any]],
+) -> None:
+    """Send parts to one process until none is left; end with the number -1 and the reason for an early end."""
+    try:
+        if worker.tokenize(probe[0].part(0, 16)) != probe[1][:16]:
+            answers.put((-1, "its tokenizer gives other tokens"))
+            return
+        while True:
+            number = waiting.get_nowait()
+            try:
+                answers.put((number, worker.tokenize(parts[number])))
+            except (OSError, EOFError):
+                waiting.put(number)
+                raise
+    except queue.Empty:
+        answers.put((-1, None))
+    except Exception as error:  # noqa: BLE001 - reported by the main thread, which tokenizes the rest
+        answers.put((-1, f"{type(error).__name__}: {error}"))
+
+
+class _Worker:
+    """Process that tokenizes chunks."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        package = str(Path(__file__).resolve().parents[2])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hone.data.tokenizing_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "TOKENIZERS_PARALLELISM": "false",
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output, self._tokenizer = self._process.stdin, self._process.stdout, tokenizer
+        self._started = False
+
+    def tokenize(self, chats: Chats) -> Any:
+        """Return the tokens of chats, or the HoneError of one."""
+        if not self._started:
+            self._send(self._tokenizer)
+            self._started = True
+        self._send(chats)
+        return pickle.load(self._output)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._input.close()
+        self._output.close()
+
+    def _send(self, value: Any) -> None:
+        pickle.dump(value, self._input)
+        self._input.flush()

@@ -1,0 +1,35 @@
+"""Progress of a loop: a bar on a terminal, lines elsewhere, and silence for a short one."""
+
+import io
+import os
+import pty
+import re
+
+from hone.progress import progress, tracked
+
+
+def test_lines_without_a_terminal():
+    stream = io.StringIO()
+    with progress("answers", 4, every=0, stream=stream) as bar:
+        for _ in range(4):
+            bar.advance()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 4 and all(
+        re.fullmatch(r"answers: \d of 4, [\d.]+/(s|min), \d+:\d\d left", line) for line in lines
+    )
+    assert "4 of 4" in lines[-1] and lines[-1].endswith("0:00 left")
+
+
+def test_a_short_loop_is_silent_and_stdout_always(capfd):
+    assert list(tracked(range(3), "rows", 3)) == [0, 1, 2]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal():
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as terminal, progress("answers", 2, stream=terminal) as bar:
+        bar.advance()
+        bar.advance()
+    shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert "answers" in shown and "2/2" in shown and re.search(r"[\d.]+/(s|min)", shown) and "0:00:00" in shown
