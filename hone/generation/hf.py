@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
 from hone.data.types import StopReason
+from hone.errors import RequestError
+from hone.generation.grammars import Grammars, RowGrammar
 from hone.generation.limits import RequestLimits
-from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
+from hone.generation.protocol import Alternatives, Completion, EngineDescription, GenerationRequest, SamplingParams
 from hone.insight import activity
 from hone.models.routing import attention_of
 
@@ -45,7 +47,9 @@ class HuggingFaceEngine:
         del max_num_seqs, max_cache_tokens
         self.model, self.tokenizer, self.device, self.dtype = model, tokenizer, device, dtype
         self._causal: Any = getattr(model, "get_base_model", lambda: model)()
-        self._limits = RequestLimits(max_model_len, vocabulary=self._causal.get_input_embeddings().num_embeddings)
+        vocabulary: int = self._causal.get_input_embeddings().num_embeddings
+        self._limits = RequestLimits(max_model_len, vocabulary=vocabulary)
+        self._grammars = Grammars(tokenizer, vocabulary)
         self._version = 0
         self._aborted: set[str] | None = set()
         self._stats = {"decode_tokens": 0}
@@ -54,20 +58,22 @@ class HuggingFaceEngine:
         """Serve the requests one after another.
 
         Raises:
-            RequestError: a request exceeds the limits (then no request starts).
+            RequestError: a request exceeds the limits, or its constraint cannot be compiled (then no request starts).
         """
         for request in requests:
             self._limits.check(request)
+            _check_ends(request.sampling)
+        grammars = [await self._grammars.start(request.sampling) for request in requests]
         self._aborted = set()
-        for request in requests:
+        for request, grammar in zip(requests, grammars, strict=True):
             if self._aborted is None or request.request_id in self._aborted:
                 yield Completion(request.request_id, [], [], [], StopReason.ABORTED, (self._version, self._version))
             else:
-                completion = self._complete(request)
+                completion = self._complete(request, grammar)
                 activity.tick()
                 yield completion
 
-    def _complete(self, request: GenerationRequest) -> Completion:
+    def _complete(self, request: GenerationRequest, grammar: RowGrammar | None) -> Completion:
         started, sampling = time.perf_counter(), request.sampling
         ids = torch.tensor([request.prompt_ids], device=self.device)
         with self._transformers_defaults(), torch.no_grad():
@@ -81,6 +87,7 @@ class HuggingFaceEngine:
                     output_scores=True,
                     use_cache=True,
                     tokenizer=self.tokenizer,
+                    logits_processor=self._processors(request, grammar),
                     **generate_arguments(sampling),
                 )
         tokens = out.sequences[0, len(request.prompt_ids) :]
@@ -97,7 +104,18 @@ class HuggingFaceEngine:
             _stop_reason(ids_out, sampling, self.tokenizer),
             (self._version, self._version),
             time.perf_counter() - started,
+            alternatives=_alternatives(out.logits, sampling),
         )
+
+    def _processors(self, request: GenerationRequest, grammar: RowGrammar | None) -> list[LogitsProcessor]:
+        """Return the processors that transformers does not have, in the order of the native engine."""
+        sampling, length = request.sampling, len(request.prompt_ids)
+        processors: list[LogitsProcessor] = []
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            processors.append(_CountPenalties(sampling, length))
+        if grammar is not None:
+            processors.append(_GrammarMask(self._grammars, grammar, length))
+        return processors
 
     @contextlib.contextmanager
     def _transformers_defaults(self) -> Iterator[None]:
@@ -148,6 +166,52 @@ class HuggingFaceEngine:
         """Do nothing: there is no other process."""
 
 
+class _CountPenalties(LogitsProcessor):
+    """Presence and frequency penalties."""
+
+    def __init__(self, sampling: SamplingParams, prompt_length: int) -> None:
+        self._sampling, self._prompt_length = sampling, prompt_length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> torch.FloatTensor:
+        """Return the scores of the next token with the penalties subtracted."""
+        counts = input_ids[0, self._prompt_length :].bincount(minlength=scores.shape[1])
+        penalty = self._sampling.frequency_penalty * counts + self._sampling.presence_penalty * (counts > 0)
+        return scores - penalty  # type: ignore[return-value]
+
+
+class _GrammarMask(LogitsProcessor):
+    """Minus infinity for tokens that a constraint does not allow."""
+
+    def __init__(self, grammars: Grammars, grammar: RowGrammar, prompt_length: int) -> None:
+        self._grammars, self._grammar, self._accepted = grammars, grammar, prompt_length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> torch.FloatTensor:
+        """Return the scores of the next token, after the grammar has followed the tokens before it."""
+        for token in input_ids[0, self._accepted :].tolist():
+            self._grammar.accept(token)
+        self._accepted = input_ids.shape[1]
+        bits, errors = self._grammars.masks([self._grammar])
+        if errors:
+            raise errors[0]
+        allowed = self._grammars.allowed(bits.to(scores.device))
+        return scores.masked_fill(~allowed, float("-inf"))  # type: ignore[return-value]
+
+
+def _check_ends(sampling: SamplingParams) -> None:
+    """Check that a constrained response can end.
+
+    Raises:
+        RequestError: it has no stop token.
+    """
+    if sampling.constraint is not None and (sampling.ignore_eos or not sampling.stop_token_ids):
+        raise RequestError(
+            "the engine 'hf' cannot serve a constraint without stop tokens",
+            why="transformers samples a token after the constraint is satisfied",
+            fix="ignore_eos=false and stop_token_ids of the model, or actor_rollout_ref.rollout.name=native",
+            field="constraint",
+        )
+
+
 def generate_arguments(sampling: SamplingParams) -> dict[str, Any]:
     """Return ``sampling`` as arguments of transformers' generate."""
     arguments: dict[str, Any] = {
@@ -157,6 +221,8 @@ def generate_arguments(sampling: SamplingParams) -> dict[str, Any]:
         "eos_token_id": None if sampling.ignore_eos else list(sampling.stop_token_ids) or None,
         "pad_token_id": 0,
     }
+    if sampling.logit_bias:
+        arguments["sequence_bias"] = [[[token], bias] for token, bias in sampling.logit_bias]
     if sampling.stop:
         arguments["stop_strings"] = list(sampling.stop)
     if sampling.temperature > 0:
@@ -172,6 +238,14 @@ def generate_arguments(sampling: SamplingParams) -> dict[str, Any]:
 def _log_probs(steps: Sequence[Tensor], tokens: Tensor, temperature: float) -> list[float]:
     scores = torch.stack([step[0] for step in steps]).float() / temperature
     return scores.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+
+
+def _alternatives(steps: Sequence[Tensor], sampling: SamplingParams) -> list[Alternatives]:
+    if not sampling.top_log_probs:
+        return []
+    scores = torch.stack([step[0] for step in steps]).float() / (sampling.temperature or 1.0)
+    top = scores.log_softmax(-1).topk(min(sampling.top_log_probs, scores.shape[1]))
+    return [list(zip(*pair, strict=True)) for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
 
 
 def _stop_reason(tokens: list[int], sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> StopReason:

@@ -12,12 +12,18 @@ from array import array
 from dataclasses import dataclass
 
 from hone.errors import RequestError
+from hone.generation.constraints import check_constraint
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.text import is_valid
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-9, 1e6
 """Bounds of a temperature above 0: logits divided by it stay finite in float32."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+MAX_PENALTY = 2.0
+"""Bound on the size of presence and frequency penalties, as in OpenAI's API."""
+MAX_BIAS, MAX_BIASES = 100.0, 1024
+"""Bound on the size of a logit bias, and maximum number of biased tokens."""
+MAX_TOP_LOG_PROBS = 20
 MAX_TOP_K = 2**31 - 1
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 """Seeds that every engine's random generator accepts."""
@@ -38,6 +44,10 @@ def check_sampling(sampling: SamplingParams) -> None:
     _check_range("top_p", sampling.top_p, 0, 1)
     _check_range("min_p", sampling.min_p, 0, 1)
     _check_range("repetition_penalty", penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+    _check_range("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_range("top_log_probs", sampling.top_log_probs, 0, MAX_TOP_LOG_PROBS)
+    _check_bias(sampling.logit_bias)
     if sampling.top_p == 0:
         raise _unusable("top_p=0 leaves no token", "the tokens of this total probability stay", "top_p > 0", "top_p")
     if not all(0 <= token < 2**63 for token in sampling.stop_token_ids):
@@ -48,6 +58,20 @@ def check_sampling(sampling: SamplingParams) -> None:
             "stop_token_ids",
         )
     _check_stops(sampling.stop)
+    if sampling.constraint is not None:
+        check_constraint(sampling.constraint)
+
+
+def _check_bias(bias: tuple[tuple[int, float], ...]) -> None:
+    if len(bias) > MAX_BIASES or len({token for token, _ in bias}) < len(bias):
+        raise _unusable(
+            f"logit_bias has {len(bias)} entries",
+            "each is added to one logit in every step",
+            f"one entry per token, for at most {MAX_BIASES} tokens",
+            "logit_bias",
+        )
+    for _, value in bias:
+        _check_range("logit_bias", value, -MAX_BIAS, MAX_BIAS)
 
 
 def _check_stops(stops: tuple[str, ...]) -> None:
@@ -152,4 +176,12 @@ class RequestLimits:
                 why="it has no embedding",
                 fix=f"token ids from 0 to {limit - 1}",
                 field="prompt",
+            )
+        biased = [token for token, _ in request.sampling.logit_bias]
+        if biased and not 0 <= min(biased) <= max(biased) < limit:
+            raise RequestError(
+                f"{name} biases token {max(biased) if min(biased) >= 0 else min(biased)}, of a vocabulary of {limit} tokens",
+                why="it has no logit",
+                fix=f"logit_bias of tokens from 0 to {limit - 1}",
+                field="logit_bias",
             )

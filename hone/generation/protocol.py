@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,12 +12,39 @@ from torch import Tensor
 from hone.data.types import StopReason
 
 
+class ConstraintKind(StrEnum):
+    """Kind of a :class:`Constraint`; the comments name its text."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON schema
+    JSON_OBJECT = "json_object"  # nothing: any JSON object
+    REGEX = "regex"  # a regular expression, matched against the whole response
+    CHOICE = "choice"  # a JSON list of strings, one of which is the response
+    GRAMMAR = "grammar"  # a grammar in llguidance's dialect of Lark
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Constraint on the text of a response: every sampled token must leave a way to complete it.
+
+    A response may end (by a stop token) only where its text satisfies the constraint. It ends without one if there are no stop
+    tokens or they are ignored, once nothing can follow.
+
+    Attributes:
+        kind: see :class:`ConstraintKind`.
+        text: schema, expression, choices or grammar.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters.
 
-    The raw policy is ``softmax(logits / temperature)``. The distribution sampled from is the raw policy after repetition
-    penalty, top-k, top-p and min-p. Temperature 0 takes the likeliest token; log-probs are then those of temperature 1.
+    The raw policy is ``softmax(logits / temperature)``. The distribution sampled from is the raw policy after logit bias,
+    penalties (repetition, then frequency and presence), constraint, top-k, top-p and min-p. Temperature 0 takes the likeliest
+    token; log-probs are then those of temperature 1.
 
     Attributes:
         max_tokens: maximum of sampled tokens.
@@ -28,6 +56,11 @@ class SamplingParams:
         stop_token_ids: tokens that end the response (kept in it), usually the end-of-sequence tokens.
         stop: strings that end the response (kept in it).
         ignore_eos: do not stop at stop_token_ids.
+        presence_penalty: subtracted from the logits of tokens that occur in the response.
+        frequency_penalty: subtracted from a token's logit once for each of its occurrences in the response.
+        logit_bias: pairs of a token and what is added to its logit.
+        constraint: on the text of the response; None leaves it free.
+        top_log_probs: number of likeliest tokens to report at every position, with their log-probs under the raw policy.
     """
 
     max_tokens: int = 512
@@ -39,10 +72,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    constraint: Constraint | None = None
+    top_log_probs: int = 0
 
 
-Progress = Callable[[list[int], list[float]], None]
-"""Callback with the tokens sampled so far for a request, and their log-probs."""
+Alternatives = list[tuple[int, float]]
+"""Likeliest tokens at a position, the likeliest first, with their log-probs under the raw policy."""
+Progress = Callable[[list[int], list[float], list[Alternatives]], None]
+"""Callback with the tokens sampled so far for a request, their log-probs, and the alternatives if it asks for them."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +120,7 @@ class Completion:
         weight_versions: first and last version of the weights that sampled it.
         seconds: wall time from admission to the last token.
         first_token_seconds: the same to the first token; None if the engine does not report it.
+        alternatives: at every position, if the request asks for ``top_log_probs``; else empty.
     """
 
     request_id: str
@@ -90,6 +131,7 @@ class Completion:
     weight_versions: tuple[int, int] = (0, 0)
     seconds: float = 0.0
     first_token_seconds: float | None = None
+    alternatives: list[Alternatives] = field(default_factory=list)
 
 
 @dataclass

@@ -46,7 +46,7 @@ class ScriptedEngine:
             log_probs = [-(request.seed % 97 + place + 1) / 100 for place in range(len(ids))]
             if request.progress is not None:
                 for stop in range(self.step, len(ids), self.step):
-                    request.progress(ids[:stop], log_probs[:stop])
+                    request.progress(ids[:stop], log_probs[:stop], [])
             await asyncio.sleep(self.seconds)
             reason = StopReason.STOP if len(ids) == len(whole) else StopReason.LENGTH
             yield Completion(request.request_id, ids, log_probs, log_probs, reason, (3, 3), self.seconds)

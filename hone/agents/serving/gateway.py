@@ -14,7 +14,7 @@ from hone.agents.serving.errors import ApiError, bad_request
 from hone.agents.serving.metrics import Metrics
 from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError, RequestError
-from hone.generation.protocol import Completion, GenerationRequest, Progress
+from hone.generation.protocol import Alternatives, Completion, GenerationRequest, Progress
 
 T = TypeVar("T")
 log = logging.getLogger("hone.serve")
@@ -84,7 +84,7 @@ class Gateway:
         """Return ``progress`` wrapped such that it always runs on the endpoint's loop."""
         endpoint_loop = asyncio.get_running_loop()
 
-        def forward(ids: list[int], log_probs: list[float]) -> None:
-            endpoint_loop.call_soon_threadsafe(progress, ids, log_probs)
+        def forward(ids: list[int], log_probs: list[float], alternatives: list[Alternatives]) -> None:
+            endpoint_loop.call_soon_threadsafe(progress, ids, log_probs, alternatives)
 
         return forward

@@ -23,7 +23,7 @@ from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import ChatBody, TextBody
 from hone.errors import HoneError, RequestError
 from hone.generation.limits import RequestLimits
-from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.protocol import Alternatives, Completion, GenerationRequest, SamplingParams
 
 MAX_RENDERERS = 32
 """Maximum of kept renderers, one for each combination of template arguments."""
@@ -40,12 +40,14 @@ class Sampled:
         choice: index of the reply.
         ids: all tokens so far.
         log_probs: log-probs of these tokens.
+        alternatives: likeliest tokens at each of their positions, if the request asks for them.
         completion: the completion, once the reply is complete.
     """
 
     choice: int
     ids: list[int]
     log_probs: list[float]
+    alternatives: list[Alternatives]
     completion: Completion | None = None
 
 
@@ -191,15 +193,15 @@ class Service:
         events: asyncio.Queue[Sampled | BaseException] = asyncio.Queue()
 
         async def follow(choice: int, request: GenerationRequest) -> None:
-            def progress(ids: list[int], log_probs: list[float]) -> None:
-                events.put_nowait(Sampled(choice, ids, log_probs))
+            def progress(ids: list[int], log_probs: list[float], alternatives: list[Alternatives]) -> None:
+                events.put_nowait(Sampled(choice, ids, log_probs, alternatives))
 
             try:
                 done = await self.gateway.complete(replace(request, progress=progress))
             except BaseException as error:  # the reader of the events must receive it
                 events.put_nowait(error)
                 raise
-            events.put_nowait(Sampled(choice, done.token_ids, done.log_probs, done))
+            events.put_nowait(Sampled(choice, done.token_ids, done.log_probs, done.alternatives, done))
 
         tasks = [asyncio.ensure_future(follow(choice, request)) for choice, request in enumerate(requests)]
         try:

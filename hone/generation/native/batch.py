@@ -28,6 +28,8 @@ class RowState:
         log_probs: ``[A, M]`` of the sampled tokens under the raw policy.
         sampling_log_probs: ``[A, M]`` of the same tokens under the distribution sampled from.
         seen: ``[A, V]`` tokens in prompt or response, or ``[A, 0]`` when no row has a repetition penalty.
+        counts: ``[A, V]`` int32, occurrences of tokens in the response, or ``[A, 0]`` when no row has a presence or frequency
+            penalty.
     """
 
     shared: Tensor
@@ -40,6 +42,7 @@ class RowState:
     log_probs: Tensor
     sampling_log_probs: Tensor
     seen: Tensor
+    counts: Tensor
 
     @classmethod
     def from_requests(
@@ -58,6 +61,7 @@ class RowState:
             seen = torch.zeros(len(requests), vocabulary, dtype=torch.bool, device=device)
             for row, request in enumerate(requests):
                 seen[row, vector(request.prompt_ids)] = True
+        counts_tokens = any(r.sampling.presence_penalty or r.sampling.frequency_penalty for r in requests)
         return cls(
             shared=vector([len(r.prompt_ids) - 1 - n for r, n in zip(requests, row_lengths, strict=True)]),
             length=vector(row_lengths),
@@ -69,6 +73,7 @@ class RowState:
             log_probs=torch.zeros(len(requests), longest, device=device),
             sampling_log_probs=torch.zeros(len(requests), longest, device=device),
             seen=seen,
+            counts=torch.zeros(len(requests), vocabulary if counts_tokens else 0, dtype=torch.int32, device=device),
         )
 
     def record(self, tokens: Tensor, log_probs: Tensor, sampling_log_probs: Tensor) -> None:
@@ -79,6 +84,9 @@ class RowState:
         self.sampling_log_probs.scatter_(1, place, sampling_log_probs[:, None])
         if self.seen.shape[1]:
             self.seen.scatter_(1, tokens[:, None], True)
+        if self.counts.shape[1]:
+            ones = torch.ones_like(tokens[:, None], dtype=torch.int32)
+            self.counts.scatter_add_(1, tokens[:, None], ones)
         self.generated = self.generated + 1
         self.length = self.length + 1
         self.next_token = tokens

@@ -73,11 +73,12 @@ class NativeEngine:
         """Serve the requests, yielding each completion as it finishes. Closing the iterator aborts its requests.
 
         Raises:
-            RequestError: a request exceeds the limits (then no request starts).
+            RequestError: a request exceeds the limits, or its constraint cannot be compiled (then no request starts).
             GenerationError: weights have arrived only in part, or a request failed in the engine; other calls continue.
         """
         for request in requests:
             self._limits.check(request)
+        grammars = [await self._runner.grammars.start(request.sampling) for request in requests]
         if self._incomplete is not None:
             raise GenerationError(
                 f"weights of version {self._incomplete} have arrived only in part",
@@ -87,7 +88,9 @@ class NativeEngine:
         if not self._scheduler.waiting and not self._runner.running:
             self._runner.release()  # weights may have changed since the last request
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
-        jobs = [Job.from_request(request, answers) for request in requests]
+        jobs = [
+            Job.from_request(request, answers, grammar) for request, grammar in zip(requests, grammars, strict=True)
+        ]
         self._scheduler.waiting.extend(jobs)
         self._start()
         try:

@@ -9,21 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hone.config.limits import PREFILL_TOKENS
 from hone.data.types import StopReason
-from hone.errors import GenerationError
+from hone.errors import GenerationError, RequestError
+from hone.generation.grammars import Grammars
 from hone.generation.native.batch import RowState
 from hone.generation.native.cache import KVCache, RowEntries, closing_moves, columns, with_spare
 from hone.generation.native.contexts import DecodeContext
 from hone.generation.native.prefill import Prefill
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
-from hone.generation.native.sampler import RowSampling, sample
+from hone.generation.native.sampler import Allowed, RowSampling, likeliest, sample
 from hone.generation.native.scheduler import Job
 from hone.generation.native.sessions import CachedTurn, SessionCache
-from hone.generation.protocol import Completion
+from hone.generation.protocol import Alternatives, Completion
 from hone.generation.stop_strings import ends_with_stop, window
 from hone.models.llama.decode import DecodeForward
 from hone.models.llama.spec import supports
@@ -57,6 +58,7 @@ class Runner:
         per_token: whether the caches of all layers have one entry per token, so that rows can share prefixes.
         sessions: the session KV cache.
         vocabulary: number of tokens with an embedding.
+        grammars: compiled constraints.
         version: of the weights.
         stats: counters since start.
     """
@@ -88,11 +90,14 @@ class Runner:
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
         self._prefill = Prefill(self._forward, self.sessions, self.stats, device=device, max_tokens=PREFILL_TOKENS)
         self.vocabulary: int = causal.get_input_embeddings().num_embeddings
+        self.grammars = Grammars(tokenizer, self.vocabulary)
         self._state: RowState | None = None
         self._sampling: RowSampling | None = None
         self._groups: PrefixGroups | None = None
         self._steps = 0
         self._fresh: list[Job] = []
+        self._constrained: list[int] = []
+        self._top_log_probs = 0
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -132,11 +137,13 @@ class Runner:
         self.running += jobs
         self._fresh += jobs
         self._groups = None
+        self._note_rows()
         self.stats["peak_sequences"] = max(self.stats["peak_sequences"], len(self.running))
         return []
 
     def _rows_of(self, jobs: Sequence[Job]) -> tuple[RowState, RowSampling]:
         """Prefill the prompts of jobs; return state and sampling parameters of all rows with them."""
+        self._begin_grammars(jobs)
         self._fill(jobs)
         requests = [job.request for job in jobs]
         state = RowState.from_requests(requests, [job.prompt_in_row for job in jobs], self.vocabulary, self.device)
@@ -243,8 +250,12 @@ class Runner:
             self._groups = PrefixGroups([job.slot for job in self.running], self.prefixes)
         context = DecodeContext(self.cache, state.length, state.shared, self._groups)
         logits = self._forward.logits(state.next_token[:, None], context)
-        seen = state.seen if sampling.penalises else None
-        tokens, log_probs, sampling_log_probs = sample(logits[:, -1], sampling, state.generated, seen)
+        logits = logits[:, -1]
+        seen, counts = state.seen if sampling.penalises else None, state.counts if sampling.counts else None
+        allowed = self._allowed() if self._constrained else None
+        tokens, log_probs, sampling_log_probs = sample(logits, sampling, state.generated, seen, counts, allowed)
+        if self._top_log_probs:
+            self._keep_alternatives(logits, sampling)
         state.record(tokens, log_probs, sampling_log_probs)
         finite = (log_probs + sampling_log_probs).isfinite()
         self._steps += 1
@@ -256,6 +267,8 @@ class Runner:
         self.stats["steps"] += 1
         self.stats["decode_tokens"] += len(self.running)
         stopped, failed = state.stopped, self._search_stop_strings()
+        if self._constrained:
+            failed = self._follow_grammars(tokens) | failed
         complete = [row for row, error in failed.items() if error is None]
         if complete:
             stopped = stopped.index_fill(0, torch.tensor(complete, device=self.device), True)
@@ -277,15 +290,18 @@ class Runner:
         with self.computing():
             return self._remove(list(rows), None, rows)
 
-    def so_far(self, row: int) -> tuple[list[int], list[float]]:
-        """Return the tokens sampled for a row and their log-probs."""
+    def so_far(self, row: int) -> tuple[list[int], list[float], list[Alternatives]]:
+        """Return the tokens sampled for a row, their log-probs, and the alternatives if the request asks for them."""
         assert self._state is not None
-        drawn = self._num_sampled(self.running[row])
-        return self._state.tokens[row, :drawn].tolist(), self._state.log_probs[row, :drawn].tolist()
+        job = self.running[row]
+        drawn = self._num_sampled(job)
+        tokens, log_probs = self._state.tokens[row, :drawn].tolist(), self._state.log_probs[row, :drawn].tolist()
+        return tokens, log_probs, list(job.alternatives)
 
     def clear(self) -> None:
         """Drop all rows."""
         self.running, self._fresh, self._state, self._sampling, self._groups = [], [], None, None, None
+        self._note_rows()
         self.prefixes.clear()
 
     def sleep(self) -> None:
@@ -323,6 +339,76 @@ class Runner:
         tail = self._state.tokens[row, max(0, drawn - window(stops)) : drawn].tolist()
         return ends_with_stop(self.tokenizer, tail, stops)
 
+    # constraints and alternatives ------------------------------------------------------------------------------------
+
+    def _note_rows(self) -> None:
+        """Note which rows have constraints and the most alternatives that one asks for, after rows enter or leave."""
+        self._constrained = [row for row, job in enumerate(self.running) if job.grammar is not None]
+        self._top_log_probs = max((job.request.sampling.top_log_probs for job in self.running), default=0)
+
+    def _begin_grammars(self, jobs: Sequence[Job]) -> None:
+        """Find the first tokens of constrained responses.
+
+        Raises:
+            RequestError: a response would be empty.
+        """
+        starting = [job for job in jobs if job.grammar is not None]
+        errors = self._find_masks(starting) if starting else {}
+        for job in starting:
+            assert job.grammar is not None
+            if job.grammar.is_complete:
+                errors[job] = job.grammar.failure()
+        if errors:
+            raise next(iter(errors.values()))
+
+    def _find_masks(self, jobs: Sequence[Job]) -> dict[Job, RequestError]:
+        """Find the tokens that constraints allow next; return the errors of jobs that cannot continue."""
+        masks, errors = self.grammars.masks([job.grammar for job in jobs if job.grammar is not None])
+        for job, mask in zip(jobs, masks, strict=True):
+            job.mask = mask
+        return {jobs[index]: error for index, error in errors.items()}
+
+    def _allowed(self) -> Allowed:
+        """Return the tokens that constraints allow next."""
+        masks = torch.stack([mask for row in self._constrained if (mask := self.running[row].mask) is not None])
+        rows = torch.tensor(self._constrained, device=self.device)
+        return Allowed(rows, self.grammars.allowed(masks.to(self.device)))
+
+    def _follow_grammars(self, tokens: Tensor) -> dict[int, Exception | None]:
+        """Append the sampled tokens to constrained responses.
+
+        Returns:
+            The rows that cannot continue: None where the response is complete, else the error.
+        """
+        ends: dict[int, Exception | None] = {}
+        going_on: dict[Job, int] = {}
+        for row, token in zip(self._constrained, tokens[self._constrained].tolist(), strict=True):
+            job = self.running[row]
+            assert job.grammar is not None
+            if token in job.grammar.stops:
+                continue
+            try:
+                job.grammar.accept(token)
+            except RequestError as error:
+                ends[row] = error
+                continue
+            going_on[job] = row
+        errors = self._find_masks(list(going_on)) if going_on else {}
+        for job, row in going_on.items():
+            is_full = self._num_sampled(job) >= job.request.sampling.max_tokens
+            if job in errors and not is_full:
+                ends[row] = errors[job]
+            elif job.grammar is not None and job.grammar.is_complete:
+                ends[row] = None
+        return ends
+
+    def _keep_alternatives(self, logits: Tensor, sampling: RowSampling) -> None:
+        """Keep the likeliest tokens of the requests that ask for them."""
+        top = [values.tolist() for values in likeliest(logits, sampling, self._top_log_probs)]
+        for job, *pairs in zip(self.running, *top, strict=True):
+            if number := job.request.sampling.top_log_probs:
+                job.alternatives.append(list(zip(*pairs, strict=True))[:number])
+
     # leaving ---------------------------------------------------------------------------------------------------------
 
     def _remove(
@@ -349,7 +435,9 @@ class Runner:
             versions, seconds = (job.version, self.version), now - job.started
             first = job.first_token - job.started if tokens else None
             name = job.request.request_id
-            completion = Completion(name, tokens, log_probs, sampling_log_probs, reason, versions, seconds, first)
+            completion = Completion(
+                name, tokens, log_probs, sampling_log_probs, reason, versions, seconds, first, job.alternatives
+            )
             answers.append((job, completion))
         self._compact(set(rows))
         return answers
@@ -371,10 +459,13 @@ class Runner:
             job.slot = moved.get(job.slot, job.slot)
         index = torch.tensor(order, device=self.device)
         self._state, self._sampling, self._groups = self._state.select(index), self._sampling.select(index), None
+        self._note_rows()
 
 
 def _failure(job: Job, error: Exception) -> GenerationError:
     """Return the answer to a request that failed in the engine, with the error as its cause."""
+    if isinstance(error, RequestError):
+        return error
     failure = GenerationError(
         f"request '{job.request.request_id}' failed in the engine: {type(error).__name__}: {error}",
         why="only this request ended; the engine serves the others",

@@ -18,7 +18,10 @@ from hone.generation.protocol import SamplingParams
 _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """The constants of splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers."""
 _ALL = 2**31 - 1
-_COLUMNS = ("seeds", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_COLUMNS = (
+    *("seeds", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "biased", "bias"),
+)
 
 
 def uniforms(streams: Tensor, counters: Tensor) -> Tensor:
@@ -56,7 +59,10 @@ class RowSampling:
     """Sampling parameters of the rows of a batch, one tensor per parameter.
 
     Attributes:
+        biased: ``[A, B]`` int64, tokens with a logit bias, padded with token 0.
+        bias: ``[A, B]``, what is added to their logits, padded with 0.
         penalises: whether any row has a repetition penalty.
+        counts: whether any row has a presence or frequency penalty.
         truncates: whether any row uses top-k, top-p or min-p.
         greedy: whether any row has temperature 0.
     """
@@ -67,7 +73,12 @@ class RowSampling:
     top_p: Tensor
     min_p: Tensor
     repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    biased: Tensor
+    bias: Tensor
     penalises: bool
+    counts: bool
     truncates: bool
     greedy: bool
 
@@ -93,6 +104,8 @@ class RowSampling:
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
+        widest = max(len(p.logit_bias) for p in params)
+        pairs = [[*p.logit_bias, *[(0, 0.0)] * (widest - len(p.logit_bias))] for p in params]
         return cls(
             seeds=column([(seed + 2**63) % 2**64 - 2**63 for seed in seeds], torch.int64),
             temperature=column([p.temperature for p in params]),
@@ -100,7 +113,12 @@ class RowSampling:
             top_p=column([p.top_p for p in params]),
             min_p=column([p.min_p for p in params]),
             repetition_penalty=column([p.repetition_penalty for p in params]),
+            presence_penalty=column([p.presence_penalty for p in params]),
+            frequency_penalty=column([p.frequency_penalty for p in params]),
+            biased=torch.tensor([[token for token, _ in row] for row in pairs], dtype=torch.int64, device=device),
+            bias=torch.tensor([[bias for _, bias in row] for row in pairs], dtype=torch.float32, device=device),
             penalises=any(p.repetition_penalty != 1 for p in params),
+            counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
             truncates=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
             greedy=any(p.temperature == 0 for p in params),
         )
@@ -111,16 +129,37 @@ class RowSampling:
 
     def join(self, other: RowSampling) -> RowSampling:
         """Return these rows followed by those of ``other``."""
-        columns = {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _COLUMNS}
+        columns = {name: _stacked(getattr(self, name), getattr(other, name)) for name in _COLUMNS}
         return RowSampling(
             **columns,
             penalises=self.penalises or other.penalises,
+            counts=self.counts or other.counts,
             truncates=self.truncates or other.truncates,
             greedy=self.greedy or other.greedy,
         )
 
 
-def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class Allowed:
+    """Tokens that constraints allow in some rows.
+
+    Attributes:
+        rows: ``[C]`` int64, the constrained rows.
+        tokens: ``[C, V]`` bool.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+
+
+def sample(
+    logits: Tensor,
+    rows: RowSampling,
+    counters: Tensor,
+    seen: Tensor | None,
+    counts: Tensor | None = None,
+    allowed: Allowed | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token per row.
 
     Args:
@@ -128,6 +167,8 @@ def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | N
         rows: parameters of the rows.
         counters: ``[A]`` int64, number of tokens sampled before for each request.
         seen: ``[A, V]`` bool, tokens in prompt or response, when a row has a repetition penalty.
+        counts: ``[A, V]`` int32, occurrences of tokens in the response, when a row has a presence or frequency penalty.
+        allowed: tokens that constraints allow, when a row has a constraint.
 
     Returns:
         tokens ``[A]`` int64; their log-probs under ``softmax(logits / temperature)``; their log-probs under the
@@ -135,11 +176,11 @@ def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | N
     """
     logits = logits.float()
     raw = logits / rows.divisor
-    scaled = raw
-    if seen is not None:
-        penalty = rows.repetition_penalty[:, None]
-        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-        scaled = torch.where(seen, penalised, logits) / rows.divisor
+    adjusted = _adjusted(logits, rows, seen, counts)
+    scaled = raw if adjusted is logits else adjusted / rows.divisor
+    if allowed is not None:
+        permitted = scaled[allowed.rows].masked_fill(~allowed.tokens, float("-inf"))
+        scaled = scaled.index_copy(0, allowed.rows, permitted)
     if rows.truncates:
         scaled = truncate(scaled, rows)
     sampled_from = scaled.log_softmax(-1)
@@ -157,6 +198,27 @@ def sample(logits: Tensor, rows: RowSampling, counters: Tensor, seen: Tensor | N
     return tokens, log_probs, torch.where(rows.takes_likeliest, log_probs, sampling_log_probs)
 
 
+def likeliest(logits: Tensor, rows: RowSampling, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ``count`` likeliest tokens of each row under the raw policy, ``[A, count]`` int64, and their log-probs."""
+    log_probs = (logits.float() / rows.divisor).log_softmax(-1)
+    top = log_probs.topk(min(count, logits.shape[1]), dim=-1)
+    return top.indices, top.values
+
+
+def _adjusted(logits: Tensor, rows: RowSampling, seen: Tensor | None, counts: Tensor | None) -> Tensor:
+    """Return the logits with bias and penalties; the same tensor if no row has any."""
+    if rows.bias.shape[1]:
+        logits = logits.scatter_add(1, rows.biased, rows.bias)
+    if seen is not None:
+        penalty = rows.repetition_penalty[:, None]
+        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(seen, penalised, logits)
+    if counts is not None:
+        penalty = rows.frequency_penalty[:, None] * counts + rows.presence_penalty[:, None] * (counts > 0)
+        logits = logits - penalty
+    return logits
+
+
 def truncate(scaled: Tensor, rows: RowSampling) -> Tensor:
     """Set scores to minus infinity where top-k, then top-p, then min-p exclude a token; the likeliest always stays.
 
@@ -172,6 +234,14 @@ def truncate(scaled: Tensor, rows: RowSampling) -> Tensor:
     probabilities = ordered.softmax(-1)
     ordered = ordered.masked_fill(probabilities < rows.min_p[:, None] * probabilities[:, :1], float("-inf"))
     return torch.empty_like(scaled).scatter_(-1, order, ordered)
+
+
+def _stacked(first: Tensor, second: Tensor) -> Tensor:
+    """Return the rows of both tensors; those of a matrix are padded with 0 to the same width."""
+    if first.dim() == 2:
+        width = max(first.shape[1], second.shape[1])
+        first, second = (torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in (first, second))
+    return torch.cat([first, second])
 
 
 def _gather(log_probs: Tensor, tokens: Tensor) -> Tensor:

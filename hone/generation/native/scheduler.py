@@ -6,9 +6,12 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hone.generation.protocol import Completion, GenerationRequest
+from torch import Tensor
+
+from hone.generation.grammars import RowGrammar
+from hone.generation.protocol import Alternatives, Completion, GenerationRequest
 
 
 @dataclass(eq=False)
@@ -26,6 +29,9 @@ class Job:
         in_row: whether its prompt is cached in its row; this is the same for all running jobs.
         slot: of its shared prefix otherwise.
         aborted: whether to end it with the tokens sampled so far.
+        grammar: follows the response of a request with a constraint.
+        mask: bits of the tokens that its constraint allows next.
+        alternatives: of every sampled token, if the request asks for them.
     """
 
     request: GenerationRequest
@@ -38,11 +44,19 @@ class Job:
     in_row: bool = False
     slot: int = -1
     aborted: bool = False
+    grammar: RowGrammar | None = None
+    mask: Tensor | None = None
+    alternatives: list[Alternatives] = field(default_factory=list)
 
     @classmethod
-    def from_request(cls, request: GenerationRequest, answer: asyncio.Queue[Completion | BaseException]) -> Job:
+    def from_request(
+        cls,
+        request: GenerationRequest,
+        answer: asyncio.Queue[Completion | BaseException],
+        grammar: RowGrammar | None = None,
+    ) -> Job:
         """Return a job that has not started."""
-        return cls(request, answer, array("q", request.prompt_ids).tobytes())
+        return cls(request, answer, array("q", request.prompt_ids).tobytes(), grammar=grammar)
 
     @property
     def shared(self) -> int:

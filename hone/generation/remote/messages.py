@@ -21,9 +21,9 @@ from typing import Any
 
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, HoneError, RequestError
-from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.protocol import Completion, Constraint, ConstraintKind, GenerationRequest, SamplingParams
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages; both sides must have the same."""
 LONGEST = 2**31 - 1
 """Maximum of bytes in a frame; weights inside frames are sent in smaller chunks."""
@@ -88,7 +88,9 @@ def _decode(body: bytes) -> Message:
 
 def request_as_message(request: GenerationRequest) -> Message:
     """Return a request as a message, without its progress callback."""
-    return {**vars(request), "sampling": vars(request.sampling), "progress": None}
+    constraint = request.sampling.constraint
+    sampling = {**vars(request.sampling), "constraint": vars(constraint) if constraint else None}
+    return {**vars(request), "sampling": sampling, "progress": None}
 
 
 def request_of(message: Message) -> GenerationRequest:
@@ -96,6 +98,9 @@ def request_of(message: Message) -> GenerationRequest:
     sampling = dict(message["sampling"])
     for name in ("stop_token_ids", "stop"):
         sampling[name] = tuple(sampling[name])
+    sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
+    if (constraint := sampling["constraint"]) is not None:
+        sampling["constraint"] = Constraint(ConstraintKind(constraint["kind"]), constraint["text"])
     return GenerationRequest(**{**message, "sampling": SamplingParams(**sampling)})
 
 
@@ -108,7 +113,10 @@ def completion_of(message: Message) -> Completion:
     """Return the completion in a message."""
     first, last = message["weight_versions"]
     reason = StopReason(message["stop_reason"])
-    return Completion(**{**message, "stop_reason": reason, "weight_versions": (first, last)})
+    alternatives = [[(token, log_prob) for token, log_prob in position] for position in message["alternatives"]]
+    return Completion(
+        **{**message, "stop_reason": reason, "weight_versions": (first, last), "alternatives": alternatives}
+    )
 
 
 def error_as_message(error: BaseException) -> Message:

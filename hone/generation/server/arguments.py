@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hone.errors import ConfigError, did_you_mean
+from hone.errors import ConfigError, RequestError, did_you_mean
+from hone.generation.protocol import SamplingParams
 
 MAX_CHARACTERS = 2000
 """Maximum length of an engine's error in a message; its log has all of it."""
+ADJUSTMENTS = ("constraint", "presence_penalty", "frequency_penalty", "logit_bias", "top_log_probs")
+"""Sampling parameters that need an engine's help to report both log-probs."""
+_UNCHANGED = SamplingParams()
 _LINK = "For further information visit"
 
 
@@ -44,6 +48,27 @@ def check_owned(engine: str, given: Mapping[str, Any], owned: Mapping[str, str])
     for name in sorted(set(given) & set(owned)):
         where = f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{name}"
         raise ConfigError(f"engine {engine} cannot have '{name}': {owned[name]}", fix=f"remove {where}", where=where)
+
+
+def check_served(title: str, sampling: SamplingParams, unserved: Iterable[str]) -> None:
+    """Check that a request has none of the sampling parameters that an engine cannot serve.
+
+    Args:
+        title: of the engine.
+        sampling: of the request.
+        unserved: names of the parameters.
+
+    Raises:
+        RequestError: it has one.
+    """
+    for name in unserved:
+        if getattr(sampling, name) != getattr(_UNCHANGED, name):
+            raise RequestError(
+                f"{title} cannot serve a request with '{name}'",
+                why="Hone could not report the log-probs of the policy and of the distribution sampled from",
+                fix=f"the engine native, or a request without '{name}'",
+                field=name,
+            )
 
 
 def refused(engine: str, what: str, fix: str) -> ConfigError:

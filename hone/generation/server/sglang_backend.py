@@ -16,7 +16,7 @@ import torch
 from hone.data.types import StopReason
 from hone.errors import GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest
-from hone.generation.server.arguments import check_names, check_owned, one_line, refused
+from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import give_up
 from hone.generation.server.sglang_names import SAMPLED_FROM
@@ -214,6 +214,7 @@ def _sampling_params(request: GenerationRequest) -> dict[str, Any]:
         RequestError: SGLang has another meaning for a parameter.
     """
     sampling = request.sampling
+    check_served("SGLang", sampling, ADJUSTMENTS)
     if sampling.repetition_penalty != 1:
         raise RequestError(
             f"SGLang cannot serve repetition_penalty={sampling.repetition_penalty:g}",

@@ -174,7 +174,12 @@ def _rows(info: Any) -> RowSampling:
         top_p=info.top_ps,
         min_p=info.min_ps,
         repetition_penalty=torch.ones_like(temperature),
+        presence_penalty=torch.zeros_like(temperature),
+        frequency_penalty=torch.zeros_like(temperature),
+        biased=torch.zeros(len(temperature), 0, dtype=torch.int64, device=temperature.device),
+        bias=torch.zeros(len(temperature), 0, device=temperature.device),
         penalises=False,
+        counts=False,
         truncates=not info.is_all_greedy
         and (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling),
         greedy=info.is_any_greedy,

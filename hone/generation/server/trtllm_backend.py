@@ -21,7 +21,7 @@ import torch
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
-from hone.generation.server.arguments import check_names, check_owned, one_line, refused
+from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import give_up
 from hone.generation.server.weight_names import Arrivals
@@ -346,6 +346,7 @@ def _check_sampling(sampling: SamplingParams) -> None:
     Raises:
         RequestError: it is another distribution.
     """
+    check_served("TensorRT-LLM", sampling, ADJUSTMENTS)
     cuts = (
         {"top_k": (sampling.top_k, -1), "top_p": (sampling.top_p, 1.0), "min_p": (sampling.min_p, 0.0)}
         if sampling.temperature

@@ -13,7 +13,7 @@ from typing import Any
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
-from hone.generation.server.arguments import check_names, check_owned, one_line, refused
+from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
 
@@ -124,6 +124,7 @@ class VllmBackend:
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        check_served("vLLM", request.sampling, ADJUSTMENTS)
         await self._prepare()
         if self._drafts and request.sampling.min_p > 0:
             raise RequestError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 
 from hone.agents.client import EngineClient
 from hone.errors import GenerationError, RequestError
-from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.protocol import Completion, GenerationRequest, Progress, SamplingParams
 
 TOKENS = 24
 POISON = 60
@@ -147,8 +146,8 @@ class Fragile(Letters):
         return super().decode(ids, **options)
 
 
-def broken_progress(count: int) -> Callable[[list[int], list[float]], None]:
-    def progress(ids: list[int], _: list[float]) -> None:
+def broken_progress(count: int) -> Progress:
+    def progress(ids: list[int], *_: object) -> None:
         if len(ids) >= count:
             raise RuntimeError("the caller's event loop is closed")
 

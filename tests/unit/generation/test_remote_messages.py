@@ -14,7 +14,7 @@ from support.messages import check_message
 
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, ModelError
-from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.protocol import Completion, Constraint, ConstraintKind, GenerationRequest, SamplingParams
 from hone.generation.remote import messages
 
 values = st.recursive(
@@ -31,6 +31,9 @@ samplings = st.builds(
     stop_token_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     stop=st.lists(st.text(), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    logit_bias=st.lists(st.tuples(st.integers(0, 9), floats), max_size=3).map(tuple),
+    constraint=st.none() | st.builds(Constraint, st.sampled_from(ConstraintKind), st.text()),
+    top_log_probs=st.integers(0, 20),
 )
 
 
@@ -65,7 +68,8 @@ def test_requests_arrive_as_they_were(sampling, prompt, seed, name):
 @given(st.lists(st.tuples(st.integers(0, 2**31), floats, floats), max_size=5), st.sampled_from(StopReason), floats)
 def test_completions_arrive_as_they_were(tokens, reason, seconds):
     ids, log_probs, drawn = [list(column) for column in zip(*tokens, strict=True)] or [[], [], []]
-    done = Completion("x", ids, log_probs, drawn, reason, (3, 4), seconds)
+    alternatives = [list(zip(ids, drawn, strict=True)) for _ in ids]
+    done = Completion("x", ids, log_probs, drawn, reason, (3, 4), seconds, alternatives=alternatives)
     assert messages.completion_of(_through_the_wire(messages.completion_as_message(done))) == done
 
 

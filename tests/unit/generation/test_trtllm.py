@@ -33,10 +33,10 @@ from typer.testing import CliRunner
 from hone.cli.engines import app
 from hone.config.rollout import RolloutConfig
 from hone.data.types import StopReason
-from hone.errors import ConfigError, GenerationError
+from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation import environments
 from hone.generation.options import engine_options
-from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.protocol import Completion, Constraint, ConstraintKind, GenerationRequest, SamplingParams
 from hone.generation.remote.transports import SharedMemorySender
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.backends import open_backend
@@ -209,6 +209,15 @@ def test_sampling_that_separates_the_two_log_probs_is_refused(models, given_):
     asked = requests(SamplingParams(max_tokens=4, **given_), 1)
     with raises(GenerationError, f"{name}={value}", f"actor_rollout_ref.rollout.{name}="):
         playing(models, lambda backend: all_of(backend, asked))
+
+
+def test_sampling_that_changes_logits_is_refused(models):
+    changes = {"logit_bias": ((3, 1.0),), "constraint": Constraint(ConstraintKind.JSON_OBJECT), "presence_penalty": 1.0}
+    for name, value in changes.items():
+        asked = requests(SamplingParams(max_tokens=4, **{name: value}), 1)
+        with pytest.raises(RequestError) as error:
+            playing(models, lambda backend, asked=asked: all_of(backend, asked))
+        assert error.value.field == name
 
 
 def test_greedy_ignores_top_k_and_top_p(models):
