@@ -54,24 +54,45 @@ def library() -> Any:
     return llguidance
 
 
-def grammar_of(constraint: Constraint) -> str:
-    """Return a constraint as JSON of llguidance's grammars.
+def lark_of(constraint: Constraint) -> str:
+    """Return a constraint as a grammar in llguidance's dialect of Lark.
 
     Raises:
         RequestError: the constraint is not of its kind's form.
     """
-    matcher = library().LLMatcher
+    if constraint.kind is not ConstraintKind.GRAMMAR:
+        return f"start: {expression_of(constraint)}"
+    library()
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(constraint.text)
+    except Exception as error:  # the converter raises plain exceptions
+        raise _not_compiled(constraint, str(error)) from error
+
+
+def expression_of(constraint: Constraint) -> str:
+    """Return a constraint of another kind than a grammar as an expression, the right side of a rule of Lark.
+
+    Raises:
+        RequestError: the constraint is not of its kind's form, or a grammar.
+    """
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            return matcher.grammar_from_json_schema(with_compact_whitespace(schema_of(constraint)))
+            return json_expression(schema_of(constraint))
         case ConstraintKind.JSON_OBJECT:
-            return matcher.grammar_from_json_schema(with_compact_whitespace({"type": "object"}))
+            return json_expression({"type": "object"})
         case ConstraintKind.REGEX:
-            return matcher.grammar_from_regex(constraint.text)
+            return f"/{library().regex_to_lark(constraint.text)}/"
         case ConstraintKind.CHOICE:
-            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices_of(constraint))))
+            return " | ".join(map(json.dumps, choices_of(constraint)))
         case ConstraintKind.GRAMMAR:
-            return matcher.grammar_from_lark(constraint.text)
+            raise refused_constraint(constraint, "cannot be part of a larger answer", "another kind of constraint")
+
+
+def json_expression(schema: Any) -> str:
+    """Return a JSON schema as an expression of Lark."""
+    return f"%json {json.dumps(with_compact_whitespace(schema))}"
 
 
 def check_compiles(constraint: Constraint) -> None:
@@ -82,7 +103,7 @@ def check_compiles(constraint: Constraint) -> None:
     """
     ll = library()
     is_error, messages = ll.LLMatcher.validate_grammar_with_warnings(
-        grammar_of(constraint), limits=ll.LLParserLimits(**LIMITS)
+        _compilable(constraint), limits=ll.LLParserLimits(**LIMITS)
     )
     if is_error:
         raise _not_compiled(constraint, messages[0])
@@ -186,7 +207,7 @@ class Grammars:
         if matcher is not None:
             return matcher
         ll = library()
-        matcher = ll.LLMatcher(self._tokens, grammar_of(constraint), log_level=0, limits=ll.LLParserLimits(**LIMITS))
+        matcher = ll.LLMatcher(self._tokens, _compilable(constraint), log_level=0, limits=ll.LLParserLimits(**LIMITS))
         if not matcher.is_error():
             matcher.compute_bitmask()  # shows a constraint that no text satisfies
         if matcher.is_error():
@@ -226,6 +247,10 @@ class Grammars:
         """Return masks as ``[rows, vocabulary]`` bool, on the device of the bits."""
         words = (bits[:, :, None] >> _BITS.to(bits.device)) & 1
         return words.flatten(1)[:, : self.vocabulary].bool()
+
+
+def _compilable(constraint: Constraint) -> str:
+    return library().LLMatcher.grammar_from_lark(lark_of(constraint))
 
 
 def _set(words: Any, token: int, value: bool) -> None:

@@ -141,8 +141,14 @@ class Renderer:
             calls_before: number of calls earlier in the conversation; keeps call ids unique.
             prompt_ids: tokens before the turn, which may open a reasoning block; None means the first turn's prompt.
         """
-        thinking = self.opens_thoughts if prompt_ids is None else self._ends_thinking(list(prompt_ids)[-8:])
+        thinking = self.opens_thoughts if prompt_ids is None else self.is_thinking(prompt_ids)
         return self.parser.parse(sampled_ids, tools, calls_before=calls_before, thinking=thinking)
+
+    def is_thinking(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether a prompt ends inside a reasoning block."""
+        opening, closing = self.parser.thoughts
+        text = str(self.tokenizer.decode(list(prompt_ids)[-8:]))
+        return opening in text and text.rfind(opening) > text.rfind(closing)
 
     def turn_ended(self, sampled_ids: Sequence[int]) -> bool:
         """Return whether a sampled turn ended with an end token, not at a limit."""
@@ -227,7 +233,7 @@ class Renderer:
     @cached_property
     def opens_thoughts(self) -> bool:
         """True if the generation prompt ends inside a reasoning block."""
-        return self._ends_thinking(self.template.encode(self.rendered([_QUESTION]))[-8:])
+        return self.is_thinking(self.template.encode(self.rendered([_QUESTION])))
 
     @cached_property
     def _takes_system_message(self) -> bool:
@@ -236,11 +242,6 @@ class Renderer:
         except DataError:
             return False
         return _PLACEHOLDER in shown.text
-
-    def _ends_thinking(self, ids: list[int]) -> bool:
-        opening, closing = self.parser.thoughts
-        text = str(self.tokenizer.decode(ids))
-        return opening in text and text.rfind(opening) > text.rfind(closing)
 
     def _check_tools(self, tools: Sequence[Mapping[str, Any]] | None, shown: str) -> None:
         names = tuple(str(tool.get("function", tool).get("name")) for tool in tools or ())

@@ -177,6 +177,7 @@ class Endpoint:
         try:
             call = await self._read(request, kind, make)
             if call.streams:
+                await self.service.check_constraints(call.requests)  # while the answer can have a status
                 return StreamingResponse(events(call, session), media_type="text/event-stream", headers=call.headers)
             return JSONResponse(await while_connected(request, call.whole()), headers=call.headers)
         except Exception as error:

@@ -9,10 +9,10 @@ from typing import Any
 from hone.agents.messages import Message
 from hone.agents.rendering import Renderer
 from hone.agents.serving import replies
-from hone.agents.serving.chat_prompt import chat_prompt, ending_of
+from hone.agents.serving.chat_prompt import chat_prompt, ending_of, template_kwargs
 from hone.agents.serving.content import ReplyText
-from hone.agents.serving.forcing import forced_ids
-from hone.agents.serving.service import TOOLS_AS_TEXT, Service
+from hone.agents.serving.forcing import forced_answer
+from hone.agents.serving.service import TOOLS_AS_TEXT, Sampled, Service
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import ChatBody
 from hone.generation.protocol import Completion, GenerationRequest
@@ -45,15 +45,16 @@ class ChatCall:
         self.renderer: Renderer
         self.prompt: Prompt
         self.renderer, self.prompt = chat_prompt(
-            service, self.session, body.messages, body.tools, body.chat_template_kwargs, ending
+            service, self.session, body.messages, body.tools, template_kwargs(service, body), ending
         )
         self.headers = {"X-Hone-Note": TOOLS_AS_TEXT} if self.tools and service.tools_as_text else {}
-        self.forced = forced_ids(self.renderer, body)
+        forced = forced_answer(self.renderer, body, self.prompt.ids)
+        self.forced = forced.ids
         self.prompt = replace(
             self.prompt, given_ids=self.prompt.given_ids + self.forced, ids=self.prompt.ids + self.forced
         )
         self.requests: list[GenerationRequest] = service.requests(
-            body, self.prompt, session, number, self.renderer.stop_token_ids
+            body, self.prompt, session, number, self.renderer.stop_token_ids, forced.constraint
         )
         self.reply_text = ReplyText(service, self.renderer, self.prompt, special_tokens=not body.skip_special_tokens)
 
@@ -76,13 +77,13 @@ class ChatCall:
             if sampled.completion is None:
                 text = "" if self.tools else self._content(sampled.ids)
                 new = "" if text.lstrip().startswith("<") else stream.grow(text)
-                yield self._delta(index, {"content": new}, sampled.ids[fresh], sampled.log_probs[fresh])
+                yield self._delta(index, {"content": new}, sampled, fresh)
                 continue
             completions.append(sampled.completion)
             message = self._record(sampled.completion)
             rest = {**message, "content": stream.end(message.get("content") or "")}
             deltas = list(replies.chat_deltas(rest)) or [{}]
-            yield self._delta(index, deltas[0], sampled.ids[fresh], sampled.log_probs[fresh])
+            yield self._delta(index, deltas[0], sampled, fresh)
             for delta in deltas[1:]:
                 yield self._delta(index, delta)
             yield self._delta(index, {}, reason=replies.finish_reason(sampled.completion, message))
@@ -125,7 +126,7 @@ class ChatCall:
         }
         if self.body.logprobs:
             choice["logprobs"] = replies.chat_log_probs(
-                self.service.tokenizer, completion.token_ids, completion.log_probs
+                self.service.tokenizer, completion.token_ids, completion.log_probs, completion.alternatives
             )
         if self.body.return_token_ids:
             choice["token_ids"] = completion.token_ids
@@ -135,13 +136,17 @@ class ChatCall:
         self,
         index: int,
         delta: dict[str, Any],
-        ids: list[int] | None = None,
-        log_probs: list[float] | None = None,
+        sampled: Sampled | None = None,
+        fresh: slice = slice(0),
         reason: str | None = None,
     ) -> dict[str, Any]:
+        """Return a chunk with a part of a reply, and with the fresh ones of its tokens."""
         choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
-        if self.body.logprobs and ids:
-            choice["logprobs"] = replies.chat_log_probs(self.service.tokenizer, ids, log_probs or [])
+        ids = sampled.ids[fresh] if sampled else []
+        if self.body.logprobs and sampled and ids:
+            choice["logprobs"] = replies.chat_log_probs(
+                self.service.tokenizer, ids, sampled.log_probs[fresh], sampled.alternatives[fresh]
+            )
         if self.body.return_token_ids and ids:
             choice["token_ids"] = ids
         return self.heading.chunk([choice])

@@ -10,7 +10,11 @@ from hone.agents.serving.conversation import check_template_arguments, check_too
 from hone.agents.serving.errors import bad_request
 from hone.agents.serving.service import Service
 from hone.agents.serving.session import Prompt, Session
+from hone.agents.serving.wire import ChatBody
+from hone.data.chat import template_of
 from hone.errors import DataError
+
+_EFFORT = "reasoning_effort"
 
 
 def chat_prompt(
@@ -36,6 +40,21 @@ def chat_prompt(
     except DataError as error:
         named = service.named(error)
         raise bad_request(f"{named.what}; {named.fix}", "messages") from error
+
+
+def template_kwargs(service: Service, body: ChatBody) -> dict[str, Any]:
+    """Return the arguments of the chat template that a request names.
+
+    Raises:
+        ApiError: it has a reasoning effort, and the template does not use it.
+    """
+    if body.reasoning_effort is None:
+        return body.chat_template_kwargs
+    if _EFFORT not in template_of(service.tokenizer):
+        raise bad_request(
+            f"the chat template of model '{service.model}' does not use {_EFFORT}; remove the field", _EFFORT
+        )
+    return {_EFFORT: body.reasoning_effort, **body.chat_template_kwargs}
 
 
 def ending_of(

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from hone.agents.serving.errors import ApiError
 from hone.agents.serving.session import Session
+from hone.generation.protocol import GenerationRequest
 
 log = logging.getLogger("hone.serve")
 T = TypeVar("T")
@@ -24,10 +25,12 @@ class Call(Protocol):
     Attributes:
         streams: True if the caller wants chunks.
         headers: headers of the answer.
+        requests: requests to the engine.
     """
 
     streams: bool
     headers: dict[str, str]
+    requests: list[GenerationRequest]
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer as one object."""

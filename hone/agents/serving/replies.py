@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hone.agents.messages import Message
 from hone.data.types import StopReason
-from hone.generation.protocol import Completion
+from hone.generation.protocol import Alternatives, Completion
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,20 @@ def finish_reason(completion: Completion, message: Message | None = None) -> str
 
 
 def chat_log_probs(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], log_probs: Sequence[float]
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    log_probs: Sequence[float],
+    alternatives: Sequence[Alternatives] = (),
 ) -> dict[str, Any]:
-    """Return the log-prob of every sampled token under the policy in the form of chat completions."""
-    entries = []
-    for index, log_prob in zip(ids, log_probs, strict=True):
+    """Return the log-prob of every sampled token under the policy, and its alternatives, in the form of chat completions."""
+
+    def entry(index: int, log_prob: float) -> dict[str, Any]:
         token = str(tokenizer.decode([index]))
-        entries.append({"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []})
+        return {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
+
+    entries = []
+    for index, log_prob, others in zip(ids, log_probs, alternatives or [[]] * len(ids), strict=True):
+        entries.append({**entry(index, log_prob), "top_logprobs": [entry(*other) for other in others]})
     return {"content": entries, "refusal": None}
 
 

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,8 +23,9 @@ from hone.agents.serving.prompt_size import PromptSize
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import ChatBody, TextBody
 from hone.errors import HoneError, RequestError
+from hone.generation.grammars import check_compiles
 from hone.generation.limits import RequestLimits
-from hone.generation.protocol import Alternatives, Completion, GenerationRequest, SamplingParams
+from hone.generation.protocol import Alternatives, Completion, Constraint, GenerationRequest, SamplingParams
 
 MAX_RENDERERS = 32
 """Maximum of kept renderers, one for each combination of template arguments."""
@@ -81,6 +83,7 @@ class Service:
     standalone: bool = True
     _renderers: dict[str, Renderer] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _constraints: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "hone-constraints"))
 
     def __post_init__(self) -> None:
         self.prompt_size = PromptSize(self.tokenizer, self.max_model_len)
@@ -137,8 +140,9 @@ class Service:
         session: Session | None,
         name: str,
         stop_token_ids: tuple[int, ...],
+        constraint: Constraint | None = None,
     ) -> list[GenerationRequest]:
-        """Return one engine request for each requested reply.
+        """Return one engine request for each requested reply; a session's sampling parameters replace the body's.
 
         Raises:
             ApiError: the prompt leaves no space for a reply, or the request is one that no engine can serve.
@@ -165,13 +169,18 @@ class Service:
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
             ignore_eos=body.ignore_eos,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=tuple(body.logit_bias.items()),
         )
-        ends = (*self.stop_token_ids, *stop_token_ids, *sampling.stop_token_ids)
+        ends = (*self.stop_token_ids, *stop_token_ids, *body.stop_token_ids, *sampling.stop_token_ids)
         sampling = replace(
             sampling,
             max_tokens=max_tokens,
             stop=(*sampling.stop, *body.stop),
             stop_token_ids=tuple(dict.fromkeys(ends)),
+            constraint=constraint or sampling.constraint,
+            top_log_probs=body.top_log_probs,
         )
         try:
             self.limits.check(GenerationRequest(name, prompt.ids, sampling))
@@ -181,6 +190,20 @@ class Service:
             GenerationRequest(f"{name}#{number}", prompt.ids, sampling, seed, session=session.name if session else None)
             for number, seed in enumerate(_seeds(body, prompt, session))
         ]
+
+    async def check_constraints(self, requests: Sequence[GenerationRequest]) -> None:
+        """Check that the constraints of requests compile, in a thread of their own.
+
+        Raises:
+            ApiError: one does not.
+        """
+        loop = asyncio.get_running_loop()
+        for constraint in {request.sampling.constraint for request in requests}:
+            if constraint is not None:
+                try:
+                    await loop.run_in_executor(self._constraints, check_compiles, constraint)
+                except HoneError as error:
+                    raise bad_request(f"{error.what}; {error.fix}", getattr(error, "field", None)) from error
 
     async def completions(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Return all replies, in order."""

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from hone.agents.serving import replies
 from hone.agents.serving.errors import bad_request
+from hone.agents.serving.forcing import constraint_of
 from hone.agents.serving.service import Sampled, Service
 from hone.agents.serving.session import Prompt, Session
 from hone.agents.serving.wire import TextBody
@@ -58,8 +59,9 @@ class TextCall:
         self.prompts = [self.session.text_prompt(self._ids(prompt)) for prompt in body.prompts]
         self.requests: list[GenerationRequest] = []
         self._replies: list[_Reply] = []
+        constraint = constraint_of(body)
         for place, prompt in enumerate(self.prompts):
-            requests = service.requests(body, prompt, session, f"{number}.{place}", ())
+            requests = service.requests(body, prompt, session, f"{number}.{place}", (), constraint)
             self.requests += requests
             echo = self._text(body.prompts[place]) if body.echo else ""
             self._replies += [_Reply(prompt, replies.TextStream(body.stop), echo) for _ in requests]

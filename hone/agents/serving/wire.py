@@ -5,12 +5,23 @@ from __future__ import annotations
 import reprlib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import from_json
 
 from hone.agents.serving.errors import ApiError, bad_request
 from hone.errors import did_you_mean
-from hone.generation.limits import MAX_REPETITION_PENALTY, MAX_SEED, MAX_STOPS, MAX_TEMPERATURE, MAX_TOP_K, MIN_SEED
+from hone.generation.limits import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MAX_TOP_K,
+    MAX_TOP_LOG_PROBS,
+    MIN_SEED,
+)
 
 MAX_CHOICES = 128
 MAX_TOKENS = 2**31 - 1
@@ -30,7 +41,9 @@ WITHOUT_EFFECT = (
 Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Objects = Annotated[list[dict[str, Any]], FailFast()]
 Share = Annotated[float, Field(gt=0, le=1)]
-Zero = Literal[0]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Token = Annotated[int, Field(ge=0, lt=2**63)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 
 
 class _Strict(BaseModel):
@@ -44,10 +57,30 @@ class StreamOptions(_Strict):
     include_obfuscation: bool = False
 
 
-class TextOnly(_Strict):
-    """``response_format`` of free text, the only one supported."""
+class JsonSchema(_Strict):
+    """``json_schema`` of a :class:`ResponseFormat`. Answers always follow the schema, whether ``strict`` or not."""
 
-    type: Literal["text"] = "text"
+    name: str = ""
+    description: str = ""
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """``response_format`` of a request."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Strict):
+    """``structured_outputs`` of a request, as in vLLM."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class ToolName(_Strict):
@@ -66,8 +99,8 @@ class NamedTool(_Strict):
 class Body(_Strict):
     """Fields of both kinds of request.
 
-    ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``return_token_ids`` and
-    ``skip_special_tokens`` extend OpenAI's fields, with vLLM's names.
+    ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids``, ``ignore_eos``, ``return_token_ids``,
+    ``skip_special_tokens``, ``structured_outputs`` and ``guided_*`` extend OpenAI's fields, with vLLM's names.
     """
 
     model: str
@@ -85,9 +118,16 @@ class Body(_Strict):
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     skip_special_tokens: bool = True
-    presence_penalty: Zero = 0
-    frequency_penalty: Zero = 0
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS), FailFast()] = []
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[Token, Bias], Field(max_length=MAX_BIASES), FailFast()] = {}
+    response_format: ResponseFormat = ResponseFormat()
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -108,14 +148,26 @@ class ChatBody(Body):
     messages: Annotated[Objects, Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: Zero = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)] = 0
     tools: Objects = []
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    response_format: TextOnly = TextOnly()
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_log_probs(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("top_logprobs needs logprobs=true")
+        return value
+
+    @property
+    def top_log_probs(self) -> int:
+        """Number of likeliest tokens to report at every position."""
+        return self.top_logprobs
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -145,6 +197,11 @@ class TextBody(Body):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or as token ids."""
         return [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
+
+    @property
+    def top_log_probs(self) -> int:
+        """Number of likeliest tokens to report at every position."""
+        return 0
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -44,7 +44,7 @@ class ResponsesCall:
             self._chat = ChatCall(service, session, chat, number)
         except ApiError as error:
             raise renamed(error) from error
-        self.headers = self._chat.headers
+        self.headers, self.requests = self._chat.headers, self._chat.requests
         self._id, self._created = new_id("resp"), time.time()
 
     async def whole(self) -> dict[str, Any]:
