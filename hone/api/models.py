@@ -45,6 +45,7 @@ def generate(
     top_p: float = 1.0,
     top_k: int = -1,
     max_tokens: int = 256,
+    constraint: str | None = None,
     raw: bool = False,
     seed: int = 1,
 ) -> list[Answer]:
@@ -58,17 +59,25 @@ def generate(
         top_p: nucleus sampling.
         top_k: sample from the k most likely tokens; -1 means all.
         max_tokens: most tokens of an answer.
+        constraint: what every answer follows: ``KIND=TEXT``, ``KIND=@FILE`` or ``json_object``.
         raw: use the prompts unchanged, without the chat template.
         seed: seed of the draws.
 
     Raises:
         HoneError: the model cannot be loaded, or an argument is wrong.
     """
+    from hone.generation.constraints import constraint_option
     from hone.generation.protocol import SamplingParams
     from hone.trainers.evaluation import ask
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        constraint=constraint_option(constraint) if constraint else None,
+    )
     played = ask(str(model_directory(model)), texts, sampling, n=n, raw=raw, seed=seed)
     return [
         Answer(
@@ -91,6 +100,7 @@ def evaluate(
     n: int = 1,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    constraint: str | None = None,
     max_prompt_length: int = 512,
     max_response_length: int = 512,
     max_samples: int = -1,
@@ -106,6 +116,7 @@ def evaluate(
         n: answers per prompt; more than one needs a positive temperature.
         temperature: 0 is greedy.
         top_p: nucleus sampling.
+        constraint: as in :func:`generate`.
         max_prompt_length: longest prompt in tokens.
         max_response_length: most tokens of an answer.
         max_samples: use the first rows only; -1 uses all.
@@ -117,6 +128,7 @@ def evaluate(
     """
     from hone.api.training import reward_keys
     from hone.config import RLConfig, load_config
+    from hone.generation.constraints import constraint_option
     from hone.trainers.episode_keys import episode_keys
     from hone.trainers.evaluation import EvaluationRequest, run_evaluation
     from hone.training.export import find_actor
@@ -131,6 +143,7 @@ def evaluate(
             n=n,
             temperature=temperature,
             top_p=top_p,
+            constraint=constraint_option(constraint) if constraint else None,
             max_prompt_length=max_prompt_length,
             max_response_length=max_response_length,
             max_samples=max_samples,

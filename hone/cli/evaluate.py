@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hone.cli.options import CONSTRAINT_HELP
+
 app = typer.Typer(add_completion=False)
 
 
@@ -21,6 +23,7 @@ def command(
     n: Annotated[int, typer.Option(help="answers per prompt")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy; n > 1 needs a positive one")] = 0.0,
     top_p: Annotated[float, typer.Option(help="nucleus sampling")] = 1.0,
+    constraint: Annotated[str | None, typer.Option(help=CONSTRAINT_HELP)] = None,
     max_prompt_length: Annotated[int, typer.Option(help="longest prompt in tokens")] = 512,
     max_response_length: Annotated[int, typer.Option(help="most tokens of an answer")] = 512,
     max_samples: Annotated[int, typer.Option(help="use at most this many rows; -1 means all")] = -1,
@@ -38,6 +41,7 @@ def command(
     hone eval runs/calc --data val.parquet multi_turn.max_assistant_turns=4
     """
     from hone.config.reward import CustomRewardConfig, RewardConfig
+    from hone.generation.constraints import constraint_option
     from hone.trainers.episode_keys import episode_keys
     from hone.trainers.evaluation import EvaluationRequest, report, run_evaluation
     from hone.training.export import find_actor
@@ -50,6 +54,7 @@ def command(
         n=n,
         temperature=temperature,
         top_p=top_p,
+        constraint=constraint_option(constraint) if constraint else None,
         max_prompt_length=max_prompt_length,
         max_response_length=max_response_length,
         max_samples=max_samples,

@@ -18,6 +18,12 @@ Overrides = Annotated[
 ]
 
 
+CONSTRAINT_HELP = (
+    "hold every answer to json_schema=@FILE, regex=EXPRESSION, choice=JSON_LIST, grammar=@FILE or json_object; "
+    "a text is given directly or as @FILE"
+)
+
+
 class Kind(StrEnum):
     """The configuration trees, by command."""
 

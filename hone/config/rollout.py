@@ -24,6 +24,20 @@ class ValKwargsConfig:
 
 
 @dataclass
+class ConstraintConfig:
+    """Constraint on the text of every response, in training and validation (constrained decoding)."""
+
+    kind: str | None = choice(None, "json_schema", "json_object", "regex", "choice", "grammar")
+    """Kind of constraint; null means none: json_schema (JSON that follows a schema), json_object (any JSON object), regex (text that
+    the whole expression matches), choice (one string of a JSON list), grammar (a grammar in llguidance's dialect of Lark, or in GBNF).
+    Needs the package llguidance (the extra `constraints`) and the engine native or hf."""
+    text: str | None = None
+    """The schema, expression, list or grammar."""
+    file: str | None = None
+    """File with the same, in place of `text`."""
+
+
+@dataclass
 class RolloutConfig(EngineConfig):
     """Generation of responses."""
 
@@ -46,6 +60,8 @@ class RolloutConfig(EngineConfig):
     """Strings that end a response (and are kept in it), besides the end-of-sequence tokens."""
     ignore_eos: bool = False
     """Sample up to max_response_length even after an end-of-sequence token; for benchmarks."""
+    constraint: ConstraintConfig = block(ConstraintConfig)
+    """Constraint on the text of every response."""
     max_num_seqs: int = number(256, low=1)
     """Most sequences decoded at once."""
     max_cache_tokens: int | None = number(None, low=1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
-from hone.errors import RequestError
+from hone.config.rollout import ConstraintConfig
+from hone.errors import ConfigError, RequestError, did_you_mean
 from hone.generation.protocol import Constraint, ConstraintKind
 from hone.text import is_valid
 
@@ -13,6 +15,68 @@ MAX_CONSTRAINT_CHARACTERS = 2**18
 """Maximum of characters in a constraint: llguidance compiles as many in 0.2 s."""
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """Whitespace of constrained JSON: at most one space after a comma or colon. A policy could repeat flexible whitespace without end."""
+
+
+def configured_constraint(keys: ConstraintConfig) -> Constraint | None:
+    """Return the constraint of a configuration; None if it has none.
+
+    Raises:
+        ConfigError: it has no text or two, the file cannot be read, or the text is not of its kind's form.
+    """
+    where = "actor_rollout_ref.rollout.constraint"
+    if keys.kind is None:
+        if keys.text is not None or keys.file is not None:
+            raise ConfigError(
+                "rollout.constraint has a text or file, but no kind",
+                why="responses would be free",
+                fix=f"{where}.kind=json_schema, or another kind",
+                where=f"{where}.kind",
+            )
+        return None
+    needs_text = keys.kind != ConstraintKind.JSON_OBJECT
+    if (keys.text is not None) + (keys.file is not None) != needs_text:
+        raise ConfigError(
+            f"rollout.constraint.kind={keys.kind} with text={keys.text!r} and file={keys.file!r}",
+            why="a constraint has one text" if needs_text else "any JSON object is allowed, so a text has no effect",
+            fix=f"one of {where}.text and {where}.file" if needs_text else f"{where}.text=null {where}.file=null",
+            where=where,
+        )
+    return _checked(keys.kind, _file_text(keys.file) if keys.file is not None else keys.text or "", where)
+
+
+def constraint_option(option: str) -> Constraint:
+    """Return the constraint in an option of a command: ``KIND=TEXT``, ``KIND=@FILE``, or ``json_object``.
+
+    Raises:
+        ConfigError: it has another form, or the file cannot be read.
+    """
+    kind, _, text = option.partition("=")
+    if kind not in list(ConstraintKind):
+        raise ConfigError(
+            f"'{kind}' is not a kind of constraint", fix=did_you_mean(kind, list(ConstraintKind)), where="--constraint"
+        )
+    return _checked(kind, _file_text(text[1:]) if text.startswith("@") else text, "--constraint")
+
+
+def _checked(kind: str, text: str, where: str) -> Constraint:
+    constraint = Constraint(ConstraintKind(kind), text)
+    try:
+        check_constraint(constraint)
+    except RequestError as error:
+        raise ConfigError(error.what, why=error.why, fix=error.fix, where=where) from error
+    return constraint
+
+
+def _file_text(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the file '{name}' of the constraint cannot be read: {error}",
+            why="responses could not be held to it",
+            fix="the path of a text file in UTF-8",
+            where=name,
+        ) from error
 
 
 def check_constraint(constraint: Constraint) -> None:

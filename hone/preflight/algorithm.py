@@ -89,6 +89,13 @@ def sampling(config: RLConfig) -> Iterator[Finding]:
         "repetition_penalty": rollout.repetition_penalty != 1,
     }
     names = [name for name, is_changed in changed.items() if is_changed]
+    if rollout.constraint.kind is not None:
+        yield warning(
+            f"training samples are drawn with constraint.kind={rollout.constraint.kind}",
+            why="the trainer computes log-probs of the full distribution, so the ratio is biased where the constraint leaves few tokens",
+            fix=f"{where}.constraint={{kind: null, text: null, file: null}}, unless every answer has to follow the format",
+            where=f"{where}.constraint",
+        )
     if names:
         yield warning(
             f"training samples are drawn with {', '.join(f'{name}={getattr(rollout, name):g}' for name in names)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hone.config.tree import RLConfig
-from hone.errors import ConfigError
+from hone.errors import ConfigError, RequestError
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
 
@@ -36,6 +36,29 @@ def engine_has_replicas(config: RLConfig) -> Iterator[Finding]:
             why="it only runs in the trainer's process",
             fix="actor_rollout_ref.rollout.num_replicas=null, or actor_rollout_ref.rollout.name=native",
             where="actor_rollout_ref.rollout.num_replicas",
+        )
+
+
+@rule("R76", RLConfig)
+def engine_follows_constraints(config: RLConfig) -> Iterator[Finding]:
+    """A constraint on responses compiles, and the engine follows it."""
+    from hone.generation.constraints import configured_constraint
+    from hone.generation.grammars import check_compiles
+
+    rollout, where = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.constraint"
+    try:
+        constraint = configured_constraint(rollout.constraint)
+        if constraint is not None:
+            check_compiles(constraint)
+    except (ConfigError, RequestError) as problem:
+        yield error(problem.what, why=problem.why, fix=problem.fix, where=problem.where or where)
+        return
+    if constraint is not None and rollout.name in ("sglang", "trtllm"):
+        yield error(
+            f"engine '{rollout.name}' does not follow constraints, but rollout.constraint.kind={rollout.constraint.kind}",
+            why="it refuses every request with one",
+            fix="actor_rollout_ref.rollout.name=native",
+            where=where,
         )
 
 

@@ -30,7 +30,7 @@ from hone.data.tokenizer import load_tokenizer, stop_tokens
 from hone.data.types import Sample, Trajectory
 from hone.errors import ConfigError
 from hone.generation import ENGINES
-from hone.generation.protocol import Engine, SamplingParams
+from hone.generation.protocol import Constraint, Engine, SamplingParams
 from hone.hub.resolve import local_files
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.traces import trace
@@ -52,6 +52,7 @@ class EvaluationRequest:
     n: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
+    constraint: Constraint | None = None
     max_prompt_length: int = 512
     max_response_length: int = 512
     max_samples: int = -1
@@ -92,6 +93,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
             max_tokens=request.max_response_length,
             temperature=request.temperature,
             top_p=request.top_p,
+            constraint=request.constraint,
             stop_token_ids=stop_tokens(tokenizer, weights_of(request.model)),
         )
         played = answer(samples, engine, context, sampling, n=request.n, seeding=(request.seed, "validation"))

@@ -15,6 +15,7 @@ from hone.data.custom import row_reader
 from hone.data.prompts import PromptDataset, ToolsOf
 from hone.data.tokenizer import stop_tokens
 from hone.data.types import Sample
+from hone.generation.constraints import configured_constraint
 from hone.generation.protocol import SamplingParams
 
 
@@ -84,6 +85,7 @@ def training_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> S
         stop_token_ids=stop_tokens(tokenizer, config.actor_rollout_ref.model.path),
         stop=tuple(rollout.stop),
         ignore_eos=rollout.ignore_eos,
+        constraint=configured_constraint(rollout.constraint),
     )
 
 
@@ -97,4 +99,5 @@ def validation_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) ->
         top_p=rollout.val_kwargs.top_p,
         stop_token_ids=stop_tokens(tokenizer, config.actor_rollout_ref.model.path),
         stop=tuple(rollout.stop),
+        constraint=configured_constraint(rollout.constraint),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,12 @@ def test_imitation_and_evaluation(world: World, tmp_path: Path) -> None:
     assert "train/loss" in run.metrics[-1]
     metrics = hone.evaluate(run, world.val, max_prompt_length=32, max_response_length=8)
     assert 0 <= next(value for name, value in metrics.items() if "/acc/" in name) <= 1
+    held = {"constraint": "regex=[ab]{3}", "temperature": 1.0}
+    assert {answer.text for answer in hone.generate(run, "copy 0110", n=6, **held)} <= {
+        "".join(letters) for letters in itertools.product("ab", repeat=3)
+    }
+    metrics = hone.evaluate(run, world.val, max_prompt_length=32, max_response_length=8, **held)
+    assert next(value for name, value in metrics.items() if "/acc/" in name) == 0, "no answer is a number"
 
 
 @pytest.mark.parametrize(

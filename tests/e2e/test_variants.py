@@ -1,5 +1,6 @@
 """Settings that must work, or must change nothing: each in a short real run."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_ratio_is_one_on_the_first_update_of_every_step(train, engine, extra):
     assert max(ratios) < 1e-5
     assert max(curve(directory, "training/rollout_log_probs_diff_max")) < 1e-4, "engine and trainer agree"
     assert max(curve(directory, "actor/ratio/max")) > 1, "the second update of a step has moved"
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_responses_follow_a_constraint_with_the_log_probs_of_the_policy(train, engine):
+    block = "actor_rollout_ref.rollout.constraint"
+    directory = train(
+        f"actor_rollout_ref.rollout.name={engine}",
+        f"{block}.kind=regex",
+        f"{block}.text='[01]{{2,4}}'",
+        "trainer.rollout_dump_freq=1",
+    )
+    answers = [row for step in (1, 2, 3) for row in records(directory, step)]
+    ended = [row["text"] for row in answers if row["stop_reason"] == "stop"]
+    assert ended and all(re.fullmatch("[01]{2,4}", text) for text in ended)
+    assert max(curve(directory, "training/rollout_log_probs_diff_max")) < 1e-4, "engine and trainer agree"
 
 
 def test_bypass_takes_the_engines_log_probs(train):

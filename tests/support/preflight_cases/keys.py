@@ -269,6 +269,14 @@ NAMES = [
         fix=f"{ROLLOUT}.num_replicas=null",
     ),
     Case(
+        "R76 engines.engine_follows_constraints",
+        f"{ROLLOUT}.constraint.kind=regex",
+        ("kind=regex",),
+        advice=f"{ROLLOUT}.constraint.text",
+        then=f"{ROLLOUT}.constraint.kind=null",
+        also=("R32",),
+    ),
+    Case(
         "R76 engines.engine_takes_the_adapter",
         f"{ROLLOUT}.merge_lora=false",
         ("'native'",),

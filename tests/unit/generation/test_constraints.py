@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -18,9 +19,11 @@ from support.families import make_engine, model_of, serve, tiny_config
 from support.templates import tokenizer
 from torch import Tensor, nn
 
+from hone.config.rollout import ConstraintConfig
 from hone.data.types import StopReason
-from hone.errors import RequestError
+from hone.errors import ConfigError, RequestError
 from hone.generation import constraints
+from hone.generation.constraints import configured_constraint, constraint_option
 from hone.generation.grammars import Grammars, check_compiles
 from hone.generation.protocol import Completion, Constraint, ConstraintKind, GenerationRequest, SamplingParams
 from hone.models.attention.packed import PackedContext  # noqa: F401 - registers the attention of the model
@@ -212,6 +215,26 @@ def test_constraints_compile_without_a_tokenizer_as_with_one() -> None:
         check_compiles(asked)
     with pytest.raises(RequestError):
         check_compiles(constraint("regex", "(a"))
+
+
+def test_a_constraint_of_a_configuration_and_of_an_option(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(SCHEMA))
+    schema = constraint("json_schema", SCHEMA)
+    assert configured_constraint(ConstraintConfig()) is None
+    assert configured_constraint(ConstraintConfig("json_schema", file=str(file))) == schema
+    assert configured_constraint(ConstraintConfig("json_object")) == constraint("json_object")
+    assert constraint_option(f"json_schema=@{file}") == schema
+    assert constraint_option("regex=a=b") == constraint("regex", "a=b")
+    assert constraint_option("json_object") == constraint("json_object")
+    for wrong in ("regexp=a", "json_schema={", f"choice=@{tmp_path / 'missing'}"):
+        with pytest.raises(ConfigError):
+            constraint_option(wrong)
+    several = {"text": "a", "file": str(file)}
+    for keys in ({"text": "a"}, {"kind": "regex"}, {"kind": "regex", **several}, {"kind": "json_object", "text": "{}"}):
+        with pytest.raises(ConfigError) as error:
+            configured_constraint(ConstraintConfig(**keys))
+        assert error.value.where.startswith("actor_rollout_ref.rollout.constraint")
 
 
 changes = st.fixed_dictionaries(
