@@ -30,7 +30,7 @@ class ConstraintConfig:
     kind: str | None = choice(None, "json_schema", "json_object", "regex", "choice", "grammar")
     """Kind of constraint; null means none: json_schema (JSON that follows a schema), json_object (any JSON object), regex (text that
     the whole expression matches), choice (one string of a JSON list), grammar (a grammar in llguidance's dialect of Lark, or in GBNF).
-    Needs the package llguidance (the extra `constraints`) and the engine native or hf."""
+    Needs the package llguidance (the extra `constraints`) and the engine native, hf or vllm."""
     text: str | None = None
     """The schema, expression, list or grammar."""
     file: str | None = None

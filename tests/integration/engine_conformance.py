@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from typing import cast
@@ -37,9 +38,9 @@ from support.messages import check_message, raises
 from support.patience import SOON
 
 from hone.data.types import StopReason
-from hone.errors import ConfigError, GenerationError
+from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.environments import interpreter_of
-from hone.generation.protocol import GenerationRequest, SamplingParams
+from hone.generation.protocol import Constraint, ConstraintKind, GenerationRequest, SamplingParams
 from hone.generation.remote import EngineLost, ServedEngine
 from hone.generation.remote.delta import Differences
 from hone.generation.remote.engine import TOKEN_VARIABLE
@@ -52,10 +53,16 @@ SAMPLINGS = {
     "top-p": SamplingParams(max_tokens=16, temperature=1.3, top_p=0.7),
     "min-p": SamplingParams(max_tokens=16, min_p=0.2),
     "penalty": SamplingParams(max_tokens=16, repetition_penalty=1.4),
+    "counts": SamplingParams(max_tokens=16, presence_penalty=1.5, frequency_penalty=0.5, temperature=0.7),
+    "bias": SamplingParams(max_tokens=16, logit_bias=((70, 6.0), (71, -100.0)), top_k=20),
     "all": SamplingParams(max_tokens=16, temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
 }
 EXTERNAL = ("vllm", "sglang", "trtllm")
-REFUSED = {"sglang": ("repetition_penalty",), "trtllm": ("top_k", "top_p", "min_p", "repetition_penalty")}
+ADJUSTED = ("presence_penalty", "frequency_penalty", "logit_bias")
+REFUSED = {
+    "sglang": ("repetition_penalty", *ADJUSTED),
+    "trtllm": ("top_k", "top_p", "min_p", "repetition_penalty", *ADJUSTED),
+}
 """Sampling that an engine has another meaning for, or cannot report the log-probs of: it says so."""
 KINDS = [
     "native",
@@ -121,13 +128,61 @@ def test_greedy_tokens_are_those_of_a_full_forward_pass(subject, model):
         assert_greedy(model, one, got)
 
 
+def test_constrained_responses_and_alternatives_have_the_log_probs_of_the_policy(subject, model):
+    expression, tokenizer = "(ab|c){2,6}", byte_tokenizer()
+    asked = requests(
+        SamplingParams(
+            max_tokens=20,
+            temperature=0.8,
+            stop_token_ids=(EOS,),
+            constraint=Constraint(ConstraintKind.REGEX, expression),
+            top_log_probs=4,
+        ),
+        4,
+    )
+    if subject.kind in ("sglang", "trtllm"):
+        with raises(RequestError, "constraint"):
+            serve(subject.engine, asked)
+        return
+    broken = SamplingParams(stop_token_ids=(EOS,), constraint=Constraint(ConstraintKind.REGEX, "(a"))
+    with pytest.raises(RequestError):
+        serve(subject.engine, requests(broken, 1))
+    free = requests(SamplingParams(max_tokens=12, temperature=0.8), 2)
+    free = [dataclasses.replace(one, request_id=f"free {one.request_id}") for one in free]
+    done = serve(subject.engine, [*asked, *free])
+    for one in free:
+        raw, _ = expected_log_probs(model, one, done[one.request_id].token_ids)
+        torch.testing.assert_close(torch.tensor(done[one.request_id].log_probs), raw, atol=1e-4, rtol=0)
+    for one in asked:
+        got = done[one.request_id]
+        assert got.stop_reason is StopReason.STOP and re.fullmatch(expression, tokenizer.decode(got.token_ids[:-1]))
+        raw, _ = expected_log_probs(model, one, got.token_ids)
+        torch.testing.assert_close(torch.tensor(got.log_probs), raw, atol=1e-4, rtol=0)
+        ids, start = torch.tensor([one.prompt_ids + got.token_ids]), len(one.prompt_ids)
+        with torch.no_grad():
+            policy = (model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1].float() / 0.8).log_softmax(-1)
+        for place, (token, alternatives) in enumerate(zip(got.token_ids, got.alternatives, strict=True)):
+            likeliest = policy[place].topk(4)
+            assert [other for other, _ in alternatives] == likeliest.indices.tolist()
+            torch.testing.assert_close(torch.tensor([p for _, p in alternatives]), likeliest.values, atol=1e-4, rtol=0)
+            before = tokenizer.decode(got.token_ids[:place])
+            allowed = [
+                number
+                for number in range(256)
+                if re.fullmatch("((ab|c){0,5}(a|ab|c)|)", before + tokenizer.decode([number]))
+            ]
+            allowed += [EOS] * bool(re.fullmatch(expression, before))
+            expected = policy[place, token] - policy[place, allowed].logsumexp(0)
+            assert got.sampling_log_probs[place] == pytest.approx(expected.item(), abs=1e-4)
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_log_probs_are_those_of_the_policy_and_of_what_was_sampled_from(subject, model, name):
     sampling = SAMPLINGS[name]
     usual = {key: getattr(SamplingParams(), key) for key in REFUSED.get(subject.kind, ())}
     refused = [key for key, value in usual.items() if getattr(sampling, key) != value]
     if refused:
-        with raises(GenerationError, f"actor_rollout_ref.rollout.{refused[0]}="):
+        with raises(GenerationError, f"{refused[0]}"):
             serve(subject.engine, requests(sampling, 2))
         sampling = dataclasses.replace(sampling, **usual)
     asked = requests(sampling, 5)

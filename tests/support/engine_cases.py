@@ -189,8 +189,18 @@ def expected_log_probs(
     for at, token in enumerate(tokens, start=start_at):
         row = logits[at - 1 : at]
         raw.append((row / (p.temperature or 1.0)).log_softmax(-1)[0, token])
-        drawn.append(processors(ids[:, :at], row.clone()).log_softmax(-1)[0, token])  # type: ignore[arg-type]
+        adjusted = adjust(row.clone(), tokens[: at - start_at], p)
+        drawn.append(processors(ids[:, :at], adjusted).log_softmax(-1)[0, token])  # type: ignore[arg-type]
     return torch.stack(raw), torch.stack(drawn)
+
+
+def adjust(logits: Tensor, response: list[int], p: SamplingParams) -> Tensor:
+    """Logits ``[1, V]`` with the bias, and with presence and frequency penalties, one token after another."""
+    for token, bias in p.logit_bias:
+        logits[0, token] += bias
+    for token in set(response):
+        logits[0, token] -= p.presence_penalty + p.frequency_penalty * response.count(token)
+    return logits
 
 
 def assert_greedy(model: PreTrainedModel, asked: GenerationRequest, got: Completion, tolerance: float = 1e-4) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
-from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.grammars import lark_of
+from hone.generation.protocol import Alternatives, Completion, GenerationRequest, SamplingParams
 from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
@@ -39,6 +40,7 @@ class VllmBackend:
 
     def __init__(self, settings: BackendSettings) -> None:
         import vllm
+        from transformers import AutoTokenizer
         from vllm.platforms import current_platform
 
         self._on_cpu = current_platform.is_cpu()
@@ -49,6 +51,7 @@ class VllmBackend:
         if self._drafts:
             self._stats |= {"drafted_tokens": 0, "accepted_tokens": 0}
         self._engine = self._start(self._options(settings))
+        self._end: int | None = AutoTokenizer.from_pretrained(settings.tokenizer).eos_token_id
         cache = self._engine.vllm_config.cache_config
         blocks = cache.num_gpu_blocks
         self.max_cache_tokens: int | None = blocks * cache.block_size if blocks else None
@@ -72,6 +75,7 @@ class VllmBackend:
             "max_model_len": settings.max_model_len,
             "max_num_seqs": settings.max_num_seqs,
             "generation_config": "vllm",
+            "structured_outputs_config": {"backend": "guidance"},
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": "hone.generation.server.vllm_worker.HoneWorker",
             "seed": 0,
@@ -124,7 +128,9 @@ class VllmBackend:
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        check_served("vLLM", request.sampling, ADJUSTMENTS)
+        if self._drafts:
+            check_served("vLLM with speculative decoding", request.sampling, ADJUSTMENTS)
+        _check_ends(request.sampling, self._end)
         await self._prepare()
         if self._drafts and request.sampling.min_p > 0:
             raise RequestError(
@@ -143,11 +149,14 @@ class VllmBackend:
                 final = output
         except EngineDeadError:
             give_up()
+        except ValueError as error:
+            raise RequestError(f"vLLM refuses a request: {one_line(error)}") from error
         if final is None:
             raise GenerationError("vLLM returned no completion")
         answer = final.outputs[0]
         tokens = list(answer.token_ids)
         sampling, policy = _log_probs(tokens, answer.logprobs or [])
+        alternatives = _alternatives(tokens, policy, answer.logprobs or [], request.sampling.top_log_probs)
         self._stats["requests"] += 1
         self._stats["prefill_tokens"] += len(request.prompt_ids) - (final.num_cached_tokens or 0)
         self._stats["cached_tokens"] += final.num_cached_tokens or 0
@@ -162,6 +171,7 @@ class VllmBackend:
             reason,
             seconds=seconds,
             first_token_seconds=first_token,
+            alternatives=alternatives,
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -230,7 +240,7 @@ def _check_drafts(options: Mapping[str, Any]) -> None:
 def _sampling_params(request: GenerationRequest) -> Any:
     """Return the request's sampling parameters for vLLM. Only its stop tokens count, not those in the model's files."""
     import vllm
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     sampling: SamplingParams = request.sampling
     return vllm.SamplingParams(
@@ -247,9 +257,30 @@ def _sampling_params(request: GenerationRequest) -> Any:
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
-        logprobs=0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
+        structured_outputs=None
+        if sampling.constraint is None
+        else StructuredOutputsParams(grammar=lark_of(sampling.constraint)),
+        logprobs=sampling.top_log_probs,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _check_ends(sampling: SamplingParams, end: int | None) -> None:
+    """Check that a constrained response ends with the tokenizer's end token, the one that vLLM allows after it.
+
+    Raises:
+        RequestError: it does not.
+    """
+    if sampling.constraint is not None and (sampling.ignore_eos or end not in sampling.stop_token_ids):
+        raise RequestError(
+            "vLLM cannot serve a constraint unless the tokenizer's end token ends the response",
+            why="it samples that token once the constraint is satisfied",
+            fix=f"ignore_eos=false and stop_token_ids with {end}, or actor_rollout_ref.rollout.name=native",
+            field="constraint",
+        )
 
 
 def _log_probs(tokens: Sequence[int], reported: Sequence[Mapping[int, Any]]) -> tuple[list[float], list[float]]:
@@ -257,6 +288,17 @@ def _log_probs(tokens: Sequence[int], reported: Sequence[Mapping[int, Any]]) -> 
     drawn = [step[token] for token, step in zip(tokens, reported, strict=True)]
     policy = [struct.unpack("<f", struct.pack("<i", entry.rank))[0] for entry in drawn]
     return [entry.logprob for entry in drawn], policy
+
+
+def _alternatives(
+    tokens: Sequence[int], policy: Sequence[float], reported: Sequence[Mapping[int, Any]], count: int
+) -> list[Alternatives]:
+    """Return the likeliest tokens at every position; vLLM reports the sampled one apart from the likeliest others."""
+    positions: list[Alternatives] = []
+    for token, log_prob, step in zip(tokens, policy, reported, strict=True):
+        pairs = [(token, log_prob), *((other, entry.logprob) for other, entry in step.items() if other != token)]
+        positions.append(sorted(pairs, key=lambda pair: -pair[1])[:count])
+    return positions if count else []
 
 
 def _counter(stats: dict[str, Any]) -> type:

@@ -1,7 +1,8 @@
 """Both log-probs of every token that vLLM samples: under the raw policy, and under the distribution sampled from.
 
 vLLM reports one log-prob per token, here of the distribution sampled from. The other one is computed from the same logits,
-before top-k and the other filters. Its float32 bits are sent in place of the token's rank, which Hone does not use.
+before constraint, penalties, top-k and the other filters. Its float32 bits are sent in place of the token's rank, which Hone does
+not use. Other tokens that are reported are the likeliest ones under the raw policy.
 """
 
 # pyright: reportMissingImports=false
@@ -15,6 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_model_runner
 
 from hone.errors import GenerationError
 
@@ -32,7 +34,9 @@ def report_both(model_runner: Any) -> None:
     for actual, expected in ((sampler, Sampler), (verifier, RejectionSampler | None)):
         if not isinstance(actual, expected):
             raise GenerationError(f"this vLLM samples with {type(actual).__name__}, which Hone does not support")
-    sampler.forward = _wrap_sampler(sampler.forward)
+    raw = _RawLogits()
+    gpu_model_runner.apply_grammar_bitmask = raw.kept_by(gpu_model_runner.apply_grammar_bitmask)
+    sampler.forward = _wrap_sampler(sampler.forward, raw)
     if verifier is not None:
         verifier.forward = _wrap_verifier(verifier.forward)
         if current_platform.is_cpu():
@@ -40,15 +44,38 @@ def report_both(model_runner: Any) -> None:
             rejection_sampler.apply_sampling_constraints = _unless_empty(rejection_sampler.apply_sampling_constraints)
 
 
-def _wrap_sampler(forward: Any) -> Any:
+class _RawLogits:
+    """Logits of a step before constraints: vLLM masks them in place, before it calls the sampler."""
+
+    def __init__(self) -> None:
+        self._logits: Tensor | None = None
+
+    def kept_by(self, mask: Any) -> Any:
+        """Wrap the function that masks logits."""
+
+        def masked(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: Tensor) -> None:
+            self._logits = logits.clone()
+            mask(scheduler_output, grammar_output, input_batch, logits)
+
+        return masked
+
+    def of(self, logits: Tensor) -> Tensor:
+        """Return the raw logits of the step whose logits the sampler has got."""
+        raw, self._logits = self._logits, None
+        return logits if raw is None else raw
+
+
+def _wrap_sampler(forward: Any, raw: _RawLogits) -> Any:
     """Wrap the sampler of one token per request."""
 
     def sample(logits: Tensor, sampling_metadata: Any, predict_bonus_token: bool = False, **kwargs: Any) -> Any:
         if predict_bonus_token:  # called by the verifier of drafts, which reports the token itself
             return forward(logits, sampling_metadata, predict_bonus_token=True, **kwargs)
-        policy = _policy_log_probs(logits, sampling_metadata.temperature)
+        policy = _policy_log_probs(raw.of(logits), sampling_metadata.temperature)
         output = forward(logits, sampling_metadata, **kwargs)
-        return _with_policy(output, lambda: policy.gather(1, output.sampled_token_ids[:, :1].long())[:, 0])
+        tokens = output.sampled_token_ids[:, :1].long()
+        output = _with_policy(output, lambda: policy.gather(1, tokens)[:, 0])
+        return _with_likeliest(output, policy, tokens)
 
     return sample
 
@@ -105,6 +132,20 @@ def _with_policy(output: Any, policy: Any) -> Any:
     if reported is not None:
         ranks = policy().float().view(torch.int32).to(reported.selected_token_ranks.dtype)
         output.logprobs_tensors = reported._replace(selected_token_ranks=ranks)
+    return output
+
+
+def _with_likeliest(output: Any, policy: Tensor, tokens: Tensor) -> Any:
+    """Report the likeliest other tokens under the policy, if a request wants more than the sampled one."""
+    reported = output.logprobs_tensors
+    if reported is None or reported.logprobs.shape[1] == 1:
+        return output
+    others = policy.scatter(1, tokens, -torch.inf).topk(reported.logprobs.shape[1] - 1, dim=1)
+    ids, log_probs = reported.logprob_token_ids[:, :1], reported.logprobs[:, :1]
+    output.logprobs_tensors = reported._replace(
+        logprob_token_ids=torch.cat([ids, others.indices.to(ids.dtype)], 1),
+        logprobs=torch.cat([log_probs, others.values.to(log_probs.dtype)], 1),
+    )
     return output
 
 
