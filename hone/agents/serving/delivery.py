@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from hone.agents.serving.errors import ApiError
 from hone.agents.serving.session import Session
+from hone.errors import ConfigError
 from hone.generation.protocol import GenerationRequest
 
 log = logging.getLogger("hone.serve")
@@ -93,5 +94,7 @@ def as_api_error(error: BaseException) -> ApiError:
         error = next((one for one in error.exceptions if isinstance(one, ApiError)), error.exceptions[0])
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ConfigError):  # the request needs a package that the server does not have
+        return ApiError(501, f"{error.what}; {error.fix}", code="not_supported")
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"bug in the server: {type(error).__name__}: {error}", code="internal_error")

@@ -83,12 +83,26 @@ def chat_log_probs(
 
 
 def text_log_probs(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], log_probs: Sequence[float], *, offset: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    log_probs: Sequence[float],
+    alternatives: Sequence[Alternatives] = (),
+    *,
+    offset: int = 0,
 ) -> dict[str, Any]:
-    """Return the log-prob of every sampled token under the policy in the form of completions."""
+    """Return the log-prob of every sampled token under the policy, and its alternatives, in the form of completions."""
     tokens = [str(tokenizer.decode([index])) for index in ids]
     offsets = [offset + sum(map(len, tokens[:number])) for number in range(len(tokens))]
-    return {"tokens": tokens, "token_logprobs": list(log_probs), "top_logprobs": None, "text_offset": offsets}
+    others: list[dict[str, float]] = []
+    for token, log_prob, likeliest in zip(tokens, log_probs, alternatives, strict=bool(alternatives)):
+        named = {str(tokenizer.decode([index])): value for index, value in reversed(likeliest)}
+        others.append(dict(sorted({**named, token: log_prob}.items(), key=lambda entry: -entry[1])))
+    return {
+        "tokens": tokens,
+        "token_logprobs": list(log_probs),
+        "top_logprobs": others or None,
+        "text_offset": offsets,
+    }
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

@@ -202,8 +202,8 @@ class Service:
             if constraint is not None:
                 try:
                     await loop.run_in_executor(self._constraints, check_compiles, constraint)
-                except HoneError as error:
-                    raise bad_request(f"{error.what}; {error.fix}", getattr(error, "field", None)) from error
+                except RequestError as error:
+                    raise bad_request(f"{error.what}; {error.fix}", error.field) from error
 
     async def completions(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Return all replies, in order."""

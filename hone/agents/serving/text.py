@@ -72,8 +72,8 @@ class TextCall:
         choices = []
         for index, completion in enumerate(completions):
             text = self._record(index, completion)
-            ids, log_probs = completion.token_ids, completion.log_probs
-            choices.append(self._choice(index, text, ids, log_probs, replies.finish_reason(completion)))
+            sampled = Sampled(index, completion.token_ids, completion.log_probs, completion.alternatives)
+            choices.append(self._choice(sampled, text, slice(None), replies.finish_reason(completion)))
         return self.heading.whole(choices, self._usage(completions))
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -88,26 +88,31 @@ class TextCall:
 
     def _chunk(self, sampled: Sampled) -> dict[str, Any]:
         reply, index = self._replies[sampled.choice], sampled.choice
-        ids, log_probs = sampled.ids[reply.seen :], sampled.log_probs[reply.seen :]
-        reply.seen = len(sampled.ids)
+        fresh, reply.seen = slice(reply.seen, None), len(sampled.ids)
         if sampled.completion is None:
-            return self._choice(index, reply.stream.grow(self._decode(sampled.ids)), ids, log_probs, None)
+            return self._choice(sampled, reply.stream.grow(self._decode(sampled.ids)), fresh, None)
         text = reply.stream.end(self._record(index, sampled.completion))
-        return self._choice(index, text, ids, log_probs, replies.finish_reason(sampled.completion))
+        return self._choice(sampled, text, fresh, replies.finish_reason(sampled.completion))
 
     def _record(self, index: int, completion: Completion) -> str:
         text = replies.cut(self._decode(completion.token_ids), self.body.stop)
         self.session.record(self._replies[index].prompt, completion, {"role": "assistant", "content": text})
         return text
 
-    def _choice(
-        self, index: int, text: str, ids: list[int], log_probs: list[float], reason: str | None
-    ) -> dict[str, Any]:
+    def _choice(self, sampled: Sampled, text: str, fresh: slice, reason: str | None) -> dict[str, Any]:
+        """Return a reply or a part of it, with the fresh ones of its tokens."""
+        index, ids = sampled.choice, sampled.ids[fresh]
         echo, self._replies[index].echo = self._replies[index].echo, ""
         choice: dict[str, Any] = {"index": index, "text": echo + text, "finish_reason": reason, "logprobs": None}
         if self.body.logprobs is not None:
             reply = self._replies[index]
-            log_prob_entry = replies.text_log_probs(self.service.tokenizer, ids, log_probs, offset=reply.characters)
+            log_prob_entry = replies.text_log_probs(
+                self.service.tokenizer,
+                ids,
+                sampled.log_probs[fresh],
+                sampled.alternatives[fresh],
+                offset=reply.characters,
+            )
             reply.characters += sum(map(len, log_prob_entry["tokens"]))
             choice["logprobs"] = log_prob_entry
         if self.body.return_token_ids:

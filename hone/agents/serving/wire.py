@@ -180,7 +180,7 @@ class TextBody(Body):
 
     prompt: str | list[Any]
     """Text, token ids, or a list of such prompts: see :meth:`prompts`."""
-    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOG_PROBS)] | None = None
     echo: bool = False
     best_of: Literal[1] = 1
 
@@ -201,7 +201,7 @@ class TextBody(Body):
     @property
     def top_log_probs(self) -> int:
         """Number of likeliest tokens to report at every position."""
-        return 0
+        return self.logprobs or 0
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -59,7 +59,7 @@ class _RawLogits:
 
         return masked
 
-    def of(self, logits: Tensor) -> Tensor:
+    def take(self, logits: Tensor) -> Tensor:
         """Return the raw logits of the step whose logits the sampler has got."""
         raw, self._logits = self._logits, None
         return logits if raw is None else raw
@@ -71,7 +71,7 @@ def _wrap_sampler(forward: Any, raw: _RawLogits) -> Any:
     def sample(logits: Tensor, sampling_metadata: Any, predict_bonus_token: bool = False, **kwargs: Any) -> Any:
         if predict_bonus_token:  # called by the verifier of drafts, which reports the token itself
             return forward(logits, sampling_metadata, predict_bonus_token=True, **kwargs)
-        policy = _policy_log_probs(raw.of(logits), sampling_metadata.temperature)
+        policy = _policy_log_probs(raw.take(logits), sampling_metadata.temperature)
         output = forward(logits, sampling_metadata, **kwargs)
         tokens = output.sampled_token_ids[:, :1].long()
         output = _with_policy(output, lambda: policy.gather(1, tokens)[:, 0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -247,6 +248,35 @@ def test_top_log_probs_are_reported_for_every_token(asking: openai.OpenAI, strea
         assert entry.logprob <= reported[0] + 1e-6 and sum(map(math.exp, reported)) <= 1 + 1e-6
         same = [one.logprob for one in entry.top_logprobs if one.token == entry.token]
         assert not same or entry.logprob in [pytest.approx(one) for one in same] or entry.logprob < reported[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_report_alternatives(asking: openai.OpenAI, stream: bool) -> None:
+    answer = asking.completions.create(model="tiny", prompt="a", logprobs=3, max_tokens=12, seed=3, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else answer.choices
+    reported = [choice.logprobs for choice in choices if choice.logprobs and choice.logprobs.tokens]
+    assert 0 < sum(len(part.tokens) for part in reported) <= 12
+    for part in reported:
+        for token, log_prob, others in zip(part.tokens, part.token_logprobs, part.top_logprobs, strict=True):
+            assert others[token] == log_prob and 1 <= len(others) <= 4
+            assert list(others.values()) == sorted(others.values(), reverse=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "[not compiled before]"},
+        {"tools": [{"type": "function", "function": {"name": "new"}}], "tool_choice": "required"},
+    ],
+)
+def test_a_missing_library_is_named(
+    asking: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], stream: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(openai.APIStatusError) as error:
+        ask(asking, stream=stream, **fields)
+    assert error.value.status_code == 501 and "pip install 'hone-rl[constraints]'" in error.value.message
 
 
 def test_fields_of_sampling_reach_the_engine() -> None:
