@@ -24,7 +24,7 @@ from hone.data.types import StopReason
 from hone.errors import ConfigError, RequestError
 from hone.generation import constraints
 from hone.generation.constraints import configured_constraint, constraint_option
-from hone.generation.grammars import Grammars, check_compiles
+from hone.generation.grammars import Grammars, check_compiles, spread_bits
 from hone.generation.protocol import Completion, Constraint, ConstraintKind, GenerationRequest, SamplingParams
 from hone.models.attention.packed import PackedContext  # noqa: F401 - registers the attention of the model
 from hone.models.routing import attention_of
@@ -179,6 +179,12 @@ def test_any_stop_token_ends_a_response_and_only_where_it_may_end(model: nn.Modu
         ends[answer.token_ids[-1]] += 1
         assert re.fullmatch("[ab]{3,5}", text_of(answer))
     assert set(ends) == {END, other}
+
+
+def test_masks_are_the_same_on_every_device() -> None:
+    words = torch.randint(-(2**31), 2**31 - 1, (5, (VOCABULARY + 31) // 32), dtype=torch.int32)
+    words[0, 0], words[1, 1] = -(2**31), -1
+    assert torch.equal(Grammars(TOKENIZER, VOCABULARY).allowed(words), spread_bits(words)[:, :VOCABULARY])
 
 
 REFUSED = [
