@@ -106,6 +106,16 @@ def test_streams_come_in_pieces_and_seeds_repeat(url: str) -> None:
     assert whole.finish_reason == "length"
 
 
+def test_metrics_have_the_load_of_the_engine(url: str) -> None:
+    client(url).completions.create(model="weather", prompt=[5, 6, 7], max_tokens=3)
+    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=SOON) as answer:
+        lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+    assert 0 < float(lines["hone_kv_cache_usage_perc"]) <= 1
+    assert float(lines["hone_prefix_cache_queries_total"]) > 0
+    assert float(lines["hone_time_to_first_token_seconds_count"]) > 0
+
+
 def test_what_cannot_be_served_is_refused(url: str) -> None:
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()

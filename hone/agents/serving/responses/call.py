@@ -114,7 +114,7 @@ class ResponsesCall:
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning.get("effort"), "summary": None},
             "store": body.store,
             "temperature": chat.temperature,
             "text": {"format": body.text.format},

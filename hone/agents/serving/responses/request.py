@@ -17,7 +17,6 @@ UNSUPPORTED = {
     "background": "a response is computed while its request is open",
     "conversation": "the server has no conversations; send the items, or previous_response_id",
     "prompt": "the server has no prompt templates; send the text as instructions",
-    "reasoning": "a model's reasoning is set by its chat template; use chat_template_kwargs, such as enable_thinking",
     "context_management": "the server never shortens a conversation",
 }
 """Fields of the Responses API that cannot be served, unless false or empty, each with the reason."""
@@ -33,8 +32,14 @@ _OF_CHAT_ALONE = {
     "echo",
     "continue_final_message",
     "add_generation_prompt",
+    "reasoning_effort",
 }
-_NAMES = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+_NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
 """Fields of chat, and the fields here that they come from."""
 
 
@@ -67,6 +72,7 @@ class ResponsesBody(BaseModel):
     stream_options: StreamOptions = StreamOptions()
     include: list[str] = []
     truncation: str = "disabled"
+    reasoning: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
 
     @property
@@ -97,6 +103,7 @@ def chat_body(body: ResponsesBody, earlier: Sequence[Message]) -> ChatBody:
         "parallel_tool_calls": body.parallel_tool_calls,
         "max_completion_tokens": body.max_output_tokens,
         "response_format": _response_format(body.text.format),
+        "reasoning_effort": body.reasoning.get("effort"),
         "logprobs": LOG_PROBS in body.include or bool(body.more.get("top_logprobs")),
         "stream": body.stream,
         "stream_options": {"include_usage": True},
@@ -129,6 +136,12 @@ def _check(body: ResponsesBody) -> None:
     for name in body.include:
         if name != LOG_PROBS:
             raise bad_request(f"include={name[:80]!r} is not supported; supported is {LOG_PROBS}", "include")
+    summary = next((name for name, value in body.reasoning.items() if name != "effort" and value), None)
+    if summary is not None:
+        raise bad_request(
+            f"reasoning.{summary[:40]} is not supported: reasoning is given as the model writes it",
+            f"reasoning.{summary[:40]}",
+        )
     if body.truncation != "disabled":
         raise bad_request(
             "truncation other than 'disabled' would drop messages, which the server never does", "truncation"
