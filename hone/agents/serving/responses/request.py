@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from hone.agents.messages import Message
 from hone.agents.serving.errors import ApiError, bad_request
@@ -43,6 +43,10 @@ _NAMES = {
 """Fields of chat, and the fields here that they come from."""
 
 
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
 class TextOptions(BaseModel):
     """``text`` of a request."""
 
@@ -73,7 +77,7 @@ class ResponsesBody(BaseModel):
     include: list[str] = []
     truncation: str = "disabled"
     reasoning: dict[str, Any] = {}
-    metadata: dict[str, Any] = {}
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] = {}
 
     @property
     def more(self) -> dict[str, Any]:
