@@ -45,7 +45,7 @@ def build_config(
     """
     import yaml
 
-    flat = {**dict(_flat(config or {})), **{find_key(tree, name): value for name, value in values.items()}}
+    flat = {**flat_values(config or {}), **{find_key(tree, name): value for name, value in values.items()}}
     with tempfile.TemporaryDirectory(prefix="hone-arguments-") as folder:
         where: dict[str, Any] = {}
         if flat:
@@ -100,6 +100,11 @@ def keys_of(tree: Any, prefix: str = "") -> Iterator[str]:
             yield from keys_of(value, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name
+
+
+def flat_values(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of nested mappings by dotted key."""
+    return dict(_flat(tree))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

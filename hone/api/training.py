@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hone.api.loops import blocking
 from hone.api.rows import dataset_files
 from hone.api.runs import Run, model_directory
-from hone.api.settings import build_config, model_key
+from hone.api.settings import build_config, flat_values, model_key
 from hone.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def train(
         dataset: files, names of the hub, rows, a table, a frame, or a `datasets.Dataset`; a row needs a ``prompt``.
         reward: see :data:`Reward`; None means the built-in scorer of each row's ``data_source``.
         val_dataset: held-out rows, in the same forms.
-        preset: preset of the method; None means grpo unless ``config`` or ``overrides`` name a method.
+        preset: preset of the method; None means that of ``adv_estimator``, which is grpo unless it is given.
         steps: steps of the run.
         out: run directory.
         config: configuration keys, nested or dotted.
@@ -55,14 +55,25 @@ def train(
         KeyboardInterrupt: the run was interrupted; the same call resumes it.
     """
     from hone.config import RLConfig
+    from hone.config.layers import method_preset
     from hone.trainers.rl import train as program
 
-    named = any("adv_estimator" in word for word in (*overrides, *keys, *map(str, config or {})))
     settings = reward_keys(reward)
-    chosen = preset or (None if named else "grpo")
+    chosen = preset or method_preset(_estimator(config, keys, overrides))
     return _run(
         RLConfig, program, model, dataset, val_dataset, chosen, steps, out, config, overrides, on_step, keys | settings
     )
+
+
+def _estimator(config: Mapping[str, Any] | None, keys: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """Return the advantage estimator that the arguments name, the last of them, or the default."""
+    from hone.config.layers import DEFAULT_ESTIMATOR
+
+    key = "algorithm.adv_estimator"
+    named = [str(flat_values(config or {}).get(key, DEFAULT_ESTIMATOR))]
+    named += [str(value) for name, value in keys.items() if name in (key, "adv_estimator")]
+    named += [word.partition("=")[2] for word in overrides if word.startswith(f"{key}=")]
+    return named[-1]
 
 
 @blocking

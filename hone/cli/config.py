@@ -49,7 +49,7 @@ def show(
     from hone.insight.redaction import redact_entry, redact_tree
 
     config, provenance = load_with_provenance(
-        _tree(kind), overrides or [], preset=preset, config_path=config_path, config_name=config_name
+        _tree(kind), overrides or [], preset=preset, config_path=config_path, config_name=config_name, by_method=True
     )
     if derived:
         _show_derived(config, as_json=as_json)

@@ -33,7 +33,9 @@ def check(
 
     tree = TREES[kind.value]
     if keys_only:
-        config = load_config(tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
+        config = load_config(
+            tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name, by_method=True
+        )
     else:
         config, _ = local_config(tree, overrides, preset, config_path, config_name)
     report = examine(config, (Stage.ARITHMETIC,) if keys_only else tuple(Stage))

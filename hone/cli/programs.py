@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from hone.config.check import Provenance
     from hone.config.preference import PreferenceConfig, RewardModelConfig
     from hone.config.sft import SFTConfig
     from hone.config.tree import RLConfig
@@ -66,11 +67,26 @@ def local_config(
     Raises:
         HoneError: a key or value is wrong, or a repository cannot be downloaded.
     """
-    from hone.config import load_config
+    from hone.config import load_with_provenance
     from hone.hub.resolve import resolve_names
 
-    config = load_config(tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name)
+    config, provenance = load_with_provenance(
+        tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name, by_method=True
+    )
+    if config_path is None and config_name is None:
+        use_bfloat16(config, provenance)
     return config, resolve_names(config, weights=weights)
+
+
+def use_bfloat16(config: AnyConfig, provenance: Provenance) -> None:
+    """Let `hone train` compute in bfloat16 on a GPU that has it, unless the dtype was set."""
+    from hone.config.tree import RLConfig
+    from hone.preflight.device import computes_bfloat16
+
+    key = "actor_rollout_ref.actor.dtype"
+    if isinstance(config, RLConfig) and key not in provenance and computes_bfloat16(config):
+        config.actor_rollout_ref.actor.dtype = "bfloat16"
+        typer.echo(f"{key}=bfloat16: the GPU computes in it; {key}=float32 is slower and exact", err=True)
 
 
 def run_training(config: Trained, downloads: Downloads, train: Callable[[Trained], int]) -> int:

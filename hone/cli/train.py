@@ -27,7 +27,8 @@ def command(
     """Train a model by reinforcement learning.
 
     Precedence: defaults < --preset < your file < key=value. Example:
-    hone train --preset grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL
+    hone train model.path=MODEL data.train_files=train.parquet
+    trains by GRPO; algorithm.adv_estimator=rloo by RLOO, with the keys that belong to it.
     """
     from hone.config import RLConfig
 

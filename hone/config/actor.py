@@ -91,7 +91,8 @@ class ActorConfig(ParallelConfig):
     optim: OptimConfig = block(OptimConfig, lr=1e-6)
     """Optimizer of the policy."""
     dtype: str = choice("float32", "float32", "bfloat16")
-    """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
+    """Compute dtype of forward and backward; parameters and optimizer state stay float32. Without a file, `hone train` sets bfloat16
+    on a GPU that computes in it, unless the key is set."""
 
 
 @dataclass

@@ -17,6 +17,10 @@ the keys that differ (`--config-path DIR --config-name NAME`), or by a preset (`
 
     defaults on this page  <  preset  <  file  <  command line
 
+`hone train` without a preset and a file begins with the preset of the method that `algorithm.adv_estimator` names (by default that of
+GRPO), logs its values in one line, and computes in bfloat16 on a GPU that has it. `model.path` is short for
+`actor_rollout_ref.model.path`, as are the other keys of that block.
+
 The command line and the files follow [Hydra](https://hydra.cc): quote lists for the shell
 (`'data.train_files=[a.parquet,b.parquet]'`), refer to other keys with `${data.max_prompt_length}`, and name presets or
 other files in a `defaults:` list (`- /presets/rl/grpo@_global_`). An unknown key is an error.

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from hone.config.aliases import full_key
 from hone.config.check import yaml_value
 from hone.config.keys import KeyDoc, blocks, documentation
 from hone.config.migration import TABLES
@@ -88,7 +89,7 @@ def answer(words: str, commands: list[str]) -> list[Answer]:
     name = words.strip().lstrip("+~").partition("=")[0]
     keys = [KeyAnswer(command, key) for command in commands for key in documentation(TREES[command])]
     inside = [entry for entry in keys if name in blocks(TREES[entry.command]) and entry.key.path.startswith(f"{name}.")]
-    exact = [entry for entry in keys if f".{entry.key.path}".endswith(f".{name}")]
+    exact = [entry for entry in keys if f".{entry.key.path}".endswith(f".{full_key(name, TREES[entry.command])}")]
     if inside or exact:
         return [*(inside or exact)]
     tables = {command: TABLES[TREES[command]] for command in commands if TREES[command] in TABLES}

@@ -2,7 +2,9 @@
 
 Precedence, weakest first::
 
-    dataclass defaults  <  preset (hone/config/presets)  <  file (--config-path, --config-name)  <  command line
+    dataclass defaults  <  preset (hone/config/presets), or that of the method  <  file (--config-path, --config-name)  <  command line
+
+A run of ``hone train`` without a preset and a file begins with the preset of the method that ``algorithm.adv_estimator`` names.
 
 Hydra composes a preset or a file, with its defaults list and the chosen groups, and reads the command line, so its grammar
 (``key=value``, ``+``, ``++``, ``~``, quoting) and its interpolations work as documented there. Each layer is read separately without
@@ -13,23 +15,33 @@ the dataclasses, which give every value its type.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.aliases import full_key
 from hone.config.check import Provenance
 from hone.config.inspection import Inspection, typed_tree
 from hone.config.migration.command_line import translate_overrides
-from hone.config.overrides import apply, is_group, one_line, parse_overrides
+from hone.config.overrides import apply, is_group, one_line, override_value, parse_overrides
 from hone.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
+log = logging.getLogger("hone.config")
+
 PRESETS = Path(__file__).parent / "presets"
+DEFAULT_ESTIMATOR = AlgorithmConfig().adv_estimator
+_PRESET_OF = {"gae": "ppo", "grpo_passk": "passk", "optimal_token_baseline": "otb"}
+"""Preset of an estimator with another name."""
 _OVERRIDE_FIX = "key=value sets a key, ++key=value also adds one to a mapping, ~key removes one from a mapping"
 _FILE_FIX = "a config file is a mapping of blocks in UTF-8; its defaults list, if any, names files that exist"
 
@@ -45,6 +57,7 @@ class Sources:
         directory: absolute folder of the user's file; None without a file.
         name: name of that file, with or without ``.yaml``.
         overrides: command-line overrides in Hydra's grammar.
+        by_method: without a preset and a file, begin with the preset of the method.
     """
 
     schema: type
@@ -53,6 +66,7 @@ class Sources:
     directory: Path | None
     name: str | None
     overrides: list[str]
+    by_method: bool = False
 
     @property
     def file_label(self) -> str:
@@ -81,7 +95,12 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
     inspection = Inspection(sources.schema)
     overrides, malformed = parse_overrides(sources.overrides)
     inspection.problems += malformed
+    overrides = [_with_full_key(override, sources.schema) for override in overrides]
     layers = []
+    if sources.by_method and not sources.preset and not sources.directory:
+        estimator, values = _method(overrides)
+        layers.append(values)
+        inspection.layer(values, f"from adv_estimator={estimator}")
     if sources.preset:
         layers.append(_preset(sources.kind, sources.preset))
         inspection.layer(layers[-1], f"preset {sources.preset}")
@@ -100,10 +119,56 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
     with _as_config_error("the configuration"):
         tree.merge_with(*layers)
     OmegaConf.set_struct(tree, True)
+    _announce(inspection.provenance, tree)
     for override in translated:
         with _as_config_error(str(override.input_line), _OVERRIDE_FIX):
             apply(override, tree)
     return tree, inspection.provenance
+
+
+def method_preset(estimator: str) -> str | None:
+    """Return the preset of the method that an advantage estimator names; None if it has none."""
+    name = _PRESET_OF.get(estimator, estimator)
+    return name if name in preset_names("rl") else None
+
+
+def _method(overrides: list[Override]) -> tuple[str, dict[Any, Any]]:
+    """Return the estimator of the command line, and the values of its method.
+
+    Where the command line gives another batch size, the mini-batch keeps its share of it.
+    """
+    values = {override.key_or_group: override_value(override) for override in overrides}
+    estimator = str(values.get("algorithm.adv_estimator", DEFAULT_ESTIMATOR))
+    preset = method_preset(estimator)
+    if preset is None:
+        return estimator, {}
+    tree = copy.deepcopy(_preset("rl", preset))
+    size, actor = tree["data"]["train_batch_size"], tree["actor_rollout_ref"]["actor"]
+    given, mini = values.get("data.train_batch_size"), actor.get("ppo_mini_batch_size")
+    if isinstance(given, int) and isinstance(mini, int):
+        updates = max(1, size // mini)
+        actor["ppo_mini_batch_size"] = max(1, given // updates) if given % updates == 0 else given
+    return estimator, tree
+
+
+def _announce(provenance: Provenance, tree: DictConfig) -> None:
+    """Log the values that a method sets, unless the command line sets them."""
+    from omegaconf import OmegaConf
+
+    label = next((origin for origin in provenance.values() if origin.startswith("from adv_estimator=")), None)
+    if label is None:
+        return
+    chosen = [key for key, origin in provenance.items() if origin == label and key != "algorithm.adv_estimator"]
+    shown = ", ".join(f"{key}={OmegaConf.select(tree, key)}" for key in chosen)
+    log.info("%s: %s", label, shown)
+
+
+def _with_full_key(override: Override, schema: type) -> Override:
+    key = full_key(override.key_or_group, schema)
+    if key == override.key_or_group:
+        return override
+    line = str(override.input_line).replace(override.key_or_group, key, 1)
+    return dataclasses.replace(override, key_or_group=key, input_line=line)
 
 
 def _check_sources(sources: Sources) -> None:

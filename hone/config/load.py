@@ -11,6 +11,7 @@ from hone.config.check import Provenance, check_values
 from hone.config.environment import environment_values, unresolved, written_tree
 from hone.config.layers import Sources, compose
 from hone.config.problems import raise_together
+from hone.config.tree import RLConfig
 from hone.config.trees import PRESET_KINDS, AnyConfig
 from hone.errors import ConfigError
 
@@ -24,6 +25,7 @@ def load_config(
     preset: str | None = None,
     config_path: str | Path | None = None,
     config_name: str | None = None,
+    by_method: bool = False,
 ) -> Tree:
     """Load the tree ``cls`` as plain, validated dataclasses with all interpolations resolved.
 
@@ -34,12 +36,15 @@ def load_config(
         config_path: folder of a YAML file, which takes precedence over the preset. Default: the current folder, when
             ``config_name`` is given.
         config_name: name of that file, with or without ``.yaml``. Default ``config``, when ``config_path`` is given.
+        by_method: without a preset and a file, begin with the preset of the method that ``algorithm.adv_estimator`` names.
 
     Raises:
         ConfigError: an unknown key, preset or file, a malformed override, a value of the wrong type or out of bounds,
             or an unresolvable interpolation; one error holds all mistakes.
     """
-    return load_with_provenance(cls, overrides, preset=preset, config_path=config_path, config_name=config_name)[0]
+    return load_with_provenance(
+        cls, overrides, preset=preset, config_path=config_path, config_name=config_name, by_method=by_method
+    )[0]
 
 
 def load_with_provenance(
@@ -49,10 +54,13 @@ def load_with_provenance(
     preset: str | None = None,
     config_path: str | Path | None = None,
     config_name: str | None = None,
+    by_method: bool = False,
 ) -> tuple[Tree, Provenance]:
     """Load like :func:`load_config`, and return the origin of each value that is not a default, too."""
     directory, name = _file(config_path, config_name)
-    composed, provenance = compose(Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides)))
+    composed, provenance = compose(
+        Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides), by_method and cls is RLConfig)
+    )
     config = _resolved(composed)
     raise_together(check_values(config, provenance))
     config._environment = environment_values(_raw(composed), dataclasses.asdict(config))

@@ -32,7 +32,7 @@ def dtype_supported(config: AnyConfig) -> Iterator[Finding]:
     import torch
 
     keys = _bfloat16_keys(config)
-    if keys and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if keys and not computes_bfloat16(config):
         yield error(
             f"{torch.cuda.get_device_name()} does not support bfloat16",
             fix=" ".join(f"{key}=float32" for key in keys),
@@ -56,6 +56,15 @@ def bfloat16_is_fast_here(config: AnyConfig) -> Iterator[Finding]:
             fix=" ".join(f"{key}=float32" for key in keys),
             where=keys[0],
         )
+
+
+def computes_bfloat16(config: AnyConfig) -> bool:
+    """Return whether the run's device is a GPU of this machine with instructions for bfloat16."""
+    if config.trainer.device == "cpu" or not _cuda():
+        return False
+    import torch
+
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _bfloat16_keys(config: AnyConfig) -> list[str]:

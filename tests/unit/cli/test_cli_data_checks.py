@@ -81,8 +81,8 @@ def test_columns_that_no_run_could_use(tmp_path):
     file = write_rows(tmp_path / "d.jsonl", [{"question": "a"}])
     with raises(DataError, "question", code="R42"):
         run("check", file)
-    with raises(ConfigError, "left"):
-        run("check", file, "--truncation", "left")
+    with raises(ConfigError, "top"):
+        run("check", file, "--truncation", "top")
     with raises(DataError, "nowhere.parquet"):
         run("check", tmp_path / "nowhere.parquet")
 

@@ -79,7 +79,9 @@ def check(world: World, case: Case, *overrides: str) -> Outcome:
             fired.add(name_of(self))
             yield finding
 
-    words = world.place(" ".join([SOUND[case.tree], BOTH, case.given, *overrides])).split()
+    (world.folder / "base.yaml").write_text("{}")  # with a file, no method sets keys of its own
+    file = f"--config-path {world.folder} --config-name base"
+    words = world.place(" ".join([file, SOUND[case.tree], BOTH, case.given, *overrides])).split()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rule, "run", recorded)
         result = CliRunner().invoke(app, ["config", "check", "--of", case.tree, "--json", *words])

@@ -1,0 +1,63 @@
+"""The keys that belong to the method of an estimator, and short names of keys."""
+
+from pathlib import Path
+
+import pytest
+
+from hone.algorithms.advantages import advantage_estimators
+from hone.config import RLConfig, SFTConfig, load_config, load_with_provenance
+from hone.config.explaining import answer
+from hone.config.layers import method_preset, preset_names
+
+LABEL = "from adv_estimator=rloo"
+
+
+def test_without_a_preset_a_run_is_that_of_grpo() -> None:
+    assert load_config(RLConfig, by_method=True) == load_config(RLConfig, preset="grpo")
+    assert load_config(RLConfig).actor_rollout_ref.rollout.n == 1  # a configuration of its own is not changed
+
+
+@pytest.mark.parametrize("estimator", sorted(advantage_estimators))
+def test_an_estimator_brings_the_keys_of_its_method(estimator: str) -> None:
+    preset = method_preset(estimator)
+    config = load_config(RLConfig, [f"algorithm.adv_estimator={estimator}"], by_method=True)
+    if preset is None:
+        assert estimator not in preset_names("rl")
+        assert config == load_config(RLConfig, [f"algorithm.adv_estimator={estimator}"])
+    else:
+        assert config == load_config(RLConfig, preset=preset) and config.algorithm.adv_estimator == estimator
+
+
+def test_keys_of_the_user_win_and_the_source_is_told() -> None:
+    lines = ["algorithm.adv_estimator=rloo", "algorithm.kl_ctrl.kl_coef=0.5"]
+    config, provenance = load_with_provenance(RLConfig, lines, by_method=True)
+    assert config.algorithm.kl_ctrl.kl_coef == 0.5 and config.algorithm.use_kl_in_reward
+    assert provenance["algorithm.kl_ctrl.kl_coef"] == provenance["algorithm.adv_estimator"] == "command line"
+    assert provenance["algorithm.use_kl_in_reward"] == provenance["actor_rollout_ref.rollout.n"] == LABEL
+
+
+@pytest.mark.parametrize(
+    ("estimator", "batch", "mini"),
+    [("rloo", 16, 16), ("gae", 64, 16), ("gae", 6, 6), ("grpo", 12, 12), ("gae", 256, 64)],
+)
+def test_mini_batches_follow_the_batch(estimator: str, batch: int, mini: int) -> None:
+    lines = [f"algorithm.adv_estimator={estimator}", f"data.train_batch_size={batch}"]
+    assert load_config(RLConfig, lines, by_method=True).actor_rollout_ref.actor.ppo_mini_batch_size == mini
+    lines.append("actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    assert load_config(RLConfig, lines, by_method=True).actor_rollout_ref.actor.ppo_mini_batch_size == 2
+
+
+def test_a_preset_or_a_file_has_the_say(tmp_path: Path) -> None:
+    line = ["algorithm.adv_estimator=rloo"]
+    with_preset = load_config(RLConfig, line, preset="dapo", by_method=True)
+    assert not with_preset.algorithm.use_kl_in_reward and with_preset.actor_rollout_ref.rollout.n == 16
+    (tmp_path / "mine.yaml").write_text("actor_rollout_ref: {rollout: {n: 5}}\n")
+    config, provenance = load_with_provenance(RLConfig, line, config_path=tmp_path, config_name="mine", by_method=True)
+    assert not config.algorithm.use_kl_in_reward and LABEL not in provenance.values()
+
+
+def test_the_policy_has_the_short_name_of_the_other_commands() -> None:
+    assert load_config(RLConfig, ["model.path=M", "model.lora_rank=8"]).actor_rollout_ref.model.path == "M"
+    assert load_config(SFTConfig, ["model.path=M"]).model.path == "M"
+    (entry,) = answer("model.path", ["train"])
+    assert entry.key.path == "actor_rollout_ref.model.path"  # type: ignore[union-attr]
