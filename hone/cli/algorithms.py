@@ -80,13 +80,16 @@ def recommend_method(
     from hone.catalogue.candidates import REWARDS
     from hone.models.init import parse_size
 
-    size: str = model_size or _ask("Parameters of the model (500m, 7b)", "--model-size", str)
+    given = {"--model-size": model_size, "--reward": reward, "--memory": memory}
+    missing = [option for option, value in given.items() if value is None]
+    size: str = model_size or _ask("How large is the model? Its parameters, such as 500m or 7b", str, missing)
     parameters = parse_size(size)
     if reward is None:
+        typer.echo("What says whether an answer is good?", err=True)
         for name, words in REWARDS.items():
             typer.echo(f"  {name:<12}{words}", err=True)
-    kind: str = reward or _ask("Kind of reward", "--reward", str)
-    gigabytes: float = _ask("Memory of the device in GB", "--memory", float) if memory is None else memory
+    kind: str = reward or _ask("One of these words", str, missing)
+    gigabytes: float = _ask("How much memory does the GPU have, in GB?", float, missing) if memory is None else memory
     situation = Situation(
         parameters=parameters,
         reward=kind,
@@ -163,13 +166,19 @@ def _check_kind(kind: str | None) -> None:
         raise ConfigError(f"unknown kind '{kind}'", where="--kind", fix=did_you_mean(kind, KINDS))
 
 
-def _ask(question: str, option: str, kind: Callable[[str], Any]) -> Any:
-    """Prompt on the terminal; without an answer, raise an error about the missing option."""
+def _ask(question: str, kind: Callable[[str], Any], missing: list[str]) -> Any:
+    """Prompt on the terminal; without an answer, raise an error about the options that are missing."""
     from hone.errors import ConfigError
 
     try:
         return typer.prompt(question, type=kind, err=True)
     except typer.Abort:
+        typer.echo(err=True)
+        values = {"--model-size": "7b", "--reward": "verifiable", "--memory": "80"}
+        example = " ".join(f"{option} {value}" for option, value in values.items() if option in missing)
         raise ConfigError(
-            f"{option} is missing, and the prompt got no answer", where=option, fix=f"{option} VALUE (see --help)"
+            f"not given: {', '.join(missing)}",
+            why="the method depends on the model's size, on what judges an answer, and on the memory",
+            fix=f"for example {example}",
+            where=missing[0],
         ) from None

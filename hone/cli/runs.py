@@ -191,13 +191,13 @@ def _memory(record: Mapping[str, Any]) -> dict[str, str]:
     for name, held in record.get("memory", {}).items():
         on_device = "device_peak" in held
         measured = held["device_peak"] if on_device else held["peak"] - held["bare"]
-        text = f"{measured:.2f} GiB measured" + (
-            "" if on_device else f" above {held['bare']:.2f} GiB of the bare process"
-        )
+        text = f"{measured:.2f} GiB measured"
         plan = next((pool for pool in record.get("plan", []) if pool["pool"] == name.partition("[")[0]), None)
         if plan is not None and measured:
-            off = plan["peak_gib"] / measured - 1
-            text += f", {plan['peak_gib']:.2f} GiB predicted ({plan['peak_phase']}), {off:+.0%}"
+            ratio = plan["peak_gib"] / measured
+            text += f"; predicted {plan['peak_gib']:.2f} GiB ({plan['peak_phase']}), {ratio:.1f} times as much"
+        if not on_device:
+            text += f"; besides {held['bare']:.2f} GiB of the process without a model"
         facts[f"memory of {name}"] = text
     return facts
 

@@ -280,7 +280,7 @@ def describe(pilot: Pilot, config: RLConfig) -> str:
     def shown(lengths: dict[str, float]) -> str:
         return ", ".join(f"{'max' if name == 'p100' else name} {lengths[name]:g}" for name in quantiles)
 
-    dead = ", ".join(f"{size}: {share:.0%}" for size, share in pilot.dead_groups.items())
+    dead = ", ".join(f"{share:.0%} with n={size}" for size, share in pilot.dead_groups.items())
     rate = pilot.tokens / max(pilot.generation_seconds, 1e-9)
     generation, reward = (seconds * sequences / count for seconds in (pilot.generation_seconds, pilot.reward_seconds))
     tools = []
@@ -295,8 +295,8 @@ def describe(pilot: Pilot, config: RLConfig) -> str:
             f"pilot: {pilot.prompts} prompts x {pilot.answers} = {count} responses",
             f"  prompt tokens      {shown(pilot.prompt_lengths)}",
             f"  response tokens    {shown(pilot.response_lengths)}; {pilot.cut:.0%} reach the limit",
-            f"  reward             mean {pilot.reward:.3g}, pass rate {pilot.pass_rate:.1%}, {pilot.failed:.0%} not scored",
-            f"  dead groups by n   {dead}",
+            f"  reward             mean {pilot.reward:.3g}, {pilot.pass_rate:.1%} pass (acc is 1, or the reward is above 0), {pilot.failed:.0%} not scored",
+            f"  equal rewards      in all n answers to a prompt, which then teaches nothing: {dead}",
             *tools,
             f"  generation         {pilot.generation_seconds:.1f} s, {rate:,.0f} tokens/s",
             f"  scoring            {1000 * pilot.reward_seconds / count:.2g} ms per response",

@@ -35,6 +35,8 @@ from hone.user_code import UserCodeError, load_file
 
 PATH_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 _COMMON = ("timeout", "retries", "concurrency")
+_BESIDES_KIND = (*_COMMON, "noise", "only")
+"""Keys of an entry besides its kind and the settings of that."""
 _KINDS = ("name", "class_name", "function", "mcp")
 
 BUILT_IN: Registry[Callable[[dict[str, Any]], Tool]] = Registry("built-in tool", key=PATH_KEY)
@@ -129,7 +131,7 @@ def tools_of_python(path: Path) -> list[Tool]:
 
 def _entry_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
     kinds = [kind for kind in _KINDS if kind in entry]
-    known_keys = {*_KINDS, *_COMMON, "config", "tool_schema", "noise", "only"}
+    known_keys = {*_KINDS, *_BESIDES_KIND, "config", "tool_schema"}
     unknown = [key for key in entry if key not in known_keys]
     if unknown:
         raise ConfigError(f"unknown key '{unknown[0]}'", where=where, fix=did_you_mean(unknown[0], known_keys))
@@ -185,7 +187,15 @@ def _function_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
 def _server_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
     from hone.agents.tools.mcp import tools_of_server
 
-    return list(tools_of_server(dict(entry["mcp"] or {}), only=entry.get("only"), where=where))
+    options = dict(entry["mcp"] or {})
+    for name in options:
+        if name in _BESIDES_KIND:
+            raise ConfigError(
+                f"'{name}' is inside mcp",
+                where=where,
+                fix=f"write it on a line of its own, under the m of mcp: {name}: {options[name]}",
+            )
+    return list(tools_of_server(options, only=entry.get("only"), where=where))
 
 
 def _settings(entry: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -124,20 +124,17 @@ def _placement_lines(plan: Plan) -> Iterator[str]:
     others = sorted(first_of_words.values(), key=rest.index)[:_SHOWN]
     refused = [placement for placement in rest if not placement.fitting.fits]
     for placement in others + (refused[:1] if len(fitting) > _SHOWN else []):
-        yield f"  not {_reason(placement, best, plan)}"
+        yield f"  {_reason(placement, best, plan)}"
 
 
 def _reason(placement: Placement, best: Placement, plan: Plan) -> str:
-    """Return why a placement was not chosen, with numbers."""
+    """Return the reason against a placement, with numbers, and the placement."""
     peak = placement.fitting.fullest.peak
     if not placement.fitting.fits:
-        return f"{placement.words}: does not fit by {size(peak.total - plan.limit)} in {describe_phase(peak)}"
+        return f"short by {size(peak.total - plan.limit)} in {describe_phase(peak)}: {placement.words}"
     gaps = {words: getattr(placement.time, name) - getattr(best.time, name) for name, words in _STAGES.items()}
     stage = max(gaps, key=lambda name: gaps[name])
     slower = placement.time.total - best.time.total
     if slower < 0.005 * best.time.total:
-        return f"{placement.words}: as fast ({seconds(placement.time.total)}), and not simpler"
-    return (
-        f"{placement.words}: {seconds(placement.time.total)}, slower by {seconds(slower)}, most of it in {stage} "
-        f"(+{seconds(gaps[stage])})"
-    )
+        return f"as fast ({seconds(placement.time.total)}) and not simpler: {placement.words}"
+    return f"slower by {seconds(slower)} ({stage} +{seconds(gaps[stage])}): {placement.words}"

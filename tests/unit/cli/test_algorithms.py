@@ -71,6 +71,7 @@ def test_a_name_of_two_kinds_shows_both_and_kind_picks_one() -> None:
         (["recommend", "--model-size", "1b", "--reward", "ruled", "--memory", "1"], "'ruled'"),
         (["recommend", "--model-size", "1b", "--reward", "model", "--memory", "0"], "--memory: 0"),
         (["recommend", "--model-size", "1b", "--reward", "model"], "--memory: "),
+        (["recommend", "--reward", "model"], "--model-size, --memory.*--model-size 7b --memory 80"),
     ],
 )
 def test_mistakes_have_a_fix(arguments: list[str], message: str) -> None:

@@ -72,7 +72,7 @@ def test_numbers_and_warnings():
     check_message(found["R64"], "38%", "data.max_response_length=10", "data.max_response_length=20")
     check_message(found["R53"], "3.0 s", "2.0 s")
     text = describe(pilot, config)
-    assert "4 prompts x 2 = 8 responses" in text and f"8: {pilot.dead_groups[8]:.0%}" in text
+    assert "4 prompts x 2 = 8 responses" in text and f"{pilot.dead_groups[8]:.0%} with n=8" in text
 
 
 def called(statuses, cut=0):
@@ -155,5 +155,5 @@ def test_one_real_generation(tmp_path):
         log=tmp_path / "pilot.log",
     )  # fmt: skip
     assert ended.code == 0, ended.output
-    assert "pilot: 8 prompts x 8 = 64 responses" in ended.output and "dead groups by n   2:" in ended.output
+    assert "pilot: 8 prompts x 8 = 64 responses" in ended.output and " with n=2, " in ended.output
     assert not (tmp_path / "run").exists()
