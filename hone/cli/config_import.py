@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,10 @@ def import_(
     argument: Annotated[
         list[str] | None, typer.Option("--argument", help="argument of the script ($1, $2, ...); may be repeated")
     ] = None,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="variable of the environment that the script expects, NAME=VALUE; may be repeated"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON: configuration, lines, differences")] = False,
 ) -> None:
     """Translate a launch script, YAML file or override lines of verl into a Hone configuration; nothing is executed.
@@ -38,7 +43,7 @@ def import_(
     """
     import json
 
-    translation = _translate(sources, argument or [], launch)
+    translation = _translate(sources, argument or [], launch, _variables(variables or []))
     _leave_out_effectless(translation)
     if as_json:
         typer.echo(json.dumps(_as_json(translation), indent=2))
@@ -56,13 +61,24 @@ def import_(
         raise typer.Exit(2)
 
 
-def _translate(sources: list[str], arguments: list[str], launch: int | None) -> Translation:
+def _variables(lines: list[str]) -> dict[str, str]:
+    from hone.errors import ConfigError
+
+    for line in lines:
+        if not re.match(r"[A-Za-z_]\w*=", line):
+            raise ConfigError(f"'{line}' is not NAME=VALUE", where="--set", fix="for example --set DEVICE=gpu")
+    return dict(line.split("=", 1) for line in lines)
+
+
+def _translate(sources: list[str], arguments: list[str], launch: int | None, variables: dict[str, str]) -> Translation:
     from hone.config.importing import import_overrides, import_script, import_yaml
     from hone.config.launch import Argument
     from hone.errors import ConfigError, HoneError
 
     if sources == ["-"]:
-        return import_script(sys.stdin.read(), directory=Path.cwd(), arguments=arguments, number=launch)
+        return import_script(
+            sys.stdin.read(), directory=Path.cwd(), arguments=arguments, number=launch, variables=variables
+        )
     path = Path(sources[0])
     if len(sources) > 1 or ("=" in sources[0] and not path.is_file()) or sources[0].startswith("~"):
         return import_overrides([Argument(text, number) for number, text in enumerate(sources, start=1)])
@@ -76,7 +92,7 @@ def _translate(sources: list[str], arguments: list[str], launch: int | None) -> 
     if path.suffix in (".yaml", ".yml"):
         return import_yaml(text)
     try:
-        return import_script(text, directory=path.parent, arguments=arguments, number=launch)
+        return import_script(text, directory=path.parent, arguments=arguments, number=launch, variables=variables)
     except HoneError as error:
         error.where = error.where or str(path)
         raise

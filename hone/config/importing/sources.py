@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from hone.config.check import yaml_value
 from hone.config.importing.completing import complete
 from hone.config.importing.settings import translate
 from hone.config.importing.translation import Translation
-from hone.config.launch import Argument, Launch, Trace, Trouble, follow, launches, other_programs, shown
+from hone.config.launch import Argument, End, Launch, Trace, Trouble, follow, launches, other_programs, shown
 from hone.config.overrides import parse_overrides
 from hone.errors import ConfigError
 
@@ -22,7 +22,12 @@ _SFT_BLOCKS, _RL_BLOCKS = {"model", "optim", "engine"}, {"actor_rollout_ref", "c
 
 
 def import_script(
-    source: str, *, directory: Path, arguments: Sequence[str] = (), number: int | None = None
+    source: str,
+    *,
+    directory: Path,
+    arguments: Sequence[str] = (),
+    number: int | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Translation:
     """Translate a launch script, or the override lines of a file.
 
@@ -31,11 +36,12 @@ def import_script(
         directory: its directory, for the configuration files that it names.
         arguments: arguments of the script.
         number: number of the training command, from 1; needed when there are several.
+        variables: variables of the environment in which the script would run.
 
     Raises:
         ConfigError: the script has several training commands, and ``number`` does not choose one.
     """
-    trace = follow(source, directory=str(directory), arguments=arguments)
+    trace = follow(source, directory=str(directory), arguments=arguments, variables=variables)
     training_commands, lost = launches(trace.started)
     if not training_commands:
         return _without_training(source, trace)
@@ -61,6 +67,8 @@ def import_script(
 
 def _without_training(source: str, trace: Trace) -> Translation:
     """Translate override lines; a script that starts no training is not understood."""
+    if trace.end is not None:
+        return Translation(not_understood=[*trace.troubles, _ended(trace.end)])
     others = [Trouble(line, f"{name} trains nothing") for line, name in other_programs(trace.started)]
     lines = _plain_lines(source)
     settings = sum(_OVERRIDE.match(line.text) is not None for line in lines)
@@ -68,6 +76,13 @@ def _without_training(source: str, trace: Trace) -> Translation:
         return import_overrides(lines)
     nothing = [Trouble(0, "the script starts no training command")]
     return Translation(not_understood=others or trace.troubles or nothing)
+
+
+def _ended(end: End) -> Trouble:
+    what = f"the script ends here ({end.command}), before a training command"
+    if end.variables:
+        what += f"; a condition asks for {', '.join(end.variables)}: give the value with --set {end.variables[0]}=VALUE"
+    return Trouble(end.line, what)
 
 
 def _report_other_words(launch: Launch, translation: Translation) -> None:

@@ -1,6 +1,7 @@
 """Launch scripts: the settings with which a shell script starts a training run, read without executing it."""
 
 from hone.config.launch.commands import Launch, launches, other_programs
+from hone.config.launch.ending import End
 from hone.config.launch.script import Trace, follow
 from hone.config.launch.words import ALWAYS_SET, UNDECIDED, Argument, Trouble, open_names, opened, shown
 
@@ -8,6 +9,7 @@ __all__ = [
     "ALWAYS_SET",
     "UNDECIDED",
     "Argument",
+    "End",
     "Launch",
     "Trace",
     "Trouble",

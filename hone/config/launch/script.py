@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import posixpath
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tree_sitter import Node
 
 from hone.config.launch.conditions import holds
+from hone.config.launch.ending import End, names_around
 from hone.config.launch.expansion import Variables
 from hone.config.launch.grammar import faults, line_of, parse, text_of, words_of
 from hone.config.launch.programs import inner_script, output_of
@@ -26,19 +27,29 @@ class Trace:
     started: list[Started] = field(default_factory=list)
     troubles: list[Trouble] = field(default_factory=list)
     remarks: list[Trouble] = field(default_factory=list)
+    end: End | None = None
 
 
 class _Exit(Exception):
-    pass
+    end: End | None = None
 
 
-def follow(source: str, *, directory: str = ".", arguments: Iterable[str] = ()) -> Trace:
-    """Follow a script that is called with ``arguments`` and return the commands that it would start."""
-    walk = _Walk(directory, list(arguments))
+def follow(
+    source: str, *, directory: str = ".", arguments: Iterable[str] = (), variables: Mapping[str, str] | None = None
+) -> Trace:
+    """Follow a script and return the commands that it would start.
+
+    Args:
+        source: text of the script.
+        directory: its directory.
+        arguments: arguments of the script.
+        variables: variables of the environment in which it would run.
+    """
+    walk = _Walk(directory, list(arguments), dict(variables or {}))
     try:
         walk.script(source)
-    except _Exit:
-        pass
+    except _Exit as left:
+        walk.trace.end = left.end
     except RecursionError:
         walk.trace.troubles.append(Trouble(1, "the script is nested too deeply"))
     return walk.trace
@@ -47,9 +58,9 @@ def follow(source: str, *, directory: str = ".", arguments: Iterable[str] = ()) 
 class _Walk:
     """Follows commands in order. Each one's truth is True, False, or None where only the machine decides it."""
 
-    def __init__(self, directory: str, arguments: list[str]) -> None:
+    def __init__(self, directory: str, arguments: list[str], variables: dict[str, str]) -> None:
         self.trace = Trace()
-        self._variables = Variables(directory, self._output, arguments=arguments)
+        self._variables = Variables(directory, self._output, values={**variables}, arguments=arguments)
         self._functions: dict[str, Node] = {}
         self._printed: list[str] | None = None
         """What a command substitution has printed so far; None outside of one."""
@@ -217,7 +228,11 @@ class _Walk:
         words = self._fields([name.children[0], *node.children_by_field_name("argument")])
         assigned = (child for child in node.children if child.type == "variable_assignment")
         environment = tuple(text_of(child.child_by_field_name("name")) for child in assigned)
-        return self._run(words, environment) if words else True
+        try:
+            return self._run(words, environment) if words else True
+        except _Exit as left:
+            left.end = left.end or End(self._lines_before + line_of(node), text_of(node), names_around(node))
+            raise
 
     def _run(self, arguments: list[Argument], environment: tuple[str, ...]) -> bool | None:
         words = [argument.text for argument in arguments]

@@ -405,8 +405,8 @@ def test_a_named_file_next_to_the_script_is_read(tmp_path: Path) -> None:
     ("source", "line"),
     [
         ("#!/bin/bash\nset -x\npython3 -m verl.trainer.main_generation \\\n data.n_samples=4", 3),
-        ("#!/bin/bash\necho moved >&2\nexit 1", 0),
-        ("set -x\nA=1\necho a.b=c\nexit 1\n", 0),
+        ("#!/bin/bash\necho moved >&2\nexit 1", 3),
+        ("set -x\nA=1\necho a.b=c\nexit 1\n", 4),
     ],
 )
 def test_a_script_without_training_is_not_understood(source: str, line: int) -> None:
@@ -493,6 +493,43 @@ def test_lines_of_supervised_fine_tuning_are_known_by_their_blocks() -> None:
     refused = {line.reading.key for line in newer.lines if line.reading.outcome is Outcome.UNSUPPORTED}
     assert refused == {"engine.tensor_model_parallel_size"} and newer.values["data.truncation"] == "left"
     assert overrides("data.train_batch_size=4").command == "train"
+
+
+PROBE = """\
+D=${D:-$(python3 -c x && echo npu || echo gpu)}
+case "$D" in
+ gpu|npu) ;;
+ *) echo bad >&2; exit 1;;
+esac
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$D
+"""
+
+
+def test_a_probe_of_the_machine_and_a_variable_from_outside() -> None:
+    assert import_script(PROBE, directory=Path()).values["data.train_files"] == "gpu"
+    assert import_script(PROBE, directory=Path(), variables={"D": "npu"}).values["data.train_files"] == "npu"
+
+
+@pytest.mark.parametrize(
+    ("condition", "line", "ending", "names"),
+    [
+        ('case "$D" in\n gpu) ;;\n *) exit 3;;\nesac', 4, "exit 3", ["D"]),
+        ('if [ "$D" != gpu ] && [ "$E" ]; then\n exit\nfi', 3, "exit", ["D", "E"]),
+        ('[ "$D" = gpu ] || exit 1', 2, "exit 1", ["D"]),
+        ('check() {\n if [ "$D" != gpu ]; then return 1; fi\n}\nexit 1', 5, "exit 1", []),
+    ],
+)
+def test_an_exit_before_training_is_reported(
+    condition: str, line: int, ending: str, names: list[str], tmp_path: Path
+) -> None:
+    source = f"D=${{D:-none}} E=1\n{condition}\npython3 -m verl.trainer.main_ppo data.seed=1 data.shuffle=true\n"
+    (trouble,) = import_script(source, directory=Path()).not_understood
+    assert trouble.line == line and f"({ending})" in trouble.what
+    assert ("--set D=VALUE" in trouble.what) == bool(names) and all(name in trouble.what for name in names)
+    (tmp_path / "run.sh").write_text(source)
+    outcome = CliRunner().invoke(app, ["import", str(tmp_path / "run.sh"), "--set", "D=gpu"])
+    assert outcome.exit_code == (0 if names else 2)
+    assert CliRunner().invoke(app, ["import", str(tmp_path / "run.sh"), "--set", "D"]).exit_code != 0
 
 
 def test_several_processes_are_remarked() -> None:
