@@ -25,6 +25,7 @@ import hone
 from hone.cli.main import app
 
 pytestmark = pytest.mark.long
+ROOT = Path(__file__).resolve().parents[2]
 COUNTRIES = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo", "Egypt": "Cairo", "Peru": "Lima"}
 LORA = {"lora_rank": 8, "lr": 1e-3}
 PLAN_TOLERANCE = 0.2
@@ -185,3 +186,18 @@ def test_it_is_served(model: Path, forks: Forks, tmp_path: Path) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(20)
         server.kill()
+
+
+def test_the_example_runs(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(model)
+    program = [sys.executable, "examples/real_model/run.py", "--out", str(tmp_path), "--seed", "3"]
+    short = [
+        "trainer.total_training_steps=1",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ]
+    subprocess.run([*program, *short], check=True, timeout=LONG, cwd=ROOT)
+    summary = json.loads((tmp_path / "grpo-3/summary.json").read_text())
+    assert (summary["seed"], summary["steps"], summary["held_out_sums"]) == (3, 1, 64)
+    assert 0.1 < summary["accuracy_before"] < 0.6
+    assert (tmp_path / "grpo-3/curve.png").read_bytes().startswith(b"\x89PNG")
