@@ -64,18 +64,22 @@ def tracked(items: Iterable[T], what: str, total: int) -> Iterator[T]:
 
 class _TerminalBar(Bar):
     def __init__(self, what: str, total: int, stream: TextIO) -> None:
+        from rich import progress as rich_progress
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns: tuple[Any, ...] = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
+            rich_progress.TextColumn("{task.description}"),
+            rich_progress.BarColumn(),
+            rich_progress.MofNCompleteColumn(),
+            rich_progress.TextColumn("{task.fields[rate]}"),
+            rich_progress.TimeElapsedColumn(),
+            rich_progress.TextColumn("left"),
+            rich_progress.TimeRemainingColumn(),
         )
         self._started, self._done = time.monotonic(), 0
-        self._progress = Progress(*columns, console=Console(file=stream), redirect_stdout=False, transient=True)
+        self._progress = rich_progress.Progress(
+            *columns, console=Console(file=stream), redirect_stdout=False, transient=True
+        )
         self._task = self._progress.add_task(what, total=total, rate="")
         self._progress.start()
 

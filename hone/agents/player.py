@@ -41,7 +41,13 @@ class Player:
         self._loops: dict[str, AgentLoop] = {}
 
     async def play(
-        self, samples: Sequence[Sample], sampling: SamplingParams, *, n: int, seed_of: SeedOf
+        self,
+        samples: Sequence[Sample],
+        sampling: SamplingParams,
+        *,
+        n: int,
+        seed_of: SeedOf,
+        on_end: Callable[[], None] | None = None,
     ) -> list[Trajectory]:
         """Play every sample ``n`` times.
 
@@ -50,6 +56,7 @@ class Player:
             sampling: sampling parameters; ``max_tokens`` bounds an episode.
             n: episodes per sample.
             seed_of: function that returns the seed of episode ``index`` of row ``uid``.
+            on_end: called after each episode.
 
         Returns:
             Trajectories in the order of samples, episodes and segments.
@@ -62,7 +69,10 @@ class Player:
 
         async def one(sample: Sample, index: int) -> list[Trajectory]:
             async with free:
-                return await self._with_retries(sample, index, sampling, seed_of(sample.uid, index))
+                trajectories = await self._with_retries(sample, index, sampling, seed_of(sample.uid, index))
+            if on_end is not None:
+                on_end()
+            return trajectories
 
         played = await gather_or_cancel([one(sample, index) for sample in samples for index in range(n)])
         return [trajectory for segments in played for trajectory in segments]

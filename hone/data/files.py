@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from hone.data.sharegpt import COLUMNS, SYSTEM, to_messages
 from hone.errors import DataError, did_you_mean
+from hone.progress import tracked
 from hone.text import check_valid
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow")
@@ -131,7 +132,8 @@ def read_all(
     """
     rows: list[Row] = []
     listed = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
-    for file in (part for path in listed for part in _parts(path)):
+    files = [part for path in listed for part in _parts(path)]
+    for file in tracked(files, "reading files", len(files)):
         columns = _columns(file)
         if not as_stored:
             columns += [name for name, others in COLUMNS.items() if name not in columns and {*others} & {*columns}]

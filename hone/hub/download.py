@@ -7,8 +7,10 @@ HONE_HUB=modelscope downloads from ModelScope instead (``pip install 'hone-rl[mo
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Any
 
 from hone.errors import HoneError, ModelError
 from hone.hub.names import HubName
+from hone.progress import LINE_SECONDS
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "merges.txt")
 """What is downloaded of a model: never code, never pickled weights."""
@@ -72,9 +75,32 @@ def download(name: HubName, kind: str, patterns: Sequence[str]) -> Download:
                 revision=name.revision,
                 allow_patterns=list(patterns),
                 local_files_only=constants.is_offline_mode(),
+                tqdm_class=None if sys.stderr.isatty() else plain_bar(),
             )
         )
     return Download(name, kind, path, path.name)
+
+
+def plain_bar() -> type[Any]:
+    """Return a bar for huggingface_hub that writes a line every few seconds, where there is no terminal."""
+    from huggingface_hub.utils import tqdm
+
+    class PlainBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            form = "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
+            super().__init__(*args, **{"disable": False, **kwargs, "mininterval": LINE_SECONDS, "bar_format": form})
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            """Write the state as a line, once something has been done."""
+            if self.n:
+                self.fp.write(f"{self}\n")
+
+        def close(self) -> None:
+            """End without a last line."""
+            self.fp = io.StringIO()
+            super().close()
+
+    return PlainBar
 
 
 def list_files(name: HubName) -> list[str]:

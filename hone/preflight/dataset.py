@@ -10,6 +10,7 @@ from hone.data import checks
 from hone.data.files import BadLines, Row, read_all
 from hone.data.statistics import characters, statistics
 from hone.errors import ConfigError, DataError, Finding, HoneError
+from hone.progress import progress
 
 KINDS = {"rl": "prompt", "sft": "messages", "prefer": "chosen"}
 """Uses of a dataset, and the column that each needs."""
@@ -83,16 +84,20 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
         )
     findings = list(_unreadable_lines(bad_lines))
     lengths: dict[str, list[int]] = {}
-    for kind in kinds:
-        findings += {"rl": _prompts, "sft": _conversations, "prefer": _pairs}[kind](rows, val, options)
-    if "rl" in kinds:
-        lengths["prompt_characters"] = [characters(row.values.get(options.prompt_key)) for row in rows]
-        findings += _tokens(rows, options, lengths)
-    elif "sft" in kinds:
-        lengths["conversation_characters"] = [characters(row.values.get(options.messages_key)) for row in rows]
-    numbers = statistics(
-        rows, prompt_key=options.prompt_key, messages_key=options.messages_key, reward_fn_key=options.reward_fn_key
-    )
+    with progress("checking rows", (len(kinds) + 2) * len(rows)) as bar:
+        for kind in kinds:
+            findings += {"rl": _prompts, "sft": _conversations, "prefer": _pairs}[kind](rows, val, options)
+            bar.advance(len(rows))
+        if "rl" in kinds:
+            lengths["prompt_characters"] = [characters(row.values.get(options.prompt_key)) for row in rows]
+            findings += _tokens(rows, options, lengths)
+        elif "sft" in kinds:
+            lengths["conversation_characters"] = [characters(row.values.get(options.messages_key)) for row in rows]
+        bar.advance(len(rows))
+        numbers = statistics(
+            rows, prompt_key=options.prompt_key, messages_key=options.messages_key, reward_fn_key=options.reward_fn_key
+        )
+        bar.advance(len(rows))
     return DatasetReport(kinds, sorted(findings, key=lambda f: not f.stops), numbers, lengths)
 
 

@@ -35,6 +35,7 @@ from hone.hub.resolve import local_files
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.traces import trace
 from hone.models.loading import load_policy
+from hone.progress import progress
 from hone.rewards.manager import RewardManager
 from hone.rewards.placement import share_rewards
 from hone.trainers.episode_keys import EpisodeKeys
@@ -119,7 +120,9 @@ def answer(
     def seed_of(uid: str, index: int) -> int:
         return derive_seed(*seeding, uid, index)
 
-    return asyncio.run(Player(engine, context).play(samples, sampling, n=n, seed_of=seed_of))
+    with progress("answers", len(samples) * n) as bar:
+        player = Player(engine, context)
+        return asyncio.run(player.play(samples, sampling, n=n, seed_of=seed_of, on_end=bar.advance))
 
 
 def ask(

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
 from hone.hub.resolve import local_model
+from hone.progress import progress
 from hone.training.checkpoints.checkpoint import MANIFEST, find_checkpoint, model_directory
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.tensor_files import TensorSpec, write_tensors
@@ -157,9 +158,15 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
                 tensor = lora.merged(name, tensor)
             return tensor.to(specs[name].dtype)
 
-        for file, file_specs in layout.files_of(0).items():
-            with target.create(file) as stream:
-                write_tensors(stream, file_specs, value)
+        with progress("tensors", len(specs)) as bar:
+
+            def counted(name: str) -> torch.Tensor:
+                bar.advance()
+                return value(name)
+
+            for file, file_specs in layout.files_of(0).items():
+                with target.create(file) as stream:
+                    write_tensors(stream, file_specs, counted)
     if index := layout.index():
         target.write_text("model.safetensors.index.json", json.dumps(index, indent=1))
     config = json.loads((model / "config.json").read_text())

@@ -33,3 +33,16 @@ def test_a_bar_on_a_terminal():
     shown = os.read(master, 1 << 16).decode()
     os.close(master)
     assert "answers" in shown and "2/2" in shown and re.search(r"[\d.]+/(s|min)", shown) and "0:00:00" in shown
+
+
+def test_a_download_without_a_terminal_writes_lines(monkeypatch):
+    from hone.hub import download
+
+    monkeypatch.setattr(download, "LINE_SECONDS", 0)
+    stream = io.StringIO()
+    with download.plain_bar()(total=4e6, unit="B", unit_scale=True, desc="files", file=stream) as bar:
+        for _ in range(4):
+            bar.update(1e6)
+    lines = stream.getvalue().splitlines()
+    assert lines and all(re.fullmatch(r"files: [\d.]+M of 4.00M, \S+, \S+ left", line) for line in lines)
+    assert "\r" not in stream.getvalue()

@@ -15,6 +15,7 @@ from hone.data.seeding import derive_seed
 from hone.data.tasks import arithmetic, countdown, digit_sequence, programs, reasoning_gym
 from hone.data.tasks.base import TASKS, Problem, Task, TaskWithFiles
 from hone.errors import DataError
+from hone.progress import progress
 
 __all__ = ["arithmetic", "countdown", "digit_sequence", "make_task", "programs", "reasoning_gym", "write_task"]
 
@@ -69,12 +70,15 @@ def write_task(task: Task, out: Path, *, size: int, val_size: int, seed: int) ->
 def _distinct(task: Task, count: int, seed: int) -> list[Problem]:
     problems: dict[str, Problem] = {}
     misses = 0
-    for problem in task.problems(seed):
-        name = problem.key or problem.question
-        misses = misses + 1 if name in problems else 0
-        problems.setdefault(name, problem)
-        if len(problems) == count or misses == PATIENCE:
-            break
+    with progress("problems", count) as bar:
+        for problem in task.problems(seed):
+            name = problem.key or problem.question
+            is_new = name not in problems
+            misses = 0 if is_new else misses + 1
+            problems.setdefault(name, problem)
+            bar.advance(int(is_new))
+            if len(problems) == count or misses == PATIENCE:
+                break
     if len(problems) < count:
         raise DataError(
             f"{count} different problems are requested, and the task has about {len(problems)}",
