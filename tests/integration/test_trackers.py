@@ -41,6 +41,41 @@ def test_tensorboard(tmp_path):
     assert "b: 1" in text and "<redacted>" in text and "hunter2" not in text
 
 
+def test_tensorboard_has_hyperparameters_and_samples(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.plugins.hparams import metadata
+
+    config = "algorithm: {adv_estimator: rloo, gamma: 1.0, use_kl_in_reward: true, gone: null}\n"
+    run = RunDirectory(tmp_path)
+    run.start(seed=1, config_yaml=config, command=["hone"])
+    trackers = build_trackers(
+        ["tensorboard"], run_dir=run, project="p", experiment="e", config_yaml=config, total_steps=3
+    )
+    record = {"uid": "a", "ground_truth": "4", "score": 0.5, "prompt": "2 | 2\n<b>"}
+    run.write_rollouts(2, [{**record, "text": f"answer {n} " + "x" * 4000 * (n == 0)} for n in range(40)])
+    run.write_validation(3, [{**record, "text": "four"}])
+    trackers.log(0, {NAME: 0.1})
+    trackers.log(1, {"critic/rewards/mean": 0.1})
+    trackers.log(2, {"critic/rewards/mean": 0.2})
+    trackers.log(3, {"critic/rewards/mean": 0.3, NAME: 0.5})
+    trackers.finish("finished")
+    assert trackers.errors == {}
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = events.PluginTagToContent(metadata.PLUGIN_NAME)
+    started = metadata.parse_session_start_info_plugin_data(tags[metadata.SESSION_START_INFO_TAG])
+    assert started.hparams["algorithm.adv_estimator"].string_value == "rloo"
+    assert started.hparams["algorithm.use_kl_in_reward"].number_value == 1 and "algorithm.gone" not in started.hparams
+    experiment = metadata.parse_experiment_plugin_data(tags[metadata.EXPERIMENT_TAG])
+    assert {metric.name.tag for metric in experiment.metric_infos} >= {"critic/rewards/mean", NAME}
+    tables = {tag: events.Tensors(f"samples/{tag}/text_summary") for tag in ("rollouts", "validation")}
+    assert [(event.step) for event in tables["rollouts"]] == [2] and [event.step for event in tables["validation"]] == [
+        3
+    ]
+    text = tables["rollouts"][0].tensor_proto.string_val[0].decode()
+    assert text.count("\n| ") == 8 and "8 of 40" in text and "2 &#124; 2<br>&lt;b&gt;" in text and len(text) < 5000
+
+
 def test_mlflow(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
