@@ -113,7 +113,7 @@ def test_prediction_and_measurement_are_shown(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["plan"] == plan and record["memory"] == memory
     (text,) = runs._memory(record).values()
-    assert all(part in text for part in ("1.00 GiB", "0.40 GiB", "1.10 GiB", "(update)", "+10%"))
+    assert all(part in text for part in ("1.00 GiB", "0.40 GiB", "1.10 GiB", "(update)", "1.1 times"))
     assert "main[0]" in call("runs", "show", str(tmp_path / "run")).output
     directory.start(seed=1, config_yaml="a: 1\n")
     assert json.loads((tmp_path / "run/run.json").read_text())["memory"] == {}, (
