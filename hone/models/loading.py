@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -74,11 +75,15 @@ def load_value_model(config: ModelConfig, *, device: torch.device) -> nn.Module:
     return model
 
 
-def load_reward_model(config: ModelConfig, *, device: torch.device, trainable: bool = True) -> nn.Module:
+def load_reward_model(config: ModelConfig, *, device: torch.device, seed: int = 0, trainable: bool = True) -> nn.Module:
     """Load a scalar reward model: a backbone with one output, read at the last token of a response.
 
     A causal model becomes a sequence-classification model with a new output layer of zeros. A sequence-classification or
-    token-classification model with one label is loaded unchanged.
+    token-classification model with one label is loaded unchanged. With LoRA the adapter holds the output layer, too.
+
+    Args:
+        seed: run seed; fresh adapters are initialised from it.
+        trainable: whether it will be updated; otherwise parameters are frozen and no adapter is added.
     """
     saved = saved_settings(config)
     kinds = " ".join(saved.architectures or [])
@@ -93,10 +98,13 @@ def load_reward_model(config: ModelConfig, *, device: torch.device, trainable: b
     if "Classification" not in kinds:
         nn.init.zeros_(value_head(model).weight)
     model.to(device)  # type: ignore[arg-type]
+    ready: nn.Module = model
     if not trainable:
         model.requires_grad_(False).eval()
-    prepare(model, config, trainable=trainable)
-    return model
+    elif config.lora_rank > 0 or config.lora_adapter_path:
+        ready = _with_adapter(model, config, seed, "TOKEN_CLS" if "TokenClassification" in kinds else "SEQ_CLS")
+    prepare(ready, config, trainable=trainable)
+    return ready
 
 
 def saved_model(config: ModelConfig, directory: Path) -> ModelConfig:
@@ -117,6 +125,8 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 def value_head(model: nn.Module) -> nn.Linear:
     """The output layer of a token-classification model."""
     head = getattr(model, "score", None) or getattr(model, "classifier", None)
+    if isinstance(head, ModulesToSaveWrapper):  # trained besides an adapter
+        head = head.modules_to_save[str(head.active_adapter)]
     if not isinstance(head, nn.Linear):
         raise ModelError(
             f"{type(model).__name__} has no linear token-classification head", fix="use another critic.model.path"
@@ -251,12 +261,13 @@ def require_known(overrides: dict[str, Any], settings: PreTrainedConfig) -> None
             )
 
 
-def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
+def _with_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, task: str = "CAUSAL_LM") -> nn.Module:
+    """Add a fresh or a saved adapter; PEFT adds the output layer to that of a classifier (``task``)."""
     with standing_in(model):
-        return _add_adapter(model, config, seed)
+        return _add_adapter(model, config, seed, task)
 
 
-def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
+def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int, task: str) -> nn.Module:
     if config.lora_adapter_path:
         try:
             return PeftModel.from_pretrained(model, config.lora_adapter_path, is_trainable=True)
@@ -271,7 +282,7 @@ def _add_adapter(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.M
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT scales by alpha / r, any number does
         target_modules=targets if isinstance(targets, str) else list(targets),
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora-init"))

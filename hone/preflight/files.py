@@ -168,6 +168,12 @@ def run_directory(config: AnyConfig) -> Iterator[Finding]:
         )
 
 
+def _adapter_fix(key: str, path: str) -> str:
+    if key.startswith("reward."):  # frozen: its adapter is merged
+        return f"hone export {path} --out DIR, which merges base and adapter, and {key}=DIR"
+    return f"{key}=BASE and {key.removesuffix('path')}lora_adapter_path={path}"
+
+
 def weights(key: str, path: str) -> Iterator[Finding]:
     """Yield a finding when a model directory lacks config.json or weights; nothing is loaded."""
     directory = Path(path)
@@ -178,9 +184,7 @@ def weights(key: str, path: str) -> Iterator[Finding]:
         adapter = (directory / "adapter_config.json").is_file()
         yield error(
             f"'{path}' is " + ("a PEFT adapter, not a model" if adapter else "not a model: it has no config.json"),
-            fix=f"{key}=BASE and {key.removesuffix('path')}lora_adapter_path={path}"
-            if adapter
-            else f"{key}=DIR of a Hugging Face model",
+            fix=_adapter_fix(key, path) if adapter else f"{key}=DIR of a Hugging Face model",
             where=key,
         )
         return

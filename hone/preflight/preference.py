@@ -115,18 +115,6 @@ def reference_fits(config: PreferenceConfig) -> Iterator[Finding]:
         )
 
 
-@rule("R25", RewardModelConfig)
-def reward_model_is_trained_in_full(config: RewardModelConfig) -> Iterator[Finding]:
-    """A reward model is trained without LoRA."""
-    if config.model.lora_rank > 0 or config.model.lora_adapter_path is not None:
-        yield error(
-            f"model.lora_rank={config.model.lora_rank}, but a reward model is trained without LoRA",
-            why="its new output layer would not be part of the adapter",
-            fix="model.lora_rank=0 model.lora_adapter_path=null",
-            where="model.lora_rank",
-        )
-
-
 @rule("R11", RLConfig)
 def online_preference_loss(config: RLConfig) -> Iterator[Finding]:
     """The preference loss of an RL run is registered, learns from pairs, and is the only loss of the update."""

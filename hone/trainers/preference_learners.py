@@ -112,7 +112,7 @@ class RewardModelLearner:
     ) -> None:
         self.centering = config.loss.centering_coeff
         self.objective = bradley_terry_objective(self.centering)
-        scalar = load_reward_model(model, device=device)
+        scalar = load_reward_model(model, device=device, seed=config.trainer.seed)
         set_padding(scalar, tokenizer)
         self.engine = LocalBackend(
             scalar,

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import CheckpointError, ConfigError, HoneError
@@ -180,13 +185,28 @@ def _write_model(actor: Path, base: Path | None, target: Storage, dtype: torch.d
 
 def _write_loaded(actor: Path, base: Path | None, target: Storage, dtype: torch.dtype, largest_file: int) -> None:
     """Load and write the whole model, for other weights than safetensors and other adapters than plain LoRA."""
-    model = model_class(base or actor).from_pretrained(base or actor, dtype=dtype, local_files_only=True)
+    model = _classifier_of_adapter(actor, base, dtype) if base is not None else None
+    if model is None:
+        model = model_class(base or actor).from_pretrained(base or actor, dtype=dtype, local_files_only=True)
     if base is not None:
         model = PeftModel.from_pretrained(model, str(actor)).merge_and_unload()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, max_shard_size=largest_file)
         target.put(Path(folder))
     _write_tokenizer(actor, target)
+
+
+def _classifier_of_adapter(actor: Path, base: Path, dtype: torch.dtype) -> Any:
+    """Load the base of an adapted reward model, whose output layer is in the adapter; None for any other adapter."""
+    task = json.loads((actor / "adapter_config.json").read_text()).get("task_type")
+    kinds = {"SEQ_CLS": AutoModelForSequenceClassification, "TOKEN_CLS": AutoModelForTokenClassification}
+    if task not in kinds:
+        return None
+    tokenizer = load_tokenizer(str(actor))
+    model = kinds[task].from_pretrained(base, dtype=dtype, local_files_only=True, num_labels=1)
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    model.config.pad_token_id = None if pad == end else pad  # as it was trained, see set_padding
+    return model
 
 
 def _write_tokenizer(actor: Path, target: Storage) -> None:

@@ -244,6 +244,33 @@ def test_a_reward_model_closes_the_circle(mined: Mined, run, tmp_path: Path):
     assert row["critic/score/mean"] == pytest.approx(0.5 * row["reward/rm/mean"] + row["reward/rule/mean"], abs=1e-5)
 
 
+def test_a_reward_model_with_lora(mined: Mined, run, tmp_path: Path):
+    """A resumed run repeats an uninterrupted one, and the exported adapter scores as the merged model does."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    lora = ("model.lora_rank=8", "model.lora_alpha=16", "optim.lr=1e-2", "trainer.save_freq=12")
+    for name, steps in (("whole", 24), ("parts", 12), ("parts", 24)):
+        ended = run(*command(mined, "reward-model", tmp_path / name, *lora, f"trainer.total_training_steps={steps}"))
+        assert ended.code == 0, ended.output
+    assert metrics(tmp_path / "parts")[13:] == metrics(tmp_path / "whole")[13:]
+    assert curve(tmp_path / "whole", "train/loss")[-1] < 0.65
+    assert run("export", tmp_path / "parts", "--out", tmp_path / "merged").code == 0
+    assert run("export", tmp_path / "parts", "--no-merge", "--out", tmp_path / "adapter").code == 0
+    check_scores_elsewhere(mined, tmp_path / "merged")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    inputs = tokenizer("1 2 3", return_tensors="pt", add_special_tokens=False)
+    base = AutoModelForSequenceClassification.from_pretrained(mined.model, num_labels=1, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(**inputs).logits, merged(**inputs).logits, atol=1e-5, rtol=1e-4)
+    overrides = ("reward.reward_model.enable=true", f"reward.reward_model.path={tmp_path / 'adapter'}")
+    refused = run(*rl_command(mined.world, tmp_path / "run", "grpo", *overrides))
+    assert refused.code == 2 and "hone export" in refused.output
+
+
 def test_a_language_model_judges_in_words(world: World, run, tmp_path: Path):
     """Beside the policy, with weights and a vocabulary of its own; what it says stands in the rollouts."""
     draw = random.Random(0)

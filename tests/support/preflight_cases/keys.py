@@ -360,14 +360,6 @@ PREFERENCES = [
         tree="prefer",
     ),
     Case(
-        "R25 preference.reward_model_is_trained_in_full",
-        "model.lora_rank=8",
-        ("model.lora_rank=8",),
-        fix="model.lora_rank=0 model.lora_adapter_path=null",
-        tree="reward-model",
-        given="optim.lr=1e-4",
-    ),
-    Case(
         "R11 preference.online_preference_loss",
         f"{ONLINE}.beta=0.5",
         ("beta=0.5", "loss_mode=null"),

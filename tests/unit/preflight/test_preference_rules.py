@@ -126,7 +126,6 @@ def test_labels_where_pairs_are_needed(prefer, scalar, labels: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"model.lora_rank": 8}, "R25", ["model.lora_rank=8", "model.lora_rank=0"]),
         ({"loss.margin_key": "gap"}, "R42", ["gap"]),
         ({"optim.min_lr_ratio": 0.1}, "R23", ["min_lr_ratio"]),
     ],
