@@ -5,6 +5,8 @@ import os
 import pty
 import re
 
+from huggingface_hub.utils import enable_progress_bars
+
 from hone.progress import progress, tracked
 
 
@@ -38,6 +40,7 @@ def test_a_bar_on_a_terminal():
 def test_a_download_without_a_terminal_writes_lines(monkeypatch):
     from hone.hub import download
 
+    enable_progress_bars()  # a model that was loaded in this process before has disabled them
     monkeypatch.setattr(download, "LINE_SECONDS", 0)
     stream = io.StringIO()
     with download.plain_bar()(total=4e6, unit="B", unit_scale=True, desc="files", file=stream) as bar:
