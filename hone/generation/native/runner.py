@@ -18,10 +18,11 @@ from hone.errors import GenerationError, RequestError
 from hone.generation.grammars import Grammars
 from hone.generation.native.batch import RowState
 from hone.generation.native.cache import KVCache, RowEntries, closing_moves, columns, with_spare
+from hone.generation.native.constrained import ConstrainedRows
 from hone.generation.native.contexts import DecodeContext
 from hone.generation.native.prefill import Prefill
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
-from hone.generation.native.sampler import Allowed, RowSampling, likeliest, sample
+from hone.generation.native.sampler import RowSampling, likeliest, sample
 from hone.generation.native.scheduler import Job
 from hone.generation.native.sessions import CachedTurn, SessionCache
 from hone.generation.protocol import Alternatives, Completion
@@ -96,7 +97,7 @@ class Runner:
         self._groups: PrefixGroups | None = None
         self._steps = 0
         self._fresh: list[Job] = []
-        self._constrained: list[int] = []
+        self._constrained = ConstrainedRows(self.grammars, device)
         self._top_log_probs = 0
 
     @contextlib.contextmanager
@@ -143,7 +144,7 @@ class Runner:
 
     def _rows_of(self, jobs: Sequence[Job]) -> tuple[RowState, RowSampling]:
         """Prefill the prompts of jobs; return state and sampling parameters of all rows with them."""
-        self._begin_grammars(jobs)
+        self._constrained.begin(jobs)
         self._fill(jobs)
         requests = [job.request for job in jobs]
         state = RowState.from_requests(requests, [job.prompt_in_row for job in jobs], self.vocabulary, self.device)
@@ -252,7 +253,7 @@ class Runner:
         logits = self._forward.logits(state.next_token[:, None], context)
         logits = logits[:, -1]
         seen, counts = state.seen if sampling.penalises else None, state.counts if sampling.counts else None
-        allowed = self._allowed() if self._constrained else None
+        allowed = self._constrained.allowed() if self._constrained else None
         tokens, log_probs, sampling_log_probs = sample(logits, sampling, state.generated, seen, counts, allowed)
         if self._top_log_probs:
             self._keep_alternatives(logits, sampling)
@@ -268,7 +269,7 @@ class Runner:
         self.stats["decode_tokens"] += len(self.running)
         stopped, failed = state.stopped, self._search_stop_strings()
         if self._constrained:
-            failed = self._follow_grammars(tokens) | failed
+            failed = self._constrained.follow(tokens, self._is_full) | failed
         complete = [row for row, error in failed.items() if error is None]
         if complete:
             stopped = stopped.index_fill(0, torch.tensor(complete, device=self.device), True)
@@ -314,6 +315,10 @@ class Runner:
         """Return the number of tokens sampled for a job."""
         return self._steps - job.entered
 
+    def _is_full(self, job: Job) -> bool:
+        """Return whether a job has as many tokens as its request allows."""
+        return self._num_sampled(job) >= job.request.sampling.max_tokens
+
     def _row_tokens(self, job: Job) -> int:
         """Return the number of tokens in a job's row of the cache."""
         return job.prompt_in_row + self._num_sampled(job)
@@ -339,68 +344,12 @@ class Runner:
         tail = self._state.tokens[row, max(0, drawn - window(stops)) : drawn].tolist()
         return ends_with_stop(self.tokenizer, tail, stops)
 
-    # constraints and alternatives ------------------------------------------------------------------------------------
+    # alternatives ----------------------------------------------------------------------------------------------------
 
     def _note_rows(self) -> None:
         """Note which rows have constraints and the most alternatives that one asks for, after rows enter or leave."""
-        self._constrained = [row for row, job in enumerate(self.running) if job.grammar is not None]
+        self._constrained.set_rows(self.running)
         self._top_log_probs = max((job.request.sampling.top_log_probs for job in self.running), default=0)
-
-    def _begin_grammars(self, jobs: Sequence[Job]) -> None:
-        """Find the first tokens of constrained responses.
-
-        Raises:
-            RequestError: a response would be empty.
-        """
-        starting = [job for job in jobs if job.grammar is not None]
-        errors = self._find_masks(starting) if starting else {}
-        for job in starting:
-            assert job.grammar is not None
-            if job.grammar.is_complete:
-                errors[job] = job.grammar.failure()
-        if errors:
-            raise next(iter(errors.values()))
-
-    def _find_masks(self, jobs: Sequence[Job]) -> dict[Job, RequestError]:
-        """Find the tokens that constraints allow next; return the errors of jobs that cannot continue."""
-        masks, errors = self.grammars.masks([job.grammar for job in jobs if job.grammar is not None])
-        for job, mask in zip(jobs, masks, strict=True):
-            job.mask = mask
-        return {jobs[index]: error for index, error in errors.items()}
-
-    def _allowed(self) -> Allowed:
-        """Return the tokens that constraints allow next."""
-        masks = torch.stack([mask for row in self._constrained if (mask := self.running[row].mask) is not None])
-        rows = torch.tensor(self._constrained, device=self.device)
-        return Allowed(rows, self.grammars.allowed(masks.to(self.device)))
-
-    def _follow_grammars(self, tokens: Tensor) -> dict[int, Exception | None]:
-        """Append the sampled tokens to constrained responses.
-
-        Returns:
-            The rows that cannot continue: None where the response is complete, else the error.
-        """
-        ends: dict[int, Exception | None] = {}
-        going_on: dict[Job, int] = {}
-        for row, token in zip(self._constrained, tokens[self._constrained].tolist(), strict=True):
-            job = self.running[row]
-            assert job.grammar is not None
-            if token in job.grammar.stops:
-                continue
-            try:
-                job.grammar.accept(token)
-            except RequestError as error:
-                ends[row] = error
-                continue
-            going_on[job] = row
-        errors = self._find_masks(list(going_on)) if going_on else {}
-        for job, row in going_on.items():
-            is_full = self._num_sampled(job) >= job.request.sampling.max_tokens
-            if job in errors and not is_full:
-                ends[row] = errors[job]
-            elif job.grammar is not None and job.grammar.is_complete:
-                ends[row] = None
-        return ends
 
     def _keep_alternatives(self, logits: Tensor, sampling: RowSampling) -> None:
         """Keep the likeliest tokens of the requests that ask for them."""
