@@ -6,10 +6,7 @@ import contextlib
 import functools
 import json
 import os
-import re
-import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from support.forked_python import Forks
 from support.once import made_once
 from support.patience import LONG
 from support.real_model import smollm2
+from support.serve import serving
 
 pytestmark = pytest.mark.long
 SCRIPT = Path(__file__).parents[1] / "support" / "foreign" / "openai_clients.py"
@@ -49,31 +47,17 @@ FORECAST: dict[str, Any] = {
 Results = Callable[[str], dict[str, Any]]
 
 
-@contextlib.contextmanager
-def serving(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model, log = smollm2(tmp_path_factory), tmp_path_factory.mktemp("clients") / "log"
-    command = [str(forks.bin / "hone"), "serve", str(model), "--name", NAME, "--port", "0", "--max-model-len", "2048"]
-    with log.open("w") as file:
-        server = subprocess.Popen(command, stderr=file)
-    try:
-        deadline = time.monotonic() + LONG
-        while not (address := re.search(r"at (http://127\.0\.0\.1:\d+)/v1", log.read_text())):
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield f"{address[1]}/v1"
-    finally:
-        server.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)
-        server.kill()
-    assert "Traceback" not in log.read_text(), log.read_text()
-
-
 @pytest.fixture(scope="module")
 def url(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
     """The address of the server, which starts when it is first needed."""
     with contextlib.ExitStack() as stack:
-        yield functools.cache(lambda: stack.enter_context(serving(forks, tmp_path_factory)))
+
+        def start() -> str:
+            log = tmp_path_factory.mktemp("clients") / "log"
+            options = ("--name", NAME, "--max-model-len", "2048")
+            return f"{stack.enter_context(serving(forks, smollm2(tmp_path_factory), log, *options))}/v1"
+
+        yield functools.cache(start)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
-import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ import torch
 from support.forked_python import Forks
 from support.patience import LONG
 from support.real_model import smollm2
+from support.serve import serving
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -164,28 +161,14 @@ def test_its_template_is_good_for_conversations_and_tools_need_the_text_renderer
 
 
 def test_it_is_served(model: Path, forks: Forks, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        server = subprocess.Popen([str(forks.bin / "hone"), "serve", str(model), "--port", "0"], stderr=file)
-    try:
-        deadline = time.monotonic() + LONG
-        while not (address := re.search(r"at (http://127\.0\.0\.1:\d+)/v1", log.read_text())):
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+    with serving(forks, model, tmp_path / "log") as address:
         body = {"model": model.name, "messages": asked("France"), "max_tokens": 12, "temperature": 0}
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(
-            f"{address[1]}/v1/chat/completions", json.dumps(body).encode(), headers=headers
-        )
+        request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), headers=headers)
         with urllib.request.urlopen(request, timeout=LONG) as answer:
             reply = json.load(answer)
-        assert "Paris" in reply["choices"][0]["message"]["content"]
-        assert reply["usage"]["completion_tokens"] <= 12
-    finally:
-        server.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)
-        server.kill()
+    assert "Paris" in reply["choices"][0]["message"]["content"]
+    assert reply["usage"]["completion_tokens"] <= 12
 
 
 def test_the_example_runs(model: Path, tmp_path: Path) -> None:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import re
-import signal
-import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +15,7 @@ import torch
 from support.forked_python import Forks
 from support.messages import raises
 from support.patience import LONG, SOON
+from support.serve import serving
 from support.templates import tokenizer
 from support.tool_model import ANSWER, CALL, NAME, QUESTION, RESULT, WEATHER, make_tool_model
 from transformers import AutoModelForCausalLM
@@ -42,21 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(model: Path, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    command = [str(forks.bin / "hone"), "serve", str(model), "--port", "0"]
-    with log.open("w") as file:
-        server = subprocess.Popen(command, stderr=file, env={**os.environ, "HONE_SERVE_TOKEN": TOKEN})
-    try:
-        deadline = time.monotonic() + LONG
-        while not (found := re.search(r"at (http://127\.0\.0\.1:\d+)/v1 \(token required\)", log.read_text())):
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield found[1]
-    finally:
-        server.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)
-        server.kill()
-    assert "Traceback" not in log.read_text(), log.read_text()
+    with serving(forks, model, log, token=TOKEN) as address:
+        yield address
 
 
 def client(url: str, path: str = "") -> openai.OpenAI:

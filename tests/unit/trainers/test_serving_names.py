@@ -21,10 +21,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    "names", [("auto", "auto"), ("text_tools", "auto"), ("auto", "hermes"), ("generic", "llama3_json")]
+    ("names", "option"),
+    [
+        (("auto", "auto"), None),
+        (("text_tools", "auto"), None),
+        (("auto", "hermes"), None),
+        (("generic", "llama3_json"), None),
+        (("generics", "llama3_json"), "--renderer"),
+        (("generic", "text_tools"), "--parser"),
+    ],
 )
-def test_known_names_pass(model: str, names: tuple[str, str]) -> None:
-    check_names(ServeRequest(model, renderer=names[0], parser=names[1]))
+def test_only_unknown_names_are_refused(model: str, names: tuple[str, str], option: str | None) -> None:
+    refused = None
+    try:
+        check_names(ServeRequest(model, renderer=names[0], parser=names[1]))
+    except HoneError as error:
+        refused = error.where
+    assert refused == option
 
 
 @pytest.mark.parametrize(
