@@ -76,7 +76,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        constraint=constraint_option(constraint) if constraint else None,
+        constraint=constraint_option(constraint),
     )
     played = ask(str(model_directory(model)), texts, sampling, n=n, raw=raw, seed=seed)
     return [
@@ -143,7 +143,7 @@ def evaluate(
             n=n,
             temperature=temperature,
             top_p=top_p,
-            constraint=constraint_option(constraint) if constraint else None,
+            constraint=constraint_option(constraint),
             max_prompt_length=max_prompt_length,
             max_response_length=max_response_length,
             max_samples=max_samples,

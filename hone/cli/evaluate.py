@@ -54,7 +54,7 @@ def command(
         n=n,
         temperature=temperature,
         top_p=top_p,
-        constraint=constraint_option(constraint) if constraint else None,
+        constraint=constraint_option(constraint),
         max_prompt_length=max_prompt_length,
         max_response_length=max_response_length,
         max_samples=max_samples,

@@ -35,6 +35,6 @@ def command(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        constraint=constraint_option(constraint) if constraint else None,
+        constraint=constraint_option(constraint),
     )
     print_answers(ask(model, prompts, sampling, n=n, raw=raw, seed=seed), as_json=json_output)

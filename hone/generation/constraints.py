@@ -44,12 +44,14 @@ def configured_constraint(keys: ConstraintConfig) -> Constraint | None:
     return _checked(keys.kind, _file_text(keys.file) if keys.file is not None else keys.text or "", where)
 
 
-def constraint_option(option: str) -> Constraint:
-    """Return the constraint in an option of a command: ``KIND=TEXT``, ``KIND=@FILE``, or ``json_object``.
+def constraint_option(option: str | None) -> Constraint | None:
+    """Return the constraint in an option of a command: ``KIND=TEXT``, ``KIND=@FILE``, or ``json_object``; None without one.
 
     Raises:
         ConfigError: it has another form, or the file cannot be read.
     """
+    if not option:
+        return None
     kind, _, text = option.partition("=")
     if kind not in list(ConstraintKind):
         raise ConfigError(

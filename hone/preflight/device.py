@@ -52,7 +52,7 @@ def bfloat16_is_fast_here(config: AnyConfig) -> Iterator[Finding]:
         yield warning(
             f"{' and '.join(f'{key}=bfloat16' for key in keys)}, but on this CPU a bfloat16 matmul takes {cost:.1f} times as long as "
             "in float32 (measured)",
-            why="the CPU has no bfloat16 instructions, so every number is converted to float32 and back",
+            why="the CPU has no bfloat16 instructions, or slow ones; the update is slower, and its numbers less exact",
             fix=" ".join(f"{key}=float32" for key in keys),
             where=keys[0],
         )

@@ -1,7 +1,7 @@
 """``/v1/responses``: OpenAI's Responses API, translated to a chat and recorded like one.
 
 ==============  ===========================================================================================
-``request``     body of a request, and the chat that it stands for
+``request``     body of a request, and its translation to a chat
 ``items``       input items as messages, a reply as output items
 ``call``        the call: a complete response, or its events
 ``events``      the sequence of events of a streamed response

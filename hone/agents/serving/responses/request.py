@@ -1,4 +1,4 @@
-"""Body of a request to ``/v1/responses``, and the chat that it stands for."""
+"""Body of a request to ``/v1/responses``, and its translation to a chat."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ResponsesBody(BaseModel):
 
 
 def chat_body(body: ResponsesBody, earlier: Sequence[Message]) -> ChatBody:
-    """Return the chat that a request stands for.
+    """Return the body of the equivalent chat request.
 
     Args:
         body: the request.
