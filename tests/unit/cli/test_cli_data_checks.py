@@ -67,7 +67,7 @@ def test_everything_wrong_at_once(tmp_path):
         "check", write_rows(tmp_path / "d.jsonl", content), "--val", val, "--html", tmp_path / "r.html", "--json"
     )
     assert result.exit_code == 2
-    report = json.loads(result.output)
+    report = json.loads(result.stdout)
     found = {(finding["code"], finding["severity"]) for finding in report["findings"]}
     assert {("R42", "error"), ("R43", "error"), ("R44", "error"), ("R48", "error"), ("R35", "error")} <= found
     assert ("R47", "warning") in found and report["numbers"]["rows"] == 80
@@ -107,7 +107,7 @@ def test_arrays_of_pandas_are_lists(tmp_path):
 def test_pairs(tmp_path):
     pairs = [{"prompt": f"q{n}", "chosen": "a", "rejected": "a" if n == 3 else "b"} for n in range(5)]
     result = run("check", write_rows(tmp_path / "d.jsonl", pairs), "--json")
-    report = json.loads(result.output)
+    report = json.loads(result.stdout)
     assert report["kinds"] == ["prefer"] and result.exit_code == 2
     assert "1 of 5 rows: chosen and rejected are equal" in report["findings"][0]["what"]
 

@@ -41,7 +41,7 @@ def test_a_template_that_appends(tmp_path: Path) -> None:
 
 def test_a_template_that_ignores_tools(chatml: Path) -> None:
     shown = run(chatml, "--json")
-    found = json.loads(shown.output)
+    found = json.loads(shown.stdout)
     assert shown.exit_code == 2 and not found["usable"] and found["verdict"].endswith(": tools")
     (bad,) = [check for check in found["checks"] if check["outcome"] == "fails"]
     assert bad["name"] == "tools" and mentioned("get_weather", bad["said"])
@@ -84,7 +84,7 @@ def test_thoughts(tmp_path: Path) -> None:
     tokenizer("qwen3").save_pretrained(tmp_path)
     assert "splits append-only with thoughts" in run(tmp_path).output
     closed = run(tmp_path, "--kwargs", '{"enable_thinking": false}', "--json")
-    assert "</think>" in json.loads(closed.output)["checks"][0]["said"]
+    assert "</think>" in json.loads(closed.stdout)["checks"][0]["said"]
 
 
 def test_mistakes(tmp_path: Path, chatml: Path) -> None:

@@ -105,7 +105,7 @@ def test_the_command(monkeypatch, tmp_path):
     }
     with_config = run("--json", "--preset", "grpo", "actor_rollout_ref.rollout.n=1", "data.train_files=nowhere.jsonl")
     assert with_config.exit_code == 2
-    assert {"R19", "R42", "R08"} <= {finding["code"] for finding in json.loads(with_config.output)["findings"]}
+    assert {"R19", "R42", "R08"} <= {finding["code"] for finding in json.loads(with_config.stdout)["findings"]}
     monkeypatch.setattr(doctor, "diagnose", lambda: [Check("torch", "error", "no", "pip install torch")])
     assert run().exit_code == 2
 

@@ -38,7 +38,7 @@ def call(*arguments: str) -> Any:
 
 def test_a_plan_from_the_config_alone(words: list[str]) -> None:
     done = call(*words, "--device", "h200", "--json")
-    plan = json.loads(done.output)
+    plan = json.loads(done.stdout)
     assert done.exit_code == 0 and not plan["fits"] and plan["fits_with_knobs"]
     assert plan["model"]["parameters"] == 8030261248, "of Llama 3.1 8B"
     assert plan["knobs"][0]["setting"].startswith("actor_rollout_ref.")

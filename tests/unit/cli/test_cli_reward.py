@@ -81,14 +81,14 @@ def test_broken_rewards_are_caught(data, reward, name):
     except HoneError as error:  # the program prints it, and ends with 2
         check_message(error, mention, code=code)
         return
-    found = json.loads(result.output)["findings"]
+    found = json.loads(result.stdout)["findings"]
     assert any(entry["code"] == code and mentioned(mention, entry["what"]) for entry in found), found
     assert result.exit_code == 2 or name == "pays for length"  # it may be what is wanted: a warning
 
 
 def test_the_list_of_scorers():
     every = CliRunner().invoke(app, ["list", "--json"], catch_exceptions=False)
-    scorers = {entry["name"]: entry for entry in json.loads(every.output)}
+    scorers = {entry["name"]: entry for entry in json.loads(every.stdout)}
     assert scorers["gsm8k"]["options"] == {"method": "strict", "format_score": 0.0, "score": 1.0}
     assert scorers["code"]["runs"] != scorers["math"]["runs"] and "services" not in scorers["code"]["options"]
     assert scorers["math"]["runs"] == "in worker processes" and "searchR1_*" in scorers["search_em"]["data_sources"]
@@ -104,7 +104,7 @@ def test_json_and_arguments(data, reward):
     own = reward("    return float(ground_truth == solution_str.strip().split(' ')[-1]) + bonus")
     result = run("--data", data, "--reward", own, "--set", "bonus=0.5", "--rows", 3, "--json")
     assert result.exit_code == 0
-    report = json.loads(result.output)
+    report = json.loads(result.stdout)
     kinds = {row["kind"]: row for row in report["kinds"]}
     assert kinds["golden (best form)"]["min"] == 1.5 and kinds["empty"]["max"] == 0.5
     assert report["forms"]["as it is"] == 1.5 and report["rows"] == 3 and report["seconds_per_call"] > 0
@@ -124,7 +124,7 @@ def test_json_and_arguments(data, reward):
 def test_harmful_rewards_end_with_2(data, reward, body, code, mention):
     result = run("--data", data, "--reward", reward(body), "--rows", 3, "--json")
     assert result.exit_code == 2
-    found = [(finding["code"], finding["what"]) for finding in json.loads(result.output)["findings"]]
+    found = [(finding["code"], finding["what"]) for finding in json.loads(result.stdout)["findings"]]
     assert any(code == its and mentioned(mention, what) for its, what in found), found
 
 
@@ -132,13 +132,13 @@ def test_rewarded_and_hanging_adversarial_answers(data, reward):
     pays = reward("    return float(ground_truth in solution_str)")
     result = run("--data", data, "--reward", pays, "--rows", 2, "--json")
     assert result.exit_code == 0, "a warning"
-    findings = json.loads(result.output)["findings"]
+    findings = json.loads(result.stdout)["findings"]
     assert any(found["code"] == "R49" and "every number up to 200" in found["what"] for found in findings)
     hangs = reward(
         "    import re\n    re.match(r'(a|aa)+$', 'a' * 60 + 'b') if 'nest' or len(solution_str) > 9000 else 0\n    return 0.0"
     )
     result = run("--data", data, "--reward", hangs, "--rows", 2, "--timeout", 0.5, "--json")
-    assert result.exit_code == 2 and json.loads(result.output)["stopped"]
+    assert result.exit_code == 2 and json.loads(result.stdout)["stopped"]
 
 
 def test_right_answers_of_all_kinds_of_ground_truth(tmp_path):

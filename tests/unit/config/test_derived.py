@@ -138,7 +138,7 @@ def test_derived_facts_are_shown_with_their_reasons():
     off = "algorithm.use_kl_in_reward=false"
     words = ["config", "show", "--derived", "--json", *ONE_UPDATE, "algorithm.adv_estimator=gae", off]
     answer = CliRunner().invoke(app, words)
-    facts = json.loads(answer.output)
+    facts = json.loads(answer.stdout)
     assert answer.exit_code == 0
     assert facts["old log-probs"]["value"] == "update_pass"
     assert "critic.enable=true" in facts["role critic"]["because"]

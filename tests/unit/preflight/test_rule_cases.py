@@ -86,7 +86,7 @@ def check(world: World, case: Case, *overrides: str) -> Outcome:
         patch.setattr(Rule, "run", recorded)
         result = CliRunner().invoke(app, ["config", "check", "--of", case.tree, "--json", *words])
     assert result.output.startswith("{"), result.output
-    return Outcome(result.exit_code, json.loads(result.output)["findings"], fired)
+    return Outcome(result.exit_code, json.loads(result.stdout)["findings"], fired)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
