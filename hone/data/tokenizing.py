@@ -7,6 +7,7 @@ any number     read from the cache if the same chats, tokenizer, template and se
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -157,9 +158,11 @@ def _in_processes(
             bar.advance(len(parts[number]))
     finally:
         for worker in workers:
-            worker.close()
-        for thread in threads:
+            worker.kill()
+        for thread in threads:  # they use the pipes
             thread.join()
+        for worker in workers:
+            worker.close()
     return list(_leading(results))
 
 
@@ -224,11 +227,15 @@ class _Worker:
         self._send(chats)
         return pickle.load(self._output)
 
-    def close(self) -> None:
-        """End the process."""
+    def kill(self) -> None:
+        """End the process; a call of :meth:`tokenize` in another thread then fails."""
         self._process.kill()
         self._process.wait()
-        self._input.close()
+
+    def close(self) -> None:
+        """Close the pipes of a process that has ended."""
+        with contextlib.suppress(BrokenPipeError):  # what it did not read is flushed
+            self._input.close()
         self._output.close()
 
     def _send(self, value: Any) -> None:

@@ -83,6 +83,15 @@ def test_an_error_in_a_process_names_its_row(tokenizer):
     assert not list(cache_folder().glob("*"))
 
 
+def test_what_a_killed_process_did_not_read_is_dropped(tokenizer):
+    worker = tokenizing._Worker(tokenizer)
+    worker.kill()
+    with pytest.raises(BrokenPipeError):
+        worker._send(many(1))  # small enough to stay in the buffer
+    worker.close()
+    assert worker._input.closed and worker._output.closed
+
+
 def test_a_process_that_dies_costs_no_rows(tokenizer, monkeypatch, caplog):
     chats = many(90)
     expected = tokenize_here(tokenizer, chats)
