@@ -1,7 +1,8 @@
-"""Draw metric curves as text for the terminal and as a PNG. matplotlib is loaded only for a PNG."""
+"""Draw metric curves as text for the terminal, as an SVG for a notebook, and as a PNG. matplotlib is loaded only for a PNG."""
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,6 +78,29 @@ def text_chart(curve: Points, *, width: int = 60, height: int = 8, compared_with
     start, end = f"{first:g}", f"{last:g}"
     axis = f"{'':>{margin}}  {start}{end:>{max(width - len(start), len(end) + 1)}}"
     return "\n".join([*lines, axis])
+
+
+def svg_curve(curve: Points, *, title: str, width: int = 480, height: int = 120) -> str:
+    """Draw a curve as an SVG picture with its title, its range of values and its range of steps.
+
+    Values that are not finite are left out.
+    """
+    finite = [(step, value) for step, value in curve if math.isfinite(value)]
+    if not finite:
+        return ""
+    (low, high), (first, last) = _span([value for _, value in finite]), _span([step for step, _ in finite])
+    places = " ".join(
+        f"{(step - first) / (last - first) * width:.1f},{(high - value) / (high - low) * height:.1f}"
+        for step, value in finite
+    )
+    below = f'y="{height + 34}" font-size="11" fill="gray" font-family="sans-serif"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 0 {width + 8} {height + 40}" width="{width + 8}">'
+        f'<text y="12" font-size="12" fill="gray" font-family="sans-serif">{html.escape(title)}: '
+        f"{_short(finite[-1][1])} ({_short(low)} to {_short(high)})</text>"
+        f'<g transform="translate(0 18)"><polyline points="{places}" fill="none" stroke="#1f77b4" stroke-width="1.6"/></g>'
+        f'<text {below}>step {finite[0][0]:g}</text><text {below} x="{width}" text-anchor="end">{finite[-1][0]:g}</text></svg>'
+    )
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

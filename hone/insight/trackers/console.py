@@ -1,4 +1,4 @@
-"""Terminal output: a live progress line, or one plain line per step when the output is not a terminal."""
+"""Terminal output: a live progress line; in a notebook a live line with a curve; elsewhere one plain line per step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Te
 from rich.text import Text
 
 from hone.insight.trackers.base import TRACKERS, RunInfo
+from hone.insight.trackers.notebook import NotebookDisplay
 
 _FIELDS = (
     ("reward", ("critic/rewards/mean",), ".3f"),
@@ -49,7 +50,8 @@ class ConsoleTracker:
         self._times: deque[tuple[int, float]] = deque(maxlen=_PACE_WINDOW)
         self._shown: dict[str, str] = {}
         self._progress: Progress | None = None
-        if self._console.is_terminal:
+        self._notebook = NotebookDisplay() if self._console.is_jupyter else None
+        if self._console.is_terminal and self._notebook is None:
             bar: list[ProgressColumn] = [BarColumn(bar_width=16)] if self._console.width >= _WIDE else []
             self._progress = Progress(
                 SpinnerColumn(),
@@ -74,6 +76,9 @@ class ConsoleTracker:
             self._progress.update(self._task, completed=step, summary=fit([head, eta, *fields], room))
             if validation:
                 self._progress.print(Text.assemble((head, "bold"), "  ", "  ".join(validation)), highlight=False)
+        elif self._notebook is not None:
+            line = "  ".join([head, eta, *fields, *validation])
+            self._notebook.show(line, step, metrics, main_metric(metrics))
         else:
             self._line("  ".join([head, *fields, *validation, eta]))
 
@@ -83,7 +88,11 @@ class ConsoleTracker:
             self._progress.stop()
         last = self._times[-1][0] if self._times else 0
         line = "  ".join(f"{label} {value}" for label, value in self._shown.items())
-        self._line(f"{status} at step {last}/{self._total}" + (f"  {line}" if line else ""))
+        end = f"{status} at step {last}/{self._total}" + (f"  {line}" if line else "")
+        if self._notebook is not None:
+            self._notebook.finish(end)
+        else:
+            self._line(end)
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -107,6 +116,11 @@ def summarise(metrics: Mapping[str, float]) -> dict[str, str]:
         if name is not None:
             texts[label] = format(metrics[name], style)
     return texts
+
+
+def main_metric(metrics: Mapping[str, float]) -> str | None:
+    """Return the first metric of the progress line, or None."""
+    return next((name for _, names, _ in _FIELDS for name in names if name in metrics), None)
 
 
 def fit(fields: Sequence[str], width: int) -> str:
