@@ -1,7 +1,7 @@
 """Registry of objects that are chosen by name: estimators, losses, engines, scorers, trackers.
 
 A name with a colon, ``my_module:my_estimator``, is an import path: the object is taken from that module, which must be in the
-current directory or on ``PYTHONPATH``.
+current directory or on ``PYTHONPATH``. ``function:NAME`` names an object of this process (:mod:`hone.user_objects`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hone.errors import UnknownMethod, did_you_mean
+from hone.user_objects import is_user_object, user_object
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ class Registry(Generic[T]):
         return iter(self.names())
 
     def _import(self, path: str, adopt: Callable[[Any, str], T]) -> T:
-        if path not in self._imported:
+        if path not in self._imported or is_user_object(path):  # a notebook cell may define it again
             target = imported(path, self.key)
             try:
                 self._imported[path] = adopt(target, path)
@@ -92,11 +93,13 @@ class Registry(Generic[T]):
 
 
 def imported(path: str, key: str = "") -> Any:
-    """Import ``module:attribute``; the module may be in the current directory.
+    """Import ``module:attribute``; the module may be in the current directory. Return an object of this process by its name.
 
     Raises:
-        UnknownMethod: the module or attribute does not exist, or importing the module failed.
+        ConfigError: the module, attribute or object does not exist, or importing the module failed.
     """
+    if is_user_object(path):
+        return user_object(path).value
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute.isidentifier():
         raise UnknownMethod(

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.api.loops import blocking
+from hone.api.calls import api_call
+from hone.api.objects import Episodes, GivenObjects, Reward, Tools, reward_keys
 from hone.api.rows import dataset_files
 from hone.api.runs import Run, model_directory
+from hone.api.settings import override_words
 
 if TYPE_CHECKING:
-    from hone.api.training import Reward
+    from hone.agents.base import AgentLoop
+    from hone.agents.environments import Environment
+    from hone.agents.interactions import Interaction
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Answer:
     stop_reason: str
 
 
-@blocking
+@api_call
 def generate(
     model: str | Path | Run,
     prompts: str | Sequence[str],
@@ -91,12 +95,16 @@ def generate(
     ]
 
 
-@blocking
+@api_call
 def evaluate(
     model: str | Path | Run,
     dataset: Any,
     *,
     reward: Reward | None = None,
+    tools: Tools = None,
+    environment: type[Environment] | str | None = None,
+    agent_loop: type[AgentLoop] | str | None = None,
+    interaction: type[Interaction] | str | None = None,
     n: int = 1,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -112,7 +120,8 @@ def evaluate(
     Args:
         model: as in :func:`generate`.
         dataset: as in :func:`hone.api.training.train`.
-        reward: see :data:`hone.api.training.Reward`.
+        reward: see :data:`hone.api.objects.Reward`.
+        tools, environment, agent_loop, interaction: as in :func:`hone.api.training.train`; None means those of the model's run.
         n: answers per prompt; more than one needs a positive temperature.
         temperature: 0 is greedy.
         top_p: nucleus sampling.
@@ -126,7 +135,6 @@ def evaluate(
     Raises:
         HoneError: the model, the data or the reward is wrong.
     """
-    from hone.api.training import reward_keys
     from hone.config import RLConfig, load_config
     from hone.generation.constraints import constraint_option
     from hone.trainers.episode_keys import episode_keys
@@ -134,9 +142,12 @@ def evaluate(
     from hone.training.export import find_actor
 
     directory = str(model_directory(model))
-    settings = load_config(RLConfig, [f"{key}='{value}'" for key, value in reward_keys(reward).items()])
+    objects, given = GivenObjects(), Episodes(tools, environment, agent_loop, interaction)
+    settings = load_config(RLConfig, override_words(reward_keys(reward, objects)))
+    keys = given.implied | given.keys(objects)
+    words = [*override_words(keys), *(f"{key}={value}" for key, value in (episodes or {}).items())]
     with tempfile.TemporaryDirectory(prefix="hone-evaluate-") as folder:
-        files = dataset_files(dataset, Path(folder), "val") or []
+        files = dataset_files(given.rows(dataset, objects), Path(folder), "val") or []
         request = EvaluationRequest(
             model=directory,
             files=[files] if isinstance(files, str) else files,
@@ -149,12 +160,12 @@ def evaluate(
             max_samples=max_samples,
             reward=settings.reward,
             seed=seed,
-            episodes=episode_keys(find_actor(directory), [f"{key}={value}" for key, value in (episodes or {}).items()]),
+            episodes=episode_keys(find_actor(directory), words),
         )
         return run_evaluation(request).metrics
 
 
-@blocking
+@api_call
 def serve(model: str | Path | Run, **options: Any) -> None:
     """Serve a model with an OpenAI-compatible API until a signal, like `hone serve`.
 

@@ -45,15 +45,20 @@ def build_config(
     """
     import yaml
 
-    flat = {**flat_values(config or {}), **{find_key(tree, name): value for name, value in values.items()}}
+    values = {**flat_values(config or {}), **{find_key(tree, name): value for name, value in values.items()}}
     with tempfile.TemporaryDirectory(prefix="hone-arguments-") as folder:
         where: dict[str, Any] = {}
-        if flat:
+        if values:
             (Path(folder) / "arguments.yaml").write_text(
-                yaml.safe_dump(_nested(flat), sort_keys=False), encoding="utf-8"
+                yaml.safe_dump(_nested(values), sort_keys=False), encoding="utf-8"
             )
             where = {"config_path": folder, "config_name": "arguments"}
         return load_config(tree, list(overrides), preset=preset, **where)
+
+
+def override_words(values: Mapping[str, Any]) -> list[str]:
+    """Return values as ``key=value`` in Hydra's grammar."""
+    return [f"{key}={_word(value)}" for key, value in values.items()]
 
 
 def model_key(tree: type[AnyConfig]) -> str:
@@ -115,15 +120,23 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for key, value in flat.items():
+    for key, value in values.items():
         *blocks, last = key.split(".")
         branch = tree
         for block in blocks:
             branch = branch.setdefault(block, {})
         branch[last] = _plain(value)
     return tree
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
+    return f"'{value}'"
 
 
 def _plain(value: Any) -> Any:

@@ -6,26 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.api.loops import blocking
+from hone.api.calls import api_call
+from hone.api.objects import Episodes, GivenObjects, Reward, Tools, reward_keys
 from hone.api.rows import dataset_files
 from hone.api.runs import Run, model_directory
 from hone.api.settings import build_config, flat_values, model_key
-from hone.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hone.agents.base import AgentLoop
+    from hone.agents.environments import Environment
+    from hone.agents.interactions import Interaction
     from hone.config.trees import AnyConfig
-    from hone.trainers.callbacks import OnStep
-
-Reward = Callable[..., Any] | str
-"""A function, ``FILE.py:NAME``, the URL of a server, or the name of a scorer."""
+    from hone.trainers.callbacks import OnSample, OnStep
 
 
-@blocking
+@api_call
 def train(
     model: str | Path | Run | None = None,
     dataset: Any = None,
     *,
     reward: Reward | None = None,
+    tools: Tools = None,
+    environment: type[Environment] | str | None = None,
+    agent_loop: type[AgentLoop] | str | None = None,
+    interaction: type[Interaction] | str | None = None,
     val_dataset: Any = None,
     preset: str | None = None,
     steps: int | None = None,
@@ -33,14 +37,20 @@ def train(
     config: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     on_step: OnStep | None = None,
+    on_sample: OnSample | None = None,
     **keys: Any,
 ) -> Run:
     """Train a model by reinforcement learning, like `hone train`.
 
     Args:
         model: model directory, its name on the hub, or a run, whose newest checkpoint is used.
-        dataset: files, names of the hub, rows, a table, a frame, or a `datasets.Dataset`; a row needs a ``prompt``.
+        dataset: files, names of the hub, rows, a table, a frame, or a `datasets.Dataset`; a row needs a ``prompt``. With
+            ``environment``: seeds, or mappings with ``seed`` and ``options``.
         reward: see :data:`Reward`; None means the built-in scorer of each row's ``data_source``.
+        tools: functions with type hints and docstring, tools, names of built-in tools; or a YAML or Python file.
+        environment: class derived from Environment, or its name.
+        agent_loop: class derived from AgentLoop, or its name.
+        interaction: class derived from Interaction, or a YAML file of simulated users.
         val_dataset: held-out rows, in the same forms.
         preset: preset of the method; None means that of ``adv_estimator``, which is grpo unless it is given.
         steps: steps of the run.
@@ -48,7 +58,9 @@ def train(
         config: configuration keys, nested or dotted.
         overrides: ``key=value`` texts, which take precedence.
         on_step: function of step and metrics, called after each step; True ends the run.
-        keys: further keys by their last part, such as ``max_response_length=256``.
+        on_sample: function of each scored rollout, called at the end of its step; True ends the run.
+        keys: further keys by their last part, such as ``max_response_length=256``. The value of a key that takes an import path
+            may be the function or class itself.
 
     Raises:
         HoneError: a key, the data, the model or the reward is wrong.
@@ -58,10 +70,15 @@ def train(
     from hone.config.layers import method_preset
     from hone.trainers.rl import train as program
 
-    settings = reward_keys(reward)
     chosen = preset or method_preset(_estimator(config, keys, overrides))
+    objects, episodes = GivenObjects(), Episodes(tools, environment, agent_loop, interaction)
+    dataset, val_dataset = episodes.rows(dataset, objects), episodes.rows(val_dataset, objects)
+    keys |= reward_keys(reward, objects) | episodes.keys(objects)
+    config = episodes.implied | flat_values(config or {})
     return _run(
-        RLConfig, program, model, dataset, val_dataset, chosen, steps, out, config, overrides, on_step, keys | settings
+        *(RLConfig, program, model, dataset, val_dataset, chosen, steps, out, config, overrides, on_step, keys),
+        on_sample=on_sample,
+        objects=objects,
     )
 
 
@@ -76,7 +93,7 @@ def _estimator(config: Mapping[str, Any] | None, keys: Mapping[str, Any], overri
     return named[-1]
 
 
-@blocking
+@api_call
 def sft(
     model: str | Path | Run | None = None,
     dataset: Any = None,
@@ -97,7 +114,7 @@ def sft(
     return _run(SFTConfig, program, model, dataset, val_dataset, preset, steps, out, config, overrides, on_step, keys)
 
 
-@blocking
+@api_call
 def prefer(
     model: str | Path | Run | None = None,
     dataset: Any = None,
@@ -120,7 +137,7 @@ def prefer(
     )
 
 
-@blocking
+@api_call
 def train_reward_model(
     model: str | Path | Run | None = None,
     dataset: Any = None,
@@ -156,20 +173,26 @@ def _run(
     overrides: Sequence[str],
     on_step: OnStep | None,
     keys: Mapping[str, Any],
+    *,
+    on_sample: OnSample | None = None,
+    objects: GivenObjects | None = None,
 ) -> Run:
     from hone.cli.main import log_to_stderr
     from hone.cli.programs import announce, run_training
     from hone.hub.resolve import resolve_names
     from hone.preflight import check
-    from hone.trainers.callbacks import calling
+    from hone.trainers.callbacks import Callbacks, calling
+    from hone.user_objects import in_use
 
     log_to_stderr()
+    objects = objects or GivenObjects()
+    config = objects.named(flat_values(config or {}))
     values: dict[str, Any] = {
         model_key(tree): model_directory(model),
         "trainer.total_training_steps": steps,
         "trainer.default_local_dir": None if out is None else str(out),
     }
-    values = {key: value for key, value in values.items() if value is not None} | dict(keys)
+    values = {key: value for key, value in values.items() if value is not None} | objects.named(keys)
     folder = _run_directory(tree, values, preset, config, overrides) / "inputs"
     for key, data in (("data.train_files", dataset), ("data.val_files", val_dataset)):
         files = dataset_files(data, folder, key.partition(".")[2].removesuffix("_files"))
@@ -179,7 +202,7 @@ def _run(
     downloads = resolve_names(built)
     check(built)
     announce(built)
-    with calling(on_step):
+    with calling(Callbacks(on_step, on_sample)), in_use(objects):
         code = run_training(built, downloads, program)
     if code == 128 + 2:
         raise KeyboardInterrupt(
@@ -197,26 +220,3 @@ def _run_directory(
 ) -> Path:
     built = build_config(tree, values, preset=preset, config=config, overrides=overrides)
     return Path(built.trainer.default_local_dir).expanduser()
-
-
-def reward_keys(reward: Reward | None) -> dict[str, Any]:
-    """Return the configuration keys of a reward."""
-    from hone.rewards.functions import register_function
-    from hone.rewards.scorers import SCORERS
-    from hone.rewards.sources import is_address
-
-    if reward is None:
-        return {}
-    path, name = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
-    if not isinstance(reward, str):
-        if not callable(reward):
-            raise ConfigError(
-                f"reward is a {type(reward).__name__}, not a function", fix="reward=FUNCTION or FILE.py:NAME"
-            )
-        return {path: register_function(reward), name: getattr(reward, "__name__", type(reward).__name__)}
-    if is_address(reward):
-        return {path: reward}
-    if reward in SCORERS:
-        return {"reward.scorer": reward}
-    file, colon, function = reward.rpartition(":")
-    return {path: file, name: function} if colon else {path: reward}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hone.config.fields import block, choice, named, number, texts
 
@@ -16,8 +17,8 @@ class MultiTurnConfig:
     results and user turns together."""
     tool_config_path: str | None = texts(None, "path")
     """YAML file of tools: built-in ones, classes, functions, MCP servers. See docs/agents.md."""
-    function_tool_path: str | None = texts(None, "path")
-    """Python file whose functions decorated with @tool are tools."""
+    function_tool_path: Any = texts(None, "path")
+    """Python file, or several, whose functions decorated with @tool are tools."""
     interaction_config_path: str | None = texts(None, "path")
     """YAML file of simulated users, which answer the model's turns."""
     max_assistant_turns: int | None = number(None, low=1)

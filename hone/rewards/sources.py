@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from hone.data.types import Trajectory
 from hone.errors import RewardError, did_you_mean
 from hone.insight import activity
 from hone.rewards.calls import arguments, batched, batched_with_prompts, run_calls, split, with_prompt
-from hone.rewards.functions import PREFIX, pickled, registered_function, source_hash
 from hone.rewards.http import JsonService, ServiceError
 from hone.rewards.outcome import failed, to_score, to_scores
 from hone.rewards.pool import WorkerPool
@@ -24,6 +23,7 @@ from hone.rewards.scorers import SCORERS, Scorer, scorer_for
 from hone.rewards.services import Services
 from hone.rewards.target import Outcome, Target
 from hone.rewards.throttle import Throttle
+from hone.user_objects import UserObject, is_user_object, user_object
 
 SERVICE_CALLS = 64
 """Default limit of concurrent service calls."""
@@ -78,11 +78,11 @@ class FunctionSource(Source):
     """
 
     def __init__(self, function: CustomRewardConfig, config: RewardConfig) -> None:
-        self._function: Callable[..., Any] | None = None
+        self._object: UserObject | None = None
         self.path, self.name, code = str(function.path), function.name, None
-        if self.path.startswith(PREFIX):
-            self._function = registered_function(self.path)
-            code = pickled(self._function)
+        if is_user_object(self.path):
+            self._object = user_object(self.path)
+            code = self._object.code
         else:
             self.path = str(self._file(function))
         self.timeout, self.batch = config.timeout, config.reward_manager == "batch"
@@ -119,12 +119,12 @@ class FunctionSource(Source):
 
     def name_of(self, trajectory: Trajectory) -> str:
         """Return file and name of the function."""
-        return self.path if self._function is not None else f"{self.path}:{self.name}"
+        return self.path if self._object is not None else f"{self.path}:{self.name}"
 
     def identity(self, data_sources: Mapping[str, int]) -> dict[str, str]:
         """Return the function's path with the hash of its file."""
-        if self._function is not None:
-            return {self.path: f"sha256:{source_hash(self._function)}"}
+        if self._object is not None:
+            return {self.path: f"sha256:{self._object.source_hash}"}
         return {f"{self.path}:{self.name}": file_hash(Path(self.path))}
 
     def close(self) -> None:

@@ -220,6 +220,11 @@ class BatchOps:
         """Write every sample of the step to ``rollouts/``."""
         self.directory.write_rollouts(step, rollout_records(batch))
 
+    @dispatch(Split.ZERO, objects=True)
+    def records(self, batch: Batch) -> list[dict[str, Any]]:
+        """Return every sample of the step as a record of ``rollouts/``."""
+        return rollout_records(batch)
+
     def _dump(self, name: str, batch: Batch) -> Path:
         """Write a batch that violated an invariant to ``dumps/``."""
         return self.directory.write_records(self.directory.path / "dumps" / f"{name}.jsonl", rollout_records(batch))

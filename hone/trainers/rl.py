@@ -351,6 +351,8 @@ class RLTrainer:
         self.metrics.merge(await self.batch_ops.report(batch))
         if trainer.rollout_dump_freq and (self.step == 1 or self.step % trainer.rollout_dump_freq == 0):
             await self.batch_ops.write_rollouts(batch, self.step)
+        if self.session.wants_samples:
+            self.session.samples(self.step, await self.batch_ops.records(batch))
         self.metrics.add("training/global_step", self.step)
         self.metrics.add("training/epoch", self.sampler.epoch)
         memory_metrics(self.metrics)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +24,7 @@ from hone.insight.redaction import hide_variables
 from hone.insight.run_directory import RunDirectory
 from hone.insight.run_lock import RunLock
 from hone.insight.trackers import build_trackers
-from hone.trainers.callbacks import step_callbacks
+from hone.trainers.callbacks import run_callbacks
 from hone.trainers.run_checkpoints import RunCheckpoints
 from hone.training.checkpoints.storage import Storage
 
@@ -70,7 +70,7 @@ class RunSession:
         self.total_steps = 0
         self.rewards: dict[str, str] = {}
         self._signal: int | None = None
-        self._callbacks = step_callbacks()
+        self._callbacks = run_callbacks()
         self._stopped_by_callback = False
         self._logged_step = self.resumed_from.step if self.resumed_from else 0
         self._outcome = ("failed", "the loop ended without a recorded reason", 0)
@@ -134,9 +134,18 @@ class RunSession:
         if seconds := self.checkpoints.take_seconds():
             metrics = {**metrics, "timing_s/save_checkpoint": seconds}
         self.trackers.log(step, metrics)
-        for callback in self._callbacks:
-            if callback(step, dict(metrics)) is True:
-                self._stopped_by_callback = True
+        if self._callbacks.step(step, metrics):
+            self._stopped_by_callback = True
+
+    @property
+    def wants_samples(self) -> bool:
+        """True if a function of the user receives the rollouts."""
+        return self._callbacks.on_sample is not None
+
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Give the rollouts of a step, as records of ``rollouts/``, to the function of the user."""
+        if self._callbacks.samples(step, records):
+            self._stopped_by_callback = True
 
     def begin_save(self, step: int) -> str | None:
         """Return where to write checkpoint ``step``, or None if it exists; wait for the previous save."""

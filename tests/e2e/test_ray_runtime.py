@@ -10,8 +10,11 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from support.launch import hone
+from support.python_objects import AlwaysCalls, Echo, double, tool_answered
+from support.small_tools import tools_model
 from support.world import World, metrics, rl_command
 
+from hone.api import train as api_train
 from hone.cluster.ray.connection import SETTINGS
 from hone.config import RLConfig, load_config
 from hone.trainers.rl import train
@@ -159,3 +162,23 @@ def test_episodes_of_several_turns_are_played_by_two_workers_as_by_one(nodes, wo
         assert row["tool/success_rate"] == 1 and row["num_turns/max"] >= 3 and row["episode/fact/guesses"] > 0
     assert_close(found["ray"], found["local"], 1e-5)
     assert (tmp_path / "ray/rollouts/step_1.txt").read_text().count("ended: ") >= 4
+
+
+def test_objects_of_the_driver_reach_the_workers(world: World, nodes: Cluster, tmp_path: Path) -> None:
+    where = tools_model(world, tmp_path)
+    shape = {"max_prompt_length": 500, "max_response_length": 48, "train_batch_size": 4, "n": 2, "num_threads": 1}
+    limits = {"max_assistant_turns": 4, "max_tokens_per_turn": 8, "max_tool_response_length": 16}
+    rows = [{"prompt": [{"role": "user", "content": f"double {number}"}]} for number in range(4)]
+    seen: list[dict] = []
+
+    def train_on(runtime: str, **given: object) -> list[dict]:
+        name = f"{runtime}_{'_'.join(given)}"
+        run = api_train(str(where), steps=2, out=tmp_path / name, runtime=runtime, **shape, **limits, **given)
+        return [{key: value for key, value in row.items() if key.startswith("critic/")} for row in run.metrics]
+
+    called = {"dataset": rows, "tools": [double], "agent_loop": AlwaysCalls, "reward": tool_answered}
+    assert train_on("ray", **called, on_sample=seen.append) == train_on("local", **called)
+    assert [sample["step"] for sample in seen] == [1] * 8 + [2] * 8
+    assert {sample["terms"]["answered"] for sample in seen} == {1.0}
+    played = {"dataset": range(4), "environment": Echo}
+    assert train_on("ray", **played) == train_on("local", **played)

@@ -18,6 +18,7 @@ from hone.agents.interactions.teacher import Teacher
 from hone.agents.yaml_files import read_yaml
 from hone.errors import ConfigError, HoneError
 from hone.registry import Registry, imported
+from hone.user_objects import PREFIX, is_user_object
 
 PATH_KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 INTERACTIONS: Registry[type[Interaction]] = Registry("built-in interaction", key=PATH_KEY)
@@ -26,7 +27,7 @@ _ = INTERACTIONS.register("teacher")(Teacher)
 
 
 def load_interactions(path: str | None) -> dict[str, Interaction]:
-    """Return the simulated users of a file, by name.
+    """Return the simulated users of a file, or the one of a class of this process, by name.
 
     Raises:
         ConfigError: no file is given, it is missing or invalid, or a user cannot be made.
@@ -38,6 +39,9 @@ def load_interactions(path: str | None) -> dict[str, Interaction]:
             fix=f"{PATH_KEY}=FILE.yaml",
             code="R33",
         )
+    if is_user_object(path):
+        name = path.removeprefix(PREFIX)
+        return {name: _user(_imported_class(path, PATH_KEY), name, {}, PATH_KEY)}
     content = read_yaml(Path(path), PATH_KEY)
     entries = content.get("interaction") if isinstance(content, dict) else content
     if not isinstance(entries, list) or not entries:
@@ -51,27 +55,34 @@ def load_interactions(path: str | None) -> dict[str, Interaction]:
                 where=where,
                 fix="give it a unique name: - name: teacher",
             )
-        users[entry["name"]] = _user(entry, where)
+        users[entry["name"]] = _user(_class(entry, where), entry["name"], dict(entry.get("config") or {}), where)
     return users
 
 
-def _user(entry: dict, where: str) -> Interaction:
-    if "class_name" in entry:
-        module, _, name = str(entry["class_name"]).rpartition(".")
-        cls = imported(f"{module}:{name}", where)
-        if not (inspect.isclass(cls) and issubclass(cls, Interaction)):
-            raise ConfigError(
-                f"{entry['class_name']} is not a subclass of Interaction",
-                where=where,
-                fix="derive it from hone.agents.interactions.Interaction",
-            )
-    else:
-        cls = INTERACTIONS.get(entry["name"])
+def _class(entry: dict, where: str) -> type[Interaction]:
+    if "class_name" not in entry:
+        return INTERACTIONS.get(entry["name"])
+    module, _, name = str(entry["class_name"]).rpartition(".")
+    return _imported_class(f"{module}:{name}", where)
+
+
+def _imported_class(path: str, where: str) -> type[Interaction]:
+    cls = imported(path, where)
+    if not (inspect.isclass(cls) and issubclass(cls, Interaction)):
+        raise ConfigError(
+            f"{path} is not a subclass of Interaction",
+            where=where,
+            fix="derive it from hone.agents.interactions.Interaction",
+        )
+    return cls
+
+
+def _user(cls: type[Interaction], name: str, config: dict, where: str) -> Interaction:
     try:
-        user = cls(dict(entry.get("config") or {}))
+        user = cls(config)
     except HoneError:
         raise
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"the user cannot be made: {error}", where=where, fix="correct its config") from error
-    user.name = entry["name"]
+    user.name = name
     return user

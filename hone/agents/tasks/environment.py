@@ -44,10 +44,11 @@ class EnvironmentTask:
         number = 0
         while True:
             problem_seed = derive_seed(seed, "environment", self.name, number) % _SEEDS
-            yield asyncio.run(self._problem(problem_seed))
+            yield asyncio.run(self.problem(problem_seed))
             number += 1
 
-    async def _problem(self, seed: int) -> Problem:
+    async def problem(self, seed: int) -> Problem:
+        """Return the problem of a seed of the environment."""
         environment = make_environment(self.name, self.options)
         try:
             prompt = valid_data(await environment.reset(seed))

@@ -1,4 +1,4 @@
-"""Loading of tools from a YAML file (``multi_turn.tool_config_path``) and a Python file (``multi_turn.function_tool_path``).
+"""Loading of tools from a YAML file (``multi_turn.tool_config_path``) and Python files (``multi_turn.function_tool_path``).
 
     tools:
       - name: calculator                        # a built-in tool
@@ -32,6 +32,7 @@ from hone.config.agents import MultiTurnConfig
 from hone.errors import ConfigError, HoneError, did_you_mean
 from hone.registry import Registry, imported
 from hone.user_code import UserCodeError, load_file
+from hone.user_objects import is_user_object, user_object
 
 PATH_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 _COMMON = ("timeout", "retries", "concurrency")
@@ -72,7 +73,7 @@ def _lookup(config: dict[str, Any]) -> Tool:
 
 
 def load_toolbox(multi_turn: MultiTurnConfig) -> Toolbox:
-    """Load the tools of both files.
+    """Load the tools of all files, and those of this process.
 
     Raises:
         ConfigError: a file is missing or invalid (with its line), a tool cannot be made, or a name occurs twice.
@@ -80,9 +81,30 @@ def load_toolbox(multi_turn: MultiTurnConfig) -> Toolbox:
     tools: list[Tool] = []
     if multi_turn.tool_config_path:
         tools += tools_of_yaml(Path(multi_turn.tool_config_path))
-    if multi_turn.function_tool_path:
-        tools += tools_of_python(Path(multi_turn.function_tool_path))
+    paths = multi_turn.function_tool_path or []
+    for path in [paths] if isinstance(paths, str) else paths:
+        tools += [tool_from_object(user_object(path).value)] if is_user_object(path) else tools_of_python(Path(path))
     return Toolbox(tools, multi_turn)
+
+
+def tool_from_object(value: Any) -> Tool:
+    """Return a tool from an object of Python: a tool, the name of a built-in one, or a function with type hints and a docstring.
+
+    Raises:
+        ConfigError: the object is none of these.
+    """
+    if isinstance(value, Tool):
+        return value
+    if isinstance(value, str):
+        return BUILT_IN.get(value)({})
+    if inspect.isroutine(value):
+        return FunctionTool(value)
+    described = f"the class {value.__name__}" if inspect.isclass(value) else f"a {type(value).__name__}"
+    raise ConfigError(
+        f"a tool is {described}, not a function, a built-in tool or an object of a class derived from Tool",
+        where="tools",
+        fix="tools=[my_function], tools=['calculator'], or tools=[MyTool(...)]",
+    )
 
 
 def tools_of_yaml(path: Path) -> list[Tool]:

@@ -32,6 +32,7 @@ from hone.errors import ProcessError
 from hone.insight import activity
 from hone.models.kernels.cpu.memory import MemoryUse
 from hone.training.layout import build_meshes
+from hone.user_objects import UserObject, receive_objects
 
 log = logging.getLogger("hone")
 
@@ -54,6 +55,7 @@ class WorkerPlace:
         directory: working directory of the driver, for paths and modules of the user.
         modules: import paths of the driver.
         run: run directory.
+        objects: functions and classes of the driver's user, which the configuration names.
     """
 
     pool: str
@@ -66,6 +68,7 @@ class WorkerPlace:
     directory: str
     modules: Sequence[str]
     run: str
+    objects: Sequence[UserObject]
 
 
 def versions() -> dict[str, str]:
@@ -100,6 +103,7 @@ class WorkerHost:
         if Path(place.directory).is_dir():
             os.chdir(place.directory)
         sys.path += [entry for entry in place.modules if entry not in sys.path]
+        receive_objects(place.objects)
         logging.getLogger("hone").setLevel(logging.INFO)
         logging.basicConfig(format=f"{place.pool}[{place.rank}] %(levelname)s %(message)s")
         # PEFT and torch read a property that transformers renamed

@@ -26,6 +26,7 @@ from hone.config.tree import RLConfig
 from hone.data.balance import CostModel
 from hone.errors import ConfigError, ProcessError
 from hone.insight import activity
+from hone.user_objects import objects_in_use
 
 log = logging.getLogger("hone")
 
@@ -88,6 +89,7 @@ class RayRuntime:
         self._failures = Failures(config, self._run / activity.FOLDER)
         self.pools: dict[str, PlacedPool] = {}
         self._groups: dict[str, WorkerGroup] = {}
+        self._objects = [entry.sent() for entry in objects_in_use()]
         pools = place(config, self._roles)
         check_layouts(pools)
         self._device = "CPU" if config.trainer.device == "cpu" else "GPU"
@@ -276,6 +278,7 @@ class RayRuntime:
                 directory=str(Path.cwd()),
                 modules=[entry for entry in sys.path if entry] + [str(Path.cwd())],
                 run=str(self._run),
+                objects=self._objects,
             )
             for rank in range(pool.world)
         ]

@@ -56,7 +56,7 @@ def write_task(task: Task, out: Path, *, size: int, val_size: int, seed: int) ->
     try:
         out.mkdir(parents=True, exist_ok=True)
         for split, part in splits.items():
-            rows = [_row(task.data_source, problem, split, index) for index, problem in enumerate(part)]
+            rows = [task_row(task.data_source, problem, split, index) for index, problem in enumerate(part)]
             pq.write_table(pa.Table.from_pylist(rows), paths[split])
         for name, rows in task.files().items() if isinstance(task, TaskWithFiles) else ():
             (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -89,7 +89,8 @@ def _distinct(task: Task, count: int, seed: int) -> list[Problem]:
     return list(itertools.islice(problems.values(), count))
 
 
-def _row(source: str, problem: Problem, split: str, index: int) -> dict[str, Any]:
+def task_row(source: str, problem: Problem, split: str, index: int) -> dict[str, Any]:
+    """Return the row of a problem; see :func:`write_task` for its columns."""
     prompt = problem.prompt or [{"role": "user", "content": problem.question}]
     answer = [] if problem.solution is None else [{"role": "assistant", "content": problem.solution}]
     more: dict[str, Any] = {} if problem.agent_name is None else {"agent_name": problem.agent_name}

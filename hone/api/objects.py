@@ -1,0 +1,211 @@
+"""Functions and classes given to a call: rewards, tools, environments, agent loops, and values of keys that take import paths."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hone.errors import ConfigError, DataError
+from hone.user_objects import PREFIX, UserObject, is_user_object, register_object
+
+if TYPE_CHECKING:
+    from hone.agents.base import AgentLoop
+    from hone.agents.environments import Environment
+    from hone.agents.interactions import Interaction
+
+Reward = Callable[..., Any] | str
+"""A function, ``FILE.py:NAME``, the URL of a server, or the name of a scorer."""
+
+_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+_USER = f"{_MULTI_TURN}.interaction_config_path"
+_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
+
+
+class GivenObjects:
+    """Objects of one call, by their names in its configuration."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, UserObject] = {}
+
+    def __iter__(self) -> Iterator[UserObject]:
+        return iter(self._entries.values())
+
+    def path(self, value: Any, name: str | None = None) -> str:
+        """Make an object available under its name, and return the name for a configuration.
+
+        Raises:
+            ConfigError: another object of this call has the name.
+        """
+        path = PREFIX + (name or getattr(value, "__name__", type(value).__name__))
+        known = self._entries.get(path)
+        if known is not None and known.value is not value:
+            raise ConfigError(
+                f"two objects are called '{path.removeprefix(PREFIX)}'",
+                why="the configuration names an object by its name",
+                fix="rename one",
+            )
+        if known is None:
+            self._entries[path] = register_object(path, value)
+        return path
+
+    def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values with the names of functions and classes in place of the objects."""
+        return {key: self.path(value) if _is_code(value) else value for key, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Episodes of a call.
+
+    Attributes:
+        tools: functions with type hints and docstring, objects derived from Tool, names of built-in tools; or a YAML or Python file.
+        environment: class derived from Environment, or its name; the datasets are then seeds.
+        agent_loop: class derived from AgentLoop, or its name.
+        interaction: class derived from Interaction, or the YAML file of simulated users.
+    """
+
+    tools: Tools = None
+    environment: type[Environment] | str | None = None
+    agent_loop: type[AgentLoop] | str | None = None
+    interaction: type[Interaction] | str | None = None
+
+    def keys(self, objects: GivenObjects) -> dict[str, Any]:
+        """Return the configuration keys of tools, loop and user.
+
+        Raises:
+            ConfigError: an object cannot be used in its place.
+        """
+        if self.tools and self.environment is not None:
+            raise ConfigError(
+                "tools= and environment= are given together",
+                why="an environment offers its own tools, so the others would not be used",
+                fix="give the environment an attribute tools, or leave out one of the two",
+            )
+        keys: dict[str, Any] = {}
+        if isinstance(self.tools, str | Path):
+            file = "function_tool_path" if str(self.tools).endswith(".py") else "tool_config_path"
+            keys[f"{_MULTI_TURN}.{file}"] = str(self.tools)
+        elif self.tools:
+            keys[f"{_MULTI_TURN}.function_tool_path"] = [_tool_path(tool, objects) for tool in self.tools]
+        for key, value in ((_LOOP, self.agent_loop), (_USER, self.interaction)):
+            if value is not None:
+                keys[key] = str(value) if isinstance(value, str | Path) else objects.path(value)
+        _check(keys)
+        return keys
+
+    @property
+    def implied(self) -> dict[str, Any]:
+        """Keys that the given objects need, unless the configuration sets them."""
+        several = self.tools or self.environment is not None or self.interaction is not None
+        if several or getattr(self.agent_loop, "several_turns", False) is True:
+            return {f"{_MULTI_TURN}.enable": True}
+        return {}
+
+    def rows(self, data: Any, objects: GivenObjects) -> Any:
+        """Return the dataset; with an environment, one row for each seed.
+
+        Args:
+            data: dataset; with an environment, numbers, or mappings with ``seed`` and ``options``.
+            objects: receives the environment.
+
+        Raises:
+            HoneError: the environment cannot be made, or the dataset holds something else than seeds.
+        """
+        if self.environment is None or data is None:
+            return data
+        environment = self.environment if isinstance(self.environment, str) else objects.path(self.environment)
+        return environment_rows(environment, data, own_loop=self.agent_loop is not None)
+
+
+Tools = Sequence[Any] | str | Path | None
+"""See :class:`Episodes`."""
+
+
+def environment_rows(environment: str, data: Any, *, own_loop: bool) -> list[dict[str, Any]]:
+    """Return dataset rows for seeds of an environment, with the prompt that it shows after its reset.
+
+    Args:
+        environment: name of the environment.
+        data: seeds: numbers, or mappings with ``seed`` and ``options``.
+        own_loop: leave out the column ``agent_name``, because another loop plays the environment.
+    """
+    from hone.agents.tasks.environment import EnvironmentTask
+    from hone.data.tasks.make import task_row
+
+    rows = []
+    for index, (seed, options) in enumerate(_seeds(data)):
+        task = EnvironmentTask(environment, options)
+        row = task_row(
+            f"environment/{environment.removeprefix(PREFIX)}", asyncio.run(task.problem(seed)), "train", index
+        )
+        if own_loop:
+            del row["agent_name"]
+        rows.append(row)
+    return rows
+
+
+def reward_keys(reward: Reward | None, objects: GivenObjects) -> dict[str, Any]:
+    """Return the configuration keys of a reward."""
+    from hone.rewards.scorers import SCORERS
+    from hone.rewards.sources import is_address
+
+    if reward is None:
+        return {}
+    path, name = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
+    if not isinstance(reward, str):
+        if not callable(reward):
+            raise ConfigError(
+                f"reward is a {type(reward).__name__}, not a function", fix="reward=FUNCTION or FILE.py:NAME"
+            )
+        registered = objects.path(reward)
+        return {path: registered, name: registered.removeprefix(PREFIX)}
+    if is_address(reward):
+        return {path: reward}
+    if reward in SCORERS:
+        return {"reward.scorer": reward}
+    file, colon, function = reward.rpartition(":")
+    return {path: file, name: function} if colon else {path: reward}
+
+
+def _tool_path(value: Any, objects: GivenObjects) -> str:
+    from hone.agents.tools.loading import tool_from_object
+
+    tool = tool_from_object(value)
+    return objects.path(tool, tool.name)
+
+
+def _check(keys: Mapping[str, Any]) -> None:
+    """Check that loop and user are classes derived from the right ones, before other checks wonder about them."""
+    from hone.agents.catalogue import AGENT_LOOPS
+    from hone.agents.interactions.loading import load_interactions
+
+    if is_user_object(keys.get(_LOOP)):
+        AGENT_LOOPS.get(keys[_LOOP])
+    if is_user_object(keys.get(_USER)):
+        load_interactions(keys[_USER])
+
+
+def _seeds(data: Any) -> list[tuple[int, dict[str, Any]]]:
+    entries = data if isinstance(data, Iterable) and not isinstance(data, str | Mapping) else [data]
+    seeds: list[tuple[int, dict[str, Any]]] = []
+    for entry in entries:
+        row: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {"seed": entry}
+        seed = row.get("seed")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise DataError(
+                "with environment=, a dataset is a list of seeds",
+                where="dataset",
+                why="the environment shows the prompt, and a seed determines it",
+                fix="dataset=range(256), or rows {'seed': 1, 'options': {...}}; files of `hone data make environment:NAME` "
+                "name their environment themselves",
+            )
+        seeds.append((seed, dict(row.get("options") or {})))
+    return seeds
+
+
+def _is_code(value: Any) -> bool:
+    return inspect.isroutine(value) or inspect.isclass(value)
