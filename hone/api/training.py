@@ -11,6 +11,7 @@ from hone.api.objects import Episodes, GivenObjects, Reward, Tools, reward_keys
 from hone.api.rows import dataset_files
 from hone.api.runs import Run, model_directory
 from hone.api.settings import build_config, flat_values, model_key
+from hone.user_objects import PREFIX
 
 if TYPE_CHECKING:
     from hone.agents.base import AgentLoop
@@ -88,7 +89,8 @@ def _estimator(config: Mapping[str, Any] | None, keys: Mapping[str, Any], overri
 
     key = "algorithm.adv_estimator"
     named = [str(flat_values(config or {}).get(key, DEFAULT_ESTIMATOR))]
-    named += [str(value) for name, value in keys.items() if name in (key, "adv_estimator")]
+    given = [value for name, value in keys.items() if name in (key, "adv_estimator")]
+    named += [PREFIX if callable(value) else str(value) for value in given]
     named += [word.partition("=")[2] for word in overrides if word.startswith(f"{key}=")]
     return named[-1]
 

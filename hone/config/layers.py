@@ -127,8 +127,11 @@ def compose(sources: Sources) -> tuple[DictConfig, Provenance]:
 
 
 def method_preset(estimator: str) -> str | None:
-    """Return the preset of the method that an advantage estimator names; None if it has none."""
-    name = _PRESET_OF.get(estimator, estimator)
+    """Return the preset of the method that an advantage estimator names; None if it has none.
+
+    An estimator of the user's own (``module:name``) begins with the preset of the default one.
+    """
+    name = DEFAULT_ESTIMATOR if ":" in estimator else _PRESET_OF.get(estimator, estimator)
     return name if name in preset_names("rl") else None
 
 
