@@ -47,17 +47,23 @@ def command(
     from hone.preflight.plan.plan import plan_of, search
     from hone.preflight.plan.render import render
 
-    config, _ = local_config(TREES[kind.value], overrides, preset, config_path, config_name, weights=False)
+    nodes = parse_cluster(cluster) if cluster is not None else None
+    named = nodes.device if nodes is not None else device_named(device) if device is not None else None
+    config, _ = local_config(
+        *(TREES[kind.value], overrides, preset, config_path, config_name),
+        weights=False,
+        bfloat16=None if named is None else named.computes_bfloat16,
+    )
     if cluster is not None and not isinstance(config, RLConfig):
         raise ConfigError(
             f"`hone {kind.value}` runs in one process and has no placement",
             where="--cluster",
             fix="--device NAME instead of --cluster plans for a GPU",
         )
-    if cluster is not None and isinstance(config, RLConfig):
-        plan = search(config, parse_cluster(cluster))
-    elif device is not None:
-        plan = plan_of(config, device_named(device))
+    if nodes is not None and isinstance(config, RLConfig):
+        plan = search(config, nodes)
+    elif named is not None:
+        plan = plan_of(config, named)
     else:
         scale = measured_scale(config) if measure else 1.0
         plan = plan_of(config, local_device(config, again=measure), activation_scale=scale)

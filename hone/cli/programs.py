@@ -58,8 +58,18 @@ def local_config(
     config_name: str | None,
     *,
     weights: bool = True,
+    bfloat16: bool | None = None,
 ) -> tuple[Tree, Downloads]:
     """Load the configuration, and download what it names on the hub.
+
+    Args:
+        tree: root of the configuration.
+        overrides: the command line.
+        preset: name of a preset.
+        config_path: folder of a file.
+        config_name: name of that file.
+        weights: download weights, too.
+        bfloat16: whether the run's device computes in bfloat16; None asks this machine.
 
     Returns:
         The configuration with local paths, and a record of each download by key.
@@ -74,17 +84,19 @@ def local_config(
         tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name, by_method=True
     )
     if config_path is None and config_name is None:
-        use_bfloat16(config, provenance)
+        use_bfloat16(config, provenance, bfloat16)
     return config, resolve_names(config, weights=weights)
 
 
-def use_bfloat16(config: AnyConfig, provenance: Provenance) -> None:
+def use_bfloat16(config: AnyConfig, provenance: Provenance, present: bool | None) -> None:
     """Let `hone train` compute in bfloat16 on a GPU that has it, unless the dtype was set."""
     from hone.config.tree import RLConfig
     from hone.preflight.device import computes_bfloat16
 
     key = "actor_rollout_ref.actor.dtype"
-    if isinstance(config, RLConfig) and key not in provenance and computes_bfloat16(config):
+    if not isinstance(config, RLConfig) or key in provenance:
+        return
+    if computes_bfloat16(config) if present is None else present:
         config.actor_rollout_ref.actor.dtype = "bfloat16"
         typer.echo(f"{key}=bfloat16: the GPU computes in it; {key}=float32 is slower and exact", err=True)
 

@@ -38,6 +38,11 @@ class Device:
     host: float = 0.0
     overhead: float = 0.0
 
+    @property
+    def computes_bfloat16(self) -> bool:
+        """True for a GPU with instructions for bfloat16."""
+        return not self.on_cpu and self.name not in _WITHOUT_BFLOAT16 and self.narrow_rate > self.wide_rate
+
     def rate(self, *, bf16: bool) -> float:
         """Return the operations per second of matmuls."""
         return self.narrow_rate if bf16 else self.wide_rate
@@ -70,6 +75,7 @@ _SPECS = {
     "RTX5090-32GB": (32, 104.8, 209, 1.79, 64),
     "MI300X-192GB": (192, 163.4, 1307, 5.3, 448),
 }
+_WITHOUT_BFLOAT16 = ("V100-32GB", "T4-16GB")
 _USABLE = 0.94
 """Share of a GPU's stated memory that a process can have (error correction and the driver take the rest)."""
 _NETWORK, _HOST = 25e9, 20e9

@@ -330,6 +330,14 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(big: RLConfig) -
     assert fitter.peak(big) > TIGHT * 280 * GIB
 
 
+@pytest.mark.parametrize(("name", "first"), [("H100", True), ("V100", False)])
+def test_bfloat16_is_the_first_knob_of_a_gpu_that_has_it(big: RLConfig, name: str, first: bool) -> None:
+    change(big, {f"{ACTOR}.dtype": "float32"})
+    knobs = Fitter(device_named(name), SEVEN_BILLION, {}).fit_with_offloading(big).knobs
+    assert (knobs[0].setting == f"{ACTOR}.dtype=bfloat16") == first
+    assert not any("bfloat16" in knob.setting for knob in knobs[1:])
+
+
 @pytest.mark.parametrize(
     ("gib", "knobs"),
     [
