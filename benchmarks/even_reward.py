@@ -1,4 +1,4 @@
-"""Reward of `grpo_step.py`, in both trainers' signatures: the share of even numbers among the words of a response."""
+"""Reward of `grpo_step.py`, in both trainers' signatures: the share of words that end in an even character."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """Return the share, with Hone's signature."""
+    """Return the share, with Hone's signature. Words that are numbers count if they are even."""
     words = solution_str.split()
-    return sum(word[-1] in "02468" for word in words) / max(1, len(words))
+    return sum(ord(word[-1]) % 2 == 0 for word in words) / max(1, len(words))
 
 
 def even_share(completions: list[str], **columns: Any) -> list[float]:

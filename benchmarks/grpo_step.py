@@ -56,26 +56,41 @@ from hone.trainers.rl import RLTrainer
 
 HERE = Path(__file__).resolve().parent
 TRL_ENV = HERE.parent / ".venv-trl"
-WORDS, PROMPT_LENGTH, N, SEQUENCES = 512, 64, 8, 64
+WORDS, PROMPT_LENGTH = 512, 64
 
 
 class Workload(NamedTuple):
-    """Lengths of responses: ``longest``, or less where each token ends a response with some chance."""
+    """Shape of a step. Responses have ``longest`` tokens, or less where each token ends one with some chance.
+
+    Attributes:
+        end: chance of a token to end its response.
+        end_token: the last token of TRL's responses; None if none of its tokens ends one.
+        n: responses per prompt.
+    """
 
     name: str
     longest: int
     end: float = 0.0
+    end_token: int | None = None
+    prompts: int = 8
+    prompt_length: int = PROMPT_LENGTH
+    n: int = 8
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of responses of a step."""
+        return self.prompts * self.n
 
     def lengths(self, step: int) -> list[int]:
         """Return the number of tokens of each response of a step."""
         if not self.end:
-            return [self.longest] * SEQUENCES
+            return [self.longest] * self.sequences
         draw = random.Random(f"lengths of step {step}")
-        drawn = [1 + int(math.log(1 - draw.random()) / math.log(1 - self.end)) for _ in range(SEQUENCES)]
+        drawn = [1 + int(math.log(1 - draw.random()) / math.log(1 - self.end)) for _ in range(self.sequences)]
         return [min(length, self.longest) for length in drawn]
 
 
-WORKLOADS = (Workload("uniform", 128), Workload("long-tailed", 256, 11 / WORDS))
+WORKLOADS = (Workload("uniform", 128), Workload("long-tailed", 256, 11 / WORDS, end_token=0))
 
 
 class Seconds(NamedTuple):
@@ -141,13 +156,13 @@ class Hone:
             RLConfig,
             [
                 f"data.train_files={files}/prompts.jsonl",
-                f"data.max_prompt_length={PROMPT_LENGTH}",
+                f"data.max_prompt_length={workload.prompt_length}",
                 f"data.max_response_length={workload.longest}",
-                f"data.train_batch_size={SEQUENCES // N}",
+                f"data.train_batch_size={workload.prompts}",
                 f"actor_rollout_ref.model.path={files}/model",
-                f"actor_rollout_ref.rollout.n={N}",
+                f"actor_rollout_ref.rollout.n={workload.n}",
                 "actor_rollout_ref.rollout.ignore_eos=true",
-                f"actor_rollout_ref.actor.ppo_mini_batch_size={SEQUENCES // N}",
+                f"actor_rollout_ref.actor.ppo_mini_batch_size={workload.prompts}",
                 f"actor_rollout_ref.actor.dtype={dtype}",
                 "algorithm.adv_estimator=grpo",
                 f"reward.custom_reward_function.path={HERE}/even_reward.py",
@@ -170,6 +185,17 @@ class Hone:
             return generate([self._as_given(request) for request in requests])
 
         engine.generate = as_given
+        actor: Any = self.trainer.runtime.group("actor")
+        optimizer, self._optimizer_seconds = actor.role.engine.optimizer, 0.0
+        take_step = optimizer.step
+
+        def timed_step(step: int, grad_norm: float) -> bool:
+            began = time.perf_counter()
+            applied = take_step(step, grad_norm)
+            self._optimizer_seconds += time.perf_counter() - began
+            return applied
+
+        optimizer.step = timed_step
 
     async def step(self, lengths: list[int]) -> Seconds:
         """Take one step and note its phases."""
@@ -182,14 +208,21 @@ class Hone:
             raise RuntimeError(
                 f"responses have {metrics['response_length/mean']} tokens, not {sum(lengths) / len(lengths)}"
             )
-        for name, value in metrics.items():
-            if name.startswith("timing_s/"):
-                self.phases.setdefault(name.removeprefix("timing_s/"), []).append(value)
+        for name, value in self._parts(metrics, seconds.wall).items():
+            self.phases.setdefault(name, []).append(value)
         return seconds
 
     def close(self) -> None:
         """End the reward workers."""
         self.trainer.close()
+
+    def _parts(self, metrics: dict[str, float], wall: float) -> dict[str, float]:
+        """Return the seconds of the stages, with the optimizer's apart, and of what lies between them."""
+        optimizer, self._optimizer_seconds = self._optimizer_seconds, 0.0
+        timed = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if "timing_s/" in name}
+        stages = {name: value for name, value in timed.items() if name != "step" and "update_weights_" not in name}
+        rest = wall - sum(stages.values())
+        return stages | {"update_actor": stages["update_actor"] - optimizer, "optimizer": optimizer, "rest": rest}
 
     def _as_given(self, request: GenerationRequest) -> GenerationRequest:
         # an engine in a separate process gets a few requests more, which check that it has the trainer's weights
@@ -209,11 +242,11 @@ class Trl:
             "out": str(files / "trl"),
             "dtype": dtype,
             "threads": threads,
-            "sequences": SEQUENCES,
-            "n": N,
+            "sequences": workload.sequences,
+            "n": workload.n,
             "micro_batch": micro_batch,
             "response_length": workload.longest,
-            "end": 0 if workload.end else None,
+            "end": workload.end_token,
         }
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  open while the process runs
         self._process = subprocess.Popen(
@@ -312,7 +345,7 @@ async def compare(files: Path, workload: Workload, dtype: str, arguments: argpar
     ]
     theirs = [
         Trl(files, workload, dtype, threads, micro)
-        for micro in arguments.trl_micro_batch or (SEQUENCES, SEQUENCES // 4)
+        for micro in arguments.trl_micro_batch or (workload.sequences, workload.sequences // 4)
     ]
     print(
         f"TRL {theirs[0].versions['trl']} (torch {theirs[0].versions['torch']}, transformers {theirs[0].versions['transformers']})"
@@ -330,7 +363,9 @@ async def compare(files: Path, workload: Workload, dtype: str, arguments: argpar
             line += f"   {best[0] / wall:.2f}x as fast as TRL, {best[1] / cpu:.2f}x by processor time"
         print(line)
     responses = statistics.median(sum(workload.lengths(warm_up + repeat)) for repeat in range(arguments.repeats))
-    least = floor(files / "model", SEQUENCES // N * PROMPT_LENGTH, round(responses), SEQUENCES, dtype)
+    least = floor(
+        files / "model", workload.prompts * workload.prompt_length, round(responses), workload.sequences, dtype
+    )
     print(
         f"{label} {'floor':22} {least.seconds:7.3f} s/step: {least.gigaflops:.0f} billion operations in matmuls at "
         f"{least.rate:.0f} a second; {best[0] / least.seconds:.2f}x as fast as TRL"
@@ -339,32 +374,42 @@ async def compare(files: Path, workload: Workload, dtype: str, arguments: argpar
         phases = {name: statistics.median(taken[warm_up:]) for name, taken in hone.phases.items()}
         print(
             f"{dtype:9} {hone.name + ' spends':22} "
-            + ", ".join(f"{k} {v:.3f}" for k, v in phases.items() if v > 0.0005)
+            + ", ".join(f"{k} {v:.3f} ({v / medians[hone.name].wall:.0%})" for k, v in phases.items() if v > 0.0005)
         )
     print(flush=True)
 
 
-def main() -> None:
-    """Parse options, make the files, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each, after two to warm up")
+def options(description: str | None, repeats: int) -> argparse.ArgumentParser:
+    """Return the parser of the options that every comparison has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=repeats, help="timed steps of each, after two to warm up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
     parser.add_argument("--workload", choices=["uniform", "long-tailed"], action="append", help="default: both")
     parser.add_argument(
-        "--trl-micro-batch", type=int, action="append", help="TRL's sequences a pass; default: 64 and 16"
+        "--trl-micro-batch", type=int, action="append", help="TRL's sequences a pass; default: all, and a quarter"
     )
     parser.add_argument("overrides", nargs="*", help="key=value for Hone's side")
-    arguments = parser.parse_args()
+    return parser
+
+
+def compare_all(files: Path, workloads: Sequence[Workload], arguments: argparse.Namespace) -> None:
+    """Measure and print every workload and dtype that the options choose."""
     disable_progress_bar()
     ensure_trl()
     print(machine(arguments.threads), flush=True)
+    for dtype in arguments.dtype or ("float32", "bfloat16"):
+        for workload in workloads:
+            if workload.name in (arguments.workload or ("uniform", "long-tailed")):
+                asyncio.run(compare(files, workload, dtype, arguments))
+
+
+def main() -> None:
+    """Parse options, make the files, compare."""
+    arguments = options(__doc__, repeats=7).parse_args()
     with tempfile.TemporaryDirectory() as directory:
         make_files(Path(directory))
-        for dtype in arguments.dtype or ("float32", "bfloat16"):
-            for workload in WORKLOADS:
-                if workload.name in (arguments.workload or ("uniform", "long-tailed")):
-                    asyncio.run(compare(Path(directory), workload, dtype, arguments))
+        compare_all(Path(directory), WORKLOADS, arguments)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,8 @@ class Lengths(LogitsProcessor):
         self.end, self.lengths, self.prompt = end, torch.empty(0), 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores ``[B, V]`` of the next token."""
+        """Change the scores ``[B, V]`` of the next token in place and return them."""
         last = self.lengths == input_ids.shape[1] - self.prompt + 1
-        scores = scores.clone()
         scores[:, self.end] = float("-inf")
         scores[last] = float("-inf")
         scores[last, self.end] = 0.0
