@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
+from hone.data.seeding import derive_seed
+from hone.data.types import StopReason
 from hone.errors import GenerationError
 from hone.generation.protocol import Completion, Engine, GenerationRequest
 
@@ -17,6 +19,9 @@ class EngineClient:
     prefill of their prompt, and a batch of episodes begins in the same order in every run. Each is a call of
     :meth:`Engine.generate` by itself: an error of one is not an error of the others.
 
+    New weights may interrupt responses (:meth:`interrupt`). Each then ends at a token, and after :meth:`proceed` resumes as a request
+    whose prompt contains what was sampled, so that the engine computes its KV cache again. The caller sees one completion.
+
     Args:
         engine: engine that serves the requests.
     """
@@ -26,6 +31,10 @@ class EngineClient:
         self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
+        self._under_way: set[str] = set()
+        self._interrupted: set[str] = set()
+        self._proceeding = asyncio.Event()
+        self._proceeding.set()
 
     async def complete(self, request: GenerationRequest) -> Completion:
         """Return the completion of one request. Cancelling the caller aborts the request.
@@ -34,17 +43,43 @@ class EngineClient:
             RequestError: the request can never be served.
             GenerationError: the engine failed.
         """
+        parts: list[Completion] = []
+        while True:
+            await self._proceeding.wait()
+            part, interrupted = await self._part(continued(request, parts))
+            parts.append(part)
+            if not interrupted:
+                return joined(parts)
+
+    async def interrupt(self) -> None:
+        """End all responses under way at their next token, and let no request begin, until :meth:`proceed`."""
+        self._proceeding.clear()
+        self._interrupted |= self._under_way
+        await self.engine.abort(sorted(self._under_way))
+
+    def proceed(self) -> None:
+        """Resume interrupted responses and admit new requests."""
+        self._proceeding.set()
+
+    async def _part(self, request: GenerationRequest) -> tuple[Completion, bool]:
+        """Return a completion, and whether :meth:`interrupt` ended it."""
         self._number += 1
         request = dataclasses.replace(request, request_id=f"{request.request_id}/{self._number}")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send)
         self._waiting.append((request, future))
+        self._under_way.add(request.request_id)
         try:
-            return await future
+            completion = await future
+            interrupted = request.request_id in self._interrupted
+            return completion, interrupted and completion.stop_reason is StopReason.ABORTED
         except asyncio.CancelledError:
             await self.engine.abort([request.request_id])
             raise
+        finally:
+            self._under_way.discard(request.request_id)
+            self._interrupted.discard(request.request_id)
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
         """Let the engine free the session KV caches of finished episodes."""
@@ -63,6 +98,7 @@ class EngineClient:
             f"the engine ended without an answer to request '{request.request_id}'", fix="see its log"
         )
         try:
+            await self._proceeding.wait()
             async for completion in self.engine.generate([request]):
                 if not future.done():
                     future.set_result(completion)
@@ -71,3 +107,32 @@ class EngineClient:
         finally:
             if not future.done():
                 future.set_exception(failure)
+
+
+def continued(request: GenerationRequest, parts: Sequence[Completion]) -> GenerationRequest:
+    """Return the request for the rest of a response, after the parts that are sampled already."""
+    ids = [token for part in parts for token in part.token_ids]
+    if not ids:
+        return request
+    sampling = dataclasses.replace(request.sampling, max_tokens=request.sampling.max_tokens - len(ids))
+    seed = derive_seed(request.seed, "continued", len(ids))
+    return dataclasses.replace(request, prompt_ids=request.prompt_ids + ids, sampling=sampling, seed=seed)
+
+
+def joined(parts: Sequence[Completion]) -> Completion:
+    """Return one completion with the tokens of all parts, each with the version that sampled it."""
+    if len(parts) == 1:
+        return parts[0]
+    first, last = parts[0], parts[-1]
+    return dataclasses.replace(
+        last,
+        request_id=first.request_id,
+        token_ids=[token for part in parts for token in part.token_ids],
+        log_probs=[value for part in parts for value in part.log_probs],
+        sampling_log_probs=[value for part in parts for value in part.sampling_log_probs],
+        alternatives=[position for part in parts for position in part.alternatives],
+        weight_versions=(first.weight_versions[0], last.weight_versions[1]),
+        token_versions=[version for part in parts for version in [part.weight_versions[0]] * len(part.token_ids)],
+        seconds=sum(part.seconds for part in parts),
+        first_token_seconds=first.first_token_seconds,
+    )

@@ -210,7 +210,7 @@ class Episode:
             text=text,
             stop_reason=segment.turns[-1].stop_reason,
             sample=self.sample,
-            weight_versions=segment.versions or (0, 0),
+            token_versions=segment.token_versions[:length],
             seconds=time.perf_counter() - self.started,
             episode=None if self.log.is_plain else self.log,
             part=number,

@@ -46,7 +46,7 @@ class TokenLedger:
         log_probs: of sampled tokens under the policy, 0 elsewhere, length T.
         sampling_log_probs: of sampled tokens under the sampling distribution (temperature, top-k, top-p), 0 elsewhere, length T.
         turns: the sampled turns.
-        versions: lowest and highest weight version that sampled.
+        token_versions: weight version that sampled each token, -1 elsewhere, length T.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class TokenLedger:
         self.log_probs: list[float] = []
         self.sampling_log_probs: list[float] = []
         self.turns: list[SampledTurn] = []
-        self.versions: tuple[int, int] | None = None
+        self.token_versions: list[int] = []
 
     @property
     def ids(self) -> list[int]:
@@ -96,9 +96,7 @@ class TokenLedger:
         self.log_probs += completion.log_probs
         self.sampling_log_probs += completion.sampling_log_probs
         self.turns.append(SampledTurn(start, start + count, completion.stop_reason))
-        first, last = completion.weight_versions
-        low, high = self.versions or (first, last)
-        self.versions = (min(low, first), max(high, last))
+        self.token_versions += completion.token_versions or _versions(completion)
 
     def add_given(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy did not sample: tool results, user turns, template tokens."""
@@ -106,6 +104,13 @@ class TokenLedger:
         self.mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
         self.sampling_log_probs += [0.0] * len(ids)
+        self.token_versions += [-1] * len(ids)
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Lowest and highest weight version that sampled; None before the first sampled token."""
+        sampled = [version for version in self.token_versions if version >= 0]
+        return (min(sampled), max(sampled)) if sampled else None
 
     @property
     def sampled(self) -> int:
@@ -116,3 +121,9 @@ class TokenLedger:
     def trained_length(self) -> int:
         """Length of the response up to its last sampled token; later tokens have no loss."""
         return max((turn.stop for turn in self.turns if turn.stop > turn.start), default=0)
+
+
+def _versions(completion: Completion) -> list[int]:
+    """Return the version of each token; where the engine changed it in mid-response, the oldest that is possible."""
+    first, last = completion.weight_versions
+    return [first] * (len(completion.token_ids) - 1) + [last] if completion.token_ids else []

@@ -6,6 +6,7 @@ how their results are combined:
         @dispatch(Split.ROWS)                    each data-parallel rank gets its rows; columns return in the batch's order
         @dispatch(Split.ALL, Collect.FIRST)      every worker gets the same; the first one's result is returned
         @dispatch(Split.ZERO)                    only the first worker is called
+        @dispatch(Split.ONE)                     only the worker with the number in the first argument is called
         @dispatch(Split.RANKS, Collect.EACH)     every argument is a list with one entry per worker
 
     Ranks that share one model copy (tensor or sequence parallel) get the same rows, and one of them answers.
@@ -34,6 +35,8 @@ class Split(Enum):
     """The first argument, a batch or a list, is split over the data-parallel ranks; the others go to every worker."""
     ZERO = "zero"
     """Only the first worker is called."""
+    ONE = "one"
+    """Only the worker whose number is the first argument is called; it gets the other arguments."""
     RANKS = "ranks"
     """Every argument is a list with one entry per worker."""
 

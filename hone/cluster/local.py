@@ -1,18 +1,29 @@
-"""Local runtime: all roles of a run in the calling process, on one device. A call on a group is a plain call."""
+"""Local runtime: all roles of a run in the calling process, on one device. A call on a group is a plain call.
+
+In asynchronous training the models compute in a thread of their own, so that episodes, tools and rewards progress meanwhile.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import functools
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Answer, Split, dispatch_of
-from hone.config.derived import check_local
+from hone.config.derived import RunSpec, check_local
 from hone.config.tree import RLConfig
+from hone.generation.build import divided_cores
 from hone.models.kernels.cpu.memory import MemoryUse
+
+COMPUTING = ("actor", "reference", "critic", "reward_model")
+"""Roles whose models compute in this process."""
 
 
 class LocalAnswer(Answer):
@@ -26,11 +37,15 @@ class LocalAnswer(Answer):
 
     def result(self) -> Any:
         """Return the result of a method that is not async."""
+        if isinstance(self._value, Future):
+            return self._value.result()
         if inspect.isawaitable(self._value):
             raise TypeError("an async method of a local role must be awaited")
         return self._value
 
     async def _wait(self) -> Any:
+        if isinstance(self._value, Future):
+            return await asyncio.wrap_future(self._value)
         return await self._value if isinstance(self._value, Coroutine) else self._value
 
 
@@ -40,12 +55,15 @@ class LocalGroup:
     Attributes:
         role: worker.
         dp_size: 1.
+
+    Args:
+        compute: thread that runs methods which are not async; None runs them in the calling thread.
     """
 
     dp_size = 1
 
-    def __init__(self, role: Any) -> None:
-        self.role = role
+    def __init__(self, role: Any, compute: ThreadPoolExecutor | None = None) -> None:
+        self.role, self._compute = role, compute
 
     def __getattr__(self, method: str) -> Callable[..., LocalAnswer]:
         split = dispatch_of(type(self.role), method).split
@@ -54,7 +72,11 @@ class LocalGroup:
         def call(*args: Any, **kwargs: Any) -> LocalAnswer:
             if split is Split.RANKS:
                 (args,), kwargs = zip(*args, strict=True), {name: value[0] for name, value in kwargs.items()}
-            return LocalAnswer(bound_method(*args, **kwargs))
+            elif split is Split.ONE:
+                args = args[1:]
+            if self._compute is None or inspect.iscoroutinefunction(bound_method):
+                return LocalAnswer(bound_method(*args, **kwargs))
+            return LocalAnswer(in_thread(self._compute, bound_method, *args, **kwargs))
 
         return call
 
@@ -76,7 +98,12 @@ class LocalRuntime:
         self, config: RLConfig, roles: Sequence[RoleSpec], *, total_steps: int = 1, resume: str | None = None
     ) -> None:
         check_local(config)
-        device = prepare_torch(config.trainer)
+        self._compute: ThreadPoolExecutor | None = None
+        if RunSpec(config).asynchronous:
+            torch.set_num_threads(1)  # the loop's thread computes only small things
+            self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        threads = divided_cores(config)[1] if self._compute is not None else None
+        device = self._here(functools.partial(prepare_torch, config.trainer, threads=threads))
         self._memory = MemoryUse()
         self.context = WorkerContext(config, device, total_steps=total_steps, resume=resume)
         for role in roles:
@@ -84,12 +111,17 @@ class LocalRuntime:
 
     def add(self, role: RoleSpec) -> LocalGroup:
         """Build another role."""
-        self.context.roles[role.name] = role.cls(self.context, **role.arguments)
+        build = functools.partial(role.cls, self.context, **role.arguments)
+        self.context.roles[role.name] = self._here(build) if role.name in COMPUTING else build()
         return self.group(role.name)
 
     def group(self, name: str) -> LocalGroup:
         """Return the worker of a role."""
-        return LocalGroup(self.context.roles[name])
+        return LocalGroup(self.context.roles[name], self._compute if name in COMPUTING else None)
+
+    def _here(self, do: Callable[[], Any]) -> Any:
+        """Call ``do`` in the thread that computes."""
+        return do() if self._compute is None else in_thread(self._compute, do).result()
 
     def __contains__(self, name: object) -> bool:
         return name in self.context.roles
@@ -108,3 +140,10 @@ class LocalRuntime:
             if hasattr(role, "close"):
                 role.close()
         self.context.roles.clear()
+        if self._compute is not None:
+            self._compute.shutdown(wait=False, cancel_futures=True)
+
+
+def in_thread(compute: ThreadPoolExecutor, do: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Call ``do`` in a thread, in the context of the caller."""
+    return compute.submit(contextvars.copy_context().run, functools.partial(do, *args, **kwargs))

@@ -140,6 +140,13 @@ class RolloutWorker:
 
         return to_batch(await self.player.play(samples, sampling, n=n, seed_of=seed_of))
 
+    @dispatch(Split.ONE, Collect.FIRST)
+    async def play_here(
+        self, samples: Sequence[Sample], sampling: SamplingParams, *, n: int, seeding: tuple[Any, ...]
+    ) -> Batch:
+        """Play like :meth:`play`, in one worker only."""
+        return await self.play(samples, sampling, n=n, seeding=seeding)
+
     @dispatch(Split.ALL, Collect.FIRST)
     async def gather_weights(self, version: int) -> None:
         """Copy this version of the weights from the colocated actor, whose processes hold a shard each."""
@@ -153,10 +160,12 @@ class RolloutWorker:
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def pause(self) -> None:
-        """Stop decoding; requests stay in place."""
+        """Stop decoding. Responses under way end at a token, and :meth:`resume` continues them."""
+        await self.player.client.interrupt()
         await self.engine.pause()
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def resume(self) -> None:
         """Resume decoding."""
         await self.engine.resume()
+        self.player.client.proceed()

@@ -185,6 +185,11 @@ class RunSpec:
 
         return policy_losses.get(self.policy_loss).needs_preparation
 
+    @property
+    def asynchronous(self) -> bool:
+        """True when groups are generated while the policy trains."""
+        return self.config.trainer.async_training.max_staleness > 0
+
     # quantities of a step --------------------------------------------------------------------------------------------
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from hone.config.check import Provenance, check_values
 from hone.config.environment import environment_values, unresolved, written_tree
+from hone.config.implied import settle
 from hone.config.layers import Sources, compose
 from hone.config.problems import raise_together
 from hone.config.tree import RLConfig
@@ -62,6 +63,7 @@ def load_with_provenance(
         Sources(cls, PRESET_KINDS[cls], preset, directory, name, list(overrides), by_method and cls is RLConfig)
     )
     config = _resolved(composed)
+    settle(config, provenance)
     raise_together(check_values(config, provenance))
     config._environment = environment_values(_raw(composed), dataclasses.asdict(config))
     return config, provenance

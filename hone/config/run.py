@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hone.config.fields import choice, frequency, number
+from hone.config.asynchronous import AsyncConfig
+from hone.config.fields import block, choice, frequency, number
 
 
 @dataclass
@@ -77,6 +78,8 @@ class TrainerConfig(RunConfig):
     max_restarts: int = number(0, low=0)
     """With runtime=ray: how often the run may restart lost or hung workers and resume from its last checkpoint (or its start)
     before it ends with exit code 3."""
+    async_training: AsyncConfig = block(AsyncConfig)
+    """Asynchronous training. On the command line also trainer.async."""
     critic_warmup: int = number(0, low=0)
     """Steps that train the critic alone before the policy moves."""
     rollout_dump_freq: int = number(10, low=0)

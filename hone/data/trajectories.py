@@ -14,8 +14,8 @@ from hone.data.types import Trajectory
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
     """Build a batch with one row per trajectory.
 
-    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs`` (the last two aligned with
-    ``response_ids``); tensors ``part`` (0 for the first trajectory of an episode) and ``broken`` (1 if the episode failed);
+    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs``,
+    ``token_versions`` (the last three aligned with ``response_ids``); tensors ``part`` (0 for the first trajectory of an episode) and ``broken`` (1 if the episode failed);
     objects ``uid``, ``index``, ``data_source``, ``trajectory``.
     """
     ids = Ragged.from_rows([t.response_ids for t in trajectories], torch.int64)
@@ -25,6 +25,9 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
             "response_ids": ids,
             "response_mask": Ragged.from_rows([t.response_mask for t in trajectories], torch.int64),
             "rollout_log_probs": Ragged.from_rows([t.rollout_log_probs for t in trajectories], torch.float32),
+            "token_versions": Ragged.from_rows(
+                [t.token_versions or [0] * len(t.response_ids) for t in trajectories], torch.int64
+            ),
             "part": torch.tensor([t.part for t in trajectories], dtype=torch.int64),
             "broken": torch.tensor([is_broken(t) for t in trajectories], dtype=torch.int64),
             "uid": [t.uid for t in trajectories],

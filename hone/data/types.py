@@ -65,7 +65,7 @@ class Trajectory:
             results).
         stop_reason: why the last turn ended.
         sample: dataset row of the prompt.
-        weight_versions: first and last version of the weights that produced it.
+        token_versions: weight version that sampled each token, -1 on others, length T; empty if unknown.
         seconds: wall time from admission to the last token.
         episode: record of the episode; None for an episode of one turn.
         part: segment number within the episode; above 0 only if its history was rewritten.
@@ -81,7 +81,13 @@ class Trajectory:
     text: str
     stop_reason: StopReason
     sample: Sample
-    weight_versions: tuple[int, int] = (0, 0)
+    token_versions: list[int] = field(default_factory=list)
     seconds: float = 0.0
     episode: EpisodeLog | None = None
     part: int = 0
+
+    @property
+    def weight_versions(self) -> tuple[int, int]:
+        """Lowest and highest weight version that sampled a token; (0, 0) if unknown."""
+        sampled = [version for version in self.token_versions if version >= 0]
+        return (min(sampled), max(sampled)) if sampled else (0, 0)

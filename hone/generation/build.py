@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import device as Device
 
+from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 from hone.generation import ENGINES, is_served
@@ -156,11 +157,29 @@ def launch_plan(config: RLConfig, *, number: int = 0, count: int = 1) -> LaunchP
         max_model_len=_max_model_len(config),
         max_cache_tokens=rollout.max_cache_tokens,
         options=engine_options(rollout),
-        cpus=cores_of(number, threads_of(count, torch.get_num_threads())),
+        cpus=cores_of(number, _replica_threads(config, count)),
         lora=adapter_shape(config),
         log=folder / f"{rollout.name}-{os.getpid()}-{number}.log",
         start_seconds=rollout.engine_start_seconds,
     )
+
+
+def _replica_threads(config: RLConfig, count: int) -> int:
+    """Return the CPU threads of each of ``count`` replicas on this machine."""
+    divided = RunSpec(config).asynchronous and config.trainer.runtime == "local"
+    return divided_cores(config, count)[0] if divided else threads_of(count, torch.get_num_threads())
+
+
+def divided_cores(config: RLConfig, count: int | None = None) -> tuple[int, int]:
+    """Return the CPU threads of each of ``count`` replicas, and those of training in the same run.
+
+    Args:
+        config: configuration of the run.
+        count: number of replicas; None means that of the configuration.
+    """
+    cores, count = len(os.sched_getaffinity(0)), count or config.actor_rollout_ref.rollout.num_replicas or 1
+    each = config.trainer.async_training.engine_threads or max(1, cores // (2 * count))
+    return each, config.trainer.num_threads or max(1, cores - each * count)
 
 
 def _place(path: str | None) -> str:

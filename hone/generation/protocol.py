@@ -118,6 +118,7 @@ class Completion:
         sampling_log_probs: of every token under the distribution sampled from.
         stop_reason: why it ended.
         weight_versions: first and last version of the weights that sampled it.
+        token_versions: version of every token, if the response was interrupted by new weights; else empty.
         seconds: wall time from admission to the last token.
         first_token_seconds: the same to the first token; None if the engine does not report it.
         alternatives: at every position, if the request asks for ``top_log_probs``; else empty.
@@ -132,6 +133,7 @@ class Completion:
     seconds: float = 0.0
     first_token_seconds: float | None = None
     alternatives: list[Alternatives] = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
 
 
 @dataclass

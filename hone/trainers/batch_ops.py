@@ -174,9 +174,14 @@ class BatchOps:
         self.invariants.check_mask(batch)
 
     @dispatch(Split.ZERO)
-    def check_engine(self, batch: Batch) -> None:
-        """Check that engine and trainer agree on the log-probs of sampled tokens."""
-        self.invariants.check_canary(batch.ragged("rollout_log_probs"), batch.ragged("old_log_probs"), batch)
+    def check_engine(self, batch: Batch, version: int | None = None) -> None:
+        """Check that engine and trainer agree on the log-probs of sampled tokens, those of weights ``version`` if it is given."""
+        mask = batch.ragged("response_mask")
+        if version is not None:
+            mask = mask.with_values(mask.values * (batch.ragged("token_versions").values == version))
+        if mask.values.any():
+            engine, trainer = batch.ragged("rollout_log_probs"), batch.ragged("old_log_probs")
+            self.invariants.check_canary(engine, trainer, batch, mask=mask)
 
     @dispatch(Split.ZERO)
     def check_published(self, batch: Batch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +23,24 @@ class Episodes:
 
     def __init__(self, rollout: Group, batch_ops: Group, judge: Group | None) -> None:
         self.rollout, self.batch_ops, self.judge = rollout, batch_ops, judge
+        self._under_way: Counter[int] = Counter()  # groups by rollout worker
 
     async def play(
         self, samples: Sequence[Sample], sampling: SamplingParams, *, n: int, seeding: tuple[Any, ...]
     ) -> AnyBatch:
         """Play every sample ``n`` times; rows are in the order of the samples. ``seeding`` determines the random streams."""
         return await self.rollout.play(samples, sampling, n=n, seeding=seeding)
+
+    async def play_group(
+        self, sample: Sample, sampling: SamplingParams, *, n: int, seeding: tuple[Any, ...]
+    ) -> AnyBatch:
+        """Play one sample ``n`` times in the rollout worker with the fewest groups under way."""
+        worker = min(range(self.rollout.dp_size), key=self._under_way.__getitem__)
+        self._under_way[worker] += 1
+        try:
+            return await self.rollout.play_here(worker, [sample], sampling, n=n, seeding=seeding)
+        finally:
+            self._under_way[worker] -= 1
 
     async def score(self, batch: AnyBatch, *, training: bool = True) -> AnyBatch:
         """Add the reward model's scores and the final scores; in training, with the length penalty."""

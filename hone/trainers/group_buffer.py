@@ -11,7 +11,6 @@ rollout and learner alternate strictly: synchronous training.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,23 +39,26 @@ class Group:
 
 
 class GroupBuffer:
-    """Buffer that admits prompt groups, collects finished ones, and returns batches in order of admission.
+    """Buffer that admits prompt groups, collects finished ones, and returns batches.
 
-    The order is not that of completion, so that early batches are not biased to short responses and runs are reproducible.
+    In order of admission, early batches are not biased to short responses and runs are reproducible. With ``ready_first`` a batch has
+    the groups whose bound is reached, then those that finished first.
 
     Args:
         groups_per_batch: prompts per step.
         max_staleness: weight updates allowed between a group's admission and its training.
+        ready_first: take finished groups before those that were admitted earlier.
     """
 
-    def __init__(self, groups_per_batch: int, max_staleness: int = 0) -> None:
+    def __init__(self, groups_per_batch: int, max_staleness: int = 0, *, ready_first: bool = False) -> None:
         if groups_per_batch < 1 or max_staleness < 0:
             raise ValueError("groups_per_batch must be at least 1 and max_staleness at least 0")
-        self.groups_per_batch, self.max_staleness = groups_per_batch, max_staleness
-        self._version = 0
-        self._waiting: deque[str] = deque()
+        self.groups_per_batch, self.max_staleness, self.ready_first = groups_per_batch, max_staleness, ready_first
+        self.version = 0
+        """Version of the current weights."""
+        self._waiting: dict[str, None] = {}  # in order of admission
         self._admitted_at: dict[str, int] = {}
-        self._finished: dict[str, Group] = {}
+        self._finished: dict[str, Group] = {}  # in order of completion
         self._training: list[str] = []
 
     @property
@@ -65,11 +67,26 @@ class GroupBuffer:
         used = len(self._waiting) + len(self._training)
         return (self.max_staleness + 1) * self.groups_per_batch - used
 
+    def __contains__(self, uid: object) -> bool:
+        return uid in self._admitted_at
+
+    @property
+    def playing(self) -> list[str]:
+        """Uids of admitted groups that have not finished, in order of admission."""
+        return [uid for uid in self._waiting if uid not in self._finished]
+
     @property
     def ready(self) -> bool:
         """True if the next batch is complete."""
-        head = list(self._waiting)[: self.groups_per_batch]
+        head = self._next()
         return not self._training and len(head) == self.groups_per_batch and all(uid in self._finished for uid in head)
+
+    def _next(self) -> list[str]:
+        """Return the uids of the next batch; in part if it is not complete."""
+        if not self.ready_first:
+            return list(self._waiting)[: self.groups_per_batch]
+        due = [uid for uid in self._waiting if self.version - self._admitted_at[uid] >= self.max_staleness]
+        return [*due, *(uid for uid in self._finished if uid not in due)][: self.groups_per_batch]
 
     def admit(self, uids: Sequence[str]) -> None:
         """Give each group a slot.
@@ -83,8 +100,8 @@ class GroupBuffer:
         if duplicates:
             raise ValueError(f"group '{duplicates[0]}' is already in the buffer")
         for uid in uids:
-            self._waiting.append(uid)
-            self._admitted_at[uid] = self._version
+            self._waiting[uid] = None
+            self._admitted_at[uid] = self.version
 
     def put(self, sample: Sample, batch: AnyBatch) -> Group:
         """Store the finished group of a prompt.
@@ -109,8 +126,7 @@ class GroupBuffer:
         """
         if uid not in self._finished:
             raise KeyError(f"group '{uid}' is not a finished group of the buffer")
-        del self._finished[uid], self._admitted_at[uid]
-        self._waiting.remove(uid)
+        del self._finished[uid], self._admitted_at[uid], self._waiting[uid]
 
     def take(self) -> list[Group]:
         """Return the next batch; its slots stay occupied until :meth:`release`.
@@ -120,16 +136,32 @@ class GroupBuffer:
         """
         if not self.ready:
             raise RuntimeError("no batch is ready")
-        self._training = [self._waiting.popleft() for _ in range(self.groups_per_batch)]
+        self._training = self._next()
+        for uid in self._training:
+            del self._waiting[uid]
         return [self._finished.pop(uid) for uid in self._training]
 
     def staleness(self, group: Group) -> int:
         """Return the number of weight updates since the group was admitted."""
-        return self._version - group.version
+        return self.version - group.version
 
     def release(self, version: int) -> None:
         """Free the slots of the taken batch after the weight update to ``version``."""
-        self._version = version
+        self.version = version
         for uid in self._training:
             del self._admitted_at[uid]
         self._training = []
+
+    def state(self) -> list[tuple[str, int, Group | None]]:
+        """Return uid, version at admission and finished group (or None) of every waiting group, in order of admission.
+
+        Finished groups come in order of completion after :meth:`restore`, which is the order of admission.
+        """
+        return [(uid, self._admitted_at[uid], self._finished.get(uid)) for uid in self._waiting]
+
+    def restore(self, version: int, uids: Sequence[tuple[str, int]]) -> None:
+        """Admit groups of an earlier run, with their versions at admission, at the current ``version``."""
+        self.version = version
+        for uid, admitted_at in uids:
+            self.admit([uid])
+            self._admitted_at[uid] = admitted_at

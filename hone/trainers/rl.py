@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from hone.config.derived import OldLogProbs, RunSpec
 from hone.config.tree import RLConfig
 from hone.data.curriculum import make_sampler
 from hone.data.seeding import derive_seed
+from hone.data.types import Sample
 from hone.generation import is_served
 from hone.insight import activity
 from hone.insight.metrics import MetricStore
@@ -113,7 +114,10 @@ class RLTrainer:
         self_scored_sources = self_scored(config, self.tokenizer, dataset, self.validator.dataset)
         self.session.rewards = self.batch_ops.check_rewards(sources, self_scored_sources).result()
         self.sampling = training_sampling(config, self.tokenizer)
-        self.buffer = GroupBuffer(config.data.train_batch_size)
+        keys = config.trainer.async_training
+        self.buffer = GroupBuffer(
+            config.data.train_batch_size, keys.max_staleness, ready_first=keys.order == "ready_first"
+        )
         filtering = config.algorithm.filter_groups
         self.group_filter = None
         if filtering.enable:
@@ -123,13 +127,14 @@ class RLTrainer:
         self.rollouter = Rollouter(
             dataset,
             self.sampler,
-            lambda samples, seeding: self.episodes.play(samples, self.sampling, n=n, seeding=seeding),
+            self._play,
             self.buffer,
             n=n,
             seed=config.trainer.seed,
             group_filter=self.group_filter,
             broken_in=self.broken_groups if agent.on_error == "drop" else None,
             max_error_rate=agent.max_error_rate,
+            score=self._scored if self.spec.asynchronous else None,
         )
         check_stages(self.stages())
         if resume is not None:
@@ -143,6 +148,21 @@ class RLTrainer:
     async def broken_groups(self, batch: AnyBatch) -> list[str]:
         """Return the groups with a failed episode."""
         return await self.batch_ops.broken_groups(batch.select("uid", "broken"))
+
+    async def _play(self, samples: Sequence[Sample], seeding: tuple[Any, ...]) -> AnyBatch:
+        """Play ``rollout.n`` episodes of each sample."""
+        n = self.config.actor_rollout_ref.rollout.n
+        if self.spec.asynchronous:
+            (sample,) = samples
+            return await self.episodes.play_group(sample, self.sampling, n=n, seeding=seeding)
+        return await self.episodes.play(samples, self.sampling, n=n, seeding=seeding)
+
+    async def _scored(self, batch: AnyBatch) -> AnyBatch:
+        """Score every trajectory, and report the rewards to a sampler that learns from them."""
+        batch = await self.episodes.score(batch)
+        if self.sampler.learns:
+            self.rollouter.report(batch.uids, (await self.batch_ops.values_of(batch, None))[0])
+        return batch
 
     def _optional(self, role: str) -> Group | None:
         return self.runtime.group(role) if role in self.runtime else None
@@ -218,11 +238,9 @@ class RLTrainer:
         return batch
 
     async def score(self, batch: AnyBatch) -> AnyBatch:
-        """Score every trajectory, unless dynamic sampling already has; the reward is placed on its last token."""
+        """Score every trajectory, unless its group has been scored already; the reward is placed on its last token."""
         if "score" not in batch:
-            batch = await self.episodes.score(batch)
-            if self.sampler.learns:
-                self.rollouter.report(batch.uids, (await self.batch_ops.values_of(batch, None))[0])
+            batch = await self._scored(batch)
         return batch.updated(await self.batch_ops.place_rewards(batch))
 
     async def greedy_baseline(self, batch: AnyBatch) -> AnyBatch:
@@ -234,8 +252,11 @@ class RLTrainer:
         """Compute the log-probs of the policy that sampled, under the trainer's weights."""
         columns = await self.actor.log_probs(batch, with_entropy=True, with_sum_pi_squared=self.spec.sum_pi_squared)
         batch = batch.updated(columns.rename({"log_probs": "old_log_probs"}))
-        await self.batch_ops.check_engine(batch)
+        await self._check_engine(batch)
         return batch
+
+    async def _check_engine(self, batch: AnyBatch) -> None:
+        await self.batch_ops.check_engine(batch, self.buffer.version if self.spec.asynchronous else None)
 
     async def engine_log_probs(self, batch: AnyBatch) -> AnyBatch:
         """Take the engine's log-probs as the old ones (bypass mode)."""
@@ -286,7 +307,7 @@ class RLTrainer:
         update = outputs.meta.pop("update")
         if from_update:
             batch = batch.updated(outputs.rename({"log_probs": "old_log_probs"}))
-            await self.batch_ops.check_engine(batch)
+            await self._check_engine(batch)
         await self._record("actor", update, batch)
         return batch
 
@@ -308,8 +329,10 @@ class RLTrainer:
 
     async def publish(self, batch: AnyBatch) -> AnyBatch:
         """Send the new weights to the engines, and free the slots of the trained groups."""
+        if self.spec.asynchronous and not self.config.trainer.async_training.partial_rollouts:
+            await self.rollouter.drain()
         await self._publish()
-        self.buffer.release(self.step)
+        self.rollouter.published(self.step)
         return batch
 
     async def _publish(self) -> None:
@@ -339,6 +362,7 @@ class RLTrainer:
                     await self.save()
             if session.last_save_due:
                 await self.save()
+            await self.rollouter.close()
             session.completed(self.step, self.runtime.memory())
         return session.exit_code
 

@@ -1,7 +1,21 @@
-"""Rollouter: draw prompts, play their episodes, and store finished groups in the buffer."""
+"""Rollouter: draw prompts, play their episodes, and store finished groups in the buffer.
+
+Two ways of one rollouter. Taking turns (:meth:`Rollouter.next_batch`), the free slots are filled and played as one call, while the
+learner waits. During training (:meth:`Rollouter.begin`), every group is a task:
+
+    task           waits for                                   is resumed by
+    group          an engine and its tools, then its score     the engine, the reward workers
+    learner        a complete batch (``next_batch``)           the group that completes it, or the first error
+    weight sync    groups under way (``drain``)                the last of them; with partial rollouts it does not wait
+    admission      a free slot, and no weight sync             ``begin`` after the weight update, an evicted group
+    checkpoint     nothing: it saves finished groups, and the identity of those under way
+
+Nobody waits for a slot while holding one, and only groups hold slots; so a batch completes whenever the engines answer.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,11 +26,14 @@ from hone.data.prompts import PromptDataset
 from hone.data.sampler import EpochSampler
 from hone.data.types import Sample
 from hone.errors import EpisodeError
+from hone.insight import activity
 from hone.trainers.group_buffer import Group, GroupBuffer
 from hone.trainers.group_filter import GroupFilter
 
 Play = Callable[[Sequence[Sample], tuple[Any, ...]], Awaitable[AnyBatch]]
 """Function of (samples, seeding) that returns a batch of n episodes per sample, in order."""
+Score = Callable[[AnyBatch], Awaitable[AnyBatch]]
+"""Function that returns a batch with its scores, and reports them to the sampler."""
 
 
 class Rollouter:
@@ -26,12 +43,14 @@ class Rollouter:
         dataset: dataset of prompts.
         sampler: sampler of dataset rows.
         play: function that plays the episodes.
+        buffer: buffer of the groups.
         n: responses per prompt.
         seed: run seed; every response draws from (seed, step, row, index).
         group_filter: filter that selects finished groups to replace by new prompts; None keeps all.
         broken_in: function that returns the groups of a batch with a failed episode, which are replaced by new prompts. None if a
             failed episode ends the run.
         max_error_rate: largest share of a step's groups that may be replaced this way.
+        score: function that scores finished groups in asynchronous training.
 
     Attributes:
         dropped: number of groups replaced in this step because of a failed episode.
@@ -49,43 +68,120 @@ class Rollouter:
         group_filter: GroupFilter | None = None,
         broken_in: Callable[[AnyBatch], Awaitable[list[str]]] | None = None,
         max_error_rate: float = 0.0,
+        score: Score | None = None,
     ) -> None:
         self.dataset, self.sampler, self.play, self.buffer = dataset, sampler, play, buffer
         self.n, self.seed = n, seed
         self.group_filter, self.broken_in, self.max_error_rate = group_filter, broken_in, max_error_rate
         self.dropped = 0
+        self._score = score
         self._row_of: dict[str, int] = {}  # row of each uid, filled on first use
         self._rows: deque[int] = deque()  # drawn from the sampler and not played yet
+        self._draws: Counter[str] = Counter()  # prompts drawn since the last weight update
+        self._seeding_of: dict[str, tuple[Any, ...]] = {}  # of the groups under way
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._held = False
 
     async def next_batch(self, step: int) -> list[Group]:
-        """Fill the free slots and generate until a batch is complete; return it.
+        """Return the next batch, whose groups are played now or were played during training.
 
         Raises:
             ConfigError: too many groups without learning signal had to be replaced.
             EpisodeError: too many groups had a failed episode.
         """
-        draws: Counter[str] = Counter()
         self.dropped = 0
         if self.group_filter:
             self.group_filter.begin()
+        if self._score is None:
+            return await self._by_turns(step)
+        self.begin()
+        with activity.waiting(f"groups of step {step}", on=["rollout"]):
+            await self._until(lambda: self.buffer.ready)
+        return self.buffer.take()
+
+    async def _by_turns(self, step: int) -> list[Group]:
+        self._draws.clear()
         while True:
-            samples = self._draw(self.buffer.free_slots, draws)
+            samples = self._draw(self.buffer.free_slots)
             self.buffer.admit([sample.uid for sample in samples])
-            batch = await self._without_broken(samples, await self.play(samples, (self.seed, "rollout", step)))
-            samples, evicted = [sample for sample in samples if sample.uid in set(batch.uids)], []
-            if self.group_filter is not None and samples:
-                batch, evicted = await self.group_filter.judge(batch)
-                if self.sampler.learns:
-                    self.report(*self.group_filter.judged)
-            rows = rows_by_uid(batch.uids)
-            for sample in samples:
-                self.buffer.put(sample, batch.reorder(rows[sample.uid]))
-            for uid in evicted:
-                self.buffer.evict(uid)
+            await self._produce(samples, (self.seed, "rollout", step))
             if self.buffer.ready:
                 return self.buffer.take()
             if self.group_filter is not None:
                 self.group_filter.check_budget(self.buffer.free_slots)
+
+    # during training -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Admit prompts to all free slots and start their groups; do nothing during :meth:`drain`."""
+        while not self._held and self.buffer.free_slots:
+            (sample,) = self._draw(1)
+            self.buffer.admit([sample.uid])
+            self._start(sample, (self.seed, "rollout", self.buffer.version + 1))
+
+    def _start(self, sample: Sample, seeding: tuple[Any, ...]) -> None:
+        self._seeding_of[sample.uid] = seeding
+        task = asyncio.get_running_loop().create_task(self._group(sample, seeding), name=f"group {sample.uid}")
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._changed.set())
+
+    async def _group(self, sample: Sample, seeding: tuple[Any, ...]) -> None:
+        await self._produce([sample], seeding)
+        del self._seeding_of[sample.uid]
+        if self.group_filter is not None and self.buffer.free_slots:
+            self.group_filter.check_budget(self.buffer.free_slots)
+        self.begin()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds; raise the error of a group that has failed."""
+        while True:
+            for task in [task for task in self._tasks if task.done()]:
+                self._tasks.discard(task)
+                task.result()
+            if condition():
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def drain(self) -> None:
+        """Start no more groups, and wait for those under way, until :meth:`published`."""
+        self._held = True
+        with activity.waiting("groups under way, before new weights", on=["rollout"]):
+            await self._until(lambda: not self._tasks)
+
+    def published(self, version: int) -> None:
+        """Free the slots of the trained groups after the weight update to ``version``, and continue."""
+        self.buffer.release(version)
+        self._draws.clear()
+        self._held = False
+        if self._score is not None:
+            self.begin()
+
+    async def close(self) -> None:
+        """Cancel the groups under way."""
+        tasks, self._tasks = self._tasks, set()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # a group ---------------------------------------------------------------------------------------------------------
+
+    async def _produce(self, samples: Sequence[Sample], seeding: tuple[Any, ...]) -> None:
+        """Play prompts, and store their groups in the buffer; those without use free their slots."""
+        batch = await self._without_broken(samples, await self.play(samples, seeding))
+        samples, evicted = [sample for sample in samples if sample.uid in set(batch.uids)], []
+        if self.group_filter is not None and samples:
+            batch, evicted = await self.group_filter.judge(batch)
+            if self.sampler.learns:
+                self.report(*self.group_filter.judged)
+        elif self._score is not None and samples:
+            batch = await self._score(batch)
+        rows = rows_by_uid(batch.uids)
+        for sample in samples:
+            self.buffer.put(sample, batch.reorder(rows[sample.uid]))
+        for uid in evicted:
+            self.buffer.evict(uid)
 
     async def _without_broken(self, samples: Sequence[Sample], batch: AnyBatch) -> AnyBatch:
         """Remove groups with failed episodes from a batch and free their slots for the next prompts."""
@@ -127,16 +223,18 @@ class Rollouter:
         """Restore the rows of :meth:`state_dict`."""
         self._rows = deque(state["rows"])
 
-    def _draw(self, count: int, draws: Counter[str]) -> list[Sample]:
-        """Return the next ``count`` prompts. A repeated prompt within a step is a separate group with its random streams."""
+    def _draw(self, count: int) -> list[Sample]:
+        """Return the next ``count`` prompts. A repeated prompt between two updates is a separate group with its random streams."""
         while len(self._rows) < count:
             self._rows.extend(self.sampler.next_batch())
         samples = []
         for _ in range(count):
             sample = self.dataset[self._rows.popleft()]
-            draws[sample.uid] += 1
-            repetition = draws[sample.uid]
-            samples.append(sample if repetition == 1 else dataclasses.replace(sample, uid=f"{sample.uid}~{repetition}"))
+            name, uid = sample.uid, ""
+            while not uid or uid in self.buffer:
+                self._draws[name] += 1
+                uid = name if self._draws[name] == 1 else f"{name}~{self._draws[name]}"
+            samples.append(sample if uid == name else dataclasses.replace(sample, uid=uid))
         return samples
 
 

@@ -21,7 +21,10 @@ from hone.data.batch import Column
 from hone.data.ragged import Ragged
 from hone.data.types import Sample, Trajectory
 
-TOKENS = {"response_ids": np.int64, "response_mask": np.int64, "rollout_log_probs": np.float32, "sampling_log_probs": np.float32}  # fmt: skip
+TOKENS = {
+    "response_ids": np.int64, "response_mask": np.int64, "rollout_log_probs": np.float32, "sampling_log_probs": np.float32,
+    "token_versions": np.int64,
+}  # fmt: skip
 """Fields of an episode with one number per token, and the type that represents it exactly."""
 
 

@@ -110,17 +110,19 @@ class WorkerGroup:
     # going out -------------------------------------------------------------------------------------------------------
 
     def _ask(self, spec: Dispatch, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> RayAnswer:
-        partition, info = None, _rows_of(args)
+        partition, info, first = None, _rows_of(args), 0
         if spec.split is Split.ROWS:
             partition, arguments = self._split(spec, args, kwargs)
         elif spec.split is Split.RANKS:
             arguments = [([a[rank] for a in args], {n: a[rank] for n, a in kwargs.items()}) for rank in self._ranks]
+        elif spec.split is Split.ONE:
+            first, arguments = args[0], [([_whole(argument, spec) for argument in args[1:]], kwargs)]
         else:
             shared = [_whole(argument, spec) for argument in args]
             arguments = [(shared, kwargs)] * (1 if spec.split is Split.ZERO else len(self._hosts))
         pending = [
             PendingCall(f"{self._pool}[{rank}]", host.call.remote(self._role.name, method, sent, named))
-            for rank, (host, (sent, named)) in enumerate(zip(self._hosts, arguments, strict=False))
+            for rank, (host, (sent, named)) in enumerate(zip(self._hosts[first:], arguments, strict=False), first)
         ]
 
         def finish(values: list[Any]) -> Any:

@@ -145,7 +145,18 @@ def episode(index: int, sample: Sample, length: int) -> Trajectory:
     probs = [-0.1234567 * (t + 1) for t in range(length)]
     probs = torch.tensor(probs).tolist()  # what an engine reports is a float32
     return Trajectory(
-        "u", index, sample.prompt_ids, ids, [1] * length, probs, probs, "text", StopReason.LENGTH, sample, (1, 2), 0.5
+        "u",
+        index,
+        sample.prompt_ids,
+        ids,
+        [1] * length,
+        probs,
+        probs,
+        "text",
+        StopReason.LENGTH,
+        sample,
+        [1] * length,
+        0.5,
     )
 
 
