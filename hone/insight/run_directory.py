@@ -3,15 +3,16 @@
     <path>/
       config.yaml             the resolved config, credentials hidden
       run.json                versions, hardware, seed, git state, command, status, exit reason, times, last step
-            metrics.jsonl           one object per step
-            rollouts/step_<N>.jsonl       every sample of selected steps: tokens, text, mask, scores
-            rollouts/step_<N>.txt         some episodes of several turns, as text
+      metrics.jsonl           one object per step
+      coverage.jsonl          the fate of every drawn prompt, see :mod:`hone.insight.coverage`
+      rollouts/step_<N>.jsonl       every sample of selected steps: tokens, text, mask, scores
+      rollouts/step_<N>.txt         some episodes of several turns, as text
       validation/step_<N>.jsonl     validation samples
       checkpoints/step_<N>/         written by the trainer
       run.lock                the process that trains in it, see :mod:`hone.insight.run_lock`
 
-Every file except ``metrics.jsonl`` is written under another name and renamed into place. ``metrics.jsonl`` grows by whole
-lines, each flushed; a half line that a kill left is dropped when the run is opened again.
+``metrics.jsonl`` and ``coverage.jsonl`` grow by whole lines, see :mod:`hone.insight.step_lines`. Every other file is written
+under another name and renamed into place.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -34,6 +35,7 @@ from hone.insight.records import trajectory_record
 from hone.insight.redaction import redact_command, redact_text, redact_tree
 from hone.insight.run_files import (
     CONFIG,
+    COVERAGE_FILE,
     METRICS_FILE,
     RUN,
     disk_errors,
@@ -41,12 +43,12 @@ from hone.insight.run_files import (
     jsonable,
     now,
     read_metrics,
-    read_rows,
     read_run,
     unwritable,
+    write_atomically,
 )
+from hone.insight.step_lines import StepLines
 from hone.insight.traces import sampled_traces
-from hone.text import valid_text
 
 __all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_record"]
 
@@ -85,8 +87,7 @@ class RunDirectory:
         self.metrics_path = self.path / METRICS_FILE
         self.rollouts, self.validation = self.path / "rollouts", self.path / "validation"
         self.checkpoints = self.path / "checkpoints"
-        self._metrics_file: IO[str] | None = None
-        self._last_step: int | None = None
+        self._metrics, self.coverage = StepLines(self.metrics_path), StepLines(self.path / COVERAGE_FILE)
         with disk_errors(self.path):
             for folder in (self.path, self.rollouts, self.validation, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -98,8 +99,7 @@ class RunDirectory:
     @property
     def last_step(self) -> int | None:
         """Return the step of the last line of ``metrics.jsonl``, None if there is none."""
-        self._metrics()
-        return self._last_step
+        return self._metrics.last_step
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step as one flushed line. :func:`read_metrics` restores the numbers exactly.
@@ -108,23 +108,13 @@ class RunDirectory:
             ValueError: this step, or a later one, has a line already; call :meth:`rewind` first on resume.
             HoneError: the disk is full.
         """
-        last = self.last_step
-        if last is not None and step <= last:
-            raise ValueError(f"metrics of step {step} cannot follow those of step {last}")
-        line = json.dumps(
-            {"step": step, **{name: encode_number(float(value)) for name, value in metrics.items()}}, allow_nan=False
-        )
-        file = self._metrics()
-        with disk_errors(self.metrics_path):
-            file.write(line + "\n")
-            file.flush()
-        self._last_step = step
+        self._metrics.append(step, [{name: encode_number(float(value)) for name, value in metrics.items()}])
 
     def rewind(self, step: int) -> int:
         """Remove everything after ``step``, for a run that resumes from that step's checkpoint.
 
-        Drops later lines of ``metrics.jsonl`` and later rollout and validation files. Checkpoints are kept. A run that
-        starts again in a used directory rewinds to -1: step 0 is the validation before training.
+        Drops later lines of ``metrics.jsonl`` and ``coverage.jsonl``, and later rollout and validation files. Checkpoints
+        are kept. A run that starts again in a used directory rewinds to -1: step 0 is the validation before training.
 
         Returns:
             Number of dropped metric lines.
@@ -132,28 +122,14 @@ class RunDirectory:
         Raises:
             HoneError: a line other than the last is not JSON.
         """
-        self.close()
-        rows = list(read_rows(self.metrics_path)) if self.metrics_path.exists() else []
-        kept = [line for number, line in rows if number <= step]
-        self._write_atomically(self.metrics_path, "".join(line + "\n" for line in kept))
+        dropped = self._metrics.rewind(step)
+        self.coverage.rewind(step)
         for folder in (self.rollouts, self.validation):
             for file in folder.iterdir():
                 match = _STEP_FILE.fullmatch(file.name)
                 if match and int(match[1]) > step:
                     file.unlink()
-        return len(rows) - len(kept)
-
-    def _metrics(self) -> IO[str]:
-        """Return ``metrics.jsonl``, open at its end; a half last line is removed when it is opened."""
-        if self._metrics_file is None:
-            with disk_errors(self.metrics_path):
-                self._last_step = None
-                if self.metrics_path.exists():
-                    rows = list(read_rows(self.metrics_path))
-                    os.truncate(self.metrics_path, sum(len(line.encode()) + 1 for _, line in rows))
-                    self._last_step = rows[-1][0] if rows else None
-                self._metrics_file = self.metrics_path.open("a", encoding="utf-8", newline="\n")
-        return self._metrics_file
+        return dropped
 
     # samples ---------------------------------------------------------------------------------------------------------
 
@@ -162,7 +138,7 @@ class RunDirectory:
         records = list(records)
         traces = sampled_traces(records)
         if traces is not None:
-            self._write_atomically(self.rollouts / f"step_{step}.txt", traces)
+            write_atomically(self.rollouts / f"step_{step}.txt", traces)
         return self.write_records(self.rollouts / f"step_{step}.jsonl", records)
 
     def write_validation(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
@@ -172,7 +148,7 @@ class RunDirectory:
     def write_records(self, path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
         """Write records as JSON lines, atomically; return ``path``."""
         lines = (json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records)
-        self._write_atomically(path, "".join(lines))
+        write_atomically(path, "".join(lines))
         return path
 
     # the run itself --------------------------------------------------------------------------------------------------
@@ -207,7 +183,7 @@ class RunDirectory:
         tree = yaml.safe_load(config_yaml)
         hidden = redact_tree(tree)
         text = config_yaml if hidden == tree else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
-        self._write_atomically(self.path / CONFIG, text)
+        write_atomically(self.path / CONFIG, text)
         before = self._run()
         earlier = before if last_step is not None else {}
         at, ours = now(), before.get("pid") == os.getpid()
@@ -286,26 +262,12 @@ class RunDirectory:
         self._write_run(record)
 
     def close(self) -> None:
-        """Close ``metrics.jsonl``; the next use opens it again."""
-        if self._metrics_file is not None:
-            self._metrics_file.close()
-            self._metrics_file = None
+        """Close ``metrics.jsonl`` and ``coverage.jsonl``; the next use opens them again."""
+        self._metrics.close()
+        self.coverage.close()
 
     def _run(self) -> dict[str, Any]:
         return read_run(self.path) if (self.path / RUN).exists() else {}
 
     def _write_run(self, record: Mapping[str, Any]) -> None:
-        self._write_atomically(self.path / RUN, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-
-    def _write_atomically(self, path: Path, text: str) -> None:
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with disk_errors(path):
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with beside.open("w", encoding="utf-8", newline="\n") as file:
-                    file.write(valid_text(text))
-                    file.flush()
-                    os.fsync(file.fileno())
-                beside.replace(path)
-            finally:
-                beside.unlink(missing_ok=True)
+        write_atomically(self.path / RUN, json.dumps(record, indent=2, ensure_ascii=False) + "\n")

@@ -6,6 +6,7 @@ import datetime
 import errno
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import HoneError
+from hone.text import valid_text
 
-CONFIG, RUN, METRICS_FILE = "config.yaml", "run.json", "metrics.jsonl"
+CONFIG, RUN, METRICS_FILE, COVERAGE_FILE = "config.yaml", "run.json", "metrics.jsonl", "coverage.jsonl"
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
@@ -64,6 +66,25 @@ def read_rows(file: Path) -> Iterator[tuple[int, str]]:
                 why="the history of the run cannot be continued",
                 fix="remove the line, or start a new run directory with trainer.experiment_name=...",
             ) from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file under another name and rename it into place.
+
+    Raises:
+        HoneError: the disk is full or not writable.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with disk_errors(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(valid_text(text))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -183,7 +183,7 @@ def test_records_of_any_kind_become_json(run):
 
 def test_disk_full_while_appending(run, tmp_path):
     run.log_metrics(1, {})
-    run._metrics_file = Path("/dev/full").open("w")  # noqa: SIM115 - the run closes it
+    run._metrics._file = Path("/dev/full").open("w")  # noqa: SIM115 - the run closes it
     with raises(
         HoneError, "MB", "GB free", "trainer.resume_mode=auto", code="E-disk-full", where=str(run.metrics_path)
     ):
