@@ -91,6 +91,20 @@ class Run:
         folder = self.path / ("validation" if validation else "rollouts")
         return read_samples(folder, SampleQuery(step, worst, best, contains, None, limit)).shown
 
+    def coverage(self) -> dict[str, Any]:
+        """Return the fate of every drawn prompt, as `hone runs coverage --json` prints it.
+
+        The keys are ``step``, ``counts``, ``by_epoch``, ``lags``, ``reasons``, ``never_trained``, ``bias``, and ``problem``:
+        None, or the first contradiction of the record.
+
+        Raises:
+            HoneError: the run has no such record, or a line of it is damaged.
+        """
+        from hone.insight.coverage.reading import read_coverage
+        from hone.insight.coverage.report import coverage_report
+
+        return coverage_report(read_coverage(self.path))
+
     def plot(self, *metrics: str, file: str | Path | None = None) -> Path:
         """Draw curves into a PNG, and show it in a notebook.
 

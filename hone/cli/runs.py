@@ -1,15 +1,15 @@
-"""`hone runs`: list, show and compare runs from their directories, and print their samples."""
+"""`hone runs`: list, show and compare runs from their directories, print their samples, and account for their prompts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli import run_samples
+from hone.cli import run_coverage, run_samples
+from hone.cli.run_output import new_console, new_table, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,10 +33,11 @@ _CHARTS = 4  # charts that `show` draws when no metric is named
 
 @app.callback()
 def group() -> None:
-    """List, show and compare runs, and print their samples."""
+    """List, show and compare runs, print their samples, and account for their prompts."""
 
 
 app.command("samples")(run_samples.samples)
+app.command("coverage")(run_coverage.coverage)
 
 
 @app.command("list")
@@ -49,9 +50,9 @@ def list_runs(root: RootOption = Path("runs"), as_json: JsonOption = False) -> N
         raise HoneError(f"no folder '{root}'", fix="--root DIR with the run directories", code="E-runs")
     rows = [_overview(read_whole_run(path, name)) for name, path in run_names(root).items()]
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
-    table = _table("run", "status", "steps>", "reward>", "loss>", "started", "duration>")
+    table = new_table("run", "status", "steps>", "reward>", "loss>", "started", "duration>")
     for row in rows:
         cells = (
             row["name"],
@@ -63,7 +64,7 @@ def list_runs(root: RootOption = Path("runs"), as_json: JsonOption = False) -> N
             _duration(row["seconds"]),
         )
         table.add_row(*cells)
-    _console().print(table if rows else f"no runs under {root}")
+    new_console().print(table if rows else f"no runs under {root}")
 
 
 @app.command("show")
@@ -84,11 +85,11 @@ def show(
     summaries = {name: summary for name in names if (summary := summarise(shown_run, name))}
     if as_json:
         metrics = {name: vars(summary) for name, summary in summaries.items()}
-        _print_json(_overview(shown_run) | {"config": shown_run.config, "record": shown_run.record, "metrics": metrics})
+        print_json(_overview(shown_run) | {"config": shown_run.config, "record": shown_run.record, "metrics": metrics})
         return
-    console = _console()
+    console = new_console()
     _print_head(console, shown_run)
-    table = _table("metric", "first>", "last>", "best>", "at step>", "curve")
+    table = new_table("metric", "first>", "last>", "best>", "at step>", "curve")
     from hone.insight.curves import points, sparkline
 
     room = max(8, min(30, console.width - max(map(len, summaries), default=0) - 52))
@@ -128,15 +129,15 @@ def compare(
             name: {run.name: vars(summary) for run in compared if (summary := summarise(run, name))} for name in names
         }
         overview = [_overview(run) for run in compared]
-        _print_json({"runs": overview, "config": differences, "metrics": summaries, "png": str(png) if png else None})
+        print_json({"runs": overview, "config": differences, "metrics": summaries, "png": str(png) if png else None})
         return
-    console = _console()
+    console = new_console()
     labels = [run.name for run in compared]
-    table = _table("config key", *labels)
+    table = new_table("config key", *labels)
     for key, values in differences.items():
         table.add_row(key, *map(str, values))
     console.print(table if differences else "the configs are equal")
-    table = _table("metric: last (best)", *(f"{label}>" for label in labels))
+    table = new_table("metric: last (best)", *(f"{label}>" for label in labels))
     for name in names:
         cells = [summarise(run, name) for run in compared]
         table.add_row(name, *(_last_and_best(cell) if cell else "" for cell in cells))
@@ -231,29 +232,6 @@ def _draw(png: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
     present = {name: {run: curve for run, curve in by_run.items() if curve} for name, by_run in curves.items()}
     with disk_errors(png):
         draw_png(png, present)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
-
-
-def _table(*columns: str) -> Any:
-    """Return a plain table; a heading that ends in ``>`` marks a right-aligned column."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
-    return table
-
-
-def _print_json(value: Any) -> None:
-    from hone.insight.run_files import jsonable
-
-    typer.echo(json.dumps(jsonable(value), indent=2, ensure_ascii=False))
 
 
 def _number(value: float | None) -> str:

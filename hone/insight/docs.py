@@ -23,12 +23,36 @@ are not finite: such a value is written as the string `"NaN"`, `"Infinity"` or `
 Two runs with one seed on one machine write the same numbers, except for metrics of wall time and memory, marked ⏱.
 """
 
+_NOTES = {
+    "Fates of drawn prompts": """Every prompt that the sampler draws ends in exactly one way: trained, filtered, failed or too old. Until then it is open.
+`coverage.jsonl` in the run directory has one line per prompt with its fate, and one line per step with the counts, which always
+add up to the prompts drawn. A resumed run continues both exactly. A prompt is one dataset row of one pass; all its
+answers together are its group.
+
+`hone runs coverage RUN` shows the fates by epoch, the lags of trained prompts, the reasons of dropped ones, and the prompts that a
+whole epoch never trained; `--png` draws them and `--json` prints everything. The exit code is 1 if the file contradicts itself.
+
+The command also says whether dropped prompts differ from trained ones in prompt length, response length, mean reward or source. It
+names a bias only if a permutation test gives p < 0.01 (Holm-corrected over all comparisons) and the effect is at least moderate:
+|Cliff's delta| >= 0.33, or for sources a total variation of 0.2 beyond chance. Prompts are compared with others of the same period of
+the run, so trends of the run are no bias, and all draws of one row count together. The difference in reward that dynamic sampling
+makes is by design and is not counted.
+""",
+}
+"""Text below the title of a section."""
+
 
 def metrics_page() -> str:
     """Return the page as Markdown."""
     lines = [_HEAD]
     for title, specs in GROUPS.items():
-        lines += [f"## {title}", "", "| Metric | Unit | Reduction | Meaning | Look when |", "|---|---|---|---|---|"]
+        lines += [
+            f"## {title}",
+            "",
+            *([_NOTES[title]] if title in _NOTES else []),
+            "| Metric | Unit | Reduction | Meaning | Look when |",
+            "|---|---|---|---|---|",
+        ]
         for spec in specs:
             mark = " ⏱" if is_timing(spec.name) else ""
             cells = [f"`{spec.name}`{mark}", spec.unit, spec.reduction.value, spec.meaning, spec.alarm]

@@ -5,6 +5,7 @@ Names follow the ecosystem. ``<x>`` in a name means any text, ``<n>`` a number.
 
 from __future__ import annotations
 
+from hone.insight.coverage_metrics import COVERAGE_METRICS
 from hone.insight.episode_metrics import EPISODE_METRICS
 from hone.insight.metric_spec import MetricSpec, Reduction
 from hone.insight.preference_metrics import PREFERENCE_METRICS
@@ -373,6 +374,7 @@ GROUPS: dict[str, tuple[MetricSpec, ...]] = {
     "Policy": _ACTOR,
     "Rewards, advantages and critic": _CRITIC,
     "Samples": _SAMPLES,
+    "Fates of drawn prompts": COVERAGE_METRICS,
     "Episodes of several turns": EPISODE_METRICS,
     "Time and memory": _TIME,
     "Replicas of the engine": REPLICA_METRICS,
