@@ -69,7 +69,7 @@ class CoverageLedger:
     >>> first, second = ledger.draw(row=7, epoch=0), ledger.draw(row=2, epoch=0)
     >>> ledger.admit(first, uid="train:7", source="sums")
     >>> ledger.finish(first)
-    >>> ledger.trained(first, lag=1, reward=0.5, tokens=120.0)
+    >>> ledger.trained(ledger.admitted("train:7"), lag=1, reward=0.5, tokens=120.0)
     >>> {name: count for name, count in ledger.counts().items() if count}
     {'drawn': 2, 'waiting': 1, 'trained': 1}
 
@@ -81,6 +81,7 @@ class CoverageLedger:
         self._lines = lines
         self._drawn = 0
         self._open: dict[int, OpenDraw] = {}
+        self._admitted: dict[str, int] = {}  # draw of each uid that is in flight or finished
         self._fates: Counter[str] = Counter()
         self._unwritten: list[dict[str, Any]] = []
 
@@ -94,9 +95,18 @@ class CoverageLedger:
         return number
 
     def admit(self, draw: int, uid: str, source: str, prompt_tokens: int | None = None) -> None:
-        """Record that the episodes of a waiting draw begin."""
+        """Record that the episodes of a waiting draw begin. The uid identifies its group until the draw ends."""
         entry = self._at(draw, Stage.WAITING)
+        if uid in self._admitted:
+            raise ValueError(f"draw {draw} has the uid '{uid}' of draw {self._admitted[uid]}, which is still open")
         entry.stage, entry.uid, entry.source, entry.prompt_tokens = Stage.IN_FLIGHT, uid, source, prompt_tokens
+        self._admitted[uid] = draw
+
+    def admitted(self, uid: str) -> int:
+        """Return the number of the admitted draw whose group has this uid."""
+        if uid not in self._admitted:
+            raise ValueError(f"no admitted draw has the uid '{uid}'")
+        return self._admitted[uid]
 
     def finish(self, draw: int) -> None:
         """Record that the group of a draw in flight is complete and waits for training."""
@@ -104,7 +114,9 @@ class CoverageLedger:
 
     def returned(self, draw: int) -> None:
         """Record that an admitted draw waits again, because its episodes were lost; a later :meth:`admit` plays it."""
-        self._at(draw, Stage.IN_FLIGHT, Stage.FINISHED).stage = Stage.WAITING
+        entry = self._at(draw, Stage.IN_FLIGHT, Stage.FINISHED)
+        entry.stage = Stage.WAITING
+        del self._admitted[entry.uid]
 
     def trained(self, draw: int, lag: int, reward: float | None = None, tokens: float | None = None) -> None:
         """Record the fate of a finished draw that took part in a weight update.
@@ -144,9 +156,10 @@ class CoverageLedger:
     def _end(
         self, draw: int, fate: Fate, stages: tuple[Stage, ...] = (Stage.IN_FLIGHT, Stage.FINISHED), **facts: Any
     ) -> None:
-        fields = asdict(self._at(draw, *stages)) | {"stage": None, "fate": fate.value} | facts
+        entry = self._at(draw, *stages)
+        fields = asdict(entry) | {"stage": None, "fate": fate.value} | facts
         self._unwritten.append({name: value for name, value in fields.items() if _known(value)})
-        del self._open[draw]
+        del self._open[draw], self._admitted[entry.uid]
         self._fates[fate.value] += 1
 
     # state -----------------------------------------------------------------------------------------------------------
@@ -192,6 +205,7 @@ class CoverageLedger:
         """Continue from the state of a checkpoint; open draws keep their stages (see :meth:`returned`)."""
         entries = [OpenDraw(**{**fields, "stage": Stage(fields["stage"])}) for fields in state["open"]]
         self._open = {entry.draw: entry for entry in entries}
+        self._admitted = {entry.uid: entry.draw for entry in entries if entry.stage is not Stage.WAITING}
         self._drawn, self._fates = state["drawn"], Counter(state["fates"])
         self._unwritten = [dict(record) for record in state["unwritten"]]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ ENDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "too_old": (("in_flight", "finished"), {"lag": 5, "tokens": 900.0}),
 }
 MOVES: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
-    "admit": (("waiting",), "in_flight", {"uid": "train:1", "source": "sums", "prompt_tokens": 7}),
+    "admit": (("waiting",), "in_flight", {"source": "sums", "prompt_tokens": 7}),
     "finish": (("in_flight",), "finished", {}),
     "returned": (("in_flight", "finished"), "waiting", {}),
 }
@@ -92,6 +94,8 @@ class Trial:
 
     def event(self, name: str, draw: int) -> None:
         stages, facts = ENDS[name] if name in ENDS else (MOVES[name][0], MOVES[name][2])
+        if name == "admit":
+            facts = facts | {"uid": f"train:{draw}"}
         before = self.ledger.state_dict()
         if self.at.get(draw) in stages:
             getattr(self.ledger, name)(draw, **facts)
@@ -104,6 +108,10 @@ class Trial:
     def check(self) -> None:
         counts = self.ledger.counts()
         assert counts.pop("drawn") == len(self.at) == sum(counts.values())
+        admitted = {draw for draw, at in self.at.items() if at in ("in_flight", "finished")}
+        assert {entry.uid: entry.draw for entry in self.ledger.open_draws() if entry.draw in admitted} == {
+            f"train:{draw}": self.ledger.admitted(f"train:{draw}") for draw in admitted
+        }
         assert counts == {name: list(self.at.values()).count(name) for name in (*Stage, *Fate)}
 
 
@@ -163,6 +171,47 @@ def test_unknown_draws_and_wrong_stages_are_refused(run: RunDirectory) -> None:
         with pytest.raises(ValueError, match="waiting"):
             getattr(ledger, name)(draw, **ENDS[name][1])
     assert ledger.counts()["waiting"] == 1
+
+
+def test_a_uid_belongs_to_one_admitted_draw(run: RunDirectory) -> None:
+    ledger = CoverageLedger(run.coverage)
+    first, second = ledger.draw(1, 0), ledger.draw(1, 1)
+    ledger.admit(first, "train:1", "sums")
+    with pytest.raises(ValueError, match="train:1"):
+        ledger.admit(second, "train:1", "sums")
+    ledger.returned(first)
+    with pytest.raises(ValueError, match="train:1"):
+        ledger.admitted("train:1")
+    ledger.admit(second, "train:1", "sums")
+    ledger.failed(ledger.admitted("train:1"), "lost")
+    ledger.admit(first, "train:1", "sums")
+    assert ledger.admitted("train:1") == first
+
+
+def test_the_file_survives_kill_minus_nine(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom hone.insight.coverage import CoverageLedger\nfrom hone.insight.run_directory import RunDirectory\n"
+        f"ledger = CoverageLedger(RunDirectory({str(tmp_path)!r}).coverage)\n"
+        "for step in range(10**9):\n"
+        "    for row in range(100):\n"
+        "        draw = ledger.draw(row, step)\n"
+        "        ledger.admit(draw, f'train:{row}', 'sums')\n"
+        "        ledger.finish(draw)\n"
+        "        ledger.trained(draw, 0)\n"
+        "    ledger.write(step)\n"
+        "    if step == 20: sys.stdout.write('go'); sys.stdout.flush()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.read(2) == b"go"
+    finally:
+        process.kill()
+        process.communicate()
+    before = read_coverage(tmp_path)
+    assert before.problem is None and max(before.steps) >= 20
+    RunDirectory(tmp_path).rewind(7)
+    after = read_coverage(tmp_path)
+    assert after.problem is None and after.counts["trained"] == 800 and max(after.steps) == 7
 
 
 def test_lines_have_the_facts_and_steps_end_with_the_counts(run: RunDirectory) -> None:
