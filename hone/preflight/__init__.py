@@ -9,6 +9,7 @@ from __future__ import annotations
 from hone.preflight import (
     agents,
     algorithm,
+    asynchronous,
     batches,
     checkpoints,
     cluster,
@@ -39,6 +40,7 @@ __all__ = [
     "Stage",
     "agents",
     "algorithm",
+    "asynchronous",
     "batch_plan",
     "batches",
     "check",

@@ -211,13 +211,26 @@ def _order_switches(config: RLConfig) -> list[Switch]:
 
 
 def _runtime_switches(config: RLConfig) -> list[Switch]:
-    """Keys of Ray without Ray, and of validation without validation rows."""
+    """Keys of Ray without Ray, of asynchronous training without it, and of validation without validation rows."""
+    asynchronous, block = RunSpec(config).asynchronous, "trainer.async_training"
     keys = [key.path for key in documentation(RLConfig)]
     ray = tuple(path for path in keys if path.startswith("ray."))
     sampling = tuple(path for path in keys if path.startswith("actor_rollout_ref.rollout.val_kwargs."))
     validation = (*sampling, "trainer.log_val_generations", "data.val_batch_size")
     return [
         Switch(ray, config.trainer.runtime == "ray", "trainer.runtime=local starts no Ray", "trainer.runtime=ray"),
+        Switch(
+            (f"{block}.partial_rollouts", f"{block}.order", f"{block}.engine_threads"),
+            asynchronous,
+            f"{block}.max_staleness=0 takes turns",
+            f"{block}.max_staleness=1",
+        ),
+        Switch(
+            (f"{block}.engine_threads",),
+            not asynchronous or config.trainer.runtime == "local",
+            "on Ray an engine process takes the cores of its worker",
+            "trainer.runtime=local",
+        ),
         Switch(validation, bool(config.data.val_files), "data.val_files=null", "data.val_files=FILE"),
     ]
 

@@ -20,6 +20,7 @@ from hone.cluster.reward_model import JUDGED, JUDGEMENT
 from hone.cluster.roles import RoleUpdate
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.data.types import Sample
 from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
@@ -27,6 +28,7 @@ from hone.rewards.placement import share_rewards, token_rewards
 from hone.trainers.estimates import estimate
 from hone.trainers.judged_rewards import JudgedRewards
 from hone.trainers.reporting import batch_metrics, rollout_records
+from hone.trainers.saved_groups import load_groups, save_groups
 from hone.trainers.scoring import TrainingRewards
 from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
@@ -233,6 +235,16 @@ class BatchOps:
     def _dump(self, name: str, batch: Batch) -> Path:
         """Write a batch that violated an invariant to ``dumps/``."""
         return self.directory.write_records(self.directory.path / "dumps" / f"{name}.jsonl", rollout_records(batch))
+
+    @dispatch(Split.ZERO, objects=True)
+    def save_groups(self, batch: Batch, location: str) -> None:
+        """Write finished groups to the checkpoint at ``location``."""
+        save_groups(location, batch)
+
+    @dispatch(Split.ZERO)
+    def load_groups(self, location: str, samples: Mapping[str, Sample]) -> Batch:
+        """Return the finished groups of a checkpoint, given the sample of every uid."""
+        return load_groups(location, samples)
 
     # state -----------------------------------------------------------------------------------------------------------
 

@@ -152,16 +152,15 @@ class GroupBuffer:
             del self._admitted_at[uid]
         self._training = []
 
-    def state(self) -> list[tuple[str, int, Group | None]]:
-        """Return uid, version at admission and finished group (or None) of every waiting group, in order of admission.
-
-        Finished groups come in order of completion after :meth:`restore`, which is the order of admission.
-        """
+    def open_groups(self) -> list[tuple[str, int, Group | None]]:
+        """Return uid, version at admission and finished group (or None) of every group to train, in order of admission."""
         return [(uid, self._admitted_at[uid], self._finished.get(uid)) for uid in self._waiting]
 
-    def restore(self, version: int, uids: Sequence[tuple[str, int]]) -> None:
-        """Admit groups of an earlier run, with their versions at admission, at the current ``version``."""
-        self.version = version
-        for uid, admitted_at in uids:
-            self.admit([uid])
-            self._admitted_at[uid] = admitted_at
+    def readmit(self, uid: str, version: int) -> None:
+        """Admit a group of a resumed run, as of the given version.
+
+        Raises:
+            ValueError: see :meth:`admit`.
+        """
+        self.admit([uid])
+        self._admitted_at[uid] = version

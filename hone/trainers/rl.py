@@ -420,10 +420,13 @@ class RLTrainer:
         roles = [role for role in (self.actor, self.critic) if role is not None]
         for role in roles:
             await role.stage(location)
+        rollouter, finished = self.rollouter.state_dict(), self.rollouter.finished_groups()
+        if finished:
+            await self.batch_ops.save_groups(concat_batches([group.batch for group in finished]), location)
         state: dict[str, Any] = {
             "step": self.step,
             "sampler": self.sampler.state_dict(),
-            "rollouter": self.rollouter.state_dict(),
+            "rollouter": rollouter,
             **await self.batch_ops.state_dict(),
         }
 
@@ -435,6 +438,9 @@ class RLTrainer:
 
     def _load_state(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
-        self.rollouter.load_state_dict(state["rollouter"])
-        self.batch_ops.load_state_dict(state).result()
         self.buffer.release(self.step)
+        location = str(self.session.resumed_from)
+        self.rollouter.load_state_dict(
+            state["rollouter"], lambda samples: self.batch_ops.load_groups(location, samples).result()
+        )
+        self.batch_ops.load_state_dict(state).result()

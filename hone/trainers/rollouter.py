@@ -77,8 +77,10 @@ class Rollouter:
         self._score = score
         self._row_of: dict[str, int] = {}  # row of each uid, filled on first use
         self._rows: deque[int] = deque()  # drawn from the sampler and not played yet
+        self._open_rows: dict[str, int] = {}  # row of every group in the buffer
         self._draws: Counter[str] = Counter()  # prompts drawn since the last weight update
         self._seeding_of: dict[str, tuple[Any, ...]] = {}  # of the groups under way
+        self._restored: list[Sample] = []  # under way at the checkpoint, and not started again yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._held = False
@@ -115,6 +117,9 @@ class Rollouter:
 
     def begin(self) -> None:
         """Admit prompts to all free slots and start their groups; do nothing during :meth:`drain`."""
+        restored, self._restored = self._restored, []
+        for sample in restored:
+            self._start(sample, self._seeding_of[sample.uid])
         while not self._held and self.buffer.free_slots:
             (sample,) = self._draw(1)
             self.buffer.admit([sample.uid])
@@ -153,6 +158,7 @@ class Rollouter:
     def published(self, version: int) -> None:
         """Free the slots of the trained groups after the weight update to ``version``, and continue."""
         self.buffer.release(version)
+        self._open_rows = {uid: row for uid, row in self._open_rows.items() if uid in self.buffer}
         self._draws.clear()
         self._held = False
         if self._score is not None:
@@ -216,12 +222,43 @@ class Rollouter:
         self.sampler.observe({row: sum(values) / len(values) for row, values in rewards_by_row.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows that were drawn and not played yet."""
-        return {"rows": list(self._rows)}
+        """Return the rows that were drawn and not played yet, and the identity of every group in the buffer."""
+        groups = [
+            {"uid": uid, "row": self._open_rows[uid], "version": version, "seeding": self._seeding_of.get(uid)}
+            for uid, version, _ in self.buffer.open_groups()
+        ]
+        return {"rows": list(self._rows), "draws": dict(self._draws), "groups": groups}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the rows of :meth:`state_dict`."""
-        self._rows = deque(state["rows"])
+    def finished_groups(self) -> list[Group]:
+        """Return the finished groups of the buffer, in order of admission."""
+        return [group for _, _, group in self.buffer.open_groups() if group is not None]
+
+    def load_state_dict(self, state: dict[str, Any], finished: Callable[[dict[str, Sample]], AnyBatch]) -> None:
+        """Restore :meth:`state_dict` into an empty buffer at the resumed version.
+
+        Args:
+            state: saved state. Groups that were under way are played again with their seeds, under the current weights.
+            finished: function that returns the finished groups as one batch, given their samples by uid.
+        """
+        self._rows, self._draws = deque(state["rows"]), Counter(state.get("draws", {}))
+        groups = state.get("groups", [])
+        samples = {group["uid"]: self._sample(group["row"], group["uid"]) for group in groups}
+        self._open_rows = {group["uid"]: group["row"] for group in groups}
+        done = {group["uid"]: samples[group["uid"]] for group in groups if group["seeding"] is None}
+        for group in groups:
+            uid = group["uid"]
+            self.buffer.readmit(uid, group["version"] if uid in done else self.buffer.version)
+            if uid not in done:
+                self._seeding_of[uid] = tuple(group["seeding"])
+                self._restored.append(samples[uid])
+        if done:
+            batch = finished(done)
+            for uid, rows in rows_by_uid(batch.uids).items():
+                self.buffer.put(samples[uid], batch.reorder(rows))
+
+    def _sample(self, row: int, uid: str) -> Sample:
+        sample = self.dataset[row]
+        return sample if sample.uid == uid else dataclasses.replace(sample, uid=uid)
 
     def _draw(self, count: int) -> list[Sample]:
         """Return the next ``count`` prompts. A repeated prompt between two updates is a separate group with its random streams."""
@@ -229,12 +266,13 @@ class Rollouter:
             self._rows.extend(self.sampler.next_batch())
         samples = []
         for _ in range(count):
-            sample = self.dataset[self._rows.popleft()]
-            name, uid = sample.uid, ""
+            row = self._rows.popleft()
+            name, uid = self.dataset[row].uid, ""
             while not uid or uid in self.buffer:
                 self._draws[name] += 1
                 uid = name if self._draws[name] == 1 else f"{name}~{self._draws[name]}"
-            samples.append(sample if uid == name else dataclasses.replace(sample, uid=uid))
+            self._open_rows[uid] = row
+            samples.append(self._sample(row, uid))
         return samples
 
 

@@ -382,4 +382,44 @@ def adapter_of(world, base: str) -> None:
     world.write("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": base}))
 
 
-KEY_CASES = [*BATCHES, *METHODS, *NAMES, *PROCESSES, *PREFERENCES]
+ASYNC = "trainer.async_training"
+ASYNCHRONOUS = [
+    Case(
+        "R65 asynchronous.something_to_overlap",
+        f"{ROLLOUT}.name=hf",
+        ("max_staleness=2", "'hf'"),
+        fix=f"{ROLLOUT}.name=native",
+        given=f"{ASYNC}.max_staleness=2",
+    ),
+    Case(
+        "R65 asynchronous.something_to_overlap",
+        RAY,
+        ("max_staleness=1", "'native'"),
+        fix=f"{ROLLOUT}.enable_resource_pool=true {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1",
+        given=f"{RAY} {ASYNC}.max_staleness=1",
+    ),
+    Case(
+        "R66 asynchronous.age_is_corrected",
+        f"{CORRECTION}.preset=disabled",
+        ("max_staleness=2", "2 updates"),
+        fix=f"{CORRECTION}.preset=decoupled_token_is",
+        given=f"{ASYNC}.max_staleness=2",
+        warns=True,
+    ),
+    Case(
+        "R67 asynchronous.responses_can_be_interrupted",
+        f"{ASYNC}.partial_rollouts=true",
+        ("partial_rollouts=true", "END"),
+        fix=f"{ASYNC}.partial_rollouts=false",
+        given=f"{ASYNC}.max_staleness=1 {ROLLOUT}.stop=[END]",
+    ),
+    Case(
+        "R23 effectless.effectless_keys",
+        f"{ASYNC}.order=ready_first",
+        ("order=ready_first", "max_staleness=0"),
+        fix=f"{ASYNC}.max_staleness=1",
+        warns=True,
+    ),
+]
+
+KEY_CASES = [*BATCHES, *METHODS, *NAMES, *PROCESSES, *PREFERENCES, *ASYNCHRONOUS]

@@ -1,0 +1,70 @@
+"""Asynchronous runs with a real engine process: bounded age, exact resume after a kill, interrupted responses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.launch import Command, hone, kill
+from support.world import World, metrics, records, rl_command, run_record
+
+NATIVE = (
+    "trainer.async.max_staleness=1",
+    "trainer.rollout_dump_freq=1",
+    "trainer.total_training_steps=6",
+    "preflight.reward_rows=0",
+)
+
+
+def train(world: World, run: Path, *overrides: str) -> None:
+    ended = hone(*rl_command(world, run, "grpo", *NATIVE, *overrides), log=run.with_suffix(".log"))
+    assert ended.code == 0, ended.output
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("async") / "run"
+    train(world, run, "trainer.save_freq=2")
+    return run
+
+
+def test_groups_are_one_update_old_and_their_tokens_say_so(undisturbed: Path) -> None:
+    rows = metrics(undisturbed)
+    assert [row["training/staleness"] for row in rows if row["step"]] == [0, 1, 1, 1, 1, 1]
+    for step in range(1, 7):
+        assert {tuple(record["weight_versions"]) for record in records(undisturbed, step)} == {(max(0, step - 2),) * 2}
+    assert rows[-1]["rollout_corr/log_ratio_abs_max"] > 0, "the correction compares old tokens with the present policy"
+
+
+def test_a_killed_run_resumes_as_if_nothing_had_happened(world: World, undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = Command(rl_command(world, run, "grpo", *NATIVE, "trainer.save_freq=2"), log=tmp_path / "killed.log")
+    assert command.wait_until(lambda: (run / "checkpoints/step_4/checkpoint.json").exists())
+    assert kill(command) < 0
+    train(world, run, "trainer.save_freq=2")
+    for step in range(1, 7):
+        ours, theirs = records(run, step), records(undisturbed, step)
+        for name in ("uid", "response_ids", "score", "weight_versions"):
+            assert [record[name] for record in ours] == [record[name] for record in theirs], (step, name)
+    # log-probs depend in their last bits on the requests that the engine computes together
+    for ours, theirs in zip(metrics(run), metrics(undisturbed), strict=True):
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
+    assert run_record(run)["status"] == "finished"
+
+
+def test_new_weights_interrupt_responses(world: World, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(
+        world,
+        run,
+        "trainer.async.partial_rollouts=true",
+        "trainer.async.max_staleness=2",
+        "trainer.async.order=ready_first",
+    )
+    rows = [row for row in metrics(run) if row["step"]]
+    assert max(row["training/staleness"] for row in rows) <= 2
+    versions = [tuple(record["weight_versions"]) for step in range(1, 7) for record in records(run, step)]
+    assert all(
+        last < step for step in range(1, 7) for record in records(run, step) for last in record["weight_versions"][1:]
+    )
+    assert len({version for pair in versions for version in pair}) > 2
