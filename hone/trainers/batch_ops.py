@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
 from hone.rewards.placement import share_rewards, token_rewards
 from hone.trainers.estimates import estimate
+from hone.trainers.group_filter import GroupMeans
 from hone.trainers.judged_rewards import JudgedRewards
 from hone.trainers.reporting import batch_metrics, rollout_records
 from hone.trainers.saved_groups import load_groups, save_groups
@@ -97,6 +99,11 @@ class BatchOps:
     def values_of(self, batch: Batch, metric: str | None) -> tuple[list[float], list[str] | None]:
         """Return the values that dynamic sampling compares; see :func:`values_of`."""
         return values_of(batch, metric)
+
+    @dispatch(Split.ZERO, objects=True)
+    def group_means(self, batch: Batch) -> dict[str, GroupMeans]:
+        """Return mean reward (None before scoring) and mean response length of each group."""
+        return group_means(batch)
 
     @dispatch(Split.ZERO, objects=True)
     def place_rewards(self, batch: Batch) -> Batch:
@@ -276,6 +283,22 @@ def values_of(batch: Batch, metric: str | None) -> tuple[list[float], list[str] 
     if metric is None or not valid or any(metric in score.terms for score in valid):
         return values, None
     return values, sorted({name for score in valid for name in score.terms})
+
+
+def group_means(batch: Batch) -> dict[str, GroupMeans]:
+    """Return mean reward (None before scoring) and mean response length of each group."""
+    rewards = [score.quality for score in batch.objects("score")] if "score" in batch else None
+    lengths = batch.ragged("response_ids").lengths.tolist()
+    rows: dict[str, list[int]] = {}
+    for row, uid in enumerate(batch.uids):
+        rows.setdefault(uid, []).append(row)
+    return {
+        uid: GroupMeans(
+            None if rewards is None else fmean(rewards[row] for row in members),
+            fmean(lengths[row] for row in members),
+        )
+        for uid, members in rows.items()
+    }
 
 
 def baselines(batch: Batch, greedy: Batch) -> Tensor:

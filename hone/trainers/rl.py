@@ -37,6 +37,7 @@ from hone.data.seeding import derive_seed
 from hone.data.types import Sample
 from hone.generation import is_served
 from hone.insight import activity
+from hone.insight.coverage import CoverageLedger, coverage_metrics
 from hone.insight.metrics import MetricStore
 from hone.trainers.batch_ops import BatchOps
 from hone.trainers.episodes import Episodes, concat_batches
@@ -129,12 +130,15 @@ class RLTrainer:
             self.sampler,
             self._play,
             self.buffer,
+            CoverageLedger(self.session.directory.coverage),
             n=n,
             seed=config.trainer.seed,
+            means=self.batch_ops.group_means,
             group_filter=self.group_filter,
             broken_in=self.broken_groups if agent.on_error == "drop" else None,
             max_error_rate=agent.max_error_rate,
             score=self._scored if self.spec.asynchronous else None,
+            partial_rollouts=keys.partial_rollouts,
         )
         check_stages(self.stages())
         if resume is not None:
@@ -329,10 +333,7 @@ class RLTrainer:
 
     async def publish(self, batch: AnyBatch) -> AnyBatch:
         """Send the new weights to the engines, and free the slots of the trained groups."""
-        if self.spec.asynchronous and not self.config.trainer.async_training.partial_rollouts:
-            await self.rollouter.drain()
-        await self._publish()
-        self.rollouter.published(self.step)
+        await self.rollouter.publish(self.step, self._publish, await self.batch_ops.group_means(batch))
         return batch
 
     async def _publish(self) -> None:
@@ -377,6 +378,8 @@ class RLTrainer:
             await self.batch_ops.write_rollouts(batch, self.step)
         if self.session.wants_samples:
             self.session.samples(self.step, await self.batch_ops.records(batch))
+        self.rollouter.ledger.write(self.step)
+        self.metrics.update(coverage_metrics(self.rollouter.ledger.counts()))
         self.metrics.add("training/global_step", self.step)
         self.metrics.add("training/epoch", self.sampler.epoch)
         memory_metrics(self.metrics)
@@ -420,12 +423,14 @@ class RLTrainer:
         roles = [role for role in (self.actor, self.critic) if role is not None]
         for role in roles:
             await role.stage(location)
-        rollouter, finished = self.rollouter.state_dict(), self.rollouter.finished_groups()
+        # together and without waiting: in asynchronous training groups finish at any time
+        sampler, rollouter = self.sampler.state_dict(), self.rollouter.state_dict()
+        finished = self.rollouter.finished_groups()
         if finished:
             await self.batch_ops.save_groups(concat_batches([group.batch for group in finished]), location)
         state: dict[str, Any] = {
             "step": self.step,
-            "sampler": self.sampler.state_dict(),
+            "sampler": sampler,
             "rollouter": rollouter,
             **await self.batch_ops.state_dict(),
         }

@@ -6,7 +6,7 @@ learner waits. During training (:meth:`Rollouter.begin`), every group is a task:
     task           waits for                                   is resumed by
     group          an engine and its tools, then its score     the engine, the reward workers
     learner        a complete batch (``next_batch``)           the group that completes it, or the first error
-    weight sync    groups under way (``drain``)                the last of them; with partial rollouts it does not wait
+    weight sync    groups under way (``publish``)              the last of them; with partial rollouts it does not wait
     admission      a free slot, and no weight sync             ``begin`` after the weight update, an evicted group
     checkpoint     nothing: it saves finished groups, and the identity of those under way
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from hone.cluster.runtime import AnyBatch
@@ -27,8 +27,9 @@ from hone.data.sampler import EpochSampler
 from hone.data.types import Sample
 from hone.errors import EpisodeError
 from hone.insight import activity
+from hone.insight.coverage import EQUAL_ANSWERS, CoverageLedger, Stage
 from hone.trainers.group_buffer import Group, GroupBuffer
-from hone.trainers.group_filter import GroupFilter
+from hone.trainers.group_filter import GroupFilter, GroupMeans
 
 Play = Callable[[Sequence[Sample], tuple[Any, ...]], Awaitable[AnyBatch]]
 """Function of (samples, seeding) that returns a batch of n episodes per sample, in order."""
@@ -44,6 +45,8 @@ class Rollouter:
         sampler: sampler of dataset rows.
         play: function that plays the episodes.
         buffer: buffer of the groups.
+        ledger: record of the fate of every prompt that is drawn.
+        means: function of a batch that returns means of each group, for the ledger.
         n: responses per prompt.
         seed: run seed; every response draws from (seed, step, row, index).
         group_filter: filter that selects finished groups to replace by new prompts; None keeps all.
@@ -51,6 +54,7 @@ class Rollouter:
             failed episode ends the run.
         max_error_rate: largest share of a step's groups that may be replaced this way.
         score: function that scores finished groups in asynchronous training.
+        partial_rollouts: let new weights interrupt the groups under way instead of waiting for them.
 
     Attributes:
         dropped: number of groups replaced in this step because of a failed episode.
@@ -62,22 +66,26 @@ class Rollouter:
         sampler: EpochSampler,
         play: Play,
         buffer: GroupBuffer,
+        ledger: CoverageLedger,
         *,
         n: int,
         seed: int,
+        means: Callable[[AnyBatch], Awaitable[dict[str, GroupMeans]]],
         group_filter: GroupFilter | None = None,
         broken_in: Callable[[AnyBatch], Awaitable[list[str]]] | None = None,
         max_error_rate: float = 0.0,
         score: Score | None = None,
+        partial_rollouts: bool = False,
     ) -> None:
         self.dataset, self.sampler, self.play, self.buffer = dataset, sampler, play, buffer
+        self.ledger, self._means, self._partial_rollouts = ledger, means, partial_rollouts
         self.n, self.seed = n, seed
         self.group_filter, self.broken_in, self.max_error_rate = group_filter, broken_in, max_error_rate
         self.dropped = 0
         self._score = score
         self._row_of: dict[str, int] = {}  # row of each uid, filled on first use
-        self._rows: deque[int] = deque()  # drawn from the sampler and not played yet
-        self._open_rows: dict[str, int] = {}  # row of every group in the buffer
+        self._drawn: deque[tuple[int, int]] = deque()  # row and draw of the ledger, not played yet
+        self._training: list[Group] = []
         self._draws: Counter[str] = Counter()  # prompts drawn since the last weight update
         self._seeding_of: dict[str, tuple[Any, ...]] = {}  # of the groups under way
         self._restored: list[Sample] = []  # under way at the checkpoint, and not started again yet
@@ -96,27 +104,29 @@ class Rollouter:
         if self.group_filter:
             self.group_filter.begin()
         if self._score is None:
-            return await self._by_turns(step)
-        self.begin()
-        with activity.waiting(f"groups of step {step}", on=["rollout"]):
-            await self._until(lambda: self.buffer.ready)
-        return self.buffer.take()
+            await self._play_batch(step)
+        else:
+            self.begin()
+            with activity.waiting(f"groups of step {step}", on=["rollout"]):
+                await self._until(lambda: self.buffer.ready)
+        self._training = self.buffer.take()
+        return self._training
 
-    async def _by_turns(self, step: int) -> list[Group]:
+    async def _play_batch(self, step: int) -> None:
         self._draws.clear()
         while True:
             samples = self._draw(self.buffer.free_slots)
             self.buffer.admit([sample.uid for sample in samples])
             await self._produce(samples, (self.seed, "rollout", step))
             if self.buffer.ready:
-                return self.buffer.take()
+                return
             if self.group_filter is not None:
                 self.group_filter.check_budget(self.buffer.free_slots)
 
     # during training -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Admit prompts to all free slots and start their groups; do nothing during :meth:`drain`."""
+        """Admit prompts to all free slots and start their groups; admit none while :meth:`publish` waits."""
         restored, self._restored = self._restored, []
         for sample in restored:
             self._start(sample, self._seeding_of[sample.uid])
@@ -149,16 +159,25 @@ class Rollouter:
             self._changed.clear()
             await self._changed.wait()
 
-    async def drain(self) -> None:
-        """Start no more groups, and wait for those under way, until :meth:`published`."""
-        self._held = True
-        with activity.waiting("groups under way, before new weights", on=["rollout"]):
-            await self._until(lambda: not self._tasks)
+    async def publish(self, version: int, sync: Callable[[], Awaitable[None]], means: Mapping[str, GroupMeans]) -> None:
+        """Send the weights of the update to ``version``, and free the slots of the groups that it trained on.
 
-    def published(self, version: int) -> None:
-        """Free the slots of the trained groups after the weight update to ``version``, and continue."""
+        Args:
+            version: version of the new weights.
+            sync: function that sends them. In asynchronous training it is called when no group is under way, or with
+                ``partial_rollouts`` at once.
+            means: means of the trained groups.
+        """
+        if self._score is not None and not self._partial_rollouts:
+            self._held = True
+            with activity.waiting("groups under way, before new weights", on=["rollout"]):
+                await self._until(lambda: not self._tasks)
+        await sync()
+        for group in self._training:
+            draw = self.ledger.admitted(group.uid)
+            self.ledger.trained(draw, self.buffer.staleness(group), *means[group.uid])
+        self._training = []
         self.buffer.release(version)
-        self._open_rows = {uid: row for uid, row in self._open_rows.items() if uid in self.buffer}
         self._draws.clear()
         self._held = False
         if self._score is not None:
@@ -184,10 +203,13 @@ class Rollouter:
         elif self._score is not None and samples:
             batch = await self._score(batch)
         rows = rows_by_uid(batch.uids)
+        means = await self._means(batch) if evicted else {}
         for sample in samples:
             self.buffer.put(sample, batch.reorder(rows[sample.uid]))
+            self.ledger.finish(self.ledger.admitted(sample.uid))
         for uid in evicted:
             self.buffer.evict(uid)
+            self.ledger.filtered(self.ledger.admitted(uid), EQUAL_ANSWERS, *means[uid])
 
     async def _without_broken(self, samples: Sequence[Sample], batch: AnyBatch) -> AnyBatch:
         """Remove groups with failed episodes from a batch and free their slots for the next prompts."""
@@ -203,11 +225,12 @@ class Rollouter:
                 fix="fix the cause (the log has each error), or raise actor_rollout_ref.rollout.agent.max_error_rate",
                 where="actor_rollout_ref.rollout.agent",
             )
-        rows = rows_by_uid(batch.uids)
+        rows, means = rows_by_uid(batch.uids), await self._means(batch)
         for sample in samples:
             if sample.uid in broken:
                 self.buffer.put(sample, batch.reorder(rows[sample.uid]))
                 self.buffer.evict(sample.uid)
+                self.ledger.failed(self.ledger.admitted(sample.uid), "failed episode", *means[sample.uid])
         return batch.reorder([row for uid, group_rows in rows.items() if uid not in broken for row in group_rows])
 
     def report(self, uids: Sequence[str], rewards: Sequence[float]) -> None:
@@ -222,12 +245,12 @@ class Rollouter:
         self.sampler.observe({row: sum(values) / len(values) for row, values in rewards_by_row.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows that were drawn and not played yet, and the identity of every group in the buffer."""
+        """Return the identity of every group in the buffer, and the ledger, which has the rows of all open draws."""
         groups = [
-            {"uid": uid, "row": self._open_rows[uid], "version": version, "seeding": self._seeding_of.get(uid)}
-            for uid, version, _ in self.buffer.open_groups()
+            {"uid": uid, "version": version, "seeding": None if group is not None else self._seeding_of[uid]}
+            for uid, version, group in self.buffer.open_groups()
         ]
-        return {"rows": list(self._rows), "draws": dict(self._draws), "groups": groups}
+        return {"ledger": self.ledger.state_dict(), "draws": dict(self._draws), "groups": groups}
 
     def finished_groups(self) -> list[Group]:
         """Return the finished groups of the buffer, in order of admission."""
@@ -240,10 +263,11 @@ class Rollouter:
             state: saved state. Groups that were under way are played again with their seeds, under the current weights.
             finished: function that returns the finished groups as one batch, given their samples by uid.
         """
-        self._rows, self._draws = deque(state["rows"]), Counter(state.get("draws", {}))
-        groups = state.get("groups", [])
-        samples = {group["uid"]: self._sample(group["row"], group["uid"]) for group in groups}
-        self._open_rows = {group["uid"]: group["row"] for group in groups}
+        self.ledger.load_state_dict(state["ledger"])
+        draws = self.ledger.open_draws()
+        self._drawn = deque((draw.row, draw.draw) for draw in draws if draw.stage is Stage.WAITING)
+        self._draws, groups = Counter(state["draws"]), state["groups"]
+        samples = {draw.uid: self._sample(draw.row, draw.uid) for draw in draws if draw.stage is not Stage.WAITING}
         done = {group["uid"]: samples[group["uid"]] for group in groups if group["seeding"] is None}
         for group in groups:
             uid = group["uid"]
@@ -262,17 +286,19 @@ class Rollouter:
 
     def _draw(self, count: int) -> list[Sample]:
         """Return the next ``count`` prompts. A repeated prompt between two updates is a separate group with its random streams."""
-        while len(self._rows) < count:
-            self._rows.extend(self.sampler.next_batch())
+        while len(self._drawn) < count:
+            rows = self.sampler.next_batch()
+            self._drawn.extend((row, self.ledger.draw(row, self.sampler.epoch)) for row in rows)
         samples = []
         for _ in range(count):
-            row = self._rows.popleft()
+            row, draw = self._drawn.popleft()
             name, uid = self.dataset[row].uid, ""
             while not uid or uid in self.buffer:
                 self._draws[name] += 1
                 uid = name if self._draws[name] == 1 else f"{name}~{self._draws[name]}"
-            self._open_rows[uid] = row
-            samples.append(self._sample(row, uid))
+            sample = self._sample(row, uid)
+            self.ledger.admit(draw, uid, sample.data_source, len(sample.prompt_ids))
+            samples.append(sample)
         return samples
 
 

@@ -46,6 +46,11 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(world: World, undisturb
         ours, theirs = records(run, step), records(undisturbed, step)
         for name in ("uid", "response_ids", "score", "weight_versions"):
             assert [record[name] for record in ours] == [record[name] for record in theirs], (step, name)
+    assert (run / "coverage.jsonl").read_text().count('"trained"') == (
+        undisturbed / "coverage.jsonl"
+    ).read_text().count('"trained"')
+    report = hone("runs", "coverage", run, "--json", log=tmp_path / "coverage.log")
+    assert report.code == 0, report.output
     # log-probs depend in their last bits on the requests that the engine computes together
     for ours, theirs in zip(metrics(run), metrics(undisturbed), strict=True):
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +22,13 @@ from hone.data.sampler import EpochSampler
 from hone.data.types import Sample, StopReason
 from hone.errors import ConfigError
 from hone.generation.protocol import Completion, SamplingParams
+from hone.insight.coverage import CoverageLedger
 from hone.insight.metrics import MetricStore
+from hone.insight.step_lines import StepLines
 from hone.rewards.score import Score
-from hone.trainers.batch_ops import values_of
+from hone.trainers.batch_ops import group_means, values_of
 from hone.trainers.group_buffer import GroupBuffer
-from hone.trainers.group_filter import GroupFilter
+from hone.trainers.group_filter import GroupFilter, GroupMeans
 from hone.trainers.rollouter import Rollouter
 
 N = 3
@@ -86,15 +89,32 @@ def rollouter(
     async def values(batch, name):
         return values_of(batch, name)
 
+    async def means(batch):
+        return group_means(batch)
+
     filtering = GroupFilter(FilterGroupsConfig(True, metric, limit), scored, values, batch)
-    made = Rollouter(dataset, sampler, play, GroupBuffer(batch), n=N, seed=5, group_filter=filtering)
+    ledger = CoverageLedger(StepLines(Path("none")))
+    made = Rollouter(
+        dataset, sampler, play, GroupBuffer(batch), ledger, n=N, seed=5, means=means, group_filter=filtering
+    )
     made.asked = worker.engine.asked  # type: ignore[attr-defined]
     return made
 
 
 def step(rollouter: Rollouter, number: int) -> list:
-    groups = asyncio.run(rollouter.next_batch(number))
-    rollouter.buffer.release(number)
+    async def turn() -> list:
+        groups = await rollouter.next_batch(number)
+        means = {group.uid: GroupMeans(1.0, 2.0) for group in groups}
+        await rollouter.publish(number, sync, means)
+        return groups
+
+    async def sync() -> None:
+        """There are no weights."""
+
+    groups = asyncio.run(turn())
+    counts = rollouter.ledger.counts()
+    assert counts["drawn"] == sum(count for name, count in counts.items() if name != "drawn")
+    assert counts["in_flight"] == counts["finished"] == 0
     return [
         (
             group.uid,
