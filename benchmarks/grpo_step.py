@@ -329,19 +329,12 @@ def machine(threads: int) -> str:
 
 async def compare(files: Path, workload: Workload, dtype: str, arguments: argparse.Namespace) -> None:
     """Measure and print the rows of one dtype."""
-    threads, warm_up = arguments.threads, 2
+    threads, warm_up = arguments.threads, arguments.warm_up
     label = f"{workload.name:11} {dtype:8}"
+    kinds = {"Hone": (), "Hone, recomputed": ("actor_rollout_ref.actor.recompute_old_log_probs=true",)}
     ours = [
-        Hone("Hone", files, workload, dtype, threads, *arguments.overrides),
-        Hone(
-            "Hone, recomputed",
-            files,
-            workload,
-            dtype,
-            threads,
-            "actor_rollout_ref.actor.recompute_old_log_probs=true",
-            *arguments.overrides,
-        ),
+        Hone(name, files, workload, dtype, threads, *kinds[name], *arguments.overrides)
+        for name in list(kinds)[: 1 if arguments.no_recomputed else 2]
     ]
     theirs = [
         Trl(files, workload, dtype, threads, micro)
@@ -371,10 +364,12 @@ async def compare(files: Path, workload: Workload, dtype: str, arguments: argpar
         f"{least.rate:.0f} a second; {best[0] / least.seconds:.2f}x as fast as TRL"
     )
     for hone in ours:
-        phases = {name: statistics.median(taken[warm_up:]) for name, taken in hone.phases.items()}
+        walls = [taken.wall for taken in seconds[hone.name]]
+        middle = walls.index(statistics.median_high(walls))  # the parts of one step add up, medians of them do not
+        phases = {name: taken[warm_up + middle] for name, taken in hone.phases.items()}
         print(
             f"{dtype:9} {hone.name + ' spends':22} "
-            + ", ".join(f"{k} {v:.3f} ({v / medians[hone.name].wall:.0%})" for k, v in phases.items() if v > 0.0005)
+            + ", ".join(f"{k} {v:.3f} ({v / walls[middle]:.0%})" for k, v in phases.items() if v > 0.0005)
         )
     print(flush=True)
 
@@ -382,7 +377,9 @@ async def compare(files: Path, workload: Workload, dtype: str, arguments: argpar
 def options(description: str | None, repeats: int) -> argparse.ArgumentParser:
     """Return the parser of the options that every comparison has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=repeats, help="timed steps of each, after two to warm up")
+    parser.add_argument("--repeats", type=int, default=repeats, help="timed steps of each")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before the timed ones")
+    parser.add_argument("--no-recomputed", action="store_true", help="leave the further pass for old log-probs out")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
     parser.add_argument("--workload", choices=["uniform", "long-tailed"], action="append", help="default: both")
