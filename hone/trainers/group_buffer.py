@@ -42,7 +42,7 @@ class GroupBuffer:
     """Buffer that admits prompt groups, collects finished ones, and returns batches.
 
     In order of admission, early batches are not biased to short responses and runs are reproducible. With ``ready_first`` a batch has
-    the groups whose bound is reached, then those that finished first.
+    the groups that must be in it so that no later batch exceeds the bound, then those that finished first.
 
     Args:
         groups_per_batch: prompts per step.
@@ -85,8 +85,15 @@ class GroupBuffer:
         """Return the uids of the next batch; in part if it is not complete."""
         if not self.ready_first:
             return list(self._waiting)[: self.groups_per_batch]
-        due = [uid for uid in self._waiting if self.version - self._admitted_at[uid] >= self.max_staleness]
-        return [*due, *(uid for uid in self._finished if uid not in due)][: self.groups_per_batch]
+        unfinished = [uid for uid in self._waiting if uid not in self._finished]
+        by_readiness, batch = [*self._finished, *unfinished], dict[str, None]()
+        for later in range(self.max_staleness + 1):  # the next `later` batches have space for as many of these groups
+            oldest = self.version + later - self.max_staleness
+            due = {uid for uid in self._waiting if self._admitted_at[uid] <= oldest}
+            missing = len(due) - later * self.groups_per_batch - len(due & batch.keys())
+            candidates = [uid for uid in by_readiness if uid in due and uid not in batch]
+            batch |= dict.fromkeys(candidates[: max(0, missing)])
+        return [*batch, *(uid for uid in self._finished if uid not in batch)][: self.groups_per_batch]
 
     def admit(self, uids: Sequence[str]) -> None:
         """Give each group a slot.

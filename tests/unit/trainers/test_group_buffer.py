@@ -116,6 +116,19 @@ def test_the_bound_is_reached_by_a_greedy_rollouter():
     assert seen == [0, 1, 2, 2, 2]
 
 
+def test_ready_first_leaves_no_more_old_groups_than_later_batches_have_space_for():
+    buffer = GroupBuffer(1, 2, ready_first=True)
+    buffer.admit(["a", "b", "c"])
+    buffer.put(sample("a"), rows("a"))
+    assert [group.uid for group in buffer.take()] == ["a"]
+    buffer.release(1)
+    buffer.admit(["d"])
+    buffer.put(sample("d"), rows("d"))
+    assert not buffer.ready, "b or c must be next: both are due at version 2, and a batch has one group"
+    buffer.put(sample("c"), rows("c"))
+    assert [group.uid for group in buffer.take()] == ["c"]
+
+
 def test_errors():
     with raises(ValueError, "groups_per_batch"):
         GroupBuffer(0)
