@@ -29,6 +29,26 @@ _TRAINING = (
     MetricSpec("training/global_step", "steps", _LAST, "Number of the step, counted from 1; 0 means before training."),
     MetricSpec("training/epoch", "epochs", _LAST, "Pass over the training data, of the step's prompts."),
     MetricSpec(
+        "async/age/mean",
+        "updates",
+        _MEAN,
+        "Weight updates between a token's sampling and its training: mean over tokens.",
+    ),
+    MetricSpec("async/age_<age>/token_share", "share of tokens", _MEAN, "Trained tokens of this age."),
+    MetricSpec(
+        "async/age_<age>/log_ratio_abs_mean",
+        "nats",
+        _MEAN,
+        "Size of log p(trainer) - log p(engine) of tokens of this age.",
+    ),
+    MetricSpec(
+        "async/age_<age>/effective_sample_share",
+        "share of tokens",
+        _MEAN,
+        "Effective sample size of the importance weights trainer / engine of tokens of this age, before truncation.",
+        "below 0.5: the policy moves too far for data of that age; a smaller trainer.async_training.max_staleness or learning rate",
+    ),
+    MetricSpec(
         "training/staleness",
         "updates",
         _MAX,

@@ -29,7 +29,7 @@ from hone.rewards.placement import share_rewards, token_rewards
 from hone.trainers.estimates import estimate
 from hone.trainers.group_filter import GroupMeans
 from hone.trainers.judged_rewards import JudgedRewards
-from hone.trainers.reporting import batch_metrics, rollout_records
+from hone.trainers.reporting import age_metrics, batch_metrics, rollout_records
 from hone.trainers.saved_groups import load_groups, save_groups
 from hone.trainers.scoring import TrainingRewards
 from hone.trainers.update_view import correct, update_view
@@ -132,8 +132,10 @@ class BatchOps:
     # columns ---------------------------------------------------------------------------------------------------------
 
     @dispatch(Split.ZERO)
-    def correct(self, batch: Batch) -> Batch:
-        """Measure the gap between engine and trainer, and correct it if configured."""
+    def correct(self, batch: Batch, version: int | None = None) -> Batch:
+        """Measure the gap between engine and trainer, and correct it if configured; by age, if the weights' version is given."""
+        if version is not None:
+            self.metrics.update(age_metrics(batch, version))
         corrected = correct(batch, self.config.algorithm, self.metrics)
         return corrected.select(*(name for name in corrected.names() if name not in batch))
 

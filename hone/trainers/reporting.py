@@ -53,6 +53,28 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
     )
 
 
+def age_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """Return the share of sampled tokens by age in weight updates, and how far the policy has moved from each.
+
+    Args:
+        batch: with ``old_log_probs`` under the weights that are trained.
+        version: version of these weights.
+    """
+    sampled = batch.ragged("response_mask").values.bool()
+    ages = version - batch.ragged("token_versions").values[sampled]
+    log_ratio = (batch.ragged("old_log_probs").values - batch.ragged("rollout_log_probs").values)[sampled].double()
+    metrics = {"async/age/mean": float(ages.double().mean())}
+    for age in ages.unique().tolist():
+        ratio = log_ratio[ages == age]
+        weights = ratio.exp()
+        metrics |= {
+            f"async/age_{age}/token_share": len(ratio) / len(ages),
+            f"async/age_{age}/log_ratio_abs_mean": float(ratio.abs().mean()),
+            f"async/age_{age}/effective_sample_share": float(weights.sum() ** 2 / (len(ratio) * (weights**2).sum())),
+        }
+    return metrics
+
+
 def first_segments(batch: Batch) -> list[int]:
     """Return the first row of every episode, so that episode metrics count each episode once."""
     return [rows[0] for rows in episode_rows(batch)] if is_split(batch) else list(range(len(batch)))

@@ -260,7 +260,12 @@ class RLTrainer:
         return batch
 
     async def _check_engine(self, batch: AnyBatch) -> None:
-        await self.batch_ops.check_engine(batch, self.buffer.version if self.spec.asynchronous else None)
+        await self.batch_ops.check_engine(batch, self._version)
+
+    @property
+    def _version(self) -> int | None:
+        """Version of the weights that are trained; None if all tokens have it."""
+        return self.buffer.version if self.spec.asynchronous else None
 
     async def engine_log_probs(self, batch: AnyBatch) -> AnyBatch:
         """Take the engine's log-probs as the old ones (bypass mode)."""
@@ -268,7 +273,7 @@ class RLTrainer:
 
     async def correct(self, batch: AnyBatch) -> AnyBatch:
         """Measure the gap between engine and trainer, and correct it if configured."""
-        return batch.updated(await self.batch_ops.correct(batch))
+        return batch.updated(await self.batch_ops.correct(batch, self._version))
 
     async def reference_log_probs(self, batch: AnyBatch) -> AnyBatch:
         """Compute the log-probs of the reference policy."""

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from support.launch import hone
 from support.python_objects import AlwaysCalls, Echo, double, tool_answered
 from support.small_tools import tools_model
-from support.world import World, metrics, rl_command
+from support.world import World, metrics, records, rl_command
 
 from hone.api import train as api_train
 from hone.cluster.ray.connection import SETTINGS
@@ -98,6 +98,20 @@ def test_rollout_apart_gets_the_weights(nodes, world, local, tmp_path):
     apart = "actor_rollout_ref.rollout.enable_resource_pool=true"
     found = without_canary(run(world, tmp_path / "run", "grpo", "trainer.runtime=ray", apart))
     assert found == local("grpo")
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_two_rollout_workers_generate_during_training(nodes, world, tmp_path, partial):
+    """A pool of two workers for generation, and one of a worker for training."""
+    apart = "actor_rollout_ref.rollout={enable_resource_pool: true, nnodes: 1, n_gpus_per_node: 2}"
+    keys = ("trainer.async.max_staleness=1", f"trainer.async.partial_rollouts={str(partial).lower()}")
+    rows = run(world, tmp_path / "run", "grpo", "trainer.runtime=ray", apart, *keys, "trainer.rollout_dump_freq=1")
+    assert [row["training/staleness"] for row in rows if row["step"]] == [0, 1, 1, 1, 1]
+    for step in range(1, 6):
+        oldest = max(0, step - 2)
+        found = {tuple(record["weight_versions"]) for record in records(tmp_path / "run", step)}
+        assert found == {(oldest, oldest)} if not partial else {low for low, _ in found} <= {oldest, step - 1}
+    assert {row["coverage/trained"] for row in rows if row["step"]} == {12.0 * step for step in range(1, 6)}
 
 
 def test_rollout_apart_gets_merged_adapters(nodes, world, local, tmp_path):
