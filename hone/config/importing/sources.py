@@ -60,6 +60,8 @@ def import_script(
         what = f"the launcher starts {launch.processes} processes on a node, and `hone sft` trains in one: the same numbers, later"
         translation.remarks.append(Trouble(launch.line, what))
     translate(lines, translation)
+    if "one_step_off" in launch.program:
+        translation.add("trainer.async_training.max_staleness", 1, "the next batch is generated during training")
     if not launch.program.endswith(("hone", "train")) or "." in launch.program:
         complete(translation)
     return translation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -109,11 +110,25 @@ def _threshold(value: Any, others: Others) -> dict[str, Any]:
 
 def _batch(value: Any, others: Others) -> dict[str, Any]:
     """0 means as many prompts as the mini-batches between two weight syncs take, in asynchronous training."""
-    if value != 0:
-        return {"data.train_batch_size": value}
-    mini, count = "actor_rollout_ref.actor.ppo_mini_batch_size", "async_training.require_batches"
-    sizes = (others.get(mini, 256), others.get(count, 1))
-    return {"data.train_batch_size": sizes[0] * sizes[1] if all(isinstance(size, int) for size in sizes) else 256}
+    return _between_syncs(value, others) if value == 0 else {"data.train_batch_size": value}
+
+
+def _between_syncs(value: Any, others: Others) -> dict[str, Any]:
+    """Return the prompts of the mini-batches between two weight syncs, unless the batch has a size of its own."""
+    if others.get("data.train_batch_size"):
+        return {}
+    block = "async_training"
+    sizes = (
+        others.get("actor_rollout_ref.actor.ppo_mini_batch_size", 256),
+        others.get(f"{block}.require_batches", 1),
+        others.get(f"{block}.trigger_parameter_sync_step", 1),
+    )
+    return {"data.train_batch_size": math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 256}
+
+
+def _staleness(value: Any, others: Others) -> dict[str, Any]:
+    """Return the weight updates that a share of a batch may be old."""
+    return {"trainer.async_training.max_staleness": math.ceil(value) if isinstance(value, (int, float)) else value}
 
 
 def _transport(value: Any, others: Others) -> dict[str, Any]:
@@ -177,6 +192,8 @@ BY_NAME: dict[str, Callable[[Any, Others], dict[str, Any]]] = {
     "correction_level": _correction_level,
     "threshold": _threshold,
     "batch": _batch,
+    "between_syncs": _between_syncs,
+    "staleness": _staleness,
     "transport": _transport,
     "trackers": _trackers,
     "manager": _manager,

@@ -295,7 +295,7 @@ def overrides(*lines: str) -> Translation:
         ("trainer.logger=[console,file]", Outcome.CHANGED, {"trainer.logger": ["console"]}),
         ("trainer.device=npu", Outcome.UNSUPPORTED, {"trainer.device": "auto"}),
         ("algorithm.rollout_is=True", Outcome.CHANGED, {"algorithm.rollout_correction.rollout_is": "token"}),
-        ("trainer.v1.trainer_mode=separate_async", Outcome.UNSUPPORTED, {}),
+        ("trainer.v1.trainer_mode=separate_async", Outcome.CHANGED, {"trainer.async_training.max_staleness": 1}),
         (
             "actor_rollout_ref.actor.optim.warmup_style=linear",
             Outcome.UNSUPPORTED,
@@ -593,7 +593,31 @@ def test_training_that_does_not_wait_is_translated_as_far_as_it_goes() -> None:
     assert translation.values[f"{ROLLOUT}.enable_resource_pool"] is True
     assert translation.values[f"{ROLLOUT}.n_gpus_per_node"] == 4
     refused = {line.reading.key for line in translation.lines if line.reading.outcome is Outcome.UNSUPPORTED}
-    assert refused == {"async_training.require_batches", "rollout.total_rollout_steps"}
+    assert refused == {"rollout.total_rollout_steps"}
+
+
+@pytest.mark.parametrize(("threshold", "staleness"), [("0", 0), ("0.1", 1), ("1", 1), ("1.5", 2)])
+def test_asynchronous_training(threshold: str, staleness: int) -> None:
+    translation = overrides(
+        *(
+            "data.train_batch_size=0",
+            f"{ACTOR}.ppo_mini_batch_size=32",
+            f"async_training.staleness_threshold={threshold}",
+        ),
+        *("async_training.trigger_parameter_sync_step=4", "async_training.require_batches=2"),
+        *("async_training.partial_rollout=True", "async_training.use_dynamic_resource_scheduling=False"),
+    )
+    values = translation.values
+    assert values["trainer.async_training.max_staleness"] == staleness
+    assert values["trainer.async_training.partial_rollouts"] is True
+    assert values["data.train_batch_size"] == 32 * 4 * 2
+    assert all(line.reading.outcome is not Outcome.UNSUPPORTED for line in translation.lines)
+
+
+def test_one_step_off() -> None:
+    source = "python3 -m recipe.one_step_off_policy.main_ppo rollout.nnodes=1 rollout.n_gpus_per_node=2"
+    values = import_script(source, directory=Path()).values
+    assert values["trainer.async_training.max_staleness"] == 1 and values[f"{ROLLOUT}.enable_resource_pool"] is True
 
 
 def test_the_reference_is_offloaded_as_it_was() -> None:
