@@ -77,25 +77,28 @@ class GroupFilter:
         self.tried += len(groups)
         return batch, evicted
 
-    def check_budget(self, missing: int) -> None:
-        """Check that ``missing`` more groups may be tried.
+    def check_budget(self) -> None:
+        """Check that more groups may be tried, after some were evicted.
+
+        ``max_num_gen_batches`` bounds the groups tried for each useful one. Asynchronous rollout may finish several batches in one step.
 
         Raises:
-            ConfigError: the total would exceed ``max_num_gen_batches`` allows.
+            ConfigError: more were evicted.
         """
-        limit = self.config.max_num_gen_batches * self.batch_size
-        if self.tried + missing <= limit:
+        evicted = sum(self._evicted.values())
+        useful, limit = self.tried - evicted, self.config.max_num_gen_batches
+        if evicted <= (limit - 1) * max(self.batch_size, useful):
             return
         common = ", ".join(f"{count} all {value:g}" for value, count in self._evicted.most_common(MAX_SHOWN_VALUES))
         others = len(self._evicted) - MAX_SHOWN_VALUES
         raise ConfigError(
-            f"dynamic sampling: {self.tried} groups were tried for one step, but only in {self.batch_size - missing} of the "
-            f"{self.batch_size} needed do the answers differ in '{self._name}'. The others: {common}"
+            f"dynamic sampling: {self.tried} groups were tried in one step, but only in {useful} of them do the answers differ in "
+            f"'{self._name}', and a step needs {self.batch_size}. The others: {common}"
             + (f", and {others} more values" if others > 0 else ""),
             why="a group whose answers are all equally good has advantage 0; "
-            f"max_num_gen_batches={self.config.max_num_gen_batches} allows {limit} groups per step",
+            f"max_num_gen_batches={limit} allows {limit * self.batch_size} groups per step",
             fix="use problems that are neither too hard nor solved, or a larger actor_rollout_ref.rollout.n; or "
-            f"algorithm.filter_groups.max_num_gen_batches={2 * self.config.max_num_gen_batches}; or "
+            f"algorithm.filter_groups.max_num_gen_batches={2 * limit}; or "
             "algorithm.filter_groups.enable=false",
             where="algorithm.filter_groups",
             code="E-filter-groups",

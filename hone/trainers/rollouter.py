@@ -52,7 +52,8 @@ class Rollouter:
         group_filter: filter that selects finished groups to replace by new prompts; None keeps all.
         broken_in: function that returns the groups of a batch with a failed episode, which are replaced by new prompts. None if a
             failed episode ends the run.
-        max_error_rate: largest share of a step's groups that may be replaced this way.
+        max_error_rate: largest share of a step's groups that may be replaced this way. Asynchronous rollout may finish more groups in
+            a step than a batch has; then it is a share of those.
         score: function that scores finished groups in asynchronous training.
         partial_rollouts: let new weights interrupt the groups under way instead of waiting for them.
 
@@ -81,7 +82,7 @@ class Rollouter:
         self.ledger, self._means, self._partial_rollouts = ledger, means, partial_rollouts
         self.n, self.seed = n, seed
         self.group_filter, self.broken_in, self.max_error_rate = group_filter, broken_in, max_error_rate
-        self.dropped = 0
+        self.dropped = self._unbroken = 0
         self._score = score
         self._row_of: dict[str, int] = {}  # row of each uid, filled on first use
         self._drawn: deque[tuple[int, int]] = deque()  # row and draw of the ledger, not played yet
@@ -100,7 +101,7 @@ class Rollouter:
             ConfigError: too many groups without learning signal had to be replaced.
             EpisodeError: too many groups had a failed episode.
         """
-        self.dropped = 0
+        self.dropped = self._unbroken = 0
         if self.group_filter:
             self.group_filter.begin()
         if self._score is None:
@@ -121,7 +122,7 @@ class Rollouter:
             if self.buffer.ready:
                 return
             if self.group_filter is not None:
-                self.group_filter.check_budget(self.buffer.free_slots)
+                self.group_filter.check_budget()
 
     # during training -------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class Rollouter:
         await self._produce([sample], seeding)
         del self._seeding_of[sample.uid]
         if self.group_filter is not None and self.buffer.free_slots:
-            self.group_filter.check_budget(self.buffer.free_slots)
+            self.group_filter.check_budget()
         self.begin()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -214,10 +215,11 @@ class Rollouter:
     async def _without_broken(self, samples: Sequence[Sample], batch: AnyBatch) -> AnyBatch:
         """Remove groups with failed episodes from a batch and free their slots for the next prompts."""
         broken = set(await self.broken_in(batch)) if self.broken_in is not None else set()
+        self._unbroken += len(samples) - len(broken)
         if not broken:
             return batch
         self.dropped += len(broken)
-        if self.dropped > self.max_error_rate * self.buffer.groups_per_batch:
+        if self.dropped > self.max_error_rate * max(self.buffer.groups_per_batch, self._unbroken):
             raise EpisodeError(
                 f"{self.dropped} groups had a failed episode in one step of {self.buffer.groups_per_batch} groups",
                 why=f"agent.max_error_rate={self.max_error_rate:g} of a step's groups may be replaced; beyond that the rest would be a "

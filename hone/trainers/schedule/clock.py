@@ -13,6 +13,7 @@ timer is left, every task waits for another one: a deadlock, which raises an err
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections import Counter
 from collections.abc import Coroutine
@@ -25,27 +26,39 @@ class Deadlock(RuntimeError):
     """No task can ever continue; the message lists the waiting tasks."""
 
 
+class Crash(RuntimeError):
+    """The run ended at the virtual time that was given for it."""
+
+
 class _Timers(selectors.SelectSelector):
     """Selector that advances virtual time instead of waiting."""
 
     loop: VirtualLoop
+    until = math.inf
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise Deadlock(
                 f"deadlock at {self.loop.time():g} s of virtual time: {'; '.join(waits(self.loop)) or 'no task'}"
             )
+        if self.loop.time() + timeout > self.until:
+            self.until = math.inf  # tasks are cancelled next
+            raise Crash(f"at {self.loop.time():g} s of virtual time")
         self.loop.advance(max(0.0, timeout))
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop whose time is a number that starts at 0 and advances only between events."""
+    """Event loop whose time is a number that starts at 0 and advances only between events.
 
-    def __init__(self) -> None:
+    Args:
+        until: virtual time at which the run crashes.
+    """
+
+    def __init__(self, until: float = math.inf) -> None:
         self._virtual_time = 0.0
         timers = _Timers()
-        timers.loop = self
+        timers.loop, timers.until = self, until
         super().__init__(timers)
 
     def time(self) -> float:
@@ -57,13 +70,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._virtual_time += seconds
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, T], *, until: float = math.inf) -> T:
     """Run a coroutine to its end on virtual time, starting at 0.
 
     Raises:
         Deadlock: no task can continue.
+        Crash: the next event comes after ``until``.
     """
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(until)) as runner:
         return runner.run(main)
 
 

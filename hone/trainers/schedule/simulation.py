@@ -202,7 +202,7 @@ class Simulation:
 
     def _make_player(self) -> Player:
         on_error = "stop" if self.schedule.max_error_rate is None else "drop"
-        several, agent = MultiTurnConfig(enable=True), AgentConfig(on_error=on_error)
+        several, agent = MultiTurnConfig(enable=True), AgentConfig(on_error=on_error, max_retries=0)
         tokenizer: Any = _NoText()
         return Player(self.engine, SimulatedContext(tokenizer, several, agent, workload=self.schedule.workload))
 

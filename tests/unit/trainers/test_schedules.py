@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -14,8 +15,8 @@ from support.examples import examples
 
 from hone.data.sampler import EpochSampler
 from hone.data.trajectories import is_broken
-from hone.errors import EpisodeError
-from hone.trainers.schedule.clock import Deadlock, run
+from hone.errors import ConfigError, EpisodeError
+from hone.trainers.schedule.clock import Crash, Deadlock, run
 from hone.trainers.schedule.engine import Speed
 from hone.trainers.schedule.simulation import Loss, Schedule, Simulation, Step
 from hone.trainers.schedule.workload import Plan, Turn, Workload
@@ -79,18 +80,17 @@ def schedules(draw: st.DrawFn, **fixed: Any) -> Schedule:
     return Schedule(episodes, speed, **(values | fixed))
 
 
-def simulated(schedule: Schedule, *, crash_at: float | None = None, state: dict[str, Any] | None = None) -> Simulation:
+def simulated(schedule: Schedule, *, crash_at: float = math.inf, state: dict[str, Any] | None = None) -> Simulation:
     made: list[Simulation] = []
 
     async def whole() -> None:
         made.append(Simulation(schedule, state))
-        try:
-            async with asyncio.timeout(crash_at):
-                await made[0].run()
-        except TimeoutError:
-            assert crash_at is not None
+        await made[0].run()
 
-    run(whole())
+    try:
+        run(whole(), until=crash_at)
+    except Crash:
+        assert crash_at < math.inf
     return made[0]
 
 
@@ -216,4 +216,19 @@ def test_a_deadlock_is_reported_with_the_waiting_tasks():
 def test_an_engine_that_never_returns_is_a_deadlock():
     schedule = Schedule(workload(8, 1, 0.0, 0.0, 1.0), Speed(0.1), losses=(Loss(0, 0.5, float("inf")),))
     with pytest.raises(Deadlock, match=r"learner waits in .*EngineClient\._serve"):
+        simulated(schedule)
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+@pytest.mark.parametrize("budget", [{"max_gen_batches": 3}, {"max_error_rate": 0.5}])
+def test_limits_on_replaced_groups_hold_for_a_step_that_finishes_several_batches(staleness, budget):
+    replaced = workload(8, 1, 0.0, *((0.0, 0.5) if "max_gen_batches" in budget else (0.1, 1.0)))
+    schedule = Schedule(replaced, Speed(0.1), groups_per_batch=40, steps=2, max_staleness=staleness, **budget)
+    check(simulated(schedule))
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_hopeless_prompts_end_the_run(staleness):
+    schedule = Schedule(workload(8, 1, 0.0, 0.0, 0.1), Speed(0.1), max_staleness=staleness, max_gen_batches=3)
+    with pytest.raises(ConfigError):
         simulated(schedule)
