@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,6 +29,11 @@ def command(
     measure: Annotated[
         bool, typer.Option("--measure", help="measure this machine again, and one micro-batch of the model")
     ] = False,
+    schedule: Annotated[
+        str | None,
+        typer.Option("--schedule", help="predict steps of a recorded run under synchronous and asynchronous schedules"),
+    ] = None,
+    root: Annotated[Path, typer.Option("--root", help="with --schedule: folder that holds the runs")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
     """Predict memory by phase and the time of a step from the model's config.json; no weights are needed.
@@ -38,6 +44,9 @@ def command(
     """
     import json
 
+    if schedule is not None:
+        _schedule(schedule, root, as_json=as_json)
+        return
     from hone.cli.programs import local_config
     from hone.config import TREES, RLConfig
     from hone.errors import ConfigError
@@ -70,3 +79,28 @@ def command(
     typer.echo(json.dumps(plain(plan), indent=2) if as_json else render(plan))
     if not plan.fitting.fits:
         raise typer.Exit(2)
+
+
+def _schedule(name: str, root: Path, *, as_json: bool) -> None:
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from hone.insight.compare import find_run
+    from hone.trainers.schedule.forecast import alternatives, back_test, table
+    from hone.trainers.schedule.measured import measured_run
+
+    run = measured_run(find_run(name, root))
+    predicted, recorded = back_test(run)
+    forecasts = alternatives(run.schedule)
+    if as_json:
+        check = {"predicted_step_seconds": predicted, "recorded_step_seconds": recorded}
+        typer.echo(json.dumps({**check, "schedules": [asdict(one) for one in forecasts]}, indent=2))
+        return
+    Console().print(table(forecasts))
+    typer.echo(
+        f"Check on the {len(run.held_out)} steps that the fit has not seen: predicted {predicted:.3g} s a step, was "
+        f"{recorded:.3g} s in the median ({predicted / recorded - 1:+.0%}).\n"
+        "Assumes that engines and trainer do not share their devices in asynchronous training, and independent lengths."
+    )

@@ -198,6 +198,11 @@ class SimulatedEngine:
         for answer in asyncio.as_completed(answers):
             yield await answer
 
+    @property
+    def busy(self) -> float:
+        """Seconds with requests up to the last step boundary, summed over replicas."""
+        return sum(replica.busy for replica in self.replicas)
+
     def dispatch(self) -> None:
         """Send waiting requests to the replica with the fewest outstanding tokens."""
         while self._queue and not self.paused:

@@ -91,6 +91,7 @@ class Step:
 
     Attributes:
         begun, batch_complete, updated, drained, published: times of the learner's turn, in order.
+        engine_busy: seconds with requests so far, summed over replicas.
         version: version of the weights that the step trains.
         groups: uid of each group with its version at admission.
         trajectories: trained trajectories.
@@ -101,6 +102,7 @@ class Step:
     updated: float
     drained: float
     published: float
+    engine_busy: float
     version: int
     groups: tuple[tuple[str, int], ...]
     trajectories: tuple[Trajectory, ...] = field(repr=False)
@@ -277,7 +279,8 @@ class Simulation:
         updated = time()
         await self.rollouter.publish(self._step, self._sync, await self._means(batch))
         admitted = tuple((group.uid, group.version) for group in groups)
-        self.steps.append(Step(begun, complete, updated, self._drained, time(), version, admitted, trajectories))
+        times = (begun, complete, updated, self._drained, time())
+        self.steps.append(Step(*times, self.engine.busy, version, admitted, trajectories))
 
     async def _sync(self) -> None:
         self._drained = asyncio.get_running_loop().time()

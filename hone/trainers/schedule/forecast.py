@@ -1,0 +1,86 @@
+"""Forecast of a run under other schedules: synchronous, asynchronous, partial rollouts, more replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from statistics import mean, median
+
+from rich.table import Table
+
+from hone.trainers.schedule.measured import MeasuredRun, simulate
+from hone.trainers.schedule.simulation import Schedule
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Prediction for one schedule, after its first batches.
+
+    Attributes:
+        name: bound of its staleness, and ``partial`` with partial rollouts.
+        replicas: engine replicas.
+        step_seconds: seconds of a step.
+        engine_idle: share of the time in which a replica has no request.
+        trainer_idle: share of the time in which the trainer does not update.
+        staleness: mean age of the trained tokens in weight updates.
+        tokens_per_second: trained tokens per second.
+    """
+
+    name: str
+    replicas: int
+    step_seconds: float
+    engine_idle: float
+    trainer_idle: float
+    staleness: float
+    tokens_per_second: float
+
+
+def forecast(schedule: Schedule, name: str = "") -> Forecast:
+    """Simulate a schedule and measure it from the moment at which its pipeline is full."""
+    simulation = simulate(schedule)
+    steps = simulation.steps[schedule.max_staleness :]
+    first, last = steps[0], steps[-1]
+    counted, elapsed = steps[1:], last.published - first.published
+    busy = last.engine_busy - first.engine_busy
+    return Forecast(
+        name,
+        schedule.replicas,
+        elapsed / len(counted),
+        1 - busy / (schedule.replicas * elapsed),
+        1 - sum(step.updated - step.batch_complete for step in counted) / elapsed,
+        mean(step.staleness for step in counted),
+        sum(step.tokens for step in counted) / elapsed,
+    )
+
+
+def alternatives(schedule: Schedule) -> list[Forecast]:
+    """Return forecasts for synchronous and asynchronous training, with the run's replicas and with twice as many."""
+    made = []
+    for replicas in (schedule.replicas, 2 * schedule.replicas):
+        for staleness, partial in ((0, False), (1, False), (1, True), (2, False), (2, True)):
+            name = f"staleness {staleness}{', partial' if partial else ''}" if staleness else "synchronous"
+            steps = schedule.steps - schedule.max_staleness + staleness
+            changes = {"max_staleness": staleness, "partial_rollouts": partial, "replicas": replicas, "steps": steps}
+            made.append(forecast(dataclasses.replace(schedule, **changes), name))
+    return made
+
+
+def back_test(run: MeasuredRun) -> tuple[float, float]:
+    """Return the predicted and the recorded median seconds of a step that the fit has not seen."""
+    return forecast(run.schedule).step_seconds, median(run.held_out)
+
+
+def table(forecasts: list[Forecast]) -> Table:
+    """Return the forecasts as a table."""
+    shown = Table("schedule", "replicas", "step s", "engine idle", "trainer idle", "staleness", "tokens/s")
+    for one in forecasts:
+        shown.add_row(
+            one.name,
+            str(one.replicas),
+            f"{one.step_seconds:.3g}",
+            f"{one.engine_idle:.0%}",
+            f"{one.trainer_idle:.0%}",
+            f"{one.staleness:.2f}",
+            f"{one.tokens_per_second:.4g}",
+        )
+    return shown

@@ -1,0 +1,116 @@
+"""A run that the simulator wrote is fitted from its files, and the forecasts are those of the simulator with the true speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.messages import raises
+from typer.testing import CliRunner
+
+from hone.cli.main import app
+from hone.errors import HoneError
+from hone.insight.compare import Run
+from hone.trainers.schedule.engine import Speed
+from hone.trainers.schedule.forecast import alternatives, back_test, forecast
+from hone.trainers.schedule.measured import measured_run, simulate
+from hone.trainers.schedule.simulation import Schedule
+from hone.trainers.schedule.workload import Plan, Turn, Workload
+
+
+def long_tailed(draw: random.Random) -> Plan:
+    return Plan((Turn(min(400, int(draw.lognormvariate(3, 1)) + 1)),))
+
+
+TRUTH = Schedule(
+    Workload(long_tailed),
+    Speed(0.02, 0.001),
+    steps=8,
+    groups_per_batch=8,
+    n=4,
+    update_seconds=lambda tokens: 3.0,
+    sync_seconds=0.5,
+)
+
+
+def recorded(schedule: Schedule, folder: Path, *, dumps: bool = True) -> Run:
+    """Write the files of a run, as far as a forecast reads them, with the durations of its simulation."""
+    simulation, metrics = simulate(schedule), []
+    for number, step in enumerate(simulation.steps, 1):
+        seconds = {
+            "timing_s/gen": step.batch_complete - step.begun,
+            "timing_s/update_weights": step.published - step.updated,
+            "timing_s/step": step.published - step.begun,
+        }
+        seconds |= {"timing_s/update_weights_transfer": schedule.sync_seconds, "prompt_length/mean": 1.0}
+        metrics.append({"step": number, **seconds})
+    (folder / "rollouts").mkdir()
+    if dumps:
+        lines = [json.dumps({"response_mask": [1] * tokens, "seconds": at}) for tokens, at in ends(schedule)]
+        (folder / "rollouts" / "step_1.jsonl").write_text("\n".join(lines))
+    config = {
+        "data.train_batch_size": schedule.groups_per_batch,
+        "actor_rollout_ref.rollout.n": schedule.n,
+        "trainer.async_training.max_staleness": schedule.max_staleness,
+    }
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    (folder / "run.json").write_text("{}")
+    nested: dict[str, Any] = {}
+    for name, value in config.items():
+        *parents, last = name.split(".")
+        block = nested
+        for parent in parents:
+            block = block.setdefault(parent, {})
+        block[last] = value
+    (folder / "config.yaml").write_text(json.dumps(nested))
+    return Run("run", folder, {}, metrics, config)
+
+
+def ends(schedule: Schedule) -> list[tuple[int, float]]:
+    """Return length and end of every response of the first batch, by a loop over decode steps."""
+    lengths = [len(one.response_ids) for one in simulate(schedule).steps[0].trajectories]
+    made = []
+    for length in lengths:
+        at = sum(
+            schedule.speed.seconds((schedule.max_staleness + 1) * sum(other > token for other in lengths))
+            for token in range(length)
+        )
+        made.append((length, at))
+    return made
+
+
+def test_a_synchronous_run_is_reproduced(tmp_path):
+    run = measured_run(recorded(TRUTH, tmp_path))
+    assert run.schedule.speed.step == pytest.approx(0.02, rel=0.3)
+    assert run.schedule.update_seconds(1) == pytest.approx(3.0)
+    assert run.schedule.sync_seconds == 0.5
+    predicted, was = back_test(run)
+    assert predicted == pytest.approx(was, rel=0.2)
+    truth = forecast(dataclasses.replace(TRUTH, max_staleness=1, steps=10))
+    by_name = {(one.name, one.replicas): one for one in alternatives(run.schedule)}
+    assert by_name["staleness 1", 1].step_seconds == pytest.approx(truth.step_seconds, rel=0.2)
+    assert by_name["synchronous", 1].staleness == 0
+    assert by_name["staleness 1", 2].step_seconds <= by_name["staleness 1", 1].step_seconds
+    assert 0.5 < by_name["staleness 1", 1].staleness <= 1
+
+
+def test_a_run_without_lengths_or_steps_is_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    with raises(HoneError, "rollout_dump_freq"):
+        measured_run(recorded(TRUTH, tmp_path / "a", dumps=False))
+    (tmp_path / "b").mkdir()
+    with raises(HoneError, "1 timed step"):
+        measured_run(recorded(dataclasses.replace(TRUTH, steps=1), tmp_path / "b"))
+
+
+def test_the_command_shows_the_check(tmp_path):
+    recorded(TRUTH, tmp_path)
+    result = CliRunner().invoke(app, ["plan", "--schedule", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["predicted_step_seconds"] == pytest.approx(answer["recorded_step_seconds"], rel=0.2)
+    assert len(answer["schedules"]) == 10
