@@ -101,6 +101,6 @@ def _schedule(name: str, root: Path, *, as_json: bool) -> None:
     Console().print(table(forecasts))
     typer.echo(
         f"Check on the {len(run.held_out)} steps that the fit has not seen: predicted {predicted:.3g} s a step, was "
-        f"{recorded:.3g} s in the median ({predicted / recorded - 1:+.0%}).\n"
+        f"{recorded:.3g} s in the median ({predicted / recorded - 1:+.0%}), {min(run.held_out):.3g} to {max(run.held_out):.3g} s.\n"
         "Assumes that engines and trainer do not share their devices in asynchronous training, and independent lengths."
     )

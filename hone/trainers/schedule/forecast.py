@@ -72,7 +72,9 @@ def back_test(run: MeasuredRun) -> tuple[float, float]:
 
 def table(forecasts: list[Forecast]) -> Table:
     """Return the forecasts as a table."""
-    shown = Table("schedule", "replicas", "step s", "engine idle", "trainer idle", "staleness", "tokens/s")
+    shown = Table()
+    for name in ("schedule", "replicas", "step s", "engine idle", "trainer idle", "staleness", "tokens/s"):
+        shown.add_column(name, no_wrap=name == "schedule")
     for one in forecasts:
         shown.add_row(
             one.name,

@@ -44,7 +44,7 @@ class MeasuredRun:
 
 
 def measured_run(run: Run) -> MeasuredRun:
-    """Fit the schedule of a run to the first half of its steps.
+    """Fit the schedule of a run to every second of its steps, so that drifts of the run or the machine reach both halves.
 
     Raises:
         HoneError: the run has too few steps or no rollout dump.
@@ -62,7 +62,7 @@ def measured_run(run: Run) -> MeasuredRun:
     config = run.config
     batch, n = int(config["data.train_batch_size"]), int(config["actor_rollout_ref.rollout.n"])
     staleness = int(config.get("trainer.async_training.max_staleness") or 0)
-    seen, held_out = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+    seen, held_out = steps[::2], steps[1::2]
     schedule = Schedule(
         Workload(
             _drawn_from([episode.plan for episode in episodes]),
