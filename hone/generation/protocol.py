@@ -121,6 +121,7 @@ class Completion:
         token_versions: version of every token, if the response was interrupted by new weights; else empty.
         seconds: wall time from admission to the last token.
         first_token_seconds: the same to the first token; None if the engine does not report it.
+        queued_seconds: time in an engine's server before admission: the cache was full.
         alternatives: at every position, if the request asks for ``top_log_probs``; else empty.
     """
 
@@ -134,6 +135,7 @@ class Completion:
     first_token_seconds: float | None = None
     alternatives: list[Alternatives] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
+    queued_seconds: float = 0.0
 
 
 @dataclass

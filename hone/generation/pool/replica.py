@@ -117,7 +117,9 @@ class Replica:
             lasted: seconds from then on to the completion.
         """
         waited, window = max(0.0, lasted - completion.seconds), self.window
-        self.concurrency.note(waited, lasted, len(self.under_way))
+        # by the engine's clock: a busy caller is not a full cache
+        full = completion.queued_seconds
+        self.concurrency.note(full, full + completion.seconds, len(self.under_way))
         window.served += 1
         window.tokens += len(completion.token_ids)
         window.queued += queued + waited

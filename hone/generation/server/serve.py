@@ -8,6 +8,7 @@ import dataclasses
 import hmac
 import ipaddress
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -127,12 +128,13 @@ class EngineServer:
         self._keys += 1
         key = str(self._keys)  # request ids may repeat between clients
         names[request.request_id] = key
-        first = self._version
+        first, arrived = self._version, time.perf_counter()
         try:
             completion = await self._backend.generate(dataclasses.replace(request, request_id=key))
         finally:
             names.pop(request.request_id, None)
         completion.request_id, completion.weight_versions = request.request_id, (first, self._version)
+        completion.queued_seconds = max(0.0, time.perf_counter() - arrived - completion.seconds)
         return messages.completion_as_message(completion)
 
     async def _abort(self, message: Message, names: dict[str, str]) -> None:

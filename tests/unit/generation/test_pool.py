@@ -21,6 +21,7 @@ from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError
 from hone.generation.pool import EnginePool, ReplicaState
 from hone.generation.pool.concurrency import Concurrency
+from hone.generation.pool.replica import Replica
 from hone.generation.pool.supervision import within
 from hone.generation.pool.weights import PublishedWeights
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest, SamplingParams
@@ -488,6 +489,19 @@ def test_concurrency_follows_the_pressure() -> None:
     idle.note_preemptions(3)
     idle.note_preemptions(3)
     assert idle.limit == 8
+
+
+def test_a_busy_caller_is_not_a_full_cache() -> None:
+    """In asynchronous training the caller computes too, and reads an answer long after the engine has finished it."""
+    replica = Replica(0, Concurrency(start=8))
+    for queued, expected in ((0.0, 8), (0.3, 1)):
+        for _ in range(200):
+            answer = Completion("a", [1], [0.0], [0.0], StopReason.STOP, seconds=0.1, queued_seconds=queued)
+            replica.note(answer, queued=0.0, lasted=5.0)
+        assert replica.concurrency.limit == expected
+    assert replica.take_metrics()["queue_time"] == pytest.approx(4.9), (
+        "what users wait is measured with the caller's clock"
+    )
 
 
 @examples(25)
