@@ -6,8 +6,8 @@ A step is a list of stages; this is the complete algorithm (``*`` marks optional
              -> KL in reward* -> advantages -> update critic* -> update actor -> publish weights -> validate* -> log
              -> checkpoint*
 
-Estimators, losses, rewards and engines come from registries: adding one never edits this file. Synchronous training is
-asynchronous training with a staleness bound of zero; the bound lives in :mod:`hone.trainers.group_buffer`.
+Estimators, losses, rewards and engines come from registries: adding one never edits this file. In asynchronous
+training the stage ``gen`` returns groups that were played during earlier steps; :mod:`hone.trainers.group_buffer` bounds their age.
 
 The trainer calls roles and never touches a token. With ``trainer.runtime=local`` the roles are objects in this process and a batch
 holds its columns; with ``ray`` they are processes on a cluster and a batch holds references. The code is the same for both.
