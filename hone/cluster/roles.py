@@ -22,9 +22,9 @@ from hone.training.backends.build import build_train_backend
 from hone.training.backends.protocol import TrainBackend
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import TrainSettings
-from hone.training.objectives import PolicyObjective, value_objective
+from hone.training.objectives import DIVISORS, PolicyObjective, value_objective
 from hone.training.preferences import online_objective
-from hone.training.updates import Outputs, UpdateResult
+from hone.training.updates import Outputs, PartialLoss, UpdateResult
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,26 @@ class PolicyWorker(ModelRole):
             )
         update = RoleUpdate(results, self.engine.learning_rate(step))
         return Batch(outputs.columns() if outputs else {}, update=update)
+
+    @dispatch(Split.ROWS)
+    def accumulate(self, batch: Batch, *, first: bool) -> Batch:
+        """Compute the gradients of a part of the step's only update; return ``log_probs`` and ``entropy`` of its tokens.
+
+        Args:
+            batch: rows of the part.
+            first: whether it is the first part of the step.
+        """
+        if first:
+            self.engine.begin_update()
+            self._partial = PartialLoss(self._objective, DIVISORS[self.config.actor_rollout_ref.actor.loss_agg_mode])
+        outputs = Outputs(batch.ragged("response_ids"))
+        self.engine.accumulate(batch, self._partial, with_entropy=True, outputs_seen=outputs)
+        return Batch(outputs.columns())
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    def apply_gradients(self, step: int) -> RoleUpdate:
+        """Apply the gradients of all parts at this position of the learning-rate schedule."""
+        return RoleUpdate([self.engine.apply_gradients(step, self._partial)], self.engine.learning_rate(step))
 
     @dispatch(Split.ALL, Collect.FIRST)
     def export_weights(self) -> None:

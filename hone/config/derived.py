@@ -188,7 +188,13 @@ class RunSpec:
     @property
     def asynchronous(self) -> bool:
         """True when groups are generated while the policy trains."""
-        return self.config.trainer.async_training.max_staleness > 0
+        return self.config.trainer.async_training.max_staleness > 0 or self.streams
+
+    @property
+    def streams(self) -> bool:
+        """True when the groups of a batch are trained on as they finish, with the weights that sampled them."""
+        keys = self.config.trainer.async_training
+        return keys.stream and keys.max_staleness == 0
 
     # quantities of a step --------------------------------------------------------------------------------------------
 

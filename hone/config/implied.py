@@ -23,12 +23,13 @@ def settle(config: Any, provenance: Provenance) -> None:
     """
     if not isinstance(config, RLConfig) or not RunSpec(config).asynchronous:
         return
-    origin = "from trainer.async_training.max_staleness"
+    keys = config.trainer.async_training
+    origin = f"from trainer.async_training.{'max_staleness' if keys.max_staleness else 'stream'}"
     rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
     if config.trainer.runtime == "local" and rollout.name == "native" and rollout.num_replicas is None:
         rollout.num_replicas = 1
         provenance["actor_rollout_ref.rollout.num_replicas"] = origin
-    if not any(key.startswith(CORRECTION) for key in provenance):
+    if keys.max_staleness and not any(key.startswith(CORRECTION) for key in provenance):
         correction.preset = ASYNC_CORRECTION
         provenance[f"{CORRECTION}.preset"] = origin
     values = ", ".join(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hone.config.derived import RunSpec, own_pools
+from hone.config.derived import OldLogProbs, RunSpec, own_pools
 from hone.config.implied import ASYNC_CORRECTION, CORRECTION
 from hone.config.tree import RLConfig
 from hone.generation import is_served
@@ -23,19 +23,42 @@ def something_to_overlap(config: RLConfig) -> Iterator[Finding]:
         fix = f"{ROLLOUT}.enable_resource_pool=true {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1"
     else:
         fix = f"{ROLLOUT}.name=native"
+    key = f"max_staleness={staleness}" if staleness else "stream=true"
     yield error(
-        f"{ASYNC}.max_staleness={staleness}, but the engine '{rollout.name}' computes in the trainer's own processes",
+        f"{ASYNC}.{key}, but the engine '{rollout.name}' computes in the trainer's own processes",
         why="one process either generates or trains, so nothing would overlap and training would only be on older data",
-        fix=f"{fix} , or {ASYNC}.max_staleness=0",
-        where=f"{ASYNC}.max_staleness",
+        fix=f"{fix} , or without that key",
+        where=f"{ASYNC}.{key.partition('=')[0]}",
     )
+
+
+@rule("R68", RLConfig)
+def batch_can_stream(config: RLConfig) -> Iterator[Finding]:
+    """A batch that streams into the update has one update, and its groups need nothing of each other."""
+    from hone.algorithms import advantage_estimators
+
+    spec, name = RunSpec(config), config.algorithm.adv_estimator
+    if not spec.streams:
+        return
+    reasons = {
+        f"adv_estimator={name} compares all answers of a batch": advantage_estimators.get(name).scope == "batch",
+        spec.old_log_probs.reason: spec.old_log_probs.value is not OldLogProbs.UPDATE_PASS,
+        f"a critic is trained ({spec.critic.reason})": spec.critic.value,
+    }
+    for reason in (text for text, holds in reasons.items() if holds):
+        yield error(
+            f"{ASYNC}.stream=true, but {reason}",
+            why="groups are trained on before the batch is complete, in a single update",
+            fix=f"{ASYNC}.stream=false ; or one update of the whole batch without a critic, and adv_estimator=grpo",
+            where=f"{ASYNC}.stream",
+        )
 
 
 @rule("R66", RLConfig)
 def age_is_corrected(config: RLConfig) -> Iterator[Finding]:
     """In asynchronous training the loss corrects for the age of tokens."""
     spec, staleness = RunSpec(config), config.trainer.async_training.max_staleness
-    if not spec.asynchronous or spec.corrects or spec.bypass:
+    if staleness == 0 or spec.corrects or spec.bypass:
         return
     yield warning(
         f"{ASYNC}.max_staleness={staleness}, but no rollout correction weights or rejects tokens",

@@ -220,7 +220,19 @@ def _runtime_switches(config: RLConfig) -> list[Switch]:
     return [
         Switch(ray, config.trainer.runtime == "ray", "trainer.runtime=local starts no Ray", "trainer.runtime=ray"),
         Switch(
-            (f"{block}.partial_rollouts", f"{block}.order", f"{block}.engine_threads"),
+            (f"{block}.stream",),
+            config.trainer.async_training.max_staleness == 0,
+            f"{block}.max_staleness={config.trainer.async_training.max_staleness} overlaps whole batches",
+            f"{block}.max_staleness=0",
+        ),
+        Switch(
+            (f"{block}.partial_rollouts",),
+            config.trainer.async_training.max_staleness > 0,
+            f"{block}.max_staleness=0 leaves no response under way",
+            f"{block}.max_staleness=1",
+        ),
+        Switch(
+            (f"{block}.order", f"{block}.engine_threads"),
             asynchronous,
             f"{block}.max_staleness=0 takes turns",
             f"{block}.max_staleness=1",

@@ -148,6 +148,28 @@ class GroupBuffer:
             del self._waiting[uid]
         return [self._finished.pop(uid) for uid in self._training]
 
+    def part_ready(self, count: int) -> bool:
+        """Return whether the first ``count`` groups that are not taken yet have finished (``ready_first``: any of them)."""
+        return len(self._part(count)) == count
+
+    def take_part(self, count: int) -> list[Group]:
+        """Return ``count`` groups of the next batch before it is complete.
+
+        Raises:
+            RuntimeError: they are not ready.
+        """
+        part = self._part(count)
+        if len(part) < count:
+            raise RuntimeError(f"{len(part)} of {count} groups are ready")
+        self._training += part
+        for uid in part:
+            del self._waiting[uid]
+        return [self._finished.pop(uid) for uid in part]
+
+    def _part(self, count: int) -> list[str]:
+        candidates = self._finished if self.ready_first else list(self._waiting)[:count]
+        return [uid for uid in candidates if uid in self._finished][:count]
+
     def staleness(self, group: Group) -> int:
         """Return the number of weight updates since the group was admitted."""
         return self.version - group.version

@@ -52,6 +52,8 @@ from hone.trainers.stages import Stage, check_stages, run_stages
 from hone.trainers.update_view import learnt_tokens
 from hone.trainers.validator import Validator
 
+STREAMED_PARTS = 4
+"""Parts into which a batch is divided if it streams into the update."""
 SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs")
 SCORED = ("score", "token_level_scores", "token_level_rewards")
 
@@ -175,6 +177,12 @@ class RLTrainer:
 
     def stages(self) -> list[Stage]:
         """Return the stages of a step, in order."""
+        if self.spec.streams:
+            return [
+                Stage("stream", self.stream, adds=(*SAMPLED, *SCORED, "advantages", "returns", "old_log_probs")),
+                Stage("rollout_corr", self.correct, needs=("old_log_probs",)),
+                Stage("update_weights", self.publish),
+            ]
         in_reward, greedy = self.config.algorithm.use_kl_in_reward, "greedy_baseline" in self.estimator.needs
         kl = ("ref_log_probs",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
         squares = ("sum_pi_squared",) if self.spec.sum_pi_squared else ()
@@ -239,6 +247,31 @@ class RLTrainer:
             self.metrics.add("episode/dropped_groups", self.rollouter.dropped)
         batch = concat_batches([group.batch for group in self.groups])
         await self.batch_ops.check_sampled(batch)
+        return batch
+
+    async def stream(self, batch: AnyBatch) -> AnyBatch:
+        """Compute the gradients of groups as they finish, then apply those of the whole batch in one update."""
+        size, parts, self.groups = -(-self.buffer.groups_per_batch // STREAMED_PARTS), [], []
+        async for groups in self.rollouter.parts(size):
+            self.groups += groups
+            part = concat_batches([group.batch for group in groups])
+            await self.batch_ops.check_sampled(part)
+            part = await self.score(part)
+            if self.reference is not None:
+                part = await self.reference_log_probs(part)
+            part = await self.advantages(part)
+            await self.batch_ops.check_ids(part)
+            with self.metrics.timer("update_actor"):
+                outputs = await self.actor.accumulate(part, first=not parts)
+            parts.append(part.updated(outputs.rename({"log_probs": "old_log_probs"})))
+        with self.metrics.timer("update_actor"):
+            update = await self.actor.apply_gradients(self.step - 1)
+        batch = concat_batches(parts)
+        self.metrics.add("training/staleness", 0)
+        if self.group_filter is not None:
+            self.group_filter.report(self.metrics)
+        await self._check_engine(batch)
+        await self._record("actor", update, batch)
         return batch
 
     async def score(self, batch: AnyBatch) -> AnyBatch:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from hone.cluster.runtime import AnyBatch
@@ -123,6 +123,25 @@ class Rollouter:
                 return
             if self.group_filter is not None:
                 self.group_filter.check_budget()
+
+    async def parts(self, size: int) -> AsyncIterator[list[Group]]:
+        """Yield the groups of the next batch as they finish, at most ``size`` at a time.
+
+        Raises:
+            HoneError: see :meth:`next_batch`.
+        """
+        self.dropped = 0
+        if self.group_filter:
+            self.group_filter.begin()
+        self.begin()
+        self._training = []
+        while missing := self.buffer.groups_per_batch - len(self._training):
+            count = min(size, missing)
+            with activity.waiting("groups of the batch", on=["rollout"]):
+                await self._until(lambda count=count: self.buffer.part_ready(count))
+            groups = self.buffer.take_part(count)
+            self._training += groups
+            yield groups
 
     # during training -------------------------------------------------------------------------------------------------
 

@@ -97,6 +97,7 @@ class MicroBatchLoop:
         *,
         with_entropy: bool = False,
         outputs_seen: Outputs | None = None,
+        on_totals: Callable[[Totals], None] | None = None,
     ) -> list[Statistics]:
         """Run forward and backward passes over ``batch``; gradients accumulate in the parameters.
 
@@ -106,11 +107,14 @@ class MicroBatchLoop:
             loss_fn: returns a micro-batch's share of the mini-batch loss; shares add up.
             with_entropy: whether the head also computes entropy.
             outputs_seen: collects the head's outputs.
+            on_totals: receives the totals over all ranks first.
 
         Returns:
             Statistics of this rank's micro-batches.
         """
         totals = self._ranks.sum_totals(Totals.from_batch(batch))
+        if on_totals is not None:
+            on_totals(totals)
         statistics: list[Statistics] = []
         for rows, micro in self._micro_batches(batch, self._settings.max_tokens):
             lengths = micro.ragged("response_ids").lengths

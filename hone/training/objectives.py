@@ -7,6 +7,7 @@ micro-batches is its value over the mini-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,6 +124,16 @@ class PolicyObjective:
                 )
         masked = _masked_gradient(outputs["log_probs"].values, batch.ragged("response_mask").values)
         return loss, _statistics(shares, metrics, mask, totals) | _ratio(log_probs, old, mask) | masked
+
+
+DIVISORS: dict[str, Callable[[Totals], int] | None] = {
+    "token-mean": lambda totals: totals.tokens,
+    "token-sum": None,
+    **dict.fromkeys(
+        ("seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"), lambda totals: totals.sequences
+    ),
+}
+"""Number by which each aggregation divides the loss of a mini-batch; None for a sum."""
 
 
 def loss_options(loss: PolicyLoss, actor: ActorConfig, correction: dict[str, Any]) -> dict[str, Any]:

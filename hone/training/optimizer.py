@@ -39,6 +39,13 @@ class ScheduledOptimizer:
         """Clear the gradients."""
         self.inner.zero_grad(set_to_none=True)
 
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients by a factor."""
+        if factor != 1.0:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of schedule position ``step``."""
         return learning_rate(self.config, step, self.total_steps)

@@ -41,6 +41,43 @@ LossFn = Callable[[dict[str, Ragged], Batch, Totals], tuple[Tensor, Statistics]]
 """(outputs of the head, micro-batch, totals) to (this micro-batch's share of the loss, statistics)."""
 
 
+class PartialLoss:
+    """Loss function of a mini-batch that comes in parts.
+
+    The loss of a part is normalised by the totals of the part. It is weighted by them, so that the gradients of all parts add up to
+    those of the whole mini-batch, times a known factor.
+
+    Args:
+        loss_fn: loss function of a mini-batch.
+        count: function of totals that returns the number by which the loss is divided; None if it is a sum.
+
+    Attributes:
+        statistics: of the micro-batches of all parts.
+    """
+
+    def __init__(self, loss_fn: LossFn, count: Callable[[Totals], int] | None) -> None:
+        self._loss_fn, self._count = loss_fn, count
+        self.statistics: list[Statistics] = []
+        self._first = self._part = self._total = 0
+
+    def begin_part(self, totals: Totals) -> None:
+        """Begin a part with these totals over all ranks."""
+        if self._count is not None:
+            self._part = self._count(totals)
+            self._first = self._first or self._part
+            self._total += self._part
+
+    def __call__(self, outputs: dict[str, Ragged], batch: Batch, totals: Totals) -> tuple[Tensor, Statistics]:
+        """Return the weighted loss of a micro-batch, and its statistics."""
+        loss, statistics = self._loss_fn(outputs, batch, totals)
+        return loss if self._count is None else loss * (self._part / self._first), statistics
+
+    @property
+    def scale(self) -> float:
+        """Factor from the accumulated gradients to those of the mini-batch."""
+        return self._first / self._total if self._total else 1.0
+
+
 @dataclass(frozen=True)
 class GatheredRows:
     """The rows of a mini-batch from all data-parallel ranks.

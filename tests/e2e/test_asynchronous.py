@@ -73,3 +73,28 @@ def test_new_weights_interrupt_responses(world: World, tmp_path: Path) -> None:
         last < step for step in range(1, 7) for record in records(run, step) for last in record["weight_versions"][1:]
     )
     assert len({version for pair in versions for version in pair}) > 2
+
+
+ONE_UPDATE = ("actor_rollout_ref.actor.ppo_mini_batch_size=12", "actor_rollout_ref.actor.optim.lr=1e-3")
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_a_streamed_batch_gives_the_same_update(world: World, tmp_path: Path, mode: str) -> None:
+    runs = {"turns": (), "stream": ("trainer.async.stream=true",)}
+    for name, keys in runs.items():
+        own = (
+            "trainer.total_training_steps=4",
+            f"actor_rollout_ref.actor.loss_agg_mode={mode}",
+            "preflight.reward_rows=0",
+        )
+        words = rl_command(world, tmp_path / name, "grpo", *ONE_UPDATE, *own, "trainer.rollout_dump_freq=1", *keys)
+        ended = hone(*words, log=tmp_path / f"{name}.log")
+        assert ended.code == 0, ended.output
+    for step in range(1, 5):
+        ours, theirs = records(tmp_path / "stream", step), records(tmp_path / "turns", step)
+        for key in ("uid", "response_ids", "score"):
+            assert [record[key] for record in ours] == [record[key] for record in theirs], (step, key)
+    for ours, theirs in zip(metrics(tmp_path / "stream"), metrics(tmp_path / "turns"), strict=True):
+        for key in ("actor/grad_norm", "actor/entropy", "critic/advantages/max"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4)
+        assert "async/age_1/token_share" not in ours

@@ -114,6 +114,14 @@ def test_two_rollout_workers_generate_during_training(nodes, world, tmp_path, pa
     assert {row["coverage/trained"] for row in rows if row["step"]} == {12.0 * step for step in range(1, 6)}
 
 
+def test_a_batch_streams_into_one_update(nodes, world, local, tmp_path):
+    apart = "actor_rollout_ref.rollout.enable_resource_pool=true"
+    rows = run(world, tmp_path / "run", "once", "trainer.runtime=ray", apart, "trainer.async.stream=true")
+    for row, other in zip(rows, local("once"), strict=True):
+        for name in ("actor/grad_norm", "critic/score/mean", "actor/entropy") if row["step"] else ():
+            assert row[name] == pytest.approx(other[name], rel=1e-4), (row["step"], name)
+
+
 def test_rollout_apart_gets_merged_adapters(nodes, world, local, tmp_path):
     apart = "actor_rollout_ref.rollout.enable_resource_pool=true"
     found = without_canary(run(world, tmp_path / "run", "lora", "trainer.runtime=ray", apart))

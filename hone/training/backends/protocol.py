@@ -20,7 +20,7 @@ from hone.data.ragged import Ragged
 from hone.models.heads import Head
 from hone.training.engine import TrainSettings
 from hone.training.layout import Meshes
-from hone.training.updates import GatheredRows, LossFn, Outputs, UpdateResult
+from hone.training.updates import GatheredRows, LossFn, Outputs, PartialLoss, UpdateResult
 
 ModelKind = Literal["policy", "frozen", "value"]
 """A trained ``policy`` (with adapters if configured), a ``frozen`` policy, or a ``value`` model."""
@@ -108,6 +108,31 @@ class TrainBackend(Protocol):
         Raises:
             RuntimeError: the backend was built without an optimizer.
         """
+        ...
+
+    def begin_update(self) -> None:
+        """Begin an update whose mini-batch comes in parts: :meth:`accumulate` for each, then :meth:`apply_gradients`.
+
+        Raises:
+            RuntimeError: the backend was built without an optimizer.
+        """
+        ...
+
+    def accumulate(
+        self, batch: Batch, loss: PartialLoss, *, with_entropy: bool = False, outputs_seen: Outputs | None = None
+    ) -> None:
+        """Run forward and backward passes over a part of a mini-batch; gradients add up. Collective.
+
+        Args:
+            batch: this rank's rows of the part; may be empty.
+            loss: loss of the mini-batch, which also collects the statistics.
+            with_entropy: whether the head also computes entropy.
+            outputs_seen: collects the head's outputs.
+        """
+        ...
+
+    def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
+        """Apply the gradients of all parts; see :meth:`train_batch`. Collective."""
         ...
 
     def gather_rows(self, local: Batch) -> GatheredRows:

@@ -399,6 +399,13 @@ ASYNCHRONOUS = [
         given=f"{RAY} {ASYNC}.max_staleness=1",
     ),
     Case(
+        "R68 asynchronous.batch_can_stream",
+        f"{ACTOR}.ppo_mini_batch_size=4",
+        ("stream=true", "2 updates"),
+        fix=f"{ASYNC}.stream=false",
+        given=f"{ASYNC}.stream=true",
+    ),
+    Case(
         "R66 asynchronous.age_is_corrected",
         f"{CORRECTION}.preset=disabled",
         ("max_staleness=2", "2 updates"),

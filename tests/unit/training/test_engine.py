@@ -18,8 +18,8 @@ from hone.insight.invariants import RATIO_MAX
 from hone.models.heads import PolicyHead, ValueHead
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
-from hone.training.objectives import PolicyObjective, imitation_objective, value_objective
-from hone.training.updates import Outputs
+from hone.training.objectives import DIVISORS, PolicyObjective, imitation_objective, value_objective
+from hone.training.updates import Outputs, PartialLoss
 
 CPU = torch.device("cpu")
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -202,3 +202,24 @@ def test_optimizer_state_survives_saving(model, tmp_path):
         each.train_batch(batch, objective, step=1)
     for a, b in zip(engine.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@examples(8)
+@given(cuts=st.sets(st.integers(1, 8), max_size=3), seed=st.integers(0, 50))
+def test_a_mini_batch_in_parts_has_the_gradient_of_the_whole(mode, cuts, seed):
+    model, batch = tiny_model(), random_batch(9, seed=seed)
+    actor = ActorConfig(loss_agg_mode=mode, loss_scale_factor=7.0, entropy_coeff=0.1, use_kl_loss=True)
+    objective = PolicyObjective(actor, correction_settings(RolloutCorrectionConfig()), max_response_length=8)
+    whole, parts = engine_of(model, max_tokens=40), engine_of(copy.deepcopy(model), max_tokens=40)
+    batch = with_old(whole, batch)
+    expected = whole.train_batch(batch, objective, step=0, with_entropy=True)
+    loss = PartialLoss(objective, DIVISORS[mode])
+    parts.begin_update()
+    bounds = [0, *sorted(cuts), 9]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        parts.accumulate(batch.slice(start, stop), loss, with_entropy=True)
+    result = parts.apply_gradients(0, loss)
+    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4) and result.applied == expected.applied
+    for one, other in zip(parts.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-3)

@@ -34,7 +34,7 @@ from hone.training.export_stream import STREAMS
 from hone.training.layout import Meshes
 from hone.training.optimizer import ScheduledOptimizer
 from hone.training.ranks import ProcessRanks
-from hone.training.updates import GatheredRows, LossFn, Outputs, Statistics, UpdateResult
+from hone.training.updates import GatheredRows, LossFn, Outputs, PartialLoss, Statistics, UpdateResult
 
 
 class Fsdp2Backend:
@@ -102,19 +102,39 @@ class Fsdp2Backend:
         outputs_seen: Outputs | None = None,
     ) -> UpdateResult:
         """Run one optimizer update; ``batch`` has this rank's rows of the mini-batch (possibly none). Collective."""
-        if self.optimizer is None:
-            raise RuntimeError("this backend was built without an optimizer")
         with self._in_use():
+            self.begin_update()
             self.model.train()
-            self.optimizer.begin()
             statistics = self._loop.accumulate_gradients(
                 batch, self.head, loss_fn, with_entropy=with_entropy, outputs_seen=outputs_seen
             )
-            with self._loop.computing():
-                result = self._apply(self.optimizer, step, statistics)
-                if self.settings.device.type == "cpu":
-                    heap_watch()()
-        return result
+            return self._apply(step, statistics)
+
+    def begin_update(self) -> None:
+        """Begin an update without gradients."""
+        if self.optimizer is None:
+            raise RuntimeError("this backend was built without an optimizer")
+        self.optimizer.begin()
+
+    def accumulate(
+        self, batch: Batch, loss: PartialLoss, *, with_entropy: bool = False, outputs_seen: Outputs | None = None
+    ) -> None:
+        """Run forward and backward passes over this rank's rows of a part of a mini-batch; gradients add up. Collective."""
+        with self._in_use():
+            self.model.train()
+            loss.statistics += self._loop.accumulate_gradients(
+                batch,
+                self.head,
+                loss,
+                with_entropy=with_entropy,
+                outputs_seen=outputs_seen,
+                on_totals=loss.begin_part,
+            )
+
+    def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
+        """Apply the gradients of all parts. Collective."""
+        with self._in_use():
+            return self._apply(step, loss.statistics, loss.scale)
 
     def gather_rows(self, local: Batch) -> GatheredRows:
         """Return the rows of all data-parallel ranks, and the indices of this rank's rows. Collective."""
@@ -151,16 +171,22 @@ class Fsdp2Backend:
         if self.optimizer is not None and self.fsdp.optimizer_offload:
             self.optimizer.move_state(torch.device("cpu"))
 
-    def _apply(self, optimizer: ScheduledOptimizer, step: int, statistics: list[Statistics]) -> UpdateResult:
-        if self.fsdp.optimizer_offload:
-            optimizer.move_state(self.settings.device)
-        if self._meshes.layout.tensor > 1:
-            add_partial_gradients(self._sharded.partial, self._meshes.tensor_group)
-        grad_norm = clip_gradients(optimizer.parameters, optimizer.config.clip_grad, self.settings.device)
-        applied = optimizer.step(step, grad_norm)
-        result = UpdateResult(grad_norm, self._ranks.gather_statistics(statistics), applied)
-        if self.fsdp.optimizer_offload:
-            optimizer.move_state(torch.device("cpu"))
+    def _apply(self, step: int, statistics: list[Statistics], scale: float = 1.0) -> UpdateResult:
+        optimizer = self.optimizer
+        assert optimizer is not None
+        with self._loop.computing():
+            if self.fsdp.optimizer_offload:
+                optimizer.move_state(self.settings.device)
+            if self._meshes.layout.tensor > 1:
+                add_partial_gradients(self._sharded.partial, self._meshes.tensor_group)
+            optimizer.scale(scale)
+            grad_norm = clip_gradients(optimizer.parameters, optimizer.config.clip_grad, self.settings.device)
+            applied = optimizer.step(step, grad_norm)
+            result = UpdateResult(grad_norm, self._ranks.gather_statistics(statistics), applied)
+            if self.fsdp.optimizer_offload:
+                optimizer.move_state(torch.device("cpu"))
+            if self.settings.device.type == "cpu":
+                heap_watch()()
         return result
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ from hone.training.export_stream import STREAMS
 from hone.training.layout import Meshes
 from hone.training.optimizer import ScheduledOptimizer
 from hone.training.ranks import SingleRank
-from hone.training.updates import GatheredRows, LossFn, Outputs, Statistics, UpdateResult
+from hone.training.updates import GatheredRows, LossFn, Outputs, PartialLoss, Statistics, UpdateResult
 
 
 class LocalBackend:
@@ -81,16 +81,34 @@ class LocalBackend:
         outputs_seen: Outputs | None = None,
     ) -> UpdateResult:
         """Run forward and backward passes and one optimizer update over ``batch``."""
-        self._optimizer.begin()
+        self.begin_update()
         self.model.train()
         statistics = self._loop.accumulate_gradients(
             batch, self.head, loss_fn, with_entropy=with_entropy, outputs_seen=outputs_seen
         )
-        with self._loop.computing():
-            result = self._apply(step, statistics)
-            if self.settings.device.type == "cpu":
-                heap_watch()()
-        return result
+        return self._apply(step, statistics)
+
+    def begin_update(self) -> None:
+        """Begin an update without gradients."""
+        self._optimizer.begin()
+
+    def accumulate(
+        self, batch: Batch, loss: PartialLoss, *, with_entropy: bool = False, outputs_seen: Outputs | None = None
+    ) -> None:
+        """Run forward and backward passes over a part of a mini-batch; gradients add up."""
+        self.model.train()
+        loss.statistics += self._loop.accumulate_gradients(
+            batch,
+            self.head,
+            loss,
+            with_entropy=with_entropy,
+            outputs_seen=outputs_seen,
+            on_totals=loss.begin_part,
+        )
+
+    def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
+        """Apply the gradients of all parts."""
+        return self._apply(step, loss.statistics, loss.scale)
 
     def gather_rows(self, local: Batch) -> GatheredRows:
         """Return the same rows, all of which are this rank's."""
@@ -133,7 +151,12 @@ class LocalBackend:
     def _forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
         return head(self.model, packed, with_entropy=with_entropy)
 
-    def _apply(self, step: int, statistics: list[Statistics]) -> UpdateResult:
+    def _apply(self, step: int, statistics: list[Statistics], scale: float = 1.0) -> UpdateResult:
         optimizer = self._optimizer
-        grad_norm = float(nn.utils.clip_grad_norm_(optimizer.parameters, optimizer.config.clip_grad))
-        return UpdateResult(grad_norm, statistics, optimizer.step(step, grad_norm))
+        with self._loop.computing():
+            optimizer.scale(scale)
+            grad_norm = float(nn.utils.clip_grad_norm_(optimizer.parameters, optimizer.config.clip_grad))
+            result = UpdateResult(grad_norm, statistics, optimizer.step(step, grad_norm))
+            if self.settings.device.type == "cpu":
+                heap_watch()()
+        return result
