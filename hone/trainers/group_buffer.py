@@ -67,6 +67,11 @@ class GroupBuffer:
         used = len(self._waiting) + len(self._training)
         return (self.max_staleness + 1) * self.groups_per_batch - used
 
+    @property
+    def waiting(self) -> int:
+        """Number of admitted groups that are not taken yet."""
+        return len(self._waiting)
+
     def __contains__(self, uid: object) -> bool:
         return uid in self._admitted_at
 

@@ -371,7 +371,8 @@ class RLTrainer:
 
     async def publish(self, batch: AnyBatch) -> AnyBatch:
         """Send the new weights to the engines, and free the slots of the trained groups."""
-        await self.rollouter.publish(self.step, self._publish, await self.batch_ops.group_means(batch))
+        means, left = await self.batch_ops.group_means(batch), self.total_steps - self.step
+        await self.rollouter.publish(self.step, self._publish, means, left=left)
         return batch
 
     async def _publish(self) -> None:

@@ -93,6 +93,7 @@ class Rollouter:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._held = False
+        self._left: int | None = None
 
     async def next_batch(self, step: int) -> list[Group]:
         """Return the next batch, whose groups are played now or were played during training.
@@ -150,10 +151,15 @@ class Rollouter:
         restored, self._restored = self._restored, []
         for sample in restored:
             self._start(sample, self._seeding_of[sample.uid])
-        while not self._held and self.buffer.free_slots:
+        while not self._held and self.buffer.free_slots and not self._enough:
             (sample,) = self._draw(1)
             self.buffer.admit([sample.uid])
             self._start(sample, (self.seed, "rollout", self.buffer.version + 1))
+
+    @property
+    def _enough(self) -> bool:
+        """True if the waiting groups are all that the rest of the run trains on."""
+        return self._left is not None and self.buffer.waiting >= self._left * self.buffer.groups_per_batch
 
     def _start(self, sample: Sample, seeding: tuple[Any, ...]) -> None:
         self._seeding_of[sample.uid] = seeding
@@ -179,7 +185,14 @@ class Rollouter:
             self._changed.clear()
             await self._changed.wait()
 
-    async def publish(self, version: int, sync: Callable[[], Awaitable[None]], means: Mapping[str, GroupMeans]) -> None:
+    async def publish(
+        self,
+        version: int,
+        sync: Callable[[], Awaitable[None]],
+        means: Mapping[str, GroupMeans],
+        *,
+        left: int | None = None,
+    ) -> None:
         """Send the weights of the update to ``version``, and free the slots of the groups that it trained on.
 
         Args:
@@ -187,6 +200,7 @@ class Rollouter:
             sync: function that sends them. In asynchronous training it is called when no group is under way, or with
                 ``partial_rollouts`` at once.
             means: means of the trained groups.
+            left: batches that are still to be trained; no groups begin for later ones. None: no end is known.
         """
         if self._score is not None and not self._partial_rollouts:
             self._held = True
@@ -200,6 +214,7 @@ class Rollouter:
         self.buffer.release(version)
         self._draws.clear()
         self._held = False
+        self._left = left
         if self._score is not None:
             self.begin()
 

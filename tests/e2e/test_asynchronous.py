@@ -33,6 +33,9 @@ def test_groups_are_one_update_old_and_their_tokens_say_so(undisturbed: Path) ->
     assert [row["training/staleness"] for row in rows if row["step"]] == [0, 1, 1, 1, 1, 1]
     for step in range(1, 7):
         assert {tuple(record["weight_versions"]) for record in records(undisturbed, step)} == {(max(0, step - 2),) * 2}
+    assert rows[-1]["coverage/drawn"] == rows[-1]["coverage/trained"] == 72, (
+        "nothing is generated for steps after the last"
+    )
     assert rows[-1]["rollout_corr/log_ratio_abs_max"] > 0, "the correction compares old tokens with the present policy"
 
 
