@@ -386,13 +386,6 @@ ASYNC = "trainer.async_training"
 ASYNCHRONOUS = [
     Case(
         "R65 asynchronous.something_to_overlap",
-        f"{ROLLOUT}.name=hf",
-        ("max_staleness=2", "'hf'"),
-        fix=f"{ROLLOUT}.name=native",
-        given=f"{ASYNC}.max_staleness=2",
-    ),
-    Case(
-        "R65 asynchronous.something_to_overlap",
         RAY,
         ("max_staleness=1", "'native'"),
         fix=f"{ROLLOUT}.enable_resource_pool=true {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1",
@@ -419,13 +412,6 @@ ASYNCHRONOUS = [
         ("partial_rollouts=true", "END"),
         fix=f"{ASYNC}.partial_rollouts=false",
         given=f"{ASYNC}.max_staleness=1 {ROLLOUT}.stop=[END]",
-    ),
-    Case(
-        "R23 effectless.effectless_keys",
-        f"{ASYNC}.order=ready_first",
-        ("order=ready_first", "max_staleness=0"),
-        fix=f"{ASYNC}.max_staleness=1",
-        warns=True,
     ),
 ]
 

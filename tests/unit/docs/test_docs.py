@@ -273,7 +273,8 @@ def code_words(page: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", WRITTEN)
 def test_keys_named_in_the_text_exist(page: str) -> None:
-    from hone.config import TREES, documentation
+    from hone.config import TREES, RLConfig, documentation
+    from hone.config.aliases import full_key
     from hone.config.keys import blocks as key_blocks
 
     trees = tuple(TREES.values())
@@ -283,7 +284,7 @@ def test_keys_named_in_the_text_exist(page: str) -> None:
     open_ended = {key.path for tree in trees for key in documentation(tree) if isinstance(key.default, dict)}
     tops = {name.partition(".")[0] for name in known}
     for word in code_words(page):
-        key = word.partition("=")[0].rstrip(",.;:")
+        key = full_key(word.partition("=")[0].rstrip(",.;:"), RLConfig)
         if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in tops and not key.endswith(".py"):
             assert key in known or key.rpartition(".")[0] in open_ended, f"{page}: there is no key {key}"
 

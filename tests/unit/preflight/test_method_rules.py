@@ -81,6 +81,16 @@ CORRECTION = "algorithm.rollout_correction"
             },
             *("R23", False, ["reweight_method=max_min", "reweight_method=pow"]),
         ),
+        ({"trainer.async_training.order": "ready_first"}, "R23", False, ["order=ready_first", "max_staleness=1"]),
+        ({"trainer.async_training.partial_rollouts": True}, "R23", False, ["partial_rollouts=true", "max_staleness=1"]),
+        (
+            {
+                "trainer.async_training.max_staleness": 2,
+                f"{ROLLOUT}.name": "hf",
+                f"{CORRECTION}.preset": "decoupled_token_is",
+            },
+            *("R65", True, ["max_staleness=2", "'hf'", "name=native"]),
+        ),
         ({"reward.overlong_buffer.len": 5}, "R23", True, ["len=5", "overlong_buffer.enable=true"]),
         ({f"{ACTOR}.tau_pos": 2.0}, "R23", False, ["tau_pos=2", "loss_mode=vanilla"]),
         ({f"{ACTOR}.policy_loss.kl_cov_ratio": 0.1}, "R23", False, ["kl_cov_ratio=0.1", "vanilla"]),
