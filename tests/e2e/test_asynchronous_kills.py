@@ -17,7 +17,7 @@ from support.launch import Command, hone
 from support.world import World, metrics, rl_command, run_record
 
 pytestmark = pytest.mark.long
-DRIVER_KILLS, ENGINE_KILLS, STEPS, PROMPTS = 12, 8, 24, 4
+DRIVER_KILLS, ENGINE_KILLS, STEPS, PROMPTS = 12, 8, 40, 4
 KEYS = (
     *("trainer.async.max_staleness=2", "trainer.async.partial_rollouts=true", "trainer.save_freq=1"),
     *("actor_rollout_ref.rollout.multi_turn={enable: true, max_assistant_turns: 2}",),
@@ -64,7 +64,9 @@ def test_twenty_kills_leave_the_ledger_whole(world: World, tmp_path: Path) -> No
     command, started = start(world, tmp_path, 0), 0
     for number, kill in enumerate(kills):
         step = saved(tmp_path)
-        progressed = command.wait_until(lambda step=step, number=number: saved(tmp_path) > min(step, number))
+        # an engine that dies while the run starts ends the run; a driver may die at any moment
+        least = step if kill is None else min(step, number)
+        progressed = command.wait_until(lambda least=least: saved(tmp_path) > least)
         assert progressed, command.log.read_text()
         time.sleep(chance.random() * 0.4)  # also in the middle of a checkpoint
         if kill is None:
