@@ -25,8 +25,8 @@ class AsyncConfig:
     turn has one version."""
     order: str = choice("admission", "admission", "ready_first")
     """Groups of a batch: admission takes them in the order in which their prompts were drawn, without bias. ready_first takes those
-    that finished first among the admitted ones, so a slow group waits up to max_staleness updates and no longer; short responses
-    then come earlier, which rollout/order_bias measures."""
+    that finished first among the admitted ones, so a slow group waits up to max_staleness updates and no longer. Short
+    responses are then trained on earlier."""
     engine_threads: int | None = number(None, low=1)
     """CPU threads of each engine process with runtime=local; null means that all of them share half of
     the cores. Training takes trainer.num_threads, by default the other cores."""

@@ -27,7 +27,7 @@ def something_to_overlap(config: RLConfig) -> Iterator[Finding]:
     yield error(
         f"{ASYNC}.{key}, but the engine '{rollout.name}' computes in the trainer's own processes",
         why="one process either generates or trains, so nothing would overlap and training would only be on older data",
-        fix=f"{fix} , or without that key",
+        fix=f"{fix}, or without that key",
         where=f"{ASYNC}.{key.partition('=')[0]}",
     )
 
@@ -43,13 +43,14 @@ def batch_can_stream(config: RLConfig) -> Iterator[Finding]:
     reasons = {
         f"adv_estimator={name} compares all answers of a batch": advantage_estimators.get(name).scope == "batch",
         spec.old_log_probs.reason: spec.old_log_probs.value is not OldLogProbs.UPDATE_PASS,
+        f"adv_estimator={name} needs greedy answers to the whole batch": "greedy_baseline" in spec.estimator.needs,
         f"a critic is trained ({spec.critic.reason})": spec.critic.value,
     }
     for reason in (text for text, holds in reasons.items() if holds):
         yield error(
             f"{ASYNC}.stream=true, but {reason}",
             why="groups are trained on before the batch is complete, in a single update",
-            fix=f"{ASYNC}.stream=false ; or one update of the whole batch without a critic, and adv_estimator=grpo",
+            fix=f"{ASYNC}.stream=false, or one update of the whole batch without a critic, and adv_estimator=grpo",
             where=f"{ASYNC}.stream",
         )
 

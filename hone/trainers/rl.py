@@ -240,11 +240,7 @@ class RLTrainer:
     async def generate(self, batch: AnyBatch) -> AnyBatch:
         """Play ``rollout.n`` episodes of each prompt of the next batch."""
         self.groups = await self.rollouter.next_batch(self.step)
-        self.metrics.add("training/staleness", max(self.buffer.staleness(group) for group in self.groups))
-        if self.group_filter is not None:
-            self.group_filter.report(self.metrics)
-        if self.rollouter.broken_in is not None:
-            self.metrics.add("episode/dropped_groups", self.rollouter.dropped)
+        self._report_groups()
         batch = concat_batches([group.batch for group in self.groups])
         await self.batch_ops.check_sampled(batch)
         return batch
@@ -267,12 +263,18 @@ class RLTrainer:
         with self.metrics.timer("update_actor"):
             update = await self.actor.apply_gradients(self.step - 1)
         batch = concat_batches(parts)
-        self.metrics.add("training/staleness", 0)
-        if self.group_filter is not None:
-            self.group_filter.report(self.metrics)
+        self._report_groups()
         await self._check_engine(batch)
         await self._record("actor", update, batch)
         return batch
+
+    def _report_groups(self) -> None:
+        """Add metrics of the batch's groups: their age, and how many were replaced."""
+        self.metrics.add("training/staleness", max(self.buffer.staleness(group) for group in self.groups))
+        if self.group_filter is not None:
+            self.group_filter.report(self.metrics)
+        if self.rollouter.broken_in is not None:
+            self.metrics.add("episode/dropped_groups", self.rollouter.dropped)
 
     async def score(self, batch: AnyBatch) -> AnyBatch:
         """Score every trajectory, unless its group has been scored already; the reward is placed on its last token."""

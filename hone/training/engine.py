@@ -26,7 +26,7 @@ from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.matmul import fast_float32_matmuls
 from hone.training.packing import pack, plan_micro_batches
 from hone.training.ranks import RankGroup
-from hone.training.updates import LossFn, Outputs, Statistics, Totals
+from hone.training.updates import LossFn, Outputs, PartialLoss, Statistics, Totals
 
 Forward = Callable[[Head, PackedSequences, bool], dict[str, Tensor]]
 """(head, packed micro-batch, with_entropy) to the head's outputs, each ``[R]``; with a gradient where it is enabled."""
@@ -134,6 +134,14 @@ class MicroBatchLoop:
                 loss.backward()
             activity.tick()
         return statistics
+
+    def accumulate_part(
+        self, batch: Batch, head: Head, loss: PartialLoss, *, with_entropy: bool, outputs_seen: Outputs | None
+    ) -> None:
+        """Run forward and backward passes over a part of a mini-batch; ``loss`` collects its statistics."""
+        loss.statistics += self.accumulate_gradients(
+            batch, head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen, on_totals=loss.begin_part
+        )
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

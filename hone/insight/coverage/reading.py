@@ -15,7 +15,7 @@ from hone.insight.run_files import COVERAGE_FILE, read_rows
 
 @dataclass(frozen=True, slots=True)
 class EndedDraw:
-    """One draw with its fate, as in ``coverage.jsonl``; None stands for an unknown value.
+    """One draw with its fate, as in ``coverage.jsonl``; None is an unknown value.
 
     Attributes:
         step: step in which the draw got its fate.

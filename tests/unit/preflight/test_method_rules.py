@@ -91,6 +91,10 @@ CORRECTION = "algorithm.rollout_correction"
             },
             *("R65", True, ["max_staleness=2", "'hf'", "name=native"]),
         ),
+        (
+            {"trainer.async_training.stream": True, "algorithm.adv_estimator": "remax", f"{ROLLOUT}.num_replicas": 1},
+            *("R68", True, ["remax", "greedy"]),
+        ),
         ({"reward.overlong_buffer.len": 5}, "R23", True, ["len=5", "overlong_buffer.enable=true"]),
         ({f"{ACTOR}.tau_pos": 2.0}, "R23", False, ["tau_pos=2", "loss_mode=vanilla"]),
         ({f"{ACTOR}.policy_loss.kl_cov_ratio": 0.1}, "R23", False, ["kl_cov_ratio=0.1", "vanilla"]),

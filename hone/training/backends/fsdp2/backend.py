@@ -122,14 +122,7 @@ class Fsdp2Backend:
         """Run forward and backward passes over this rank's rows of a part of a mini-batch; gradients add up. Collective."""
         with self._in_use():
             self.model.train()
-            loss.statistics += self._loop.accumulate_gradients(
-                batch,
-                self.head,
-                loss,
-                with_entropy=with_entropy,
-                outputs_seen=outputs_seen,
-                on_totals=loss.begin_part,
-            )
+            self._loop.accumulate_part(batch, self.head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen)
 
     def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
         """Apply the gradients of all parts. Collective."""

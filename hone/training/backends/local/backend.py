@@ -97,14 +97,7 @@ class LocalBackend:
     ) -> None:
         """Run forward and backward passes over a part of a mini-batch; gradients add up."""
         self.model.train()
-        loss.statistics += self._loop.accumulate_gradients(
-            batch,
-            self.head,
-            loss,
-            with_entropy=with_entropy,
-            outputs_seen=outputs_seen,
-            on_totals=loss.begin_part,
-        )
+        self._loop.accumulate_part(batch, self.head, loss, with_entropy=with_entropy, outputs_seen=outputs_seen)
 
     def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
         """Apply the gradients of all parts."""
