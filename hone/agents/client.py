@@ -20,7 +20,8 @@ class EngineClient:
     :meth:`Engine.generate` by itself: an error of one is not an error of the others.
 
     New weights may interrupt responses (:meth:`interrupt`). Each then ends at a token, and after :meth:`proceed` resumes as a request
-    whose prompt contains what was sampled, so that the engine computes its KV cache again. The caller sees one completion.
+    whose prompt contains what was sampled, so that the engine computes its KV cache again. The caller sees one completion. With
+    :meth:`hold` they stay in the paused engine, which keeps their KV cache.
 
     Args:
         engine: engine that serves the requests.
@@ -56,6 +57,10 @@ class EngineClient:
         self._proceeding.clear()
         self._interrupted |= self._under_way
         await self.engine.abort(sorted(self._under_way))
+
+    def hold(self) -> None:
+        """Let no request begin until :meth:`proceed`; those under way stay in the engine."""
+        self._proceeding.clear()
 
     def proceed(self) -> None:
         """Resume interrupted responses and admit new requests."""
@@ -119,6 +124,11 @@ def continued(request: GenerationRequest, parts: Sequence[Completion]) -> Genera
     return dataclasses.replace(request, prompt_ids=request.prompt_ids + ids, sampling=sampling, seed=seed)
 
 
+def versions_of(part: Completion) -> list[int]:
+    """Return the version of each token of a part."""
+    return part.token_versions or [part.weight_versions[0]] * len(part.token_ids)
+
+
 def joined(parts: Sequence[Completion]) -> Completion:
     """Return one completion with the tokens of all parts, each with the version that sampled it."""
     if len(parts) == 1:
@@ -132,7 +142,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
         sampling_log_probs=[value for part in parts for value in part.sampling_log_probs],
         alternatives=[position for part in parts for position in part.alternatives],
         weight_versions=(first.weight_versions[0], last.weight_versions[1]),
-        token_versions=[version for part in parts for version in [part.weight_versions[0]] * len(part.token_ids)],
+        token_versions=[version for part in parts for version in versions_of(part)],
         seconds=sum(part.seconds for part in parts),
         first_token_seconds=first.first_token_seconds,
     )

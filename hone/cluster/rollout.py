@@ -160,8 +160,12 @@ class RolloutWorker:
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def pause(self) -> None:
-        """Stop decoding. Responses under way end at a token, and :meth:`resume` continues them."""
-        await self.player.client.interrupt()
+        """Stop decoding. Responses under way stop at a token, and :meth:`resume` continues them."""
+        client = self.player.client
+        if self.context.config.trainer.async_training.interrupted_cache == "keep":
+            client.hold()
+        else:
+            await client.interrupt()
         await self.engine.pause()
 
     @dispatch(Split.ALL, Collect.FIRST)

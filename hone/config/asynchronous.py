@@ -23,6 +23,9 @@ class AsyncConfig:
     """With max_staleness of at least 1: new weights do not wait for responses under way. A response stops at a token, keeps its
     tokens, and resumes under the new weights; every token keeps the version that sampled it. false waits for them, so that each
     turn has one version."""
+    interrupted_cache: str = choice("recompute", "recompute", "keep")
+    """KV cache of the responses that new weights interrupt: recompute computes prompt and response again under the new weights.
+    keep resumes at once with the entries of the older weights; stop strings and constraints work then. keep needs name=native."""
     order: str = choice("admission", "admission", "ready_first")
     """Groups of a batch: admission takes them in the order in which their prompts were drawn, without bias. ready_first takes those
     that finished first among the admitted ones, so a slow group waits up to max_staleness updates and no longer. Short

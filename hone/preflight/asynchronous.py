@@ -74,7 +74,8 @@ def age_is_corrected(config: RLConfig) -> Iterator[Finding]:
 def responses_can_be_interrupted(config: RLConfig) -> Iterator[Finding]:
     """A response that is interrupted by new weights depends only on its tokens."""
     rollout = config.actor_rollout_ref.rollout
-    if not (RunSpec(config).asynchronous and config.trainer.async_training.partial_rollouts):
+    keys = config.trainer.async_training
+    if not (RunSpec(config).asynchronous and keys.partial_rollouts) or keys.interrupted_cache == "keep":
         return
     settings = {
         f"{ROLLOUT}.stop={rollout.stop}": bool(rollout.stop),
@@ -85,6 +86,20 @@ def responses_can_be_interrupted(config: RLConfig) -> Iterator[Finding]:
             f"{ASYNC}.partial_rollouts=true with {setting}",
             why="an interrupted response resumes as a prompt that contains its beginning, and the engine would not look for the "
             "text of a stop string or a constraint in a prompt",
-            fix=f"{ASYNC}.partial_rollouts=false, or without that key",
+            fix=f"{ASYNC}.partial_rollouts=false, or {ASYNC}.interrupted_cache=keep with {ROLLOUT}.name=native, or without that key",
             where=f"{ASYNC}.partial_rollouts",
+        )
+
+
+@rule("R77", RLConfig)
+def cache_can_be_kept(config: RLConfig) -> Iterator[Finding]:
+    """An engine that keeps the KV cache of interrupted responses says which weights sampled each token."""
+    keys, engine = config.trainer.async_training, config.actor_rollout_ref.rollout.name
+    if keys.interrupted_cache == "keep" and keys.partial_rollouts and engine != "native":
+        yield error(
+            f"{ASYNC}.interrupted_cache=keep with the engine '{engine}'",
+            why=f"{engine} computes the cache of responses under way again when weights arrive, and does not say which weights "
+            "sampled each of their tokens",
+            fix=f"{ASYNC}.interrupted_cache=recompute, or {ROLLOUT}.name=native",
+            where=f"{ASYNC}.interrupted_cache",
         )

@@ -232,6 +232,12 @@ def _runtime_switches(config: RLConfig) -> list[Switch]:
             f"{block}.max_staleness=1",
         ),
         Switch(
+            (f"{block}.interrupted_cache",),
+            config.trainer.async_training.partial_rollouts,
+            f"{block}.partial_rollouts=false interrupts no response",
+            f"{block}.partial_rollouts=true",
+        ),
+        Switch(
             (f"{block}.order", f"{block}.engine_threads"),
             asynchronous,
             f"{block}.max_staleness=0 takes turns",

@@ -60,11 +60,17 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(world: World, undisturb
     assert run_record(run)["status"] == "finished"
 
 
-def test_new_weights_interrupt_responses(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cache",
+    [(), ("trainer.async.interrupted_cache=keep", "actor_rollout_ref.rollout.stop=[77]")],
+    ids=["recompute", "keep"],
+)
+def test_new_weights_interrupt_responses(world: World, tmp_path: Path, cache: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     train(
         world,
         run,
+        *cache,
         "trainer.async.partial_rollouts=true",
         "trainer.async.max_staleness=2",
         "trainer.async.order=ready_first",

@@ -89,7 +89,8 @@ class NativeEngine:
             self._runner.release()  # weights may have changed since the last request
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         jobs = [
-            Job.from_request(request, answers, grammar) for request, grammar in zip(requests, grammars, strict=True)
+            Job.from_request(request, answers, grammar, self._runner.version)
+            for request, grammar in zip(requests, grammars, strict=True)
         ]
         self._scheduler.waiting.extend(jobs)
         self._start()
@@ -106,16 +107,19 @@ class NativeEngine:
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
         """Load weights of a version: copy them, or only note the version if the trainer's parameters are shared.
 
+        Requests under way keep their KV caches; while weights arrive in several calls, the engine has to be paused.
+
         Raises:
             GenerationError: the model has no weight of that name and shape, or after the last call weights are missing.
         """
         if not self.shares_weights:
             self._copy(weights, version, last)
-        if not last:
-            return
-        self._runner.release()  # copies of the old weights: a fused optimizer changes weights without a version count
-        self._runner.sessions.clear()
-        self._runner.version = version
+        if last:
+            self._runner.begin_version(version)
+
+    def forget_incomplete(self) -> None:
+        """Require all weights of a version again, after some of them have arrived."""
+        self._arrived = set()
 
     async def pause(self) -> None:
         """Stop decoding; requests keep their state."""

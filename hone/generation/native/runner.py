@@ -115,6 +115,15 @@ class Runner:
         """Drop copies of weights, because the weights have changed or no request is running."""
         self._forward.release()
 
+    def begin_version(self, version: int) -> None:
+        """Compute with new weights from now on; running jobs note what the earlier ones sampled."""
+        self.release()  # copies of the old weights: a fused optimizer changes weights without a version count
+        self.sessions.clear()
+        if version != self.version:
+            for job in self.running:
+                job.earlier.append((self.version, self._num_sampled(job)))
+        self.version = version
+
     # entering --------------------------------------------------------------------------------------------------------
 
     def enter(self, jobs: Sequence[Job]) -> list[tuple[Job, Outcome]]:
@@ -387,6 +396,7 @@ class Runner:
             completion = Completion(
                 name, tokens, log_probs, sampling_log_probs, reason, versions, seconds, first, job.alternatives
             )
+            completion.token_versions = job.token_versions(len(tokens), self.version)
             answers.append((job, completion))
         self._compact(set(rows))
         return answers

@@ -22,7 +22,9 @@ class Job:
         request: what to generate.
         answer: queue for its completion.
         prompt: the prompt as bytes; jobs with equal bytes can share it in the cache.
+        arrived: version of the weights when it was requested.
         version: of the weights when it entered.
+        earlier: version and number of tokens at each change of the weights since.
         started: when it entered (``time.perf_counter``).
         first_token: when its first token was sampled.
         entered: number of decode steps before it entered.
@@ -37,7 +39,9 @@ class Job:
     request: GenerationRequest
     answer: asyncio.Queue[Completion | BaseException]
     prompt: bytes
+    arrived: int = 0
     version: int = 0
+    earlier: list[tuple[int, int]] = field(default_factory=list)
     started: float = 0.0
     first_token: float = 0.0
     entered: int = 0
@@ -54,9 +58,19 @@ class Job:
         request: GenerationRequest,
         answer: asyncio.Queue[Completion | BaseException],
         grammar: RowGrammar | None = None,
+        version: int = 0,
     ) -> Job:
-        """Return a job that has not started."""
-        return cls(request, answer, array("q", request.prompt_ids).tobytes(), grammar=grammar)
+        """Return a job that has not started, requested under weights of this version."""
+        return cls(request, answer, array("q", request.prompt_ids).tobytes(), arrived=version, grammar=grammar)
+
+    def token_versions(self, count: int, version: int) -> list[int]:
+        """Return the version of each of ``count`` tokens, the last by ``version``; empty without a change since the request."""
+        if not self.earlier and self.arrived == version:
+            return []
+        versions: list[int] = []
+        for before, tokens in self.earlier:
+            versions += [before] * (tokens - len(versions))
+        return versions + [version] * (count - len(versions))
 
     @property
     def shared(self) -> int:

@@ -32,7 +32,7 @@ class Backend(Protocol):
     device: str
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Serve one request; many run at once. The server sets ``weight_versions``."""
+        """Serve one request; many run at once. The server sets ``weight_versions``; ``token_versions`` are the backend's, if it knows them."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -47,8 +47,8 @@ class Backend(Protocol):
         """Resume decoding."""
         ...
 
-    async def begin_weights(self) -> None:
-        """Prepare for new weights."""
+    async def begin_weights(self, version: int) -> None:
+        """Prepare for the weights of a version; those of an incomplete one do not count."""
         ...
 
     async def load_weights(self, chunk: dict[str, Any]) -> None:
@@ -57,6 +57,8 @@ class Backend(Protocol):
 
     async def finish_weights(self) -> None:
         """Complete a weight sync: update what is derived from weights, and drop the cache of the old ones.
+
+        Requests that are paused meanwhile keep their cache (native), or have it computed again.
 
         Raises:
             GenerationError: some weights have not arrived.

@@ -28,7 +28,7 @@ class NativeBackend:
         model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
         model.requires_grad_(False).eval().to(device)
         use_hone_attention(model)
-        self._mappings, self._update = Mappings(), 0
+        self._mappings, self._version = Mappings(), 0
         self.device, self.max_cache_tokens = str(device), settings.max_cache_tokens
         self._engine = NativeEngine(
             model,
@@ -57,18 +57,19 @@ class NativeBackend:
         """Resume decoding."""
         await self._engine.resume()
 
-    async def begin_weights(self) -> None:
+    async def begin_weights(self, version: int) -> None:
         """Start a new version; weights of an incomplete one do not count."""
-        self._update += 1
+        self._engine.forget_incomplete()
+        self._version = version
 
     async def load_weights(self, chunk: dict[str, Any]) -> None:
         """Copy the chunk's tensors into the model."""
         with open_chunk(chunk, self._mappings) as tensors:
-            await self._engine.load_weights(tensors, self._update, last=False)
+            await self._engine.load_weights(tensors, self._version, last=False)
 
     async def finish_weights(self) -> None:
         """Check that all weights have arrived."""
-        await self._engine.load_weights([], self._update)
+        await self._engine.load_weights([], self._version)
 
     async def sleep(self) -> None:
         """Free the cache."""

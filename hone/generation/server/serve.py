@@ -163,7 +163,7 @@ class EngineServer:
                 )
             self._incomplete, self._broken = message["version"], True
             if first:
-                await self._backend.begin_weights()
+                await self._backend.begin_weights(message["version"])
             if chunk is not None:
                 whole = await self._whole_weights(chunk, message.get("entries"))
                 if whole is None:

@@ -169,7 +169,7 @@ class SglangBackend:
 
     # weights ---------------------------------------------------------------------------------------------------------
 
-    async def begin_weights(self) -> None:
+    async def begin_weights(self, version: int) -> None:
         """Prepare for new weights."""
         await self._all("hone_begin_weights")
 

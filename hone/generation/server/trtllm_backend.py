@@ -278,7 +278,7 @@ class TrtllmBackend:
 
     # weights ---------------------------------------------------------------------------------------------------------
 
-    async def begin_weights(self) -> None:
+    async def begin_weights(self, version: int) -> None:
         """Prepare for new weights. Nothing is generated until all of them have arrived."""
         self._expects = True
         self._arrivals.begin()

@@ -27,7 +27,7 @@ class VllmAdapterBackend(VllmBackend):
         adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank((settings.lora or {})["r"])}
         return {**adapters, **super()._options(settings)}
 
-    async def begin_weights(self) -> None:
+    async def begin_weights(self, version: int) -> None:
         """Prepare for a new version."""
         await self._prepare()
         self._adapter.begin()

@@ -193,7 +193,7 @@ class VllmBackend:
 
     # weights ---------------------------------------------------------------------------------------------------------
 
-    async def begin_weights(self) -> None:
+    async def begin_weights(self, version: int) -> None:
         """Prepare every layer for new weights."""
         await self._prepare()
         await self._engine.collective_rpc("hone_begin_weights")

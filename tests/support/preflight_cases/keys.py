@@ -413,6 +413,14 @@ ASYNCHRONOUS = [
         fix=f"{ASYNC}.partial_rollouts=false",
         given=f"{ASYNC}.max_staleness=1 {ROLLOUT}.stop=[END]",
     ),
+    Case(
+        "R77 asynchronous.cache_can_be_kept",
+        f"{ASYNC}.interrupted_cache=keep",
+        ("interrupted_cache=keep", "'vllm'"),
+        fix=f"{ROLLOUT}.name=native",
+        given=f"{ASYNC}.max_staleness=1 {ASYNC}.partial_rollouts=true {ROLLOUT}.name=vllm",
+        also=("R76",),
+    ),
 ]
 
 KEY_CASES = [*BATCHES, *METHODS, *NAMES, *PROCESSES, *PREFERENCES, *ASYNCHRONOUS]

@@ -67,6 +67,25 @@ def test_an_interrupted_response_resumes_under_new_weights() -> None:
     assert late.token_ids == [101, 102] and late.weight_versions == (7, 7)
 
 
+def test_a_held_response_stays_in_the_engine() -> None:
+    async def play() -> tuple[Completion, int]:
+        engine = Counting()
+        client = EngineClient(engine)  # type: ignore[arg-type]
+        first = asyncio.create_task(client.complete(GenerationRequest("a", [0], SamplingParams(max_tokens=20))))
+        await turns(8)
+        client.hold()
+        late = asyncio.create_task(client.complete(GenerationRequest("b", [100], SamplingParams(max_tokens=2))))
+        await turns(60)
+        assert first.done() and not late.done()
+        begun = len(engine.requests)
+        client.proceed()
+        await late
+        return await first, begun
+
+    completion, begun = asyncio.run(play())
+    assert (completion.stop_reason, len(completion.token_ids), begun) == (StopReason.LENGTH, 20, 1)
+
+
 def test_an_abort_of_the_caller_is_not_an_interruption() -> None:
     async def play() -> tuple[StopReason, bool]:
         engine = Counting()

@@ -226,6 +226,56 @@ def test_pause_holds_and_new_weights_are_recorded(make_model, make_engine):
     assert len(completion.token_ids) == 90
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["rows", "shared prompt"])
+def test_responses_keep_their_cache_under_new_weights(make_model, make_engine, shared):
+    """Tokens after the pause are those of the new weights over the cache of the old ones, and each token names its version."""
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    asked = [request(str(i), [5, 6, 7] if shared else [5, 6 + i, 7], seed=i, max_tokens=40) for i in range(2)]
+    old = {name: value.clone() for name, value in model.state_dict().items()}
+    new = {
+        name: value + 0.05 * torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+        for name, value in old.items()
+    }
+
+    async def one(asked: GenerationRequest) -> Completion:
+        return [c async for c in engine.generate([asked])][0]
+
+    async def updated() -> list[Completion]:
+        tasks = [asyncio.create_task(one(r)) for r in asked]
+        while engine.describe().stats["steps"] == 0:
+            await asyncio.sleep(0)
+        await engine.pause()
+        tasks.append(asyncio.create_task(one(request("late", [5, 9], max_tokens=3))))
+        await asyncio.sleep(0)
+        model.load_state_dict(new)
+        await engine.load_weights([], 1)
+        await engine.resume()
+        return list(await asyncio.gather(*tasks))
+
+    *kept, late = asyncio.run(updated())
+    assert late.token_versions == [1] * 3
+    for request_, completion in zip(asked, kept, strict=True):
+        cut = completion.token_versions.index(1)
+        assert 0 < cut < 40 and completion.token_versions == [0] * cut + [1] * (40 - cut)
+        ids, start = torch.tensor([request_.prompt_ids + completion.token_ids]), len(request_.prompt_ids) + cut - 1
+        with attention_of(model, "eager"), torch.no_grad():
+            model.load_state_dict(old)
+            before = model(input_ids=ids[:, :start], use_cache=True)
+            model.load_state_dict(new)
+            after = model(input_ids=ids[:, start:-1], past_key_values=before.past_key_values)
+        logits = torch.cat([before.logits[0, len(request_.prompt_ids) - 1 :], after.logits[0]]).log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=2e-5, rtol=1e-4)
+    again = asyncio.run(one(request("new", [5, 6, 7], max_tokens=20)))
+    torch.testing.assert_close(
+        torch.tensor(again.log_probs),
+        forward_log_probs(model, request("new", [5, 6, 7]), again.token_ids),
+        atol=2e-5,
+        rtol=1e-4,
+    )  # nothing of the old cache is used again
+
+
 def test_a_caller_that_leaves_ends_its_requests(make_model, make_engine, serve):
     engine = make_engine(make_model("qwen3"), max_num_seqs=2)
 

@@ -86,7 +86,7 @@ async def publish(backend: TrtllmBackend, model: Any, *, without: str = "", chun
     """Send a policy's weights in some chunks, through the memory that both processes share."""
     named = [(name, tensor) for name, tensor in model.named_parameters() if name != without]
     sender = SharedMemorySender()
-    await backend.begin_weights()
+    await backend.begin_weights(1)
     size = -(-len(named) // chunks)
     for start in range(0, len(named), size):
         await backend.load_weights(sender.pack(named[start : start + size]))

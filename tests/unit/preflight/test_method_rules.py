@@ -84,6 +84,10 @@ CORRECTION = "algorithm.rollout_correction"
         ({"trainer.async_training.order": "ready_first"}, "R23", False, ["order=ready_first", "max_staleness=1"]),
         ({"trainer.async_training.partial_rollouts": True}, "R23", False, ["partial_rollouts=true", "max_staleness=1"]),
         (
+            {"trainer.async_training.interrupted_cache": "keep"},
+            *("R23", False, ["interrupted_cache=keep", "partial_rollouts=true"]),
+        ),
+        (
             {
                 "trainer.async_training.max_staleness": 2,
                 f"{ROLLOUT}.name": "hf",
