@@ -34,10 +34,11 @@ class Player:
     Args:
         engine: engine that serves all episodes.
         context: context that all episodes share.
+        client: client of the engine; None makes one.
     """
 
-    def __init__(self, engine: Engine, context: EpisodeContext) -> None:
-        self.client, self.context = EngineClient(engine), context
+    def __init__(self, engine: Engine, context: EpisodeContext, client: EngineClient | None = None) -> None:
+        self.client, self.context = client or EngineClient(engine), context
         self._loops: dict[str, AgentLoop] = {}
 
     async def play(

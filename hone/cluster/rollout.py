@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hone.agents.context import EpisodeContext
+from hone.agents.limited_client import LimitedClient
 from hone.agents.player import Player
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
@@ -57,6 +58,7 @@ class RolloutWorker:
         self.context, self.tokenizer = context, context.tokenizer
         self.weights = self._source()
         self.engine = engine or self._build()
+        self._validation_share: float | None = None
 
     def _source(self) -> Weights:
         actor = self.context.roles.get("actor")
@@ -94,6 +96,28 @@ class RolloutWorker:
     def player(self) -> Player:
         """Return the player of the episodes."""
         return Player(self.engine, EpisodeContext.from_config(self.context.config, self.tokenizer))
+
+    @functools.cached_property
+    def validation_client(self) -> LimitedClient:
+        """Return the client of validation during training, whose requests are limited to a share of the engine's."""
+        return LimitedClient(self.engine, self._validation_limit)
+
+    @functools.cached_property
+    def validation_player(self) -> Player:
+        """Return the player of validation during training. Its requests are never interrupted by new weights."""
+        return Player(self.engine, self.player.context, self.validation_client)
+
+    def _validation_limit(self) -> int | None:
+        if self._validation_share is None:
+            return None
+        return max(1, int(self._validation_share * self._capacity))
+
+    @property
+    def _capacity(self) -> int:
+        """Number of requests that the engine serves at once."""
+        if isinstance(self.engine, EnginePool):
+            return sum(replica.concurrency.limit for replica in self.engine.replicas)
+        return self.context.config.actor_rollout_ref.rollout.max_num_seqs
 
     def close(self) -> None:
         """Close engine and tools."""
@@ -135,10 +159,28 @@ class RolloutWorker:
             seeding: parts of the seed, in addition to the uid of the sample and the number of the episode.
         """
 
+        return await self._play(self.player, samples, sampling, n, seeding)
+
+    async def _play(
+        self, player: Player, samples: Sequence[Sample], sampling: SamplingParams, n: int, seeding: tuple[Any, ...]
+    ) -> Batch:
         def seed_of(uid: str, index: int) -> int:
             return derive_seed(*seeding, uid, index)
 
-        return to_batch(await self.player.play(samples, sampling, n=n, seed_of=seed_of))
+        return to_batch(await player.play(samples, sampling, n=n, seed_of=seed_of))
+
+    @dispatch(Split.ROWS)
+    async def play_during_training(
+        self, samples: Sequence[Sample], sampling: SamplingParams, *, n: int, seeding: tuple[Any, ...]
+    ) -> Batch:
+        """Play like :meth:`play`, with as many requests at once as :meth:`limit_validation` allows."""
+        return await self._play(self.validation_player, samples, sampling, n, seeding)
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    async def limit_validation(self, share: float | None) -> None:
+        """Set the share of the engine's requests that validation during training may take; None means no limit."""
+        self._validation_share = share
+        self.validation_client.admit()
 
     @dispatch(Split.ONE, Collect.FIRST)
     async def play_here(

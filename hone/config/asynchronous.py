@@ -30,6 +30,10 @@ class AsyncConfig:
     """Groups of a batch: admission takes them in the order in which their prompts were drawn, without bias. ready_first takes those
     that finished first among the admitted ones, so a slow group waits up to max_staleness updates and no longer. Short
     responses are then trained on earlier."""
+    validation_share: float = number(0.5, low=0, high=1)
+    """Share of the engines' concurrent requests that validation may take while groups are under way. Validation runs during the
+    next step, and new weights wait for it. A larger share ends it sooner and delays groups more. 0 stops training until
+    validation has ended."""
     engine_threads: int | None = number(None, low=1)
     """CPU threads of each engine process with runtime=local; null means that all of them share half of
     the cores. Training takes trainer.num_threads, by default the other cores."""

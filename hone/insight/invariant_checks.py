@@ -5,6 +5,7 @@ D-finite  rewards, advantages, log-probs, losses and gradient norms are finite
 D-mask    a mask covers its response exactly and has at least one sampled token; masked tokens get no gradient
 D-ids     the tokens trained on are the tokens the engine emitted
 D-uid     every prompt group has n members
+D-version all answers of a validation are by one version of the weights
 D-sync    engine and trainer agree on log-probs as well as after the first weight sync (the canary)
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.data.types import Trajectory
 from hone.errors import InvariantError
 
 Decode = Callable[[list[int]], str]
@@ -97,6 +99,24 @@ def require_groups(uids: Sequence[str], n: int) -> None:
             why="group baselines would mix or lose samples",
             fix="give every dataset row a unique uid; if they are unique, report this as a bug",
         )
+
+
+def require_version(trajectories: Sequence[Trajectory], version: int) -> None:
+    """Check D-version: every sampled token is by ``version`` of the weights.
+
+    Raises:
+        InvariantError: an answer has tokens of another version; the message names the first one.
+    """
+    for trajectory in trajectories:
+        if set(trajectory.token_versions) - {-1, version}:
+            first, last = trajectory.weight_versions
+            raise InvariantError(
+                f"answer {trajectory.index} to validation row {trajectory.uid} is by weights of version {first} to {last}, "
+                f"not of {version}",
+                why="the validation would mix two policies; this is an error of the program, not of the configuration",
+                fix="report it with the log of the run; trainer.async_training.validation_share=0 validates between the steps",
+                code="D-version",
+            )
 
 
 def require_masks(batch: Batch, decode: Decode | None = None) -> None:

@@ -7,7 +7,7 @@ their sample and counted; :meth:`Invariants.report` moves the counts to ``invari
     |----------|--------------------------------------------------|----------------------------------------------------|
     | D-ratio  | max > 1e-3 in float32, > 0.05 in bfloat16        | mean > 0.05                                        |
     | D-finite | the update is skipped, the batch dumped          | three times in a row                               |
-    | D-mask, D-ids, D-uid | never                                | always                                             |
+    | D-mask, D-ids, D-uid, D-version | never                     | always                                             |
     | D-sync   | never                                            | gap > 10 x that of the first sync; engine unchanged|
 """
 

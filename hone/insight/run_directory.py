@@ -3,7 +3,7 @@
     <path>/
       config.yaml             the resolved config, credentials hidden
       run.json                versions, hardware, seed, git state, command, status, exit reason, times, last step
-      metrics.jsonl           one object per step
+      metrics.jsonl           one object per step; a second one for a validation that ended after its step
       coverage.jsonl          the fate of every drawn prompt, see :mod:`hone.insight.coverage`
       rollouts/step_<N>.jsonl       every sample of selected steps: tokens, text, mask, scores
       rollouts/step_<N>.txt         some episodes of several turns, as text
@@ -105,7 +105,7 @@ class RunDirectory:
         """Append the metrics of a step as one flushed line. :func:`read_metrics` restores the numbers exactly.
 
         Raises:
-            ValueError: this step, or a later one, has a line already; call :meth:`rewind` first on resume.
+            ValueError: a later step has a line already, or this step has one of these metrics; call :meth:`rewind` first on resume.
             HoneError: the disk is full.
         """
         self._metrics.append(step, [{name: encode_number(float(value)) for name, value in metrics.items()}])

@@ -38,16 +38,19 @@ def read_run(path: str | Path) -> dict[str, Any]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Return all lines of a ``metrics.jsonl`` (or of its run directory), each with its ``step``.
+    """Return the steps of a ``metrics.jsonl`` (or of its run directory), each with its ``step``.
 
-    A half-written last line is left out. ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` become floats again.
+    The lines of a step are merged: the second one has the metrics of a validation that ended after its step. A half-written last line is left out. ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` become floats again.
     """
     path = Path(path)
     file = path / METRICS_FILE if path.is_dir() else path
     if not file.exists():
         return []
-    rows = [json.loads(line) for _, line in read_rows(file)]
-    return [{name: float(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
+    rows: dict[int, dict[str, float]] = {}
+    for step, line in read_rows(file):
+        values = {name: float(value) if isinstance(value, str) else value for name, value in json.loads(line).items()}
+        rows[step] = rows.get(step, {}) | values
+    return list(rows.values())
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, str]]:

@@ -25,6 +25,7 @@ class StepLines:
         self.path = path
         self._file: IO[str] | None = None
         self._last_step: int | None = None
+        self._last_names: set[str] = set()  # keys of all lines of the last step
 
     @property
     def last_step(self) -> int | None:
@@ -35,18 +36,23 @@ class StepLines:
     def append(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Append the records of a step, one flushed line each, with ``step`` as their first entry.
 
+        The last step may get more lines with other keys, such as the metrics of a validation that ended after its step.
+
         Raises:
-            ValueError: this step, or a later one, has lines already; call :meth:`rewind` first on resume.
+            ValueError: a later step has lines already, or this step has one of these keys; call :meth:`rewind` first on resume.
             HoneError: the disk is full.
         """
-        last = self.last_step
-        if last is not None and step <= last:
+        last, records = self.last_step, list(records)
+        names = {name for record in records for name in record}
+        repeats = step == last and (not names or names & self._last_names)
+        if last is not None and (step < last or repeats):
             raise ValueError(f"{self.path.name}: lines of step {step} cannot follow those of step {last}")
         lines = [json.dumps({"step": step, **record}, allow_nan=False) + "\n" for record in records]
         file = self._open()
         with disk_errors(self.path):
             file.write("".join(lines))
             file.flush()
+        self._last_names = names | self._last_names if step == last else names
         self._last_step = step
 
     def rewind(self, step: int) -> int:
@@ -73,10 +79,12 @@ class StepLines:
         """Return the file, open at its end; a half last line is removed when it is opened."""
         if self._file is None:
             with disk_errors(self.path):
-                self._last_step = None
+                self._last_step, self._last_names = None, set()
                 if self.path.exists():
                     rows = list(read_rows(self.path))
                     os.truncate(self.path, sum(len(line.encode()) + 1 for _, line in rows))
                     self._last_step = rows[-1][0] if rows else None
+                    last_lines = [json.loads(line) for step, line in rows if step == self._last_step]
+                    self._last_names = {name for record in last_lines for name in record if name != "step"}
                 self._file = self.path.open("a", encoding="utf-8", newline="\n")
         return self._file

@@ -217,6 +217,8 @@ def _runtime_switches(config: RLConfig) -> list[Switch]:
     ray = tuple(path for path in keys if path.startswith("ray."))
     sampling = tuple(path for path in keys if path.startswith("actor_rollout_ref.rollout.val_kwargs."))
     validation = (*sampling, "trainer.log_val_generations", "data.val_batch_size")
+    if asynchronous:
+        validation += (f"{block}.validation_share",)
     return [
         Switch(ray, config.trainer.runtime == "ray", "trainer.runtime=local starts no Ray", "trainer.runtime=ray"),
         Switch(
@@ -238,7 +240,7 @@ def _runtime_switches(config: RLConfig) -> list[Switch]:
             f"{block}.partial_rollouts=true",
         ),
         Switch(
-            (f"{block}.order", f"{block}.engine_threads"),
+            (f"{block}.order", f"{block}.engine_threads", f"{block}.validation_share"),
             asynchronous,
             f"{block}.max_staleness=0 takes turns",
             f"{block}.max_staleness=1",

@@ -22,6 +22,7 @@ from hone.cluster.roles import RoleUpdate
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.types import Sample
+from hone.insight.invariant_checks import require_version
 from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
@@ -124,8 +125,22 @@ class BatchOps:
         return Batch({"reward_baselines": baselines(batch, greedy)})
 
     @dispatch(Split.ZERO, objects=True)
-    def validation(self, batch: Batch, n: int, shown: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return metrics of scored answers, ``n`` per prompt, and the first ``shown`` records."""
+    def validation(
+        self, batch: Batch, n: int, shown: int, version: int | None
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Return metrics of scored answers, ``n`` per prompt, and the first ``shown`` records.
+
+        Args:
+            batch: scored answers.
+            n: answers per prompt.
+            shown: number of records.
+            version: version of the weights that must have sampled all answers; None checks nothing.
+
+        Raises:
+            InvariantError: an answer is by another version.
+        """
+        if version is not None:
+            require_version(batch.objects("trajectory"), version)
         evaluation: Evaluation = evaluate_answers(batch.objects("trajectory"), batch.objects("score"), n)
         return evaluation.metrics, evaluation.records(shown)
 

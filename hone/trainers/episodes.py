@@ -31,6 +31,16 @@ class Episodes:
         """Play every sample ``n`` times; rows are in the order of the samples. ``seeding`` determines the random streams."""
         return await self.rollout.play(samples, sampling, n=n, seeding=seeding)
 
+    async def play_during_training(
+        self, samples: Sequence[Sample], sampling: SamplingParams, *, n: int, seeding: tuple[Any, ...]
+    ) -> AnyBatch:
+        """Play like :meth:`play`, within the share of the engines' requests that :meth:`limit_validation` has set."""
+        return await self.rollout.play_during_training(samples, sampling, n=n, seeding=seeding)
+
+    async def limit_validation(self, share: float | None) -> None:
+        """Set the share of the engines' requests that validation during training may take; None means no limit."""
+        await self.rollout.limit_validation(share)
+
     async def play_group(
         self, sample: Sample, sampling: SamplingParams, *, n: int, seeding: tuple[Any, ...]
     ) -> AnyBatch:

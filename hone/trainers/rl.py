@@ -8,6 +8,7 @@ A step is a list of stages; this is the complete algorithm (``*`` marks optional
 
 Estimators, losses, rewards and engines come from registries: adding one never edits this file. In asynchronous
 training the stage ``gen`` returns groups that were played during earlier steps; :mod:`hone.trainers.group_buffer` bounds their age.
+Validation is then a task that runs during the next step (:mod:`hone.trainers.validation_task`).
 
 The trainer calls roles and never touches a token. With ``trainer.runtime=local`` the roles are objects in this process and a batch
 holds its columns; with ``ray`` they are processes on a cluster and a batch holds references. The code is the same for both.
@@ -39,6 +40,7 @@ from hone.generation import is_served
 from hone.insight import activity
 from hone.insight.coverage import CoverageLedger, coverage_metrics
 from hone.insight.metrics import MetricStore
+from hone.insight.run_directory import read_metrics
 from hone.trainers.batch_ops import BatchOps
 from hone.trainers.episodes import Episodes, concat_batches
 from hone.trainers.estimates import needed_columns, suppliers
@@ -50,11 +52,14 @@ from hone.trainers.rollouter import Rollouter
 from hone.trainers.session import RunSession, lock_run, session_steps
 from hone.trainers.stages import Stage, check_stages, run_stages
 from hone.trainers.update_view import learnt_tokens
+from hone.trainers.validation_task import ValidationTask
 from hone.trainers.validator import Validator
 
 STREAMED_PARTS = 4
 """Parts into which a batch is divided if it streams into the update."""
 SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs")
+TESTING = "timing_s/testing"
+"""Metric of every validation: its seconds."""
 SCORED = ("score", "token_level_scores", "token_level_rewards")
 
 
@@ -127,6 +132,11 @@ class RLTrainer:
             score, values_of = self.episodes.score, self.batch_ops.values_of
             self.group_filter = GroupFilter(filtering, score, values_of, config.data.train_batch_size)
         n, agent = config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.rollout.agent
+        self.validation: ValidationTask | None = None
+        if self.spec.asynchronous and keys.validation_share and self.validator.dataset is not None:
+            limit = self.episodes.limit_validation
+            self.validation = ValidationTask(self._validate_and_log, limit, keys.validation_share)
+        self._validation_missing = False  # the checkpoint is of a step whose validation had not ended
         self.rollouter = Rollouter(
             dataset,
             self.sampler,
@@ -141,6 +151,7 @@ class RLTrainer:
             max_error_rate=agent.max_error_rate,
             score=self._scored if self.spec.asynchronous else None,
             partial_rollouts=keys.partial_rollouts,
+            validation=self.validation,
         )
         check_stages(self.stages())
         if resume is not None:
@@ -392,24 +403,25 @@ class RLTrainer:
         with session.running(self.total_steps, self.sampler.steps_per_epoch):
             if self.weight_sync.copies:
                 await self._publish()
-            if self.step == 0 and trainer.val_before_train:
-                metrics = await self.validate()
-                if metrics:
-                    session.log(0, metrics)
+            if (self.step == 0 and trainer.val_before_train) or self._lacks_validation():
+                await self._begin_validation()
             while self.step < self.total_steps and not session.stop_requested:
                 self.step += 1
                 with activity.doing(f"step {self.step}"):
                     session.log(self.step, await self.train_step())
+                if self.validation is not None and session.due(trainer.test_freq, self.step):
+                    await self._begin_validation()
                 if session.save_due(self.step):
                     await self.save()
             if session.last_save_due:
                 await self.save()
             await self.rollouter.close()
+            await self.rollouter.end_validation()
             session.completed(self.step, self.runtime.memory())
         return session.exit_code
 
     async def train_step(self) -> dict[str, float]:
-        """Run the stages of a step, then validation if due; return the metrics."""
+        """Run the stages of a step, then validation if due and not a task of its own; return the metrics."""
         started, trainer = time.perf_counter(), self.config.trainer
         self.runtime.begin_step(derive_seed(trainer.seed, "step", self.step))
         self.metrics = MetricStore()
@@ -428,8 +440,8 @@ class RLTrainer:
             self.metrics.update(await self.runtime.group("rollout").take_engine_metrics())
         overhead_metrics(self.metrics, time.perf_counter() - started, await self._busy_seconds())
         metrics = self.metrics.reduce()
-        if self.session.due(trainer.test_freq, self.step):
-            metrics |= await self.validate()
+        if self.validation is None and self.session.due(trainer.test_freq, self.step):
+            metrics |= await self.validate(self.step)
         return metrics
 
     async def _busy_seconds(self) -> float:
@@ -439,16 +451,34 @@ class RLTrainer:
         ]
         return sum([await seconds for seconds in pending])
 
-    async def validate(self) -> dict[str, float]:
-        """Answer the validation prompts with the current weights; return the metrics, empty without a dataset."""
+    async def validate(self, step: int) -> dict[str, float]:
+        """Answer the validation prompts with the weights of a step; return the metrics, empty without a dataset."""
         started = time.perf_counter()
-        result = await self.validator.run()
+        version = step if self.weight_sync.copies else None
+        result = await self.validator.run(version, during_training=self.validation is not None)
         if result is None:
             return {}
         metrics, shown = result
         if shown:
-            self.session.directory.write_validation(self.step, shown)
-        return {**metrics, "timing_s/testing": time.perf_counter() - started}
+            self.session.directory.write_validation(step, shown)
+        return {**metrics, TESTING: time.perf_counter() - started}
+
+    async def _validate_and_log(self, step: int) -> None:
+        metrics = await self.validate(step)
+        if metrics:
+            self.session.log_validation(step, metrics)
+
+    async def _begin_validation(self) -> None:
+        """Begin to validate the current weights; wait for the end unless validation is a task of its own."""
+        if self.validation is None:
+            await self._validate_and_log(self.step)
+        else:
+            await self.rollouter.begin_validation(self.step)
+
+    def _lacks_validation(self) -> bool:
+        """Return whether the run resumes from a step whose validation had not ended, and was not logged later either."""
+        logged = read_metrics(self.session.directory.path) if self._validation_missing else []
+        return self._validation_missing and not any(row["step"] == self.step and TESTING in row for row in logged)
 
     def close(self) -> None:
         """Stop the processes that the run has started."""
@@ -466,6 +496,7 @@ class RLTrainer:
             await role.stage(location)
         # together and without waiting: in asynchronous training groups finish at any time
         sampler, rollouter = self.sampler.state_dict(), self.rollouter.state_dict()
+        validating = self.validation is not None and self.validation.step == self.step and not self.validation.has_ended
         finished = self.rollouter.finished_groups()
         if finished:
             await self.batch_ops.save_groups(concat_batches([group.batch for group in finished]), location)
@@ -473,6 +504,7 @@ class RLTrainer:
             "step": self.step,
             "sampler": sampler,
             "rollouter": rollouter,
+            "validating": validating,
             **await self.batch_ops.state_dict(),
         }
 
@@ -480,9 +512,10 @@ class RLTrainer:
             for writing in [role.write() for role in roles]:
                 writing.result()
 
-        self.session.finish_save(self.step, state, write)
+        self.session.finish_save(self.step, state, write, validating=validating)
 
     def _load_state(self, state: dict[str, Any]) -> None:
+        self._validation_missing = state.get("validating", False)
         self.sampler.load_state_dict(state["sampler"])
         self.buffer.release(self.step)
         location = str(self.session.resumed_from)

@@ -7,10 +7,13 @@ learner waits. During training (:meth:`Rollouter.begin`), every group is a task:
     group          an engine and its tools, then its score     the engine, the reward workers
     learner        a complete batch (``next_batch``)           the group that completes it, or the first error
     weight sync    groups under way (``publish``)              the last of them; with partial rollouts it does not wait
+                   validation of the present weights           its last answer, or the first error
+    validation     its share of the engines                    an answer; when no group is under way, the share is lifted
     admission      a free slot, and no weight sync             ``begin`` after the weight update, an evicted group
     checkpoint     nothing: it saves finished groups, and the identity of those under way
 
 Nobody waits for a slot while holding one, and only groups hold slots; so a batch completes whenever the engines answer.
+Validation waits only for engines, and holds no slot.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from hone.insight import activity
 from hone.insight.coverage import EQUAL_ANSWERS, CoverageLedger, Stage
 from hone.trainers.group_buffer import Group, GroupBuffer
 from hone.trainers.group_filter import GroupFilter, GroupMeans
+from hone.trainers.validation_task import ValidationTask
 
 Play = Callable[[Sequence[Sample], tuple[Any, ...]], Awaitable[AnyBatch]]
 """Function of (samples, seeding) that returns a batch of n episodes per sample, in order."""
@@ -56,6 +60,7 @@ class Rollouter:
             a step than a batch has; then it is a share of those.
         score: function that scores finished groups in asynchronous training.
         partial_rollouts: let new weights interrupt the groups under way instead of waiting for them.
+        validation: validation during training, for which new weights wait.
 
     Attributes:
         dropped: number of groups replaced in this step because of a failed episode.
@@ -77,13 +82,14 @@ class Rollouter:
         max_error_rate: float = 0.0,
         score: Score | None = None,
         partial_rollouts: bool = False,
+        validation: ValidationTask | None = None,
     ) -> None:
         self.dataset, self.sampler, self.play, self.buffer = dataset, sampler, play, buffer
         self.ledger, self._means, self._partial_rollouts = ledger, means, partial_rollouts
         self.n, self.seed = n, seed
         self.group_filter, self.broken_in, self.max_error_rate = group_filter, broken_in, max_error_rate
         self.dropped = self._unbroken = 0
-        self._score = score
+        self._score, self._validation = score, validation
         self._row_of: dict[str, int] = {}  # row of each uid, filled on first use
         self._drawn: deque[tuple[int, int]] = deque()  # row and draw of the ledger, not played yet
         self._training: list[Group] = []
@@ -165,7 +171,25 @@ class Rollouter:
         self._seeding_of[sample.uid] = seeding
         task = asyncio.get_running_loop().create_task(self._group(sample, seeding), name=f"group {sample.uid}")
         self._tasks.add(task)
-        task.add_done_callback(lambda _: self._changed.set())
+        task.add_done_callback(lambda _: self._group_ended())
+
+    def _group_ended(self) -> None:
+        self._changed.set()
+        if self._validation is not None and self.is_idle:
+            self._validation.lift()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no group is under way. In asynchronous training none begins then before the next weight update."""
+        return all(task.done() for task in self._tasks)
+
+    async def begin_validation(self, step: int) -> None:
+        """Begin the validation of the present weights; those of the next update wait until it has ended."""
+        assert self._validation is not None
+        await self._validation.begin(step, on_end=self._changed.set)
+        self.begin()
+        if self.is_idle:
+            self._validation.lift()
 
     async def _group(self, sample: Sample, seeding: tuple[Any, ...]) -> None:
         await self._produce([sample], seeding)
@@ -206,6 +230,7 @@ class Rollouter:
             self._held = True
             with activity.waiting("groups under way, before new weights", on=["rollout"]):
                 await self._until(lambda: not self._tasks)
+        await self.end_validation()
         await sync()
         for group in self._training:
             draw = self.ledger.admitted(group.uid)
@@ -218,8 +243,20 @@ class Rollouter:
         if self._score is not None:
             self.begin()
 
+    async def end_validation(self) -> None:
+        """Wait until the validation under way has ended, if there is one.
+
+        Raises:
+            HoneError: it failed, or a group did meanwhile.
+        """
+        validation = self._validation
+        if validation is not None and validation.step is not None:
+            with activity.waiting(f"validation of step {validation.step}, before new weights", on=["rollout"]):
+                await self._until(lambda: validation.has_ended)
+            validation.collect()
+
     async def close(self) -> None:
-        """Cancel the groups under way."""
+        """Cancel the groups under way. Validation continues, with all of the engines."""
         tasks, self._tasks = self._tasks, set()
         for task in tasks:
             task.cancel()

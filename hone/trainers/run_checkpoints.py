@@ -49,6 +49,7 @@ FREE_KEYS = (
     *("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name", "trainer.logger"),
     *("trainer.resume_", "trainer.save_freq", "trainer.max_ckpt_to_keep", "trainer.total_", "trainer.num_threads"),
     *("trainer.best_ckpt_", "trainer.checkpoint_dir", "trainer.async_save"),
+    "trainer.async_training.validation_share",
     *("trainer.watchdog_seconds", "trainer.max_restarts", "trainer.test_freq", "trainer.val_before_train"),
     *("trainer.rollout_dump_freq", "trainer.log_val_generations", "preflight."),
     *(
@@ -87,6 +88,7 @@ class RunCheckpoints:
         self.resumed_from: Checkpoint | None = self._find()
         self._saved_step = self.resumed_from.step if self.resumed_from else 0
         self._last_metrics: tuple[int, dict[str, float]] = (-1, {})
+        self._unrated: int | None = None  # step of a checkpoint whose validation is under way
         self._save_started = self._blocked_seconds = 0.0
 
     # resuming --------------------------------------------------------------------------------------------------------
@@ -169,6 +171,14 @@ class RunCheckpoints:
         self.store.check()
         self._last_metrics = (step, metrics)
 
+    def note_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Add the metrics of a validation that ended after its step, and rate the checkpoint of that step if there is one."""
+        self.note_metrics(step, {**self._metrics_of(step), **metrics})
+        if self._unrated == step:
+            self._unrated, value = None, self._value(step)
+            if value is not None:
+                self.store.rate(step, str(self._trainer.best_ckpt_metric), value)
+
     def begin(self, step: int) -> str | None:
         """Return where to write checkpoint ``step``, or None if it exists; wait for the previous save."""
         if step == self._saved_step:
@@ -177,9 +187,16 @@ class RunCheckpoints:
         with activity.doing("checkpoint"):
             return str(self.store.begin(step))
 
-    def publish(self, step: int, state: dict[str, Any], write: Callable[[], object]) -> None:
-        """Publish checkpoint ``step`` once ``write()`` has filled its directory."""
-        metric, value = self._trainer.best_ckpt_metric, self._value(step)
+    def publish(
+        self, step: int, state: dict[str, Any], write: Callable[[], object], *, validating: bool = False
+    ) -> None:
+        """Publish checkpoint ``step`` once ``write()`` has filled its directory.
+
+        With ``validating``, the metric that selects the best checkpoint may come later, by :meth:`note_validation`.
+        """
+        metric = self._trainer.best_ckpt_metric
+        comes_later = validating and metric is not None and metric not in self._metrics_of(step)
+        self._unrated, value = (step, None) if comes_later else (None, self._value(step))
         with activity.doing("checkpoint"):
             state = {**state, ENVIRONMENT: _digests(self._config)}
             self.store.publish(step, state, redacted(self._config), write, metric=metric, value=value)
@@ -203,13 +220,17 @@ class RunCheckpoints:
         except (HoneError, OSError) as error:
             log.warning("a checkpoint could not be saved: %s", error)
 
+    def _metrics_of(self, step: int) -> dict[str, float]:
+        """Return the metrics of ``step``, empty if it is not the last one."""
+        return self._last_metrics[1] if self._last_metrics[0] == step else {}
+
     def _value(self, step: int) -> float | None:
         """Return the value at ``step`` of the metric that selects the best checkpoint, or None."""
         name = self._trainer.best_ckpt_metric
         if name is None:
             return None
-        metrics_step, metrics = self._last_metrics
-        value = metrics.get(name) if metrics_step == step else None
+        metrics = self._metrics_of(step)
+        value = metrics.get(name)
         if value is None or not math.isfinite(value):
             log.warning(
                 "step %d has no %s, so its checkpoint cannot be the best one (trainer.best_ckpt_metric). %s",

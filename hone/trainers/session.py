@@ -137,6 +137,13 @@ class RunSession:
         if self._callbacks.step(step, metrics):
             self._stopped_by_callback = True
 
+    def log_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a validation that ended after its step was logged, as a second line of that step."""
+        self.checkpoints.note_validation(step, metrics)
+        self.trackers.log(step, metrics)
+        if self._callbacks.step(step, metrics):
+            self._stopped_by_callback = True
+
     @property
     def wants_samples(self) -> bool:
         """True if a function of the user receives the rollouts."""
@@ -151,9 +158,18 @@ class RunSession:
         """Return where to write checkpoint ``step``, or None if it exists; wait for the previous save."""
         return self.checkpoints.begin(step)
 
-    def finish_save(self, step: int, state: dict[str, Any], write: Callable[[], object]) -> None:
-        """Publish checkpoint ``step`` once ``write()`` has filled its directory, in the background."""
-        self.checkpoints.publish(step, state, write)
+    def finish_save(
+        self, step: int, state: dict[str, Any], write: Callable[[], object], *, validating: bool = False
+    ) -> None:
+        """Publish checkpoint ``step`` once ``write()`` has filled its directory, in the background.
+
+        Args:
+            step: the same as for :meth:`begin_save`.
+            state: of the trainer.
+            write: writes the weights.
+            validating: True if the validation of this step is under way; :meth:`log_validation` then rates the checkpoint.
+        """
+        self.checkpoints.publish(step, state, write, validating=validating)
 
     def save_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after ``step``: by trainer.save_freq, or because of a stop request."""

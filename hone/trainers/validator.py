@@ -33,19 +33,32 @@ class Validator:
         """Return the number of rows by data source."""
         return self.dataset.data_sources() if self.dataset else Counter()
 
-    async def run(self) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
+    async def run(
+        self, version: int | None, *, during_training: bool = False
+    ) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
         """Answer every prompt ``val_kwargs.n`` times with the current weights, ``data.val_batch_size`` prompts at a time.
 
-        The random streams depend only on seed and row. Return the metrics and the first records.
+        The random streams depend only on seed and row.
+
+        Args:
+            version: version of the weights that must have sampled all answers; None if the engine does not count them.
+            during_training: leave a share of the engines to the groups under way, see :class:`ValidationTask`.
+
+        Returns:
+            The metrics and the first records; None without a dataset.
+
+        Raises:
+            InvariantError: an answer is by another version of the weights.
         """
         if self.dataset is None:
             return None
         config, samples = self.config, [self.dataset[row] for row in range(len(self.dataset))]
         n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size or len(samples)
         seeding = (config.trainer.seed, "validation")
+        play = self.episodes.play_during_training if during_training else self.episodes.play
         played = [
-            await self.episodes.play(samples[start : start + size], self.sampling, n=n, seeding=seeding)
+            await play(samples[start : start + size], self.sampling, n=n, seeding=seeding)
             for start in range(0, len(samples), size)
         ]
         scored = await self.episodes.score(concat_batches(played), training=False)
-        return await self.episodes.batch_ops.validation(scored, n, config.trainer.log_val_generations)
+        return await self.episodes.batch_ops.validation(scored, n, config.trainer.log_val_generations, version)

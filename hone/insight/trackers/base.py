@@ -29,7 +29,7 @@ class Tracker(Protocol):
     """Receiver of the metrics of one run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Receive the metrics of a step; steps increase."""
+        """Receive metrics of a step. Steps do not decrease; a validation that ends after its step has a call of its own."""
         ...
 
     def finish(self, status: str) -> None:

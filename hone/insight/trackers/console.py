@@ -66,8 +66,10 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a step."""
-        self._times.append((step, time.monotonic()))
-        self._shown.update(summarise(metrics))
+        if not self._times or step > self._times[-1][0]:
+            self._times.append((step, time.monotonic()))
+        summary = summarise(metrics)
+        self._shown.update(summary)
         fields = [f"{label} {value}" for label, value in self._shown.items()]
         head, eta = f"step {step}/{self._total}", f"ETA {self._eta(step)}"
         validation = [f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("val-core/")]
@@ -80,7 +82,7 @@ class ConsoleTracker:
             line = "  ".join([head, eta, *fields, *validation])
             self._notebook.show(line, step, metrics, main_metric(metrics))
         else:
-            self._line("  ".join([head, *fields, *validation, eta]))
+            self._line("  ".join([head, *(fields if summary else []), *validation, eta]))
 
     def finish(self, status: str) -> None:
         """End the live line, and show the status of the run with the last numbers."""

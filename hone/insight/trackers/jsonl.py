@@ -9,13 +9,13 @@ from hone.insight.trackers.base import TRACKERS, RunInfo
 
 @TRACKERS.register("jsonl")
 class JsonlTracker:
-    """Append one line per step; always on. A step that has a line already is refused."""
+    """Append one line per call; always on. A metric that its step has already is refused."""
 
     def __init__(self, info: RunInfo) -> None:
         self._run_dir = info.run_dir
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the line of a step."""
+        """Append a line of a step."""
         self._run_dir.log_metrics(step, metrics)
 
     def finish(self, status: str) -> None:

@@ -2,6 +2,7 @@
 
     begin(step)      wait for the previous save; return an empty directory
     publish(...)     in a thread: write weights, then config, state and manifest; rename; delete old checkpoints
+    rate(step, ...)  in a thread: set the metric of a published checkpoint
     check()          raise an error of the thread
     wait()           wait for the thread
 
@@ -120,9 +121,23 @@ class CheckpointStore:
         }
         manifest = {"format": FORMAT, "step": step, "metric": metric, "value": value}
         self._failure = None
-        self._thread = threading.Thread(
-            target=self._run, args=(step, texts, manifest, write), name=f"checkpoint-{step}", daemon=True
-        )
+        self._in_thread(step, self._run, step, texts, manifest, write)
+
+    def rate(self, step: int, metric: str, value: float) -> None:
+        """Set the metric of a published checkpoint, which was measured after :meth:`publish`.
+
+        Args:
+            step: step of the latest checkpoint.
+            metric: name of the metric that selects the best checkpoint.
+            value: of this metric at this step.
+
+        Raises:
+            CheckpointError: without ``background``, the manifest cannot be written.
+        """
+        self._in_thread(step, self._rate, self._thread, step, metric, value)
+
+    def _in_thread(self, step: int, work: Callable[..., None], *arguments: Any) -> None:
+        self._thread = threading.Thread(target=work, args=arguments, name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
         if not self._background:
             self.wait()
@@ -161,6 +176,25 @@ class CheckpointStore:
             finally:
                 if self.root.is_local:
                     shutil.rmtree(self._partial(step).local_path, ignore_errors=True)
+        except BaseException as error:  # noqa: BLE001  # raised in the thread that trains
+            self._failure = error
+
+    def _rate(self, saving: threading.Thread | None, step: int, metric: str, value: float) -> None:
+        """Set the metric in the thread, after the save has ended."""
+        if saving is not None:
+            saving.join()
+        if self._failure is not None:
+            return
+        try:
+            checkpoint = self.root / f"step_{step}"
+            manifest = json.loads(checkpoint.read_text(MANIFEST))
+            checkpoint.replace_text(
+                MANIFEST, json.dumps(sealed({**manifest, "metric": metric, "value": value}), indent=1)
+            )
+            self._mark_best(metric)
+            self._retire()
+        except OSError as error:
+            self._failure = self._explain(error, error.errno or errno.EIO, step)
         except BaseException as error:  # noqa: BLE001  # raised in the thread that trains
             self._failure = error
 

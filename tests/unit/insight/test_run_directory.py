@@ -63,6 +63,25 @@ def test_one_line_per_step(run):
         again.log_metrics(3, {})
 
 
+def test_a_validation_that_ends_after_its_step_has_a_line_of_its_own(run):
+    run.log_metrics(1, {"loss": 2.0})
+    run.log_metrics(2, {"loss": 1.0})
+    run.log_metrics(2, {"val-core/x/acc/mean@1": 0.5})
+    for directory in (run, RunDirectory(run.path)):
+        for metrics in ({"loss": 0.9, "other": 1.0}, {"val-core/x/acc/mean@1": 0.4}):
+            with raises(ValueError, "step 2"):
+                directory.log_metrics(2, metrics)
+    run.log_metrics(3, {"loss": 0.7})
+    with raises(ValueError, "step 2", "step 3"):
+        run.log_metrics(2, {"late": 1.0})
+    assert read_metrics(run.path) == [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 1.0, "val-core/x/acc/mean@1": 0.5},
+        {"step": 3, "loss": 0.7},
+    ]
+    assert run.rewind(1) == 3, "both lines of the step"
+
+
 def test_rewind_forgets_what_came_after_the_checkpoint(run):
     for step in range(6):
         run.log_metrics(step, {"x": step / 3})

@@ -82,6 +82,10 @@ CORRECTION = "algorithm.rollout_correction"
             *("R23", False, ["reweight_method=max_min", "reweight_method=pow"]),
         ),
         ({"trainer.async_training.order": "ready_first"}, "R23", False, ["order=ready_first", "max_staleness=1"]),
+        (
+            {"trainer.async_training.validation_share": 0.25},
+            *("R23", False, ["validation_share=0.25", "max_staleness=1"]),
+        ),
         ({"trainer.async_training.partial_rollouts": True}, "R23", False, ["partial_rollouts=true", "max_staleness=1"]),
         (
             {"trainer.async_training.interrupted_cache": "keep"},

@@ -101,6 +101,32 @@ def test_the_best_is_kept_in_addition_to_the_newest_and_marked(root, mode, best)
     assert again.steps() == [8], "a new best replaces the old one"
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_is_rated_after_it_was_saved(root, background):
+    store = CheckpointStore(root, keep=1, background=background)
+    save(store, 1, value=0.5)
+    for step, value in ((2, 0.4), (3, 0.7)):
+        save(store, step)
+        store.rate(step, "reward", value)
+        store.wait()
+        best = step if value > 0.5 else 1
+        assert json.loads(store.root.read_text("best.json"))["step"] == best
+        assert store.steps() == sorted({best, step}), "the former best is deleted"
+    store.open(3).verify()
+
+
+def test_a_rating_after_a_failed_save_leaves_its_error(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    save(store, 1, fail)
+    store.rate(1, "reward", 0.5)
+    with raises(CheckpointError, "the disk is full"):
+        store.wait()
+
+
 def test_without_a_metric_nothing_is_best(store):
     save(store, 1)
     assert below(store.root) == ["step_1"]
