@@ -76,6 +76,9 @@ def _print(out: Console, report: dict[str, Any]) -> None:
         for entry in report["reasons"][:_MOST_REASONS]:
             rows.add_row(entry["fate"], str(entry["count"]), escape(entry["reason"]))
         out.print(rows)
+    if len(report["token_shares"]) > 1:
+        named = (f"{share:.1%} {fate.replace('_', ' ')}" for fate, share in report["token_shares"].items())
+        _line(out, f"sampled tokens: {', '.join(named)}")
     for epoch in report["never_trained"]:
         if epoch["never_trained"]:
             fates = ", ".join(f"{count} {fate.replace('_', ' ')}" for fate, count in epoch["fates"].items())

@@ -25,4 +25,19 @@ COVERAGE_METRICS = (
         "it grows: long answers are dropped first; use more rollout capacity or a larger bound",
     ),
     MetricSpec("coverage/open", "prompts", _LAST, "Prompts without a fate: waiting, in flight, or finished."),
+    *(
+        MetricSpec(
+            f"coverage/{fate}_token_share",
+            "fraction",
+            _LAST,
+            f"Share of the sampled tokens whose prompts {became}.",
+            concern,
+        )
+        for fate, became, concern in (
+            ("trained", "were trained on", "it falls: generation is spent on answers that are dropped"),
+            ("filtered", "a filter removed", ""),
+            ("failed", "had a failed episode", ""),
+            ("too_old", "exceeded the staleness bound", ""),
+        )
+    ),
 )

@@ -432,7 +432,7 @@ class RLTrainer:
         if self.session.wants_samples:
             self.session.samples(self.step, await self.batch_ops.records(batch))
         self.rollouter.ledger.write(self.step)
-        self.metrics.update(coverage_metrics(self.rollouter.ledger.counts()))
+        self.metrics.update(coverage_metrics(self.rollouter.ledger))
         self.metrics.add("training/global_step", self.step)
         self.metrics.add("training/epoch", self.sampler.epoch)
         memory_metrics(self.metrics)

@@ -83,6 +83,7 @@ class CoverageLedger:
         self._open: dict[int, OpenDraw] = {}
         self._admitted: dict[str, int] = {}  # draw of each uid that is in flight or finished
         self._fates: Counter[str] = Counter()
+        self._tokens: dict[str, float] = {}
         self._unwritten: list[dict[str, Any]] = []
 
     # events ----------------------------------------------------------------------------------------------------------
@@ -158,7 +159,9 @@ class CoverageLedger:
     ) -> None:
         entry = self._at(draw, *stages)
         fields = asdict(entry) | {"stage": None, "fate": fate.value} | facts
-        self._unwritten.append({name: value for name, value in fields.items() if _known(value)})
+        fields = {name: value for name, value in fields.items() if _known(value)}
+        self._unwritten.append(fields)
+        self._tokens[fate.value] = self._tokens.get(fate.value, 0.0) + fields.get("tokens", 0.0)
         del self._open[draw], self._admitted[entry.uid]
         self._fates[fate.value] += 1
 
@@ -176,6 +179,10 @@ class CoverageLedger:
             **{stage.value: stages[stage.value] for stage in Stage},
             **{fate.value: self._fates[fate.value] for fate in Fate},
         }
+
+    def token_shares(self) -> dict[str, float]:
+        """Return the share of sampled tokens by the fate of their prompt, which add up to 1; empty before the first fate."""
+        return shares(self._tokens)
 
     def write(self, step: int) -> None:
         """Append a line for each draw that got its fate since the last call, and a line with all counts.
@@ -197,6 +204,7 @@ class CoverageLedger:
         return {
             "drawn": self._drawn,
             "fates": dict(self._fates),
+            "tokens": dict(self._tokens),
             "open": [asdict(entry) | {"stage": entry.stage.value} for entry in self._open.values()],
             "unwritten": [dict(record) for record in self._unwritten],
         }
@@ -206,7 +214,7 @@ class CoverageLedger:
         entries = [OpenDraw(**{**fields, "stage": Stage(fields["stage"])}) for fields in state["open"]]
         self._open = {entry.draw: entry for entry in entries}
         self._admitted = {entry.uid: entry.draw for entry in entries if entry.stage is not Stage.WAITING}
-        self._drawn, self._fates = state["drawn"], Counter(state["fates"])
+        self._drawn, self._fates, self._tokens = state["drawn"], Counter(state["fates"]), dict(state["tokens"])
         self._unwritten = [dict(record) for record in state["unwritten"]]
 
 
@@ -214,8 +222,19 @@ def _known(value: Any) -> bool:
     return value is not None and not (isinstance(value, float) and not math.isfinite(value))
 
 
-def coverage_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Return the metrics ``coverage/*`` of the counts of a ledger."""
+def shares(amounts: Mapping[str, float]) -> dict[str, float]:
+    """Return each amount as a share of their sum; empty if that is 0."""
+    total = sum(amounts.values())
+    return {name: amount / total for name, amount in amounts.items()} if total else {}
+
+
+def coverage_metrics(ledger: CoverageLedger) -> dict[str, float]:
+    """Return the metrics ``coverage/*`` of a ledger."""
+    counts = ledger.counts()
     open_draws = sum(counts[stage.value] for stage in Stage)
     names = ("drawn", *(fate.value for fate in Fate))
-    return {**{f"coverage/{name}": float(counts[name]) for name in names}, "coverage/open": float(open_draws)}
+    return {
+        **{f"coverage/{name}": float(counts[name]) for name in names},
+        "coverage/open": float(open_draws),
+        **{f"coverage/{fate}_token_share": share for fate, share in ledger.token_shares().items()},
+    }

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hone.insight.coverage.bias import DROPPED, FEWEST_ROWS, BiasReport, Comparison, compare_dropped
-from hone.insight.coverage.ledger import Fate, Stage
+from hone.insight.coverage.ledger import Fate, Stage, shares
 from hone.insight.coverage.reading import Coverage, EndedDraw
 
 NAMES = {
@@ -34,6 +34,7 @@ def coverage_report(coverage: Coverage) -> dict[str, Any]:
     return {
         "step": max(coverage.steps),
         "counts": coverage.counts,
+        "token_shares": shares(tokens_by_fate(coverage)),
         "by_epoch": fates_by_epoch(coverage),
         "lags": {str(lag): count for lag, count in sorted(lags.items(), key=lambda item: item[0] or 0)},
         "reasons": [{"fate": fate, "reason": why, "count": count} for (fate, why), count in reasons.most_common()],
@@ -41,6 +42,14 @@ def coverage_report(coverage: Coverage) -> dict[str, Any]:
         "bias": {"comparisons": [asdict(comparison) for comparison in bias.comparisons], "words": bias_words(bias)},
         "problem": coverage.problem,
     }
+
+
+def tokens_by_fate(coverage: Coverage) -> dict[str, float]:
+    """Return the sum of the groups' mean response lengths by fate."""
+    tokens: dict[str, float] = {}
+    for ended in coverage.draws:
+        tokens[ended.fate] = tokens.get(ended.fate, 0.0) + (ended.tokens or 0.0)
+    return tokens
 
 
 def fates_by_epoch(coverage: Coverage) -> dict[str, dict[str, int]]:

@@ -308,10 +308,16 @@ def test_metrics_are_declared_and_add_up(run: RunDirectory) -> None:
         ended_draw(ledger, fate)
     ledger.draw(1, 0)
     store = MetricStore()
-    store.update(coverage_metrics(ledger.counts()))
+    store.update(coverage_metrics(ledger))
     metrics = store.reduce()
+    shares = {name: metrics.pop(name) for name in list(metrics) if name.endswith("_token_share")}
     assert metrics.pop("coverage/drawn") == 5 == sum(metrics.values())
     assert metrics == {f"coverage/{name}": 1.0 for name in ("failed", "filtered", "open", "too_old", "trained")}
+    tokens = {fate: ENDS[fate][1].get("tokens", 0.0) for fate in ENDS}
+    assert shares == {f"coverage/{fate}_token_share": tokens[fate] / sum(tokens.values()) for fate in ENDS}
+    resumed = CoverageLedger(run.coverage)
+    resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    assert resumed.token_shares() == ledger.token_shares()
 
 
 def test_report_of_epochs_lags_and_prompts_never_trained(tmp_path: Path) -> None:
