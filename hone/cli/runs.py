@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli import run_coverage, run_samples
+from hone.cli import run_coverage, run_engines, run_samples
 from hone.cli.run_output import new_console, new_table, print_json
 
 if TYPE_CHECKING:
@@ -33,11 +33,12 @@ _CHARTS = 4  # charts that `show` draws when no metric is named
 
 @app.callback()
 def group() -> None:
-    """List, show and compare runs, print their samples, and account for their prompts."""
+    """List, show and compare runs, print their samples, account for their prompts, and change the number of engines."""
 
 
 app.command("samples")(run_samples.samples)
 app.command("coverage")(run_coverage.coverage)
+app.command("engines")(run_engines.engines)
 
 
 @app.command("list")

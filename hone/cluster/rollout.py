@@ -19,9 +19,9 @@ from hone.data.seeding import derive_seed
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample
 from hone.generation import is_served
-from hone.generation.build import build_engine
+from hone.generation.build import build_engine, replica_limit
 from hone.generation.options import has_adapter, sends_adapter
-from hone.generation.pool import EnginePool
+from hone.generation.pool import EnginePool, ReplicaState
 from hone.generation.protocol import Engine, SamplingParams
 from hone.generation.remote.transports import share_parameters
 from hone.models.loading import load_policy
@@ -38,9 +38,23 @@ class Weights(Enum):
     """The engine has a whole copy, and the actor is in another process."""
 
 
+SERVING = "replica/serving"
+
+
 def merged_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of all workers."""
-    return {name: value for part in parts for name, value in part.items()}
+    """Merge the metrics of all workers; the number of serving replicas is that of all."""
+    merged = {name: value for part in parts for name, value in part.items()}
+    return merged | ({SERVING: sum(part[SERVING] for part in parts)} if merged else {})
+
+
+def joined(parts: Sequence[list[Any]]) -> list[Any]:
+    """Return the lists of all workers as one."""
+    return [entry for part in parts for entry in part]
+
+
+def lowest_limit(limits: Sequence[tuple[int, str]]) -> tuple[int, str]:
+    """Return the lowest of the workers' limits, with its reason."""
+    return min(limits)
 
 
 class RolloutWorker:
@@ -132,8 +146,8 @@ class RolloutWorker:
 
     @dispatch(Split.ZERO)
     def replicas(self) -> int:
-        """Return the number of engines of each worker."""
-        return len(self.engine.replicas) if isinstance(self.engine, EnginePool) else 1
+        """Return the wanted number of engines of each worker."""
+        return self.engine.count if isinstance(self.engine, EnginePool) else 1
 
     @dispatch(Split.ALL, merged_metrics)
     async def take_engine_metrics(self) -> dict[str, float]:
@@ -141,10 +155,37 @@ class RolloutWorker:
         if not isinstance(self.engine, EnginePool):
             return {}
         metrics = await self.engine.take_metrics()
-        first = self.context.rank * len(metrics)
-        return {
-            f"replica/{first + i}/{name}": value for i, values in enumerate(metrics) for name, value in values.items()
+        serving = sum(replica.serves for replica in self.engine.replicas)
+        return {SERVING: serving} | {
+            f"replica/{self._number(i)}/{name}": value
+            for i, values in enumerate(metrics)
+            for name, value in values.items()
         }
+
+    def _number(self, index: int) -> int:
+        """Return the number of a replica among those of all workers; it stays when the pools change their sizes."""
+        return index * self.context.world + self.context.rank
+
+    @dispatch(Split.ALL, lowest_limit)
+    def replica_limit(self) -> tuple[int, str]:
+        """Return the maximum number of replicas of a worker, with the reason."""
+        return replica_limit(self.context.config, world=self.context.world)
+
+    @dispatch(Split.ALL)
+    async def resize(self, replicas: int) -> None:
+        """Have this number of replicas in every worker from now on; see :meth:`EnginePool.resize`."""
+        assert isinstance(self.engine, EnginePool), "an engine in this process has no replicas"
+        self.engine.resize(replicas)
+
+    @dispatch(Split.ALL, joined)
+    async def replica_reports(self) -> list[dict[str, Any]]:
+        """Return number, state, load and version of the weights of each replica."""
+        assert isinstance(self.engine, EnginePool), "an engine in this process has no replicas"
+        return [
+            {"replica": self._number(replica.index), "worker": self.context.rank, **replica.report()}
+            | {"version": self.engine.version if replica.state is ReplicaState.SERVING else None}
+            for replica in self.engine.replicas
+        ]
 
     @dispatch(Split.ROWS)
     async def play(

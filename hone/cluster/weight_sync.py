@@ -45,8 +45,7 @@ class WeightSync:
         self.seconds: dict[str, float] = {}
         keys = config.actor_rollout_ref.rollout
         self._bucket_bytes = keys.checkpoint_engine.update_weights_bucket_megabytes * 2**20
-        engines = rollout.dp_size * rollout.replicas().result()
-        self._prompts = [dataclasses.replace(prompt, uid=f"canary {number}") for number in range(engines)]
+        self._prompt = prompt
         self._sampling = SamplingParams(max_tokens=CANARY_TOKENS, temperature=keys.temperature, ignore_eos=True)
 
     async def sync(self, version: int) -> AnyBatch | None:
@@ -69,7 +68,9 @@ class WeightSync:
             await self._send(version)
         with self._timed("resume"):
             await self.rollout.resume()
-        played = await self.rollout.play(self._prompts, self._sampling, n=1, seeding=(0, "canary"))
+        engines = self.rollout.dp_size * await self.rollout.replicas()  # it may have changed
+        prompts = [dataclasses.replace(self._prompt, uid=f"canary {number}") for number in range(engines)]
+        played = await self.rollout.play(prompts, self._sampling, n=1, seeding=(0, "canary"))
         return played.updated(await self.actor.log_probs(played))
 
     async def _send(self, version: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,10 +83,10 @@ def served_pool(config: RLConfig, *, number: int = 0, world: int = 1) -> EngineP
         HoneError: the engine is not installed, does not start, or does not fit the configuration.
     """
     rollout = config.actor_rollout_ref.rollout
-    starts = engine_starts(config, number=number, world=world)
+    start, count = engine_start(config, number=number, world=world)
     return EnginePool(
-        lambda index: starts[index](),
-        len(starts),
+        start,
+        count,
         limits=rollout.server_pool,
         concurrency=rollout.max_num_seqs,
         bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
@@ -95,8 +94,11 @@ def served_pool(config: RLConfig, *, number: int = 0, world: int = 1) -> EngineP
     )
 
 
-def engine_starts(config: RLConfig, *, number: int = 0, world: int = 1) -> list[Callable[[], ServedEngine]]:
-    """Return functions that start each replica of a pool, or attach to its server; see :func:`served_pool`."""
+def engine_start(config: RLConfig, *, number: int = 0, world: int = 1) -> tuple[Callable[[int], ServedEngine], int]:
+    """Return a function that starts the replica with an index, or attaches to its server, and the number of replicas.
+
+    The function also starts replicas beyond that number. See :func:`served_pool` for the arguments.
+    """
     rollout = config.actor_rollout_ref.rollout
     transport = rollout.checkpoint_engine
     options = {
@@ -104,13 +106,47 @@ def engine_starts(config: RLConfig, *, number: int = 0, world: int = 1) -> list[
         "bucket_bytes": transport.update_weights_bucket_megabytes * 2**20,
         "delta": transport.delta,
     }
-    urls = [rollout.engine_url] if isinstance(rollout.engine_url, str) else rollout.engine_url
+    urls = _urls(config)
     if urls:
         _check_count(rollout.num_replicas, urls, world)
-        return [functools.partial(_attach, url, config, options) for url in urls[number::world]]
+        servers = urls[number::world]
+        return lambda index: _attach(servers[index], config, options), len(servers)
     count = rollout.num_replicas or 1
-    plans = [launch_plan(config, number=number * count + index, count=count) for index in range(count)]
-    return [functools.partial(ServedEngine.start, plan, **options) for plan in plans]
+    threads = _replica_threads(config, count)
+
+    def start(index: int) -> ServedEngine:
+        place = number * count + index if index < count else index * world + number
+        return ServedEngine.start(launch_plan(config, number=place, threads=threads), **options)
+
+    return start, count
+
+
+def replica_limit(config: RLConfig, *, world: int = 1) -> tuple[int, str]:
+    """Return the maximum number of replicas of a process that builds a pool, with the reason.
+
+    Args:
+        config: of the run.
+        world: number of those processes.
+    """
+    rollout, urls = config.actor_rollout_ref.rollout, _urls(config)
+    if urls:
+        return len(urls) // world, f"rollout.engine_url names {len(urls)} servers for {world} rollout workers"
+    count = rollout.num_replicas or 1
+    if torch.cuda.is_available():
+        return (
+            count,
+            f"replicas share their worker's GPUs, and rollout.num_replicas={count} is what their memory is for",
+        )
+    cores, threads = len(os.sched_getaffinity(0)), _replica_threads(config, count)
+    workers = next(pool.per_node for pool in RunSpec(config).pools if "rollout" in pool.roles)
+    reason = f"{cores} cores, {workers} rollout workers on a machine, and {threads} threads for each replica"
+    return max(count, cores // (workers * threads)), reason
+
+
+def _urls(config: RLConfig) -> list[str]:
+    """Return the addresses of running servers; empty if the run starts its engines."""
+    url = config.actor_rollout_ref.rollout.engine_url
+    return [url] if isinstance(url, str) else list(url or ())
 
 
 def _attach(url: str, config: RLConfig, options: dict[str, Any]) -> ServedEngine:
@@ -143,8 +179,8 @@ def _check_count(replicas: int | None, urls: Sequence[str], world: int) -> None:
         )
 
 
-def launch_plan(config: RLConfig, *, number: int = 0, count: int = 1) -> LaunchPlan:
-    """Return the launch plan of replica ``number``, of ``count`` replicas that share this machine's cores."""
+def launch_plan(config: RLConfig, *, number: int, threads: int) -> LaunchPlan:
+    """Return the launch plan of replica ``number`` on this machine, with this number of threads."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     folder = Path(config.trainer.default_local_dir) / LOGS
     return LaunchPlan(
@@ -157,7 +193,7 @@ def launch_plan(config: RLConfig, *, number: int = 0, count: int = 1) -> LaunchP
         max_model_len=_max_model_len(config),
         max_cache_tokens=rollout.max_cache_tokens,
         options=engine_options(rollout),
-        cpus=cores_of(number, _replica_threads(config, count)),
+        cpus=cores_of(number, threads),
         lora=adapter_shape(config),
         log=folder / f"{rollout.name}-{os.getpid()}-{number}.log",
         start_seconds=rollout.engine_start_seconds,

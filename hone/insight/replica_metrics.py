@@ -5,6 +5,7 @@ from __future__ import annotations
 from hone.insight.metric_spec import MetricSpec, Reduction
 
 REPLICA_METRICS = (
+    MetricSpec("replica/serving", "replicas", Reduction.LAST, "Replicas that get requests, at the end of the step."),
     MetricSpec(
         "replica/<n>/throughput",
         "tokens/s",

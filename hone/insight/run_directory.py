@@ -9,6 +9,7 @@
       rollouts/step_<N>.txt         some episodes of several turns, as text
       validation/step_<N>.jsonl     validation samples
       checkpoints/step_<N>/         written by the trainer
+      replicas.json           answer to `hone runs engines`, see :mod:`hone.insight.replica_requests`
       run.lock                the process that trains in it, see :mod:`hone.insight.run_lock`
 
 ``metrics.jsonl`` and ``coverage.jsonl`` grow by whole lines, see :mod:`hone.insight.step_lines`. Every other file is written

@@ -47,6 +47,7 @@ from hone.trainers.estimates import needed_columns, suppliers
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
 from hone.trainers.inputs import prompt_dataset, self_scored, training_sampling
+from hone.trainers.replica_control import replica_requests
 from hone.trainers.reporting import memory_metrics, overhead_metrics, update_metrics
 from hone.trainers.rollouter import Rollouter
 from hone.trainers.session import RunSession, lock_run, session_steps
@@ -401,22 +402,23 @@ class RLTrainer:
         """Train to the last step, or until a stop request; return the exit code."""
         trainer, session = self.config.trainer, self.session
         with session.running(self.total_steps, self.sampler.steps_per_epoch):
-            if self.weight_sync.copies:
-                await self._publish()
-            if (self.step == 0 and trainer.val_before_train) or self._lacks_validation():
-                await self._begin_validation()
-            while self.step < self.total_steps and not session.stop_requested:
-                self.step += 1
-                with activity.doing(f"step {self.step}"):
-                    session.log(self.step, await self.train_step())
-                if self.validation is not None and session.due(trainer.test_freq, self.step):
+            async with replica_requests(self.config, session.directory.path, self.runtime.group("rollout")):
+                if self.weight_sync.copies:
+                    await self._publish()
+                if (self.step == 0 and trainer.val_before_train) or self._lacks_validation():
                     await self._begin_validation()
-                if session.save_due(self.step):
+                while self.step < self.total_steps and not session.stop_requested:
+                    self.step += 1
+                    with activity.doing(f"step {self.step}"):
+                        session.log(self.step, await self.train_step())
+                    if self.validation is not None and session.due(trainer.test_freq, self.step):
+                        await self._begin_validation()
+                    if session.save_due(self.step):
+                        await self.save()
+                if session.last_save_due:
                     await self.save()
-            if session.last_save_due:
-                await self.save()
-            await self.rollouter.close()
-            await self.rollouter.end_validation()
+                await self.rollouter.close()
+                await self.rollouter.end_validation()
             session.completed(self.step, self.runtime.memory())
         return session.exit_code
 

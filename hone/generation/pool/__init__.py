@@ -5,6 +5,7 @@
 ``concurrency``  limit of requests per replica, from the time that they wait in it
 ``pool``         queue, choice of replica, retries; the engine protocol
 ``supervision``  probes, restarts, and admission after the weights have been checked
+``resizing``     more or fewer replicas during a run
 ``weights``      the latest weights, kept for replicas that restart
 ===============  ====================================================================================================
 """

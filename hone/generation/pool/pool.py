@@ -27,6 +27,7 @@ from hone.data.types import StopReason
 from hone.errors import GenerationError, ProcessError
 from hone.generation.pool.concurrency import Concurrency
 from hone.generation.pool.replica import Replica, ReplicaState
+from hone.generation.pool.resizing import Resizer
 from hone.generation.pool.supervision import Supervisor, within
 from hone.generation.protocol import Completion, Engine, EngineDescription, GenerationRequest
 
@@ -83,9 +84,14 @@ class EnginePool:
         if count < 1:
             raise ValueError(f"a pool of {count} replicas")
         self.limits = replace(limits) if limits is not None else ServerPoolConfig()
-        self.replicas = [Replica(index, Concurrency(concurrency)) for index in range(count)]
+
+        def new_replica(index: int) -> Replica:
+            return Replica(index, Concurrency(concurrency))
+
+        self.replicas = [new_replica(index) for index in range(count)]
         self._bucket_bytes, self._paused = bucket_bytes, False
         self._supervisor = Supervisor(self.replicas, self.limits, start, on_change=self.dispatch, delta=delta)
+        self._resizer = Resizer(self.replicas, self._supervisor, new_replica)
         self._numbers = itertools.count()
         self._waiting: deque[PoolRequest] = deque()
         self._homes: dict[str, Replica] = {}
@@ -97,6 +103,29 @@ class EnginePool:
         """Version of the latest weights."""
         return self._supervisor.weights.version
 
+    @property
+    def count(self) -> int:
+        """Wanted number of replicas."""
+        return self._resizer.count
+
+    def resize(self, count: int) -> None:
+        """Have ``count`` replicas from now on, without a pause.
+
+        New replicas start in threads, and serve once they have the latest weights. Of too many, those with the highest
+        numbers finish their requests and end; their episodes continue on others. A replica that cannot start is given up
+        (state LOST), and a later call tries it again.
+        """
+        if count < 1:
+            raise ValueError(f"a pool of {count} replicas")
+        self._attend()
+        self._resizer.resize(count)
+        self.dispatch()
+
+    def _attend(self) -> None:
+        """Watch, start and remove replicas on the current event loop."""
+        self._supervisor.attend()
+        self._resizer.attend()
+
     # requests --------------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
@@ -106,7 +135,7 @@ class EnginePool:
             GenerationError: a request exceeds the limits or timed out in every attempt, or the last weight sync failed.
             ProcessError: no replica is left.
         """
-        self._supervisor.attend()
+        self._attend()
         self._check_whole()
         answers: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         now = time.monotonic()
@@ -238,7 +267,7 @@ class EnginePool:
         Raises:
             GenerationError: an engine refuses them.
         """
-        self._supervisor.attend()
+        self._attend()
         await self._supervisor.publish(weights, version, last=last, bucket_bytes=self._bucket_bytes)
         if last and not self._paused:
             await self._supervisor.admit()

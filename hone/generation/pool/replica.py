@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -29,6 +30,8 @@ class ReplicaState(StrEnum):
     STARTING = "starting"
     LOST = "lost"
     """Its engine ended and could not be restarted."""
+    CLOSING = "closing"
+    """It has finished its requests, and its engine ends, because the pool gets smaller."""
 
 
 @dataclass
@@ -63,22 +66,26 @@ class Replica:
         concurrency: limit of its requests.
         engine: None while it starts.
         state: see :class:`ReplicaState`.
+        leaving: whether it gets no more requests, because the pool gets smaller.
         under_way: number of each request in the pool to its tokens (prompt and maximum of the response).
         starts: number of engine starts.
         problem: why its engine ended; empty while it runs.
         description: latest description of the engine.
         window: see :class:`Window`.
+        threads: for blocking calls of its engine.
     """
 
     index: int
     concurrency: Concurrency = field(default_factory=Concurrency)
     engine: Engine | None = None
     state: ReplicaState = ReplicaState.STARTING
+    leaving: bool = False
     under_way: dict[int, int] = field(default_factory=dict)
     starts: int = 0
     problem: str = ""
     description: EngineDescription | None = None
     window: Window = field(default_factory=Window)
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "hone-replica"))
     _since: float = 0.0
     _reported: dict[str, int] = field(default_factory=dict)
 
@@ -88,9 +95,14 @@ class Replica:
         return sum(self.under_way.values())
 
     @property
+    def serves(self) -> bool:
+        """True if the replica gets requests."""
+        return self.state is ReplicaState.SERVING and not self.leaving
+
+    @property
     def is_available(self) -> bool:
         """True if the replica can take one more request."""
-        return self.state is ReplicaState.SERVING and len(self.under_way) < self.concurrency.limit
+        return self.serves and len(self.under_way) < self.concurrency.limit
 
     def attach(self, engine: Engine, description: EngineDescription) -> None:
         """Use an engine that was just started."""
@@ -174,7 +186,9 @@ class Replica:
     def report(self) -> dict[str, Any]:
         """Return state, engine starts, running requests and tokens, request limit and problem."""
         return {
-            "state": self.state.value,
+            "state": (
+                ReplicaState.DRAINING if self.leaving and self.state is ReplicaState.SERVING else self.state
+            ).value,
             "starts": self.starts,
             "requests": len(self.under_way),
             "load": self.load,

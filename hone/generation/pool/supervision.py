@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +56,8 @@ class Supervisor:
            |  +--> FENCED: waits for weights --> (the same) ----------------+
            +------ lost: process died or probe not answered ---------------+       STARTING --> LOST after several attempts
 
+    :class:`~hone.generation.pool.resizing.Resizer` adds replicas in STARTING, and ends others in CLOSING.
+
     Attributes:
         weights: the latest weights.
 
@@ -79,8 +81,8 @@ class Supervisor:
         self._replicas, self._limits, self._start = replicas, limits, start
         self._on_change, self._delta = on_change, delta
         self.weights = PublishedWeights()
-        self._threads = ThreadPoolExecutor(max_workers=4 * len(replicas), thread_name_prefix="hone-pool")
         self._starting: dict[Replica, Future[Started]] = {}
+        self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._taking: dict[Replica, Engine] | None = None
@@ -98,7 +100,7 @@ class Supervisor:
         Raises:
             HoneError: a replica cannot be started.
         """
-        starting = [self._threads.submit(self._begin, replica.index) for replica in self._replicas]
+        starting = [replica.threads.submit(self._begin, replica.index) for replica in self._replicas]
         problem: BaseException | None = None
         for replica, future in zip(self._replicas, starting, strict=True):
             try:
@@ -117,18 +119,30 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         if self._watch is None or self._watch.done() or self._watch.get_loop() is not loop:
             self._watch = loop.create_task(self._probe_periodically())
-            for replica in self._replicas:  # restarts on another loop ended with it
-                if replica.state is ReplicaState.STARTING:
-                    self._spawn(self._restart(replica))
+
+    def restart(self, replica: Replica) -> None:
+        """Give a replica an engine with the latest weights, unless that is under way."""
+        if not self.is_restarting(replica):
+            self._restarts[replica] = self.spawn(self._restart(replica))
+
+    def is_restarting(self, replica: Replica) -> bool:
+        """Return whether a replica gets an engine or weights on the current event loop."""
+        task = self._restarts.get(replica)
+        return task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
+
+    def forget(self, replica: Replica) -> None:
+        """Release what is kept of a replica that has left the pool."""
+        self._restarts.pop(replica, None)
+        replica.threads.shutdown(wait=False)
+        self._on_change()
 
     def restart_lost(self, replica: Replica, engine: Engine, error: BaseException) -> None:
         """Restart a replica whose engine is lost. Its requests return to the queue by themselves."""
         if self._closed or replica.engine is not engine or replica.state in (ReplicaState.STARTING, ReplicaState.LOST):
             return  # the engine was already replaced, or will be
-        what = error.what if isinstance(error, HoneError) else "it did not answer"
-        replica.state, replica.problem = ReplicaState.STARTING, what
-        log.warning("replica %d is lost and restarts: %s", replica.index, what)
-        self._spawn(self._restart(replica))
+        replica.state, replica.problem = ReplicaState.STARTING, _problem(error)
+        log.warning("replica %d is lost and restarts: %s", replica.index, replica.problem)
+        self.restart(replica)
 
     async def drain(self, replica: Replica) -> None:
         """Send a replica no more requests, and wait until it has finished its own."""
@@ -165,7 +179,7 @@ class Supervisor:
             for replica in self._replicas:
                 if replica.state is ReplicaState.FENCED and self._taken.get(replica) is not replica.engine:
                     replica.state = ReplicaState.STARTING
-                    self._spawn(self._restart(replica))
+                    self.restart(replica)
 
     async def admit(self) -> None:
         """Let the replicas that have loaded the latest version serve."""
@@ -200,8 +214,8 @@ class Supervisor:
         except (ProcessError, TimeoutError) as error:
             self.restart_lost(replica, engine, error)
 
-    async def _admit(self, replica: Replica, engine: Engine) -> None:
-        """Let a replica serve, if it samples a token with the latest weights.
+    async def _admit(self, replica: Replica, engine: Engine) -> bool:
+        """Let a replica serve, if it samples a token with the latest weights; return False if newer ones came meanwhile.
 
         Raises:
             HoneError: the token has other weights, or the engine is lost.
@@ -220,15 +234,19 @@ class Supervisor:
                 why="it would sample from a different policy than the trained one",
                 fix="see the engine's log",
             )
-        if replica.engine is engine:
-            replica.state = ReplicaState.SERVING
-            self._on_change()
+        if replica.engine is not engine or self._taking is not None or version != self.weights.version:
+            return False
+        replica.state = ReplicaState.SERVING
+        self._on_change()
+        return True
 
     # life ------------------------------------------------------------------------------------------------------------
 
     async def _restart(self, replica: Replica) -> None:
         """Give a replica a running engine with the latest weights, and admit it."""
         for attempt in range(self._limits.start_attempts):
+            if replica.leaving:
+                return
             try:
                 engine = (
                     replica.engine
@@ -239,12 +257,12 @@ class Supervisor:
                     return
                 await self._send_latest(replica, engine)
                 return
-            except (HoneError, TimeoutError) as error:
-                replica.problem = error.what if isinstance(error, HoneError) else "it did not answer"
+            except (HoneError, OSError) as error:  # a TimeoutError is an OSError
+                replica.problem = _problem(error)
                 log.warning("replica %d cannot be started: %s", replica.index, replica.problem)
                 await asyncio.sleep(_PAUSE * 2**attempt)
         replica.state = ReplicaState.LOST
-        await self._end(replica)
+        await self.end(replica)
         self._on_change()
 
     @staticmethod
@@ -253,9 +271,9 @@ class Supervisor:
         return replica.engine is not None and not replica.problem
 
     async def _new_engine(self, replica: Replica) -> Engine | None:
-        await self._end(replica)
+        await self.end(replica)
         if replica not in self._starting:
-            self._starting[replica] = self._threads.submit(self._begin, replica.index)
+            self._starting[replica] = replica.threads.submit(self._begin, replica.index)
         try:
             engine, description = await asyncio.shield(asyncio.wrap_future(self._starting[replica]))
         except asyncio.CancelledError:
@@ -279,10 +297,11 @@ class Supervisor:
             engine.close()
             raise
 
-    async def _end(self, replica: Replica) -> None:
+    async def end(self, replica: Replica) -> None:
+        """End a replica's engine."""
         old, replica.engine = replica.engine, None
         if old is not None:
-            await asyncio.shield(asyncio.wrap_future(self._threads.submit(old.close)))
+            await asyncio.shield(asyncio.wrap_future(replica.threads.submit(old.close)))
 
     async def _send_latest(self, replica: Replica, engine: Engine) -> None:
         """Send the latest weights to a new engine, again if newer ones arrive meanwhile."""
@@ -291,8 +310,8 @@ class Supervisor:
             version = weights.version
             if version:
                 await engine.load_weights(weights.tensors(), version)
-            if self._taking is None and version == weights.version:
-                await self._admit(replica, engine)
+            is_latest = self._taking is None and version == weights.version
+            if is_latest and await self._admit(replica, engine):
                 return
         replica.state = ReplicaState.FENCED  # it gets its weights at the end of this weight sync, or with the next one
 
@@ -312,7 +331,7 @@ class Supervisor:
             return
         try:
             description = await within(
-                seconds, asyncio.get_running_loop().run_in_executor(self._threads, engine.describe)
+                seconds, asyncio.get_running_loop().run_in_executor(replica.threads, engine.describe)
             )
         except TimeoutError:
             self.restart_lost(
@@ -339,12 +358,19 @@ class Supervisor:
             engine, replica.engine, replica.state = replica.engine, None, ReplicaState.LOST
             if engine is not None:
                 engine.close()
-        self._threads.shutdown(wait=True)  # waits for engines that start or end
+        for replica in self._replicas:
+            replica.threads.shutdown(wait=True)  # waits for engines that start or end
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task until :meth:`close`."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _problem(error: BaseException) -> str:
+    return error.what if isinstance(error, HoneError) else str(error) or "it did not answer"
 
 
 def _close_if_started(starting: Future[Started]) -> None:

@@ -13,8 +13,9 @@ from support.messages import raises
 from hone.config import RLConfig, load_config
 from hone.config.rollout import RolloutConfig
 from hone.errors import ConfigError
-from hone.generation.build import engine_starts
+from hone.generation.build import engine_start
 from hone.generation.options import engine_options
+from hone.generation.remote import ServedEngine
 from hone.generation.server.arguments import check_names
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding
@@ -143,5 +144,6 @@ def test_replicas_share_the_cores(monkeypatch, tmp_path, cores, threads, replica
             f"trainer.default_local_dir={tmp_path}",
         ],
     )
-    plans = [start.args[0] for start in engine_starts(config)]  # type: ignore[attr-defined]  partials of ServedEngine.start
-    assert [plan.cpus for plan in plans] == expected
+    monkeypatch.setattr(ServedEngine, "start", lambda plan, **_: plan)
+    start, count = engine_start(config)
+    assert [start(index).cpus for index in range(count)] == expected  # type: ignore[attr-defined]
