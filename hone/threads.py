@@ -28,6 +28,19 @@ def compute_here(threads: int | None = None) -> None:
     others.join()
 
 
+def divided(cores: int, engines: int, each: int | None = None, training: int | None = None) -> tuple[int, int]:
+    """Return the threads of each engine, and of training in the same run, where both compute at the same time.
+
+    Args:
+        cores: cores of the machine.
+        engines: number of engines.
+        each: configured threads of an engine; None lets all engines share half of the cores.
+        training: configured threads of training; None takes the other cores.
+    """
+    each = each or max(1, cores // (2 * engines))
+    return each, training or max(1, cores - each * engines)
+
+
 def omp_threads() -> int | None:
     """Return the number of threads in ``OMP_NUM_THREADS``; None if it is unset or not a positive number."""
     value = os.environ.get("OMP_NUM_THREADS", "")

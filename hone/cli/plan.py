@@ -93,14 +93,17 @@ def _schedule(name: str, root: Path, *, as_json: bool) -> None:
 
     run = measured_run(find_run(name, root))
     predicted, recorded = back_test(run)
-    forecasts = alternatives(run.schedule)
+    forecasts = alternatives(run)
     if as_json:
         check = {"predicted_step_seconds": predicted, "recorded_step_seconds": recorded}
         typer.echo(json.dumps({**check, "schedules": [asdict(one) for one in forecasts]}, indent=2))
         return
+    sharing = "that engines and trainer have devices of their own in asynchronous training"
+    if run.cores is not None:
+        sharing = f"that work takes time in inverse proportion to its share of the {run.cores.count} cores"
     Console().print(table(forecasts))
     typer.echo(
         f"Check on the {len(run.held_out)} steps that the fit has not seen: predicted {predicted:.3g} s a step, was "
         f"{recorded:.3g} s in the median ({predicted / recorded - 1:+.0%}), {min(run.held_out):.3g} to {max(run.held_out):.3g} s.\n"
-        "Assumes that engines and trainer do not share their devices in asynchronous training, and independent lengths."
+        f"Assumes {sharing}, and independent lengths."
     )

@@ -14,8 +14,8 @@ from hone.data.types import Sample
 from hone.generation.protocol import SamplingParams
 
 CANARY_TOKENS = 8
-PARTS = ("prepare", "pause", "transfer", "resume")
-"""Timed parts of a weight sync: assembling whole weights, stopping engines, sending, resuming."""
+PARTS = ("prepare", "pause", "transfer", "resume", "check")
+"""Timed parts of a weight sync: assembling whole weights, stopping engines, sending, resuming, answering the canary."""
 
 
 class WeightSync:
@@ -29,7 +29,7 @@ class WeightSync:
 
     Attributes:
         copies: whether engines have copies of the weights.
-        seconds: seconds of the parts of the last sync (prepare, pause, transfer, resume); empty without copies.
+        seconds: seconds of each of ``PARTS`` of the last sync; empty without copies.
 
     Args:
         config: configuration of the run.
@@ -68,10 +68,11 @@ class WeightSync:
             await self._send(version)
         with self._timed("resume"):
             await self.rollout.resume()
-        engines = self.rollout.dp_size * await self.rollout.replicas()  # it may have changed
-        prompts = [dataclasses.replace(self._prompt, uid=f"canary {number}") for number in range(engines)]
-        played = await self.rollout.play(prompts, self._sampling, n=1, seeding=(0, "canary"))
-        return played.updated(await self.actor.log_probs(played))
+        with self._timed("check"):
+            engines = self.rollout.dp_size * await self.rollout.replicas()  # it may have changed
+            prompts = [dataclasses.replace(self._prompt, uid=f"canary {number}") for number in range(engines)]
+            played = await self.rollout.play(prompts, self._sampling, n=1, seeding=(0, "canary"))
+            return played.updated(await self.actor.log_probs(played))
 
     async def _send(self, version: int) -> None:
         with self._timed("prepare"):

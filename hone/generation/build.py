@@ -19,6 +19,7 @@ from hone.generation.options import adapter_shape, engine_options
 from hone.generation.pool import EnginePool
 from hone.generation.protocol import Engine
 from hone.generation.remote import LaunchPlan, ServedEngine
+from hone.threads import divided
 
 LOGS = "engines"
 """Folder of engine logs in a run directory."""
@@ -202,8 +203,8 @@ def launch_plan(config: RLConfig, *, number: int, threads: int) -> LaunchPlan:
 
 def _replica_threads(config: RLConfig, count: int) -> int:
     """Return the CPU threads of each of ``count`` replicas on this machine."""
-    divided = RunSpec(config).asynchronous and config.trainer.runtime == "local"
-    return divided_cores(config, count)[0] if divided else threads_of(count, torch.get_num_threads())
+    shared = RunSpec(config).asynchronous and config.trainer.runtime == "local"
+    return divided_cores(config, count)[0] if shared else threads_of(count, torch.get_num_threads())
 
 
 def divided_cores(config: RLConfig, count: int | None = None) -> tuple[int, int]:
@@ -213,9 +214,9 @@ def divided_cores(config: RLConfig, count: int | None = None) -> tuple[int, int]
         config: configuration of the run.
         count: number of replicas; None means that of the configuration.
     """
-    cores, count = len(os.sched_getaffinity(0)), count or config.actor_rollout_ref.rollout.num_replicas or 1
-    each = config.trainer.async_training.engine_threads or max(1, cores // (2 * count))
-    return each, config.trainer.num_threads or max(1, cores - each * count)
+    count = count or config.actor_rollout_ref.rollout.num_replicas or 1
+    keys = config.trainer
+    return divided(len(os.sched_getaffinity(0)), count, keys.async_training.engine_threads, keys.num_threads)
 
 
 def _place(path: str | None) -> str:

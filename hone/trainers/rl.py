@@ -386,7 +386,14 @@ class RLTrainer:
     async def publish(self, batch: AnyBatch) -> AnyBatch:
         """Send the new weights to the engines, and free the slots of the trained groups."""
         means, left = await self.batch_ops.group_means(batch), self.total_steps - self.step
-        await self.rollouter.publish(self.step, self._publish, means, left=left)
+        begun = time.perf_counter()
+
+        async def send() -> None:
+            if self.spec.asynchronous:
+                self.metrics.add("timing_s/update_weights_drain", time.perf_counter() - begun)
+            await self._publish()
+
+        await self.rollouter.publish(self.step, send, means, left=left)
         return batch
 
     async def _publish(self) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -38,6 +38,11 @@ class Speed:
     per_request: float = 0.0
     prefill: float = 0.0
     max_running: int = 1024
+
+    def scaled(self, slower: float) -> Speed:
+        """Return the speed of an engine that takes ``slower`` times as long for everything."""
+        costs = {"step": self.step, "per_request": self.per_request, "prefill": self.prefill}
+        return replace(self, **{name: cost * slower for name, cost in costs.items()})
 
     def seconds(self, running: int) -> float:
         """Return the seconds of a decode step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -53,15 +52,15 @@ def forecast(schedule: Schedule, name: str = "") -> Forecast:
     )
 
 
-def alternatives(schedule: Schedule) -> list[Forecast]:
-    """Return forecasts for synchronous and asynchronous training, with the run's replicas and with twice as many."""
-    made = []
-    for replicas in (schedule.replicas, 2 * schedule.replicas):
+def alternatives(run: MeasuredRun) -> list[Forecast]:
+    """Return forecasts for synchronous and asynchronous training, on devices of their own also with twice the replicas."""
+    made, schedule = [], run.schedule
+    for replicas in (schedule.replicas,) if run.cores else (schedule.replicas, 2 * schedule.replicas):
         for staleness, partial in ((0, False), (1, False), (1, True), (2, False), (2, True)):
             name = f"staleness {staleness}{', partial' if partial else ''}" if staleness else "synchronous"
             steps = schedule.steps - schedule.max_staleness + staleness
             changes = {"max_staleness": staleness, "partial_rollouts": partial, "replicas": replicas, "steps": steps}
-            made.append(forecast(dataclasses.replace(schedule, **changes), name))
+            made.append(forecast(run.scheduled(**changes), name))
     return made
 
 

@@ -1,8 +1,9 @@
 """Schedule of a recorded run: its lengths, and the durations that reproduce its steps.
 
-The engine model is fitted in two parts. The seconds of single episodes in a rollout dump give the ratio of the two costs of a decode step;
-its scale is the one with which the simulated generation takes as long as the recorded one. Lengths are drawn from the dumped
-episodes, each independent of its group.
+The engine model is fitted in two parts. The seconds of single episodes in a rollout dump give the ratio of the two costs of a decode step.
+Its scale is the one with which the simulated engines sample as many tokens a second as the recorded ones while they have requests; or,
+for an engine in the trainer's process, the one with which generation takes as long. Lengths are drawn from the dumped episodes, each
+independent of its group.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from hone.errors import HoneError
 from hone.insight.compare import Run
+from hone.threads import divided
 from hone.trainers.schedule.clock import run as run_virtual
 from hone.trainers.schedule.engine import Speed
 from hone.trainers.schedule.simulation import Schedule, Simulation
@@ -37,10 +39,52 @@ class MeasuredRun:
     Attributes:
         schedule: the run's schedule.
         held_out: recorded seconds of each step that is not part of the fit.
+        cores: cores that engines and trainer share; None if they have devices of their own.
     """
 
     schedule: Schedule
     held_out: tuple[float, ...]
+    cores: SharedCores | None = None
+
+    def scheduled(self, **changes: Any) -> Schedule:
+        """Return the run's schedule with changes; durations are those of the cores that engines and trainer then have."""
+        schedule = dataclasses.replace(self.schedule, **changes)
+        if self.cores is None:
+            return schedule
+        (engine, training), (engine_then, training_then) = (
+            self.cores.threads(self.schedule),
+            self.cores.threads(schedule),
+        )
+        slower, update = engine / engine_then, self.schedule.update_seconds
+        return dataclasses.replace(
+            schedule,
+            speed=schedule.speed.scaled(slower),
+            update_seconds=lambda tokens: update(tokens) * training / training_then,
+        )
+
+
+@dataclass(frozen=True)
+class SharedCores:
+    """Cores that the engines and the trainer of one machine share; work is assumed to take time in inverse proportion.
+
+    Attributes:
+        count: number of cores.
+        separate: whether engines have processes of their own, also without asynchrony.
+        engine_threads: configured threads of each engine.
+        training_threads: configured threads of training.
+    """
+
+    count: int
+    separate: bool
+    engine_threads: int | None
+    training_threads: int | None
+
+    def threads(self, schedule: Schedule) -> tuple[int, int]:
+        """Return the threads of each engine, and of training."""
+        if schedule.max_staleness:
+            return divided(self.count, schedule.replicas, self.engine_threads, self.training_threads)
+        engine = max(1, self.count // schedule.replicas) if self.separate else self.count
+        return engine, self.training_threads or self.count
 
 
 def measured_run(run: Run) -> MeasuredRun:
@@ -51,6 +95,8 @@ def measured_run(run: Run) -> MeasuredRun:
     """
     steps = [row for row in run.metrics if "timing_s/gen" in row]
     steps = [row for row in steps if row.get("timing_s/step", 0) > 0]
+    staleness = int(run.config.get("trainer.async_training.max_staleness") or 0)
+    first, steps = steps[:1], steps[staleness + 1 :] or steps  # until the pipeline is full, and caches are warm
     if len(steps) < 2:
         raise HoneError(
             f"the run has {len(steps)} timed step{'' if len(steps) == 1 else 's'}",
@@ -61,7 +107,6 @@ def measured_run(run: Run) -> MeasuredRun:
     episodes = _episodes(run)
     config = run.config
     batch, n = int(config["data.train_batch_size"]), int(config["actor_rollout_ref.rollout.n"])
-    staleness = int(config.get("trainer.async_training.max_staleness") or 0)
     seen, held_out = steps[::2], steps[1::2]
     schedule = Schedule(
         Workload(
@@ -79,11 +124,13 @@ def measured_run(run: Run) -> MeasuredRun:
         replicas=int(config.get("actor_rollout_ref.rollout.num_replicas") or 1),
         update_seconds=_constant(median(map(_update_seconds, seen))),
         sync_seconds=median(map(_sync_seconds, seen)),
+        check_seconds=median(map(_check_seconds, seen)),
     )
-    # with asynchrony only the first step waits for a whole generation
-    generated = steps[0]["timing_s/gen"] if staleness else median(row["timing_s/gen"] for row in seen)
-    schedule = _scaled(schedule, generated)
-    return MeasuredRun(schedule, tuple(row["timing_s/step"] for row in held_out))
+    return MeasuredRun(
+        _scaled(schedule, seen, first if staleness else seen),
+        tuple(row["timing_s/step"] for row in held_out),
+        _shared_cores(run),
+    )
 
 
 # the workload --------------------------------------------------------------------------------------------------------
@@ -145,9 +192,26 @@ def _constant(seconds: float) -> Any:
 
 
 def _sync_seconds(row: Mapping[str, float]) -> float:
+    """Return the seconds in which the engines are paused."""
     parts = [row.get(f"timing_s/update_weights_{part}") for part in ("pause", "transfer", "resume")]
     timed = [part for part in parts if part is not None]
     return sum(timed) if timed else row.get("timing_s/update_weights", 0.0)
+
+
+def _check_seconds(row: Mapping[str, float]) -> float:
+    """Return the other seconds of a weight sync, without the wait for responses under way."""
+    drain = row.get("timing_s/update_weights_drain", 0.0)
+    return max(0.0, row.get("timing_s/update_weights", 0.0) - drain - _sync_seconds(row))
+
+
+def _shared_cores(run: Run) -> SharedCores | None:
+    """Return the cores of a local run without GPUs."""
+    hardware, config = run.record.get("hardware") or {}, run.config
+    if config.get("trainer.runtime", "local") != "local" or hardware.get("gpus") or not hardware.get("usable_cores"):
+        return None
+    keys = ("actor_rollout_ref.rollout.num_replicas", "trainer.async_training.engine_threads", "trainer.num_threads")
+    replicas, engine, training = (config.get(key) for key in keys)
+    return SharedCores(int(hardware["usable_cores"]), replicas is not None, engine, training)
 
 
 def _update_seconds(row: Mapping[str, float]) -> float:
@@ -172,15 +236,25 @@ def _shape(episodes: Sequence[_Episode], batches: int) -> Speed:
     return Speed(max(float(step), 1e-9), float(per_request))
 
 
-def _scaled(schedule: Schedule, generated: float) -> Schedule:
-    """Return the schedule whose first generation takes the recorded seconds."""
+def _scaled(schedule: Schedule, seen: Sequence[Mapping[str, float]], waited: Sequence[Mapping[str, float]]) -> Schedule:
+    """Return the schedule with the engine speed of the recorded steps; in those of ``waited`` the learner waits for a whole batch."""
+    throughputs = [values for row in seen if (values := _throughputs(row))]
     for _ in range(_SCALINGS):
-        simulated = simulate(dataclasses.replace(schedule, steps=1)).steps[0]
-        scale = generated / max(1e-9, simulated.batch_complete - simulated.begun)
-        speed = schedule.speed
-        speed = dataclasses.replace(speed, step=speed.step * scale, per_request=speed.per_request * scale)
-        schedule = dataclasses.replace(schedule, speed=speed)
+        if throughputs:
+            simulation = simulate(schedule)
+            steps = simulation.steps[schedule.max_staleness :]
+            busy = steps[-1].engine_busy - steps[0].engine_busy
+            slower = sum(step.tokens for step in steps[1:]) / busy / median(map(mean, throughputs))
+        else:
+            step = simulate(dataclasses.replace(schedule, steps=1)).steps[0]
+            slower = median(row["timing_s/gen"] for row in waited) / max(1e-9, step.batch_complete - step.begun)
+        schedule = dataclasses.replace(schedule, speed=schedule.speed.scaled(slower))
     return schedule
+
+
+def _throughputs(row: Mapping[str, float]) -> list[float]:
+    """Return the tokens of each replica per second in which it has requests."""
+    return [value for name, value in row.items() if name.startswith("replica/") and name.endswith("/throughput")]
 
 
 def simulate(schedule: Schedule) -> Simulation:

@@ -60,7 +60,8 @@ class Schedule:
         max_staleness, partial_rollouts, ready_first: keys of ``trainer.async_training``.
         replicas: engine replicas.
         update_seconds: function of a batch's tokens that returns the seconds of its update.
-        sync_seconds: seconds of a weight sync.
+        sync_seconds: seconds of a weight sync in which the engines are paused.
+        check_seconds: seconds in which the learner then waits for answers under the new weights.
         max_gen_batches: batches that dynamic sampling may try for a step; None: no dynamic sampling.
         max_error_rate: share of a step's groups that may fail; None: a failed episode ends the run.
         losses: losses of replicas.
@@ -79,6 +80,7 @@ class Schedule:
     replicas: int = 1
     update_seconds: Callable[[int], float] = lambda _: 1.0
     sync_seconds: float = 0.0
+    check_seconds: float = 0.0
     max_gen_batches: int | None = None
     max_error_rate: float | None = None
     losses: tuple[Loss, ...] = ()
@@ -290,6 +292,7 @@ class Simulation:
         await self.engine.load_weights([], self._step)
         await self.engine.resume()
         self._player.client.proceed()
+        await asyncio.sleep(self.schedule.check_seconds)
 
     # state -----------------------------------------------------------------------------------------------------------
 

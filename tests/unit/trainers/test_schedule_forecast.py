@@ -39,7 +39,7 @@ TRUTH = Schedule(
 
 def recorded(schedule: Schedule, folder: Path, *, dumps: bool = True) -> Run:
     """Write the files of a run, as far as a forecast reads them, with the durations of its simulation."""
-    simulation, metrics = simulate(schedule), []
+    simulation, metrics, busy = simulate(schedule), [], 0.0
     for number, step in enumerate(simulation.steps, 1):
         seconds = {
             "timing_s/gen": step.batch_complete - step.begun,
@@ -47,6 +47,10 @@ def recorded(schedule: Schedule, folder: Path, *, dumps: bool = True) -> Run:
             "timing_s/step": step.published - step.begun,
         }
         seconds |= {"timing_s/update_weights_transfer": schedule.sync_seconds, "prompt_length/mean": 1.0}
+        if schedule.max_staleness:
+            seconds["timing_s/update_weights_drain"] = step.drained - step.updated
+            seconds["replica/0/throughput"] = step.tokens / (step.engine_busy - busy)
+            busy = step.engine_busy
         metrics.append({"step": number, **seconds})
     (folder / "rollouts").mkdir()
     if dumps:
@@ -56,6 +60,7 @@ def recorded(schedule: Schedule, folder: Path, *, dumps: bool = True) -> Run:
         "data.train_batch_size": schedule.groups_per_batch,
         "actor_rollout_ref.rollout.n": schedule.n,
         "trainer.async_training.max_staleness": schedule.max_staleness,
+        "trainer.async_training.partial_rollouts": schedule.partial_rollouts,
     }
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     (folder / "run.json").write_text("{}")
@@ -91,11 +96,35 @@ def test_a_synchronous_run_is_reproduced(tmp_path):
     predicted, was = back_test(run)
     assert predicted == pytest.approx(was, rel=0.2)
     truth = forecast(dataclasses.replace(TRUTH, max_staleness=1, steps=10))
-    by_name = {(one.name, one.replicas): one for one in alternatives(run.schedule)}
+    by_name = {(one.name, one.replicas): one for one in alternatives(run)}
     assert by_name["staleness 1", 1].step_seconds == pytest.approx(truth.step_seconds, rel=0.2)
     assert by_name["synchronous", 1].staleness == 0
     assert by_name["staleness 1", 2].step_seconds <= by_name["staleness 1", 1].step_seconds
     assert 0.5 < by_name["staleness 1", 1].staleness <= 1
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_an_asynchronous_run_is_reproduced_by_its_throughput(tmp_path, partial):
+    truth = dataclasses.replace(
+        TRUTH, max_staleness=1, partial_rollouts=partial, steps=12, check_seconds=0.25, update_seconds=lambda _: 6.0
+    )
+    run = measured_run(recorded(truth, tmp_path))
+    assert run.schedule.speed.seconds(16) == pytest.approx(truth.speed.seconds(16), rel=0.2)
+    assert run.schedule.sync_seconds == 0.5 and run.schedule.check_seconds == pytest.approx(0.25)
+    predicted, was = back_test(run)
+    assert predicted == pytest.approx(was, rel=0.1)
+
+
+def test_shared_cores_slow_what_computes_together(tmp_path):
+    run = recorded(TRUTH, tmp_path)
+    record = {"hardware": {"usable_cores": 8, "gpus": []}}
+    measured = measured_run(dataclasses.replace(run, record=record))
+    assert measured.cores is not None
+    turns, overlapped = measured.scheduled(), measured.scheduled(max_staleness=1)
+    assert turns.speed == measured.schedule.speed and overlapped.speed == turns.speed.scaled(2)
+    assert (turns.update_seconds(1), overlapped.update_seconds(1)) == (3.0, 6.0)
+    assert {one.replicas for one in alternatives(measured)} == {1}
+    assert measured_run(run).cores is None
 
 
 def test_a_run_without_lengths_or_steps_is_refused(tmp_path):
