@@ -130,7 +130,7 @@ class RolloutWorker:
     def _capacity(self) -> int:
         """Number of requests that the engine serves at once."""
         if isinstance(self.engine, EnginePool):
-            return sum(replica.concurrency.limit for replica in self.engine.replicas)
+            return sum(replica.concurrency.limit for replica in self.engine.replicas if replica.serves)
         return self.context.config.actor_rollout_ref.rollout.max_num_seqs
 
     def close(self) -> None:

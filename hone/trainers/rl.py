@@ -40,7 +40,6 @@ from hone.generation import is_served
 from hone.insight import activity
 from hone.insight.coverage import CoverageLedger, coverage_metrics
 from hone.insight.metrics import MetricStore
-from hone.insight.run_directory import read_metrics
 from hone.trainers.batch_ops import BatchOps
 from hone.trainers.episodes import Episodes, concat_batches
 from hone.trainers.estimates import needed_columns, suppliers
@@ -59,8 +58,6 @@ from hone.trainers.validator import Validator
 STREAMED_PARTS = 4
 """Parts into which a batch is divided if it streams into the update."""
 SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs")
-TESTING = "timing_s/testing"
-"""Metric of every validation: its seconds."""
 SCORED = ("score", "token_level_scores", "token_level_rewards")
 
 
@@ -118,7 +115,7 @@ class RLTrainer:
         self.reference, self.critic = self._optional("reference"), self._optional("critic")
         self.episodes = Episodes(self.runtime.group("rollout"), self.batch_ops, self._optional("reward_model"))
         self.weight_sync = WeightSync(config, self.actor, self.runtime.group("rollout"), dataset[0])
-        self.validator = Validator(config, self.tokenizer, self.episodes)
+        self.validator = Validator(config, self.tokenizer, self.episodes, self.session.directory)
         sources = dataset.data_sources() + self.validator.data_sources()
         self_scored_sources = self_scored(config, self.tokenizer, dataset, self.validator.dataset)
         self.session.rewards = self.batch_ops.check_rewards(sources, self_scored_sources).result()
@@ -412,7 +409,8 @@ class RLTrainer:
             async with replica_requests(self.config, session.directory.path, self.runtime.group("rollout")):
                 if self.weight_sync.copies:
                     await self._publish()
-                if (self.step == 0 and trainer.val_before_train) or self._lacks_validation():
+                lacks_validation = self._validation_missing and not self.validator.is_logged(self.step)
+                if (self.step == 0 and trainer.val_before_train) or lacks_validation:
                     await self._begin_validation()
                 while self.step < self.total_steps and not session.stop_requested:
                     self.step += 1
@@ -462,15 +460,8 @@ class RLTrainer:
 
     async def validate(self, step: int) -> dict[str, float]:
         """Answer the validation prompts with the weights of a step; return the metrics, empty without a dataset."""
-        started = time.perf_counter()
         version = step if self.weight_sync.copies else None
-        result = await self.validator.run(version, during_training=self.validation is not None)
-        if result is None:
-            return {}
-        metrics, shown = result
-        if shown:
-            self.session.directory.write_validation(step, shown)
-        return {**metrics, TESTING: time.perf_counter() - started}
+        return await self.validator.run(step, version=version, during_training=self.validation is not None)
 
     async def _validate_and_log(self, step: int) -> None:
         metrics = await self.validate(step)
@@ -483,11 +474,6 @@ class RLTrainer:
             await self._validate_and_log(self.step)
         else:
             await self.rollouter.begin_validation(self.step)
-
-    def _lacks_validation(self) -> bool:
-        """Return whether the run resumes from a step whose validation had not ended, and was not logged later either."""
-        logged = read_metrics(self.session.directory.path) if self._validation_missing else []
-        return self._validation_missing and not any(row["step"] == self.step and TESTING in row for row in logged)
 
     def close(self) -> None:
         """Stop the processes that the run has started."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptDataset
+from hone.insight.run_directory import RunDirectory, read_metrics
 from hone.trainers.episodes import Episodes, concat_batches
 from hone.trainers.inputs import prompt_dataset, validation_sampling
+
+TESTING = "timing_s/testing"
+"""Metric of every validation: its seconds."""
 
 
 class Validator:
@@ -20,10 +24,13 @@ class Validator:
         config: configuration of the run.
         tokenizer: tokenizer of the run.
         episodes: playing and scoring of episodes.
+        directory: directory of the run, for the records.
     """
 
-    def __init__(self, config: RLConfig, tokenizer: PreTrainedTokenizerBase, episodes: Episodes) -> None:
-        self.config, self.episodes = config, episodes
+    def __init__(
+        self, config: RLConfig, tokenizer: PreTrainedTokenizerBase, episodes: Episodes, directory: RunDirectory
+    ) -> None:
+        self.config, self.episodes, self.directory = config, episodes, directory
         self.dataset: PromptDataset | None = None
         if config.data.val_files:
             self.dataset = prompt_dataset(config, config.data.val_files, tokenizer, config.data.val_max_samples)
@@ -33,25 +40,26 @@ class Validator:
         """Return the number of rows by data source."""
         return self.dataset.data_sources() if self.dataset else Counter()
 
-    async def run(
-        self, version: int | None, *, during_training: bool = False
-    ) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
+    async def run(self, step: int, *, version: int | None, during_training: bool = False) -> dict[str, float]:
         """Answer every prompt ``val_kwargs.n`` times with the current weights, ``data.val_batch_size`` prompts at a time.
 
-        The random streams depend only on seed and row.
+        The random streams depend only on seed and row. The first answers are written to ``validation/``.
 
         Args:
+            step: step of the weights.
             version: version of the weights that must have sampled all answers; None if the engine does not count them.
-            during_training: leave a share of the engines to the groups under way, see :class:`ValidationTask`.
+            during_training: leave a share of the engines to the groups under way, see
+                :class:`~hone.trainers.validation_task.ValidationTask`.
 
         Returns:
-            The metrics and the first records; None without a dataset.
+            The metrics; empty without a dataset.
 
         Raises:
             InvariantError: an answer is by another version of the weights.
         """
         if self.dataset is None:
-            return None
+            return {}
+        started = time.perf_counter()
         config, samples = self.config, [self.dataset[row] for row in range(len(self.dataset))]
         n, size = config.actor_rollout_ref.rollout.val_kwargs.n, config.data.val_batch_size or len(samples)
         seeding = (config.trainer.seed, "validation")
@@ -61,4 +69,12 @@ class Validator:
             for start in range(0, len(samples), size)
         ]
         scored = await self.episodes.score(concat_batches(played), training=False)
-        return await self.episodes.batch_ops.validation(scored, n, config.trainer.log_val_generations, version)
+        shown = config.trainer.log_val_generations
+        metrics, records = await self.episodes.batch_ops.validation(scored, n, shown, version)
+        if records:
+            self.directory.write_validation(step, records)
+        return {**metrics, TESTING: time.perf_counter() - started}
+
+    def is_logged(self, step: int) -> bool:
+        """Return whether ``metrics.jsonl`` has the validation of a step."""
+        return any(row["step"] == step and TESTING in row for row in read_metrics(self.directory.path))

@@ -31,6 +31,7 @@ KINDS = {
     "clip_cov": ("grpo", RATE, *(f"actor_rollout_ref.actor.policy_loss.{key}" for key in CLIP_COV)),
 }
 COPIED = "rollout/canary_gap"
+VALIDATION = "val-core/digit_sequence/acc/mean@1"
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,10 @@ def test_two_rollout_workers_generate_during_training(nodes, world, tmp_path, pa
         found = {tuple(record["weight_versions"]) for record in records(tmp_path / "run", step)}
         assert found == {(oldest, oldest)} if not partial else {low for low, _ in found} <= {oldest, step - 1}
     assert {row["coverage/trained"] for row in rows if row["step"]} == {12.0 * step for step in range(1, 6)}
+    assert [row["step"] for row in rows if VALIDATION in row] == [0, 3, 5]
+    for step in (0, 3, 5):
+        answers = (tmp_path / f"run/validation/step_{step}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["weight_versions"] for line in answers] == [[step, step]] * 4
 
 
 def test_a_batch_streams_into_one_update(nodes, world, local, tmp_path):

@@ -107,9 +107,12 @@ def rl_command(world: World, run: Path, preset: str, *overrides: str) -> list[st
 
 
 def metrics(run: Path, *, timing: bool = False) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, unless ``timing`` without those fields that measure time or memory."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if timing or not is_timing(name)} for row in rows]
+    """The steps of metrics.jsonl, unless ``timing`` without those fields that measure time or memory."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update(row)  # a validation during training has a line of its own
+    return [{name: value for name, value in row.items() if timing or not is_timing(name)} for row in rows.values()]
 
 
 def records(run: Path, step: int) -> list[dict[str, Any]]:
