@@ -250,8 +250,8 @@ class RemoteBatch:
     @staticmethod
     def concat(parts: Sequence[RemoteBatch]) -> RemoteBatch:
         """Concatenate the rows of all parts, in order; shared blocks are stored once."""
-        first = parts[0]
-        layers = [_concat_layers([part._layers[number] for part in parts]) for number in range(len(first._layers))]
+        first, layered = parts[0], _aligned([part._layers for part in parts])
+        layers = [_concat_layers(layers) for layers in layered]
         return RemoteBatch(RowInfo.concat([part.info for part in parts]), layers, first.objects_in, **first.meta)
 
     # sending ---------------------------------------------------------------------------------------------------------
@@ -294,9 +294,36 @@ def _with_columns(layers: Sequence[Layer], keep: Any) -> list[Layer]:
     return [layer for layer in filtered if layer.names]
 
 
-def _concat_layers(parts: Sequence[Layer]) -> Layer:
-    if any(dict(part.names) != dict(parts[0].names) for part in parts):
+def _aligned(parts: Sequence[Sequence[Layer]]) -> list[list[Layer]]:
+    """Return for each set of columns that are in one layer of every part these layers, restricted to the set.
+
+    Columns that were made together in one part may have been made one after the other in another.
+
+    Raises:
+        ValueError: the parts have different columns.
+    """
+    places = [
+        {name: (number, stored) for number, layer in enumerate(layers) for name, stored in layer.names.items()}
+        for layers in parts
+    ]
+    if any(place.keys() != places[0].keys() for place in places):
         raise ValueError("batches differ in their columns")
+    together: dict[tuple[int, ...], list[str]] = {}
+    for name, (_, stored) in places[0].items():
+        if any(place[name][1] != stored for place in places):
+            raise ValueError(f"batches differ in the origin of column '{name}'")
+        together.setdefault(tuple(place[name][0] for place in places), []).append(name)
+    return [
+        [
+            replace(layers[number], names={name: layers[number].names[name] for name in names})
+            for layers, number in zip(parts, numbers, strict=True)
+        ]
+        for numbers, names in together.items()
+    ]
+
+
+def _concat_layers(parts: Sequence[Layer]) -> Layer:
+    """Concatenate the rows of layers with the same columns."""
     numbers: dict[Block, int] = {}
     tables = [np.asarray([numbers.setdefault(block, len(numbers)) for block in part.blocks]) for part in parts]
     block = np.concatenate([table[part.block] for table, part in zip(tables, parts, strict=True)])

@@ -404,28 +404,35 @@ class RLTrainer:
 
     async def fit(self) -> int:
         """Train to the last step, or until a stop request; return the exit code."""
-        trainer, session = self.config.trainer, self.session
+        session = self.session
         with session.running(self.total_steps, self.sampler.steps_per_epoch):
             async with replica_requests(self.config, session.directory.path, self.runtime.group("rollout")):
-                if self.weight_sync.copies:
-                    await self._publish()
-                lacks_validation = self._validation_missing and not self.validator.is_logged(self.step)
-                if (self.step == 0 and trainer.val_before_train) or lacks_validation:
-                    await self._begin_validation()
-                while self.step < self.total_steps and not session.stop_requested:
-                    self.step += 1
-                    with activity.doing(f"step {self.step}"):
-                        session.log(self.step, await self.train_step())
-                    if self.validation is not None and session.due(trainer.test_freq, self.step):
-                        await self._begin_validation()
-                    if session.save_due(self.step):
-                        await self.save()
-                if session.last_save_due:
-                    await self.save()
-                await self.rollouter.close()
+                try:
+                    await self._train()
+                finally:
+                    await self.rollouter.close()
                 await self.rollouter.end_validation()
             session.completed(self.step, self.runtime.memory())
         return session.exit_code
+
+    async def _train(self) -> None:
+        """Train and save until the last step, or until a stop request."""
+        trainer, session = self.config.trainer, self.session
+        if self.weight_sync.copies:
+            await self._publish()
+        lacks_validation = self._validation_missing and not self.validator.is_logged(self.step)
+        if (self.step == 0 and trainer.val_before_train) or lacks_validation:
+            await self._begin_validation()
+        while self.step < self.total_steps and not session.stop_requested:
+            self.step += 1
+            with activity.doing(f"step {self.step}"):
+                session.log(self.step, await self.train_step())
+            if self.validation is not None and session.due(trainer.test_freq, self.step):
+                await self._begin_validation()
+            if session.save_due(self.step):
+                await self.save()
+        if session.last_save_due:
+            await self.save()
 
     async def train_step(self) -> dict[str, float]:
         """Run the stages of a step, then validation if due and not a task of its own; return the metrics."""

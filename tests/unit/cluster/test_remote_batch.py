@@ -117,7 +117,8 @@ def step(data, here: Batch, there: RemoteBatch):
         kept = [name for name in there.names() if name != "returns"]
         return here.select(*kept, "uid"), there.select(*kept)
     if kind == "concat":
-        return Batch.concat([here, here]), RemoteBatch.concat([there, there])
+        again = there if "sound" in here else remote([here])  # its columns made together, not one after the other
+        return Batch.concat([here, here]), RemoteBatch.concat([there, again])
     fresh = here.ragged("response_ids").with_values(torch.randn(len(here.ragged("response_ids").values)))
     new = Batch({"values": fresh, "number": torch.arange(len(here))})
     blocks = stored(new)
