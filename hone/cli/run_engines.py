@@ -63,15 +63,23 @@ def engines(
 
 
 def _check(run: Run) -> None:
-    """Check that a run has replicas and is running.
+    """Check that a run has engines in separate processes, and is running.
 
     Raises:
         HoneError: it does not, or is not.
     """
+    from hone.config.engines import SERVED
     from hone.errors import HoneError
-    from hone.generation import SERVED
 
     name, block = run.config.get("actor_rollout_ref.rollout.name"), "actor_rollout_ref.rollout"
+    if run.status != "running":
+        raise HoneError(
+            f"the run is not running: {run.status} after step {run.steps}",
+            where=str(run.path),
+            why="its engines have ended",
+            fix=f"start it with the number of engines in its configuration: {block}.num_replicas",
+            code="E-runs",
+        )
     if name not in SERVED and run.config.get(f"{block}.num_replicas") is None:
         engine = "no engine" if name is None else f"the engine '{name}' in the trainer's process"
         raise HoneError(
@@ -79,14 +87,6 @@ def _check(run: Run) -> None:
             where=str(run.path),
             why="only engines in separate processes can join or leave",
             fix=f"start the run with {block}.num_replicas=1",
-            code="E-runs",
-        )
-    if run.status != "running":
-        raise HoneError(
-            f"the run is not running: {run.status} after step {run.steps}",
-            where=str(run.path),
-            why="its engines have ended",
-            fix=f"start it with the number of engines in its configuration: {block}.num_replicas",
             code="E-runs",
         )
 
@@ -106,5 +106,5 @@ def _print(answer: ReplicaAnswer) -> None:
     for report in sorted(answer.replicas, key=lambda report: report["replica"]):
         table.add_row(*("" if report[name] is None else str(report[name]) for name in columns))
     out = new_console()
-    out.print(f"{answer.wanted} replicas wanted per rollout worker, of at most {answer.limit}; at {answer.at}")
+    out.print(f"wanted replicas per rollout worker: {answer.wanted} of at most {answer.limit} (at {answer.at})")
     out.print(table)

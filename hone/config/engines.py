@@ -8,6 +8,9 @@ from typing import Any
 from hone.config.fields import block, choice, number, texts
 from hone.config.ray import OwnPoolConfig
 
+SERVED = ("vllm", "sglang", "trtllm")
+"""Engines that run as servers in a separate environment; :mod:`hone.generation.build` starts them."""
+
 
 @dataclass
 class CheckpointEngineConfig:

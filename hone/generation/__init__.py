@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hone.config.engines import SERVED
 from hone.config.rollout import RolloutConfig
 from hone.generation.protocol import Engine
 from hone.registry import Registry
+
+__all__ = ["ENGINES", "SERVED", "Engine", "is_served"]
 
 ENGINES: Registry[Callable[..., Engine]] = Registry("engine", key="actor_rollout_ref.rollout.name")
 """Engine factories: ``(model, tokenizer, device, dtype, max_num_seqs, max_cache_tokens, max_model_len) -> Engine``."""
@@ -25,10 +28,6 @@ def _hf(**arguments: Any) -> Engine:
     from hone.generation.hf import HuggingFaceEngine
 
     return HuggingFaceEngine(**arguments)
-
-
-SERVED = ("vllm", "sglang", "trtllm")
-"""Engines that run as servers in a separate environment; :mod:`hone.generation.build` starts them."""
 
 
 def is_served(rollout: RolloutConfig) -> bool:

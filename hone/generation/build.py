@@ -134,13 +134,10 @@ def replica_limit(config: RLConfig, *, world: int = 1) -> tuple[int, str]:
         return len(urls) // world, f"rollout.engine_url names {len(urls)} servers for {world} rollout workers"
     count = rollout.num_replicas or 1
     if torch.cuda.is_available():
-        return (
-            count,
-            f"replicas share their worker's GPUs, and rollout.num_replicas={count} is what their memory is for",
-        )
+        return count, f"replicas share their worker's GPUs, whose memory is planned for num_replicas={count}"
     cores, threads = len(os.sched_getaffinity(0)), _replica_threads(config, count)
     workers = next(pool.per_node for pool in RunSpec(config).pools if "rollout" in pool.roles)
-    reason = f"{cores} cores, {workers} rollout workers on a machine, and {threads} threads for each replica"
+    reason = f"the machine has {cores} cores; rollout workers on it: {workers}, threads of each replica: {threads}"
     return max(count, cores // (workers * threads)), reason
 
 

@@ -89,7 +89,7 @@ def check_count(replicas: int, limit: int, reason: str) -> None:
     """
     if not 1 <= replicas <= limit:
         raise ConfigError(
-            f"{replicas} replicas per rollout worker, but 1 to {limit} are possible",
-            why=f"there are {reason}" if replicas > limit else "a run without engines cannot generate",
+            f"--replicas {replicas}: the number of a rollout worker's replicas can be 1 to {limit}",
+            why=reason if replicas > limit else "a run without engines cannot generate",
             fix=f"--replicas {limit if replicas > limit else 1}",
         )

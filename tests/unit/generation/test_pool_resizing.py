@@ -249,3 +249,20 @@ def test_when_no_replica_of_a_smaller_pool_starts_every_caller_gets_the_error() 
             await collect(pool, [ask(0)])
 
     run(makers, 2, work, limits=limits)
+
+
+def test_a_replica_that_is_overtaken_by_new_weights_gets_them_before_it_serves() -> None:
+    makers = Makers(seconds=0.3)
+
+    async def work(pool: EnginePool) -> None:
+        await pool.load_weights(WEIGHTS, 1)
+        pool.resize(2)
+        await until(lambda: len(makers.made) == 2 and makers.living(1).under_way == 1)
+        await pool.load_weights(WEIGHTS[:100], 2, last=False)
+        await until(lambda: makers.living(1).served == ["admission"])
+        assert serving(pool) == []
+        await pool.load_weights(WEIGHTS[100:], 2)
+        await until(lambda: serving(pool) == [0, 1])
+        assert makers.living(1).version == 2 and makers.living(1).served == ["admission"] * 2
+
+    run(makers, 1, work)
