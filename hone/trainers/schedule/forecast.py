@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, median
 
 from rich.table import Table
@@ -18,6 +18,7 @@ class Forecast:
     Attributes:
         name: bound of its staleness, and ``partial`` with partial rollouts.
         replicas: engine replicas.
+        engine_threads: threads of each engine where it shares cores with the trainer; of several splits the fastest.
         step_seconds: seconds of a step.
         engine_idle: share of the time in which a replica has no request.
         trainer_idle: share of the time in which the trainer does not update.
@@ -32,6 +33,7 @@ class Forecast:
     trainer_idle: float
     staleness: float
     tokens_per_second: float
+    engine_threads: int | None = None
 
 
 def forecast(schedule: Schedule, name: str = "") -> Forecast:
@@ -60,7 +62,11 @@ def alternatives(run: MeasuredRun) -> list[Forecast]:
             name = f"staleness {staleness}{', partial' if partial else ''}" if staleness else "synchronous"
             steps = schedule.steps - schedule.max_staleness + staleness
             changes = {"max_staleness": staleness, "partial_rollouts": partial, "replicas": replicas, "steps": steps}
-            made.append(forecast(run.scheduled(**changes), name))
+            splits = run.cores.splits(run.scheduled(**changes)) if run.cores else [None]
+            ways = [
+                replace(forecast(run.scheduled(threads, **changes), name), engine_threads=threads) for threads in splits
+            ]
+            made.append(min(ways, key=lambda one: one.step_seconds))
     return made
 
 
@@ -71,17 +77,15 @@ def back_test(run: MeasuredRun) -> tuple[float, float]:
 
 def table(forecasts: list[Forecast]) -> Table:
     """Return the forecasts as a table."""
+    names = ("schedule", "replicas", "step s", "engine idle", "trainer idle", "staleness", "tokens/s")
+    threads = any(one.engine_threads for one in forecasts)
     shown = Table()
-    for name in ("schedule", "replicas", "step s", "engine idle", "trainer idle", "staleness", "tokens/s"):
+    for name in (*names, *(["engine_threads"] if threads else [])):
         shown.add_column(name, no_wrap=name == "schedule")
     for one in forecasts:
+        cells = (f"{one.step_seconds:.3g}", f"{one.engine_idle:.0%}", f"{one.trainer_idle:.0%}", f"{one.staleness:.2f}")
         shown.add_row(
-            one.name,
-            str(one.replicas),
-            f"{one.step_seconds:.3g}",
-            f"{one.engine_idle:.0%}",
-            f"{one.trainer_idle:.0%}",
-            f"{one.staleness:.2f}",
-            f"{one.tokens_per_second:.4g}",
+            *(one.name, str(one.replicas), *cells, f"{one.tokens_per_second:.4g}"),
+            *([str(one.engine_threads or "")] if threads else []),
         )
     return shown

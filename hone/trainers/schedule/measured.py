@@ -46,15 +46,20 @@ class MeasuredRun:
     held_out: tuple[float, ...]
     cores: SharedCores | None = None
 
-    def scheduled(self, **changes: Any) -> Schedule:
-        """Return the run's schedule with changes; durations are those of the cores that engines and trainer then have."""
+    def scheduled(self, engine_threads: int | None = None, **changes: Any) -> Schedule:
+        """Return the run's schedule with changes; durations are those of the cores that engines and trainer then have.
+
+        Args:
+            engine_threads: threads of each engine in asynchronous training; None keeps the configured ones.
+            changes: of the schedule.
+        """
         schedule = dataclasses.replace(self.schedule, **changes)
         if self.cores is None:
             return schedule
-        (engine, training), (engine_then, training_then) = (
-            self.cores.threads(self.schedule),
-            self.cores.threads(schedule),
-        )
+        then = self.cores
+        if engine_threads is not None:
+            then = dataclasses.replace(then, engine_threads=engine_threads, training_threads=None)
+        (engine, training), (engine_then, training_then) = self.cores.threads(self.schedule), then.threads(schedule)
         slower, update = engine / engine_then, self.schedule.update_seconds
         return dataclasses.replace(
             schedule,
@@ -78,6 +83,16 @@ class SharedCores:
     separate: bool
     engine_threads: int | None
     training_threads: int | None
+
+    def splits(self, schedule: Schedule) -> list[int | None]:
+        """Return threads of each engine that leave training at least one: about 1/4, 1/2 and 3/4 of the cores for all engines.
+
+        None, the only one without asynchrony, keeps the configured threads.
+        """
+        if not schedule.max_staleness:
+            return [None]
+        shares = {self.count * quarters // (4 * schedule.replicas) for quarters in (1, 2, 3)}
+        return sorted(share for share in shares if share and share * schedule.replicas < self.count) or [None]
 
     def threads(self, schedule: Schedule) -> tuple[int, int]:
         """Return the threads of each engine, and of training."""

@@ -123,7 +123,15 @@ def test_shared_cores_slow_what_computes_together(tmp_path):
     turns, overlapped = measured.scheduled(), measured.scheduled(max_staleness=1)
     assert turns.speed == measured.schedule.speed and overlapped.speed == turns.speed.scaled(2)
     assert (turns.update_seconds(1), overlapped.update_seconds(1)) == (3.0, 6.0)
-    assert {one.replicas for one in alternatives(measured)} == {1}
+    forecasts = alternatives(measured)
+    assert {one.replicas for one in forecasts} == {1} and forecasts[0].engine_threads is None
+    others = {
+        threads: measured.scheduled(threads, max_staleness=1, steps=measured.schedule.steps + 1)
+        for threads in (2, 4, 6)
+    }
+    fastest = min(others, key=lambda threads: forecast(others[threads]).step_seconds)
+    assert (forecasts[1].engine_threads, forecasts[1].step_seconds) == (fastest, forecast(others[fastest]).step_seconds)
+    assert others[6].speed == turns.speed.scaled(8 / 6) and others[6].update_seconds(1) == 3.0 * 8 / 2
     assert measured_run(run).cores is None
 
 
