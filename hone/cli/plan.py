@@ -100,7 +100,7 @@ def _schedule(name: str, root: Path, *, as_json: bool) -> None:
         return
     sharing = "that engines and trainer have devices of their own in asynchronous training"
     if run.cores is not None:
-        sharing = f"that work takes time in inverse proportion to its share of the {run.cores.count} cores"
+        sharing = f"that work on the {run.cores.count} shared cores is 1.5 times as fast on twice the threads"
     Console().print(table(forecasts))
     typer.echo(
         f"Check on the {len(run.held_out)} steps that the fit has not seen: predicted {predicted:.3g} s a step, was "

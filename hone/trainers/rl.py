@@ -50,15 +50,11 @@ from hone.trainers.replica_control import replica_requests
 from hone.trainers.reporting import memory_metrics, overhead_metrics, update_metrics
 from hone.trainers.rollouter import Rollouter
 from hone.trainers.session import RunSession, lock_run, session_steps
-from hone.trainers.stages import Stage, check_stages, run_stages
+from hone.trainers.stages import SAMPLED, SCORED, Stage, check_stages, run_stages
+from hone.trainers.streaming import streamed_stages
 from hone.trainers.update_view import learnt_tokens
 from hone.trainers.validation_task import ValidationTask
 from hone.trainers.validator import Validator
-
-STREAMED_PARTS = 4
-"""Parts into which a batch is divided if it streams into the update."""
-SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs")
-SCORED = ("score", "token_level_scores", "token_level_rewards")
 
 
 def train(config: RLConfig, program: type[RLTrainer] | None = None) -> int:
@@ -187,11 +183,7 @@ class RLTrainer:
     def stages(self) -> list[Stage]:
         """Return the stages of a step, in order."""
         if self.spec.streams:
-            return [
-                Stage("stream", self.stream, adds=(*SAMPLED, *SCORED, "advantages", "returns", "old_log_probs")),
-                Stage("rollout_corr", self.correct, needs=("old_log_probs",)),
-                Stage("update_weights", self.publish),
-            ]
+            return streamed_stages(self)
         in_reward, greedy = self.config.algorithm.use_kl_in_reward, "greedy_baseline" in self.estimator.needs
         kl = ("ref_log_probs",) if self.config.actor_rollout_ref.actor.use_kl_loss else ()
         squares = ("sum_pi_squared",) if self.spec.sum_pi_squared else ()
@@ -249,35 +241,12 @@ class RLTrainer:
     async def generate(self, batch: AnyBatch) -> AnyBatch:
         """Play ``rollout.n`` episodes of each prompt of the next batch."""
         self.groups = await self.rollouter.next_batch(self.step)
-        self._report_groups()
+        self.report_groups()
         batch = concat_batches([group.batch for group in self.groups])
         await self.batch_ops.check_sampled(batch)
         return batch
 
-    async def stream(self, batch: AnyBatch) -> AnyBatch:
-        """Compute the gradients of groups as they finish, then apply those of the whole batch in one update."""
-        size, parts, self.groups = -(-self.buffer.groups_per_batch // STREAMED_PARTS), [], []
-        async for groups in self.rollouter.parts(size):
-            self.groups += groups
-            part = concat_batches([group.batch for group in groups])
-            await self.batch_ops.check_sampled(part)
-            part = await self.score(part)
-            if self.reference is not None:
-                part = await self.reference_log_probs(part)
-            part = await self.advantages(part)
-            await self.batch_ops.check_ids(part)
-            with self.metrics.timer("update_actor"):
-                outputs = await self.actor.accumulate(part, first=not parts)
-            parts.append(part.updated(outputs.rename({"log_probs": "old_log_probs"})))
-        with self.metrics.timer("update_actor"):
-            update = await self.actor.apply_gradients(self.step - 1)
-        batch = concat_batches(parts)
-        self._report_groups()
-        await self._check_engine(batch)
-        await self._record("actor", update, batch)
-        return batch
-
-    def _report_groups(self) -> None:
+    def report_groups(self) -> None:
         """Add metrics of the batch's groups: their age, and how many were replaced."""
         self.metrics.add("training/staleness", max(self.buffer.staleness(group) for group in self.groups))
         if self.group_filter is not None:
@@ -300,10 +269,10 @@ class RLTrainer:
         """Compute the log-probs of the policy that sampled, under the trainer's weights."""
         columns = await self.actor.log_probs(batch, with_entropy=True, with_sum_pi_squared=self.spec.sum_pi_squared)
         batch = batch.updated(columns.rename({"log_probs": "old_log_probs"}))
-        await self._check_engine(batch)
+        await self.check_engine(batch)
         return batch
 
-    async def _check_engine(self, batch: AnyBatch) -> None:
+    async def check_engine(self, batch: AnyBatch) -> None:
         await self.batch_ops.check_engine(batch, self._version)
 
     @property
@@ -344,7 +313,7 @@ class RLTrainer:
         size, epochs = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, critic.ppo_epochs or actor.ppo_epochs
         view = await self.update_view(batch, pairs=False)
         minis = self._minis(view, size, epochs, "critic-mini-batches")
-        await self._record("critic", await self.critic.update(view, minis, self.step - 1), batch)
+        await self.record("critic", await self.critic.update(view, minis, self.step - 1), batch)
         return batch
 
     async def update_actor(self, batch: AnyBatch) -> AnyBatch:
@@ -360,8 +329,8 @@ class RLTrainer:
         update = outputs.meta.pop("update")
         if from_update:
             batch = batch.updated(outputs.rename({"log_probs": "old_log_probs"}))
-            await self._check_engine(batch)
-        await self._record("actor", update, batch)
+            await self.check_engine(batch)
+        await self.record("actor", update, batch)
         return batch
 
     async def update_view(self, batch: AnyBatch, *, pairs: bool) -> AnyBatch:
@@ -375,7 +344,7 @@ class RLTrainer:
         shuffle, seed = self.config.actor_rollout_ref.actor.shuffle, self.config.trainer.seed
         return mini_batches(view.uids, prompts, epochs, derive_seed(seed, purpose, self.step - 1) if shuffle else None)
 
-    async def _record(self, role: str, update: RoleUpdate, batch: AnyBatch) -> None:
+    async def record(self, role: str, update: RoleUpdate, batch: AnyBatch) -> None:
         update_metrics(self.metrics, update.results, role, update.learning_rate)
         skipped = any(not result.applied for result in update.results)
         await self.batch_ops.check_update(batch if skipped else None, role, update)

@@ -13,6 +13,10 @@ from hone.insight import activity
 from hone.insight.metrics import MetricStore
 
 StageFn = Callable[[AnyBatch], AnyBatch | Awaitable[AnyBatch]]
+SAMPLED = ("uid", "trajectory", "response_ids", "response_mask", "rollout_log_probs")
+"""Columns of played episodes."""
+SCORED = ("score", "token_level_scores", "token_level_rewards")
+"""Columns of their scores."""
 
 
 @dataclass(frozen=True)

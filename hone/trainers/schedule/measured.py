@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from hone.trainers.schedule.workload import Plan, Turn, Workload
 MOST_STEPS = 8
 """Simulated steps after the first batches."""
 _SCALINGS = 3
+_PARALLEL = math.log2(1.5)
+"""Work on shared cores is assumed to be 1.5 times as fast on twice the threads."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,13 @@ class MeasuredRun:
         schedule: the run's schedule.
         held_out: recorded seconds of each step that is not part of the fit.
         cores: cores that engines and trainer share; None if they have devices of their own.
+        old_log_prob_seconds: seconds of a pass for old log-probs that the run does without, and asynchronous training needs.
     """
 
     schedule: Schedule
     held_out: tuple[float, ...]
     cores: SharedCores | None = None
+    old_log_prob_seconds: float = 0.0
 
     def scheduled(self, engine_threads: int | None = None, **changes: Any) -> Schedule:
         """Return the run's schedule with changes; durations are those of the cores that engines and trainer then have.
@@ -54,23 +59,28 @@ class MeasuredRun:
             changes: of the schedule.
         """
         schedule = dataclasses.replace(self.schedule, **changes)
+        recorded = self.schedule.update_seconds
+        if schedule.max_staleness and self.old_log_prob_seconds:
+            schedule = dataclasses.replace(
+                schedule, update_seconds=lambda tokens: recorded(tokens) + self.old_log_prob_seconds
+            )
         if self.cores is None:
             return schedule
         then = self.cores
         if engine_threads is not None:
             then = dataclasses.replace(then, engine_threads=engine_threads, training_threads=None)
         (engine, training), (engine_then, training_then) = self.cores.threads(self.schedule), then.threads(schedule)
-        slower, update = engine / engine_then, self.schedule.update_seconds
+        update, slower = schedule.update_seconds, (training / training_then) ** _PARALLEL
         return dataclasses.replace(
             schedule,
-            speed=schedule.speed.scaled(slower),
-            update_seconds=lambda tokens: update(tokens) * training / training_then,
+            speed=schedule.speed.scaled((engine / engine_then) ** _PARALLEL),
+            update_seconds=lambda tokens: update(tokens) * slower,
         )
 
 
 @dataclass(frozen=True)
 class SharedCores:
-    """Cores that the engines and the trainer of one machine share; work is assumed to take time in inverse proportion.
+    """Cores that the engines and the trainer of one machine share.
 
     Attributes:
         count: number of cores.
@@ -92,7 +102,7 @@ class SharedCores:
         if not schedule.max_staleness:
             return [None]
         shares = {self.count * quarters // (4 * schedule.replicas) for quarters in (1, 2, 3)}
-        return sorted(share for share in shares if share and share * schedule.replicas < self.count) or [None]
+        return [share for share in sorted(shares) if share and share * schedule.replicas < self.count] or [None]
 
     def threads(self, schedule: Schedule) -> tuple[int, int]:
         """Return the threads of each engine, and of training."""
@@ -119,16 +129,16 @@ def measured_run(run: Run) -> MeasuredRun:
             why="half of the steps are for the fit and half for its check",
             fix="train at least 2 steps (trainer.total_training_steps=2), better 10",
         )
-    episodes = _episodes(run)
+    dumps = _dumps(run)
     config = run.config
     batch, n = int(config["data.train_batch_size"]), int(config["actor_rollout_ref.rollout.n"])
     seen, held_out = steps[::2], steps[1::2]
     schedule = Schedule(
         Workload(
-            _drawn_from([episode.plan for episode in episodes]),
+            _drawn_from([episode.plan for dump in dumps for episode in dump]),
             prompt_tokens=round(mean(row.get("prompt_length/mean", 1) for row in seen)),
         ),
-        _shape(episodes, staleness + 1),
+        _shape(dumps[0], staleness + 1),
         steps=staleness + 1 + MOST_STEPS,
         groups_per_batch=batch,
         n=n,
@@ -145,6 +155,7 @@ def measured_run(run: Run) -> MeasuredRun:
         _scaled(schedule, seen, first if staleness else seen),
         tuple(row["timing_s/step"] for row in held_out),
         _shared_cores(run),
+        _missing_pass(staleness, seen),
     )
 
 
@@ -161,20 +172,19 @@ class _Episode:
         return sum(turn.tokens for turn in self.plan.turns)
 
 
-def _episodes(run: Run) -> list[_Episode]:
-    """Return the episodes of the first dump: all of its requests begin together."""
-    dumps = sorted((run.path / "rollouts").glob("step_*.jsonl"), key=lambda path: int(path.stem.rpartition("_")[2]))
-    lines = dumps[0].read_text(encoding="utf-8").splitlines() if dumps else []
-    episodes = [_episode(json.loads(line)) for line in lines]
-    episodes = [episode for episode in episodes if episode.tokens]
-    if not episodes:
+def _dumps(run: Run) -> list[list[_Episode]]:
+    """Return the episodes of each dump; all requests of the first one begin together."""
+    paths = sorted((run.path / "rollouts").glob("step_*.jsonl"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    dumps = [[_episode(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()] for path in paths]
+    dumps = [[episode for episode in dump if episode.tokens] for dump in dumps]
+    if not dumps or not dumps[0]:
         raise HoneError(
             "the run has no rollout dump",
             where=str(run.path / "rollouts"),
             why="the schedule depends on the lengths of single responses",
             fix="train with trainer.rollout_dump_freq=1",
         )
-    return episodes
+    return dumps
 
 
 def _episode(record: Mapping[str, Any]) -> _Episode:
@@ -217,6 +227,13 @@ def _check_seconds(row: Mapping[str, float]) -> float:
     """Return the other seconds of a weight sync, without the wait for responses under way."""
     drain = row.get("timing_s/update_weights_drain", 0.0)
     return max(0.0, row.get("timing_s/update_weights", 0.0) - drain - _sync_seconds(row))
+
+
+def _missing_pass(staleness: int, seen: Sequence[Mapping[str, float]]) -> float:
+    """Return the seconds of a pass for old log-probs, a third of the update's, if the run by turns has none."""
+    if staleness or any("timing_s/old_log_prob" in row for row in seen):
+        return 0.0
+    return median(row.get("timing_s/update_actor", 0.0) for row in seen) / 3
 
 
 def _shared_cores(run: Run) -> SharedCores | None:

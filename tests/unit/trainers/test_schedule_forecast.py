@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,8 @@ def test_shared_cores_slow_what_computes_together(tmp_path):
     measured = measured_run(dataclasses.replace(run, record=record))
     assert measured.cores is not None
     turns, overlapped = measured.scheduled(), measured.scheduled(max_staleness=1)
-    assert turns.speed == measured.schedule.speed and overlapped.speed == turns.speed.scaled(2)
-    assert (turns.update_seconds(1), overlapped.update_seconds(1)) == (3.0, 6.0)
+    assert turns.speed == measured.schedule.speed and overlapped.speed == turns.speed.scaled(2 ** math.log2(1.5))
+    assert (turns.update_seconds(1), overlapped.update_seconds(1)) == (3.0, pytest.approx(4.5))
     forecasts = alternatives(measured)
     assert {one.replicas for one in forecasts} == {1} and forecasts[0].engine_threads is None
     others = {
@@ -131,7 +132,8 @@ def test_shared_cores_slow_what_computes_together(tmp_path):
     }
     fastest = min(others, key=lambda threads: forecast(others[threads]).step_seconds)
     assert (forecasts[1].engine_threads, forecasts[1].step_seconds) == (fastest, forecast(others[fastest]).step_seconds)
-    assert others[6].speed == turns.speed.scaled(8 / 6) and others[6].update_seconds(1) == 3.0 * 8 / 2
+    assert others[6].speed == turns.speed.scaled((8 / 6) ** math.log2(1.5))
+    assert others[6].update_seconds(1) == pytest.approx(3.0 * 1.5**2)
     assert measured_run(run).cores is None
 
 
