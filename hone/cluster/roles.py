@@ -15,13 +15,16 @@ from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
 from hone.config.derived import RunSpec
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
+from hone.errors import ConfigError
 from hone.generation.options import sends_adapter
 from hone.models.heads import PolicyHead, ValueHead
 from hone.models.loading import saved_model
 from hone.training.backends.build import build_train_backend
+from hone.training.backends.local import LocalBackend
 from hone.training.backends.protocol import TrainBackend
 from hone.training.checkpoints.checkpoint import model_directory
 from hone.training.engine import TrainSettings
+from hone.training.microbatches import MicroBatchTarget
 from hone.training.objectives import DIVISORS, PolicyObjective, value_objective
 from hone.training.preferences import online_objective
 from hone.training.updates import Outputs, PartialLoss, UpdateResult
@@ -131,6 +134,7 @@ class PolicyWorker(ModelRole):
         outputs = Outputs(batch.ragged("response_ids")) if keep_outputs else None
         objective = self._by_pairs or self._objective
         with_entropy = keep_outputs or self.config.actor_rollout_ref.actor.entropy_coeff > 0
+        self._save_micro_batch(step)
         results: list[UpdateResult] = []
         for mini in [batch] if keep_outputs else self._updates(batch, minis):
             if self._by_pairs is None and self._objective.needs_preparation:
@@ -142,14 +146,16 @@ class PolicyWorker(ModelRole):
         return Batch(outputs.columns() if outputs else {}, update=update)
 
     @dispatch(Split.ROWS)
-    def accumulate(self, batch: Batch, *, first: bool) -> Batch:
+    def accumulate(self, batch: Batch, step: int, *, first: bool) -> Batch:
         """Compute the gradients of a part of the step's only update; return ``log_probs`` and ``entropy`` of its tokens.
 
         Args:
             batch: rows of the part.
+            step: position in the learning-rate schedule (0 is the first).
             first: whether it is the first part of the step.
         """
         if first:
+            self._save_micro_batch(step)
             self.engine.begin_update()
             self._partial = PartialLoss(self._objective, DIVISORS[self.config.actor_rollout_ref.actor.loss_agg_mode])
         outputs = Outputs(batch.ragged("response_ids"))
@@ -176,6 +182,18 @@ class PolicyWorker(ModelRole):
             if used >= max_bytes:
                 break
         return bucket or None
+
+    def _save_micro_batch(self, step: int) -> None:
+        """Save the next micro-batch if ``trainer.save_microbatch_steps`` names this step."""
+        if step + 1 in self.config.trainer.save_microbatch_steps and self.context.rank == 0:
+            if not isinstance(self.engine, LocalBackend):
+                raise ConfigError(
+                    f"{type(self.engine).__name__} cannot save a micro-batch",
+                    why="each process has a part of the weights and gradients",
+                    where="trainer.save_microbatch_steps",
+                    fix="trainer.save_microbatch_steps=[], or a run with one process per model",
+                )
+            self.engine.save_next_micro_batch(MicroBatchTarget(self.config, step + 1))
 
     def _prepared(self, mini: Batch, *, first: bool) -> Batch:
         """Prepare the loss for a whole mini-batch.

@@ -84,5 +84,8 @@ class TrainerConfig(RunConfig):
     """Steps that train the critic alone before the policy moves."""
     rollout_dump_freq: int = number(10, low=0)
     """Steps between dumps of all samples to rollouts/; the first step is also dumped. 0 never dumps."""
+    save_microbatch_steps: list[int] = field(default_factory=list)
+    """Steps whose first micro-batch is saved to microbatches/, for `hone oracle`: weights (4 bytes per parameter), tokens, and
+    what the update computed from them. Needs one process per model."""
     log_val_generations: int = number(8, low=0)
     """Samples written to validation/ per validation."""

@@ -8,6 +8,7 @@
       rollouts/step_<N>.jsonl       every sample of selected steps: tokens, text, mask, scores
       rollouts/step_<N>.txt         some episodes of several turns, as text
       validation/step_<N>.jsonl     validation samples
+      microbatches/step_<N>/        written by the actor, see :mod:`hone.training.microbatches`
       checkpoints/step_<N>/         written by the trainer
       replicas.json           answer to `hone runs engines`, see :mod:`hone.insight.replica_requests`
       run.lock                the process that trains in it, see :mod:`hone.insight.run_lock`
@@ -115,7 +116,7 @@ class RunDirectory:
         """Remove everything after ``step``, for a run that resumes from that step's checkpoint.
 
         Drops later lines of ``metrics.jsonl`` and ``coverage.jsonl``, and later rollout and validation files. Checkpoints
-        are kept. A run that starts again in a used directory rewinds to -1: step 0 is the validation before training.
+        and micro-batches are kept. A run that starts again in a used directory rewinds to -1: step 0 is the validation before training.
 
         Returns:
             Number of dropped metric lines.

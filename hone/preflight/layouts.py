@@ -13,7 +13,7 @@ from hone.preflight.cluster import actor_processes
 from hone.preflight.evidence import Evidence
 from hone.preflight.plan.model import has_tensor_plan
 from hone.preflight.rules import Finding, error, rule
-from hone.training.backends.registry import backend_of
+from hone.training.backends.registry import BACKENDS, backend_of
 
 _ACTOR = "actor_rollout_ref.actor"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -100,6 +100,37 @@ def experts_divide(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
             fix=f"{key}=<one of {_divisors(experts)}>",
             where=key,
         )
+
+
+@rule("R78", RLConfig)
+def micro_batches_can_be_saved(config: RLConfig) -> Iterator[Finding]:
+    """The micro-batches of trainer.save_microbatch_steps belong to steps of the run, and to a model in one process."""
+    trainer, key = config.trainer, "trainer.save_microbatch_steps"
+    steps, processes = trainer.save_microbatch_steps, actor_processes(config)
+    strategy = config.actor_rollout_ref.actor.strategy
+    if steps and not _is_local(config, processes):
+        yield error(
+            f"{key}={steps}, but the actor has {processes} processes and strategy={strategy or 'null'}",
+            why="each process holds a part of the weights and gradients; the oracle compares whole ones",
+            fix=f"{key}=[], or a run in one process (trainer.runtime=local)",
+            where=key,
+        )
+    last = trainer.total_training_steps
+    outside = [step for step in steps if step < 1 or (last is not None and step > last)]
+    if outside:
+        yield error(
+            f"{key} has {outside}, but the steps of the run are 1 to {last or 'its last'}",
+            why="nothing would be saved for `hone oracle`",
+            fix=f"{key}=[{', '.join(str(step) for step in steps if step not in outside) or '1'}]",
+            where=key,
+        )
+
+
+def _is_local(config: RLConfig, processes: int) -> bool:
+    try:
+        return backend_of(config.actor_rollout_ref.actor, processes) is BACKENDS.get("local")
+    except ConfigError:
+        return True  # R70 reports it
 
 
 def _divisors(number: int) -> str:

@@ -40,7 +40,7 @@ async def stream(trainer: Any, batch: AnyBatch) -> AnyBatch:
         part = await trainer.advantages(part)
         await trainer.batch_ops.check_ids(part)
         with trainer.metrics.timer("update_actor"):
-            outputs = await trainer.actor.accumulate(part, first=not parts)
+            outputs = await trainer.actor.accumulate(part, trainer.step - 1, first=not parts)
         parts.append(part.updated(outputs.rename({"log_probs": "old_log_probs"})))
     with trainer.metrics.timer("update_actor"):
         update = await trainer.actor.apply_gradients(trainer.step - 1)

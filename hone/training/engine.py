@@ -24,6 +24,7 @@ from hone.models.activations import activations_on_host
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.matmul import fast_float32_matmuls
+from hone.training.microbatches import MicroBatchRecorder
 from hone.training.packing import pack, plan_micro_batches
 from hone.training.ranks import RankGroup
 from hone.training.updates import LossFn, Outputs, PartialLoss, Statistics, Totals
@@ -63,6 +64,9 @@ class MicroBatchLoop:
         settings: budget, device and dtype.
         ranks: the data-parallel ranks that share each mini-batch.
         cost: cost model of a sequence, for balanced micro-batches.
+
+    Attributes:
+        recorder: saves the next micro-batch that is trained on; None saves nothing.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class MicroBatchLoop:
         self._forward, self._settings, self._ranks, self._cost = forward, settings, ranks, cost
         self._device = settings.device
         self._busy = 0.0
+        self.recorder: MicroBatchRecorder | None = None
 
     def infer(
         self, batch: Batch, head: Head, *, with_entropy: bool = False, max_tokens: int | None = None
@@ -119,9 +124,13 @@ class MicroBatchLoop:
         for rows, micro in self._micro_batches(batch, self._settings.max_tokens):
             lengths = micro.ragged("response_ids").lengths
             packed = pack(micro, self._device)
+            recorder, self.recorder = self.recorder, None
+            recording = contextlib.nullcontext() if recorder is None else recorder.forward(packed)
             on_host = activations_on_host(self._device, self._settings.offload_activations)
-            with self.computing(), autocast(self._device, self._settings.dtype), on_host:
+            with self.computing(), autocast(self._device, self._settings.dtype), on_host, recording:
                 outputs = self._forward(head, packed, with_entropy)
+            if recorder is not None:
+                recorder.keep_gradients(outputs)
             if outputs_seen is not None:
                 outputs_seen.add(rows, outputs)
             ragged = {name: Ragged.from_lengths(values.float(), lengths) for name, values in outputs.items()}
@@ -132,6 +141,8 @@ class MicroBatchLoop:
                 loss = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
             with self.computing():
                 loss.backward()
+            if recorder is not None:
+                recorder.write(micro, outputs, loss, totals)
             activity.tick()
         return statistics
 

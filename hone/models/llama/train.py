@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 
 from hone.models.attention.context import AttentionContext
 from hone.models.llama.spec import LlamaLayer, layers_of, supports
+
+LAYER_OBSERVER: ContextVar[Callable[[int, Tensor], None] | None] = ContextVar("LAYER_OBSERVER", default=None)
+"""Receives the index and the output ``[N, H]`` of every layer; None in ordinary training."""
 
 
 def supports_training(causal: nn.Module) -> bool:
@@ -30,8 +34,11 @@ def hidden_states(causal: nn.Module, ids: Tensor, context: AttentionContext) -> 
     hidden = decoder.embed_tokens(ids)
     rotary = _rotary(*decoder.rotary_emb(hidden, context.position_ids))
     hidden = hidden.squeeze(0)  # not [0], whose gradient would be a copy
+    observe = LAYER_OBSERVER.get()
     for layer in layers_of(causal):
         hidden = _layer(layer, hidden, rotary, context)
+        if observe is not None:
+            observe(layer.index, hidden)
     return _norm(decoder.norm, hidden)[None]
 
 

@@ -340,6 +340,14 @@ PROCESSES = [
         fix=f"{ACTOR}.expert_parallel_size=1",
         given=f"{RAY} trainer.n_gpus_per_node=2",
     ),
+    Case(
+        "R78 layouts.micro_batches_can_be_saved",
+        "trainer.save_microbatch_steps=[1]",
+        ("[1]", "4 processes"),
+        advice="trainer.save_microbatch_steps=[]",
+        then="trainer.save_microbatch_steps=[]",
+        given=f"{RAY} trainer.n_gpus_per_node=4",
+    ),
 ]
 
 PREFERENCES = [

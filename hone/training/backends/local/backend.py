@@ -22,6 +22,7 @@ from hone.training.checkpoints.model_state import ModelStager
 from hone.training.engine import MicroBatchLoop, TrainSettings
 from hone.training.export_stream import STREAMS
 from hone.training.layout import Meshes
+from hone.training.microbatches import MicroBatchRecorder, MicroBatchTarget
 from hone.training.optimizer import ScheduledOptimizer
 from hone.training.ranks import SingleRank
 from hone.training.updates import GatheredRows, LossFn, Outputs, PartialLoss, Statistics, UpdateResult
@@ -102,6 +103,10 @@ class LocalBackend:
     def apply_gradients(self, step: int, loss: PartialLoss) -> UpdateResult:
         """Apply the gradients of all parts."""
         return self._apply(step, loss.statistics, loss.scale)
+
+    def save_next_micro_batch(self, target: MicroBatchTarget) -> None:
+        """Save the next micro-batch that is trained on, with the weights and what this backend computes from them."""
+        self._loop.recorder = MicroBatchRecorder(self.model, self.settings.dtype, target)
 
     def gather_rows(self, local: Batch) -> GatheredRows:
         """Return the same rows, all of which are this rank's."""
