@@ -115,13 +115,14 @@ def micro_batches_can_be_saved(config: RLConfig) -> Iterator[Finding]:
             fix=f"{key}=[], or a run in one process (trainer.runtime=local)",
             where=key,
         )
+    first = 1 + (trainer.critic_warmup if RunSpec(config).critic.value else 0)
     last = trainer.total_training_steps
-    outside = [step for step in steps if step < 1 or (last is not None and step > last)]
+    outside = [step for step in steps if step < first or (last is not None and step > last)]
     if outside:
         yield error(
-            f"{key} has {outside}, but the steps of the run are 1 to {last or 'its last'}",
+            f"{key} has {outside}, but the policy is updated in steps {first} to {last or 'the end'}",
             why="nothing would be saved for `hone oracle`",
-            fix=f"{key}=[{', '.join(str(step) for step in steps if step not in outside) or '1'}]",
+            fix=f"{key}=[{', '.join(str(step) for step in steps if step not in outside) or first}]",
             where=key,
         )
 

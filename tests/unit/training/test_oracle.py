@@ -57,9 +57,9 @@ def test_saving_does_not_change_the_update(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
-@pytest.mark.parametrize("arch", ["qwen3", MOE])
-def test_a_wrong_segment_boundary(tmp_path, arch, monkeypatch):
-    actor = actor_of(tmp_path, arch)
+@pytest.mark.parametrize(("arch", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), (MOE, "float32")])
+def test_a_wrong_segment_boundary(tmp_path, arch, dtype, monkeypatch):
+    actor = actor_of(tmp_path, arch, f"{ACTOR}.dtype={dtype}")
     batch = batch_of(actor)
     sound = PackedContext.with_shared_prefixes
 
