@@ -236,6 +236,7 @@ class Simulation:
 
     async def _values_of(self, batch: Any, metric: str | None) -> tuple[list[float], None]:
         useful = {uid: self.schedule.workload.useful(self._generator("useful", uid)) for uid in batch.uids}
+        self.buffer.events += [("useless", uid) for uid, differs in useful.items() if not differs]
         return [float(useful[uid] and row) for row, uid in enumerate(batch.uids)], None
 
     def _generator(self, purpose: str, uid: str) -> random.Random:

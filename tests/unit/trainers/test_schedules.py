@@ -152,16 +152,25 @@ def drawn_rows(schedule: Schedule, count: int) -> list[int]:
 
 
 def check_fates(simulation: Simulation) -> None:
-    """Every drawn prompt is admitted once, in the order of the data, and is then trained or evicted, or is in the buffer."""
+    """Every drawn prompt is admitted once, in the order of the data, and is then trained or evicted, or is in the buffer.
+
+    A group that dynamic sampling has judged useless is not trained.
+    """
     schedule, buffer = simulation.schedule, simulation.buffer
     admitted = [uid for event, uid in buffer.events if event == "admitted"]
     assert [row_of(uid) for uid in admitted] == drawn_rows(schedule, len(admitted))
     inside: list[str] = []
+    useless: set[str] = set()
     for event, uid in buffer.events:
+        if event == "useless":
+            useless.add(uid)
+            continue
         if event == "admitted":
             assert uid not in inside
             inside.append(uid)
             continue
+        assert event == "evicted" or uid not in useless, "a group without learning signal is replaced"
+        useless.discard(uid)
         if event == "trained" and not schedule.ready_first:
             assert inside[0] == uid
         inside.remove(uid)
