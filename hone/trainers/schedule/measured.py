@@ -121,7 +121,8 @@ def measured_run(run: Run) -> MeasuredRun:
     steps = [row for row in run.metrics if "timing_s/gen" in row]
     steps = [row for row in steps if row.get("timing_s/step", 0) > 0]
     staleness = int(run.config.get("trainer.async_training.max_staleness") or 0)
-    first, steps = steps[:1], steps[staleness + 1 :] or steps  # until the pipeline is full, and caches are warm
+    first, full = steps[:1], steps[staleness + 1 :]  # the pipeline is full then, and caches are warm
+    steps = full if len(full) >= 2 else steps
     if len(steps) < 2:
         raise HoneError(
             f"the run has {len(steps)} timed step{'' if len(steps) == 1 else 's'}",

@@ -146,6 +146,11 @@ def test_a_run_without_lengths_or_steps_is_refused(tmp_path):
         measured_run(recorded(dataclasses.replace(TRUTH, steps=1), tmp_path / "b"))
 
 
+def test_two_steps_are_enough(tmp_path):
+    run = measured_run(recorded(dataclasses.replace(TRUTH, steps=2), tmp_path))
+    assert len(run.held_out) == 1
+
+
 def test_the_command_shows_the_check(tmp_path):
     recorded(TRUTH, tmp_path)
     result = CliRunner().invoke(app, ["plan", "--schedule", str(tmp_path), "--json"])
