@@ -42,7 +42,13 @@ def test_a_saved_step_agrees_until_a_number_is_changed(world: World, run, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "keys", [("actor_rollout_ref.actor.recompute_old_log_probs=false",), ("actor_rollout_ref.model.lora_rank=4",)]
+    "keys",
+    [
+        ("actor_rollout_ref.actor.recompute_old_log_probs=false",),
+        ("actor_rollout_ref.model.lora_rank=4",),
+        ("trainer.async.stream=true", "actor_rollout_ref.actor.ppo_mini_batch_size=6"),
+    ],
+    ids=["old log-probs of the pass", "lora", "streamed"],
 )
 def test_other_updates(world: World, run, tmp_path: Path, keys: tuple[str, ...]):
     ended = run(*rl_command(world, tmp_path / "run", "grpo", *SHORT, "trainer.save_microbatch_steps=[1]", *keys))
