@@ -57,8 +57,10 @@ class Cluster:
     device: Device
 
 
-_REACHED = 0.5
-"""Share of the stated rate that a layer's matmuls reach in training."""
+MATMUL_SHARE = 0.7
+"""Share of the stated rate that large matmuls reach."""
+_BANDWIDTH_SHARE = 0.85
+"""Share of the stated bandwidth that a kernel reaches which reads and writes much."""
 _SPECS = {
     # name: GiB, dense TFLOP/s in float32 (TF32 off) and bfloat16 (float16 where it has none), TB/s of memory, GB/s to a neighbour
     "B200-180GB": (180, 75, 2250, 8.0, 900),
@@ -108,9 +110,9 @@ def device_named(name: str) -> Device:
         name=matches[0],
         on_cpu=False,
         memory=memory * GIB * _USABLE,
-        wide_rate=wide * 1e12 * _REACHED,
-        narrow_rate=narrow * 1e12 * _REACHED,
-        bandwidth=bandwidth * 1e12 * 0.7,
+        wide_rate=wide * 1e12 * MATMUL_SHARE,
+        narrow_rate=narrow * 1e12 * MATMUL_SHARE,
+        bandwidth=bandwidth * 1e12 * _BANDWIDTH_SHARE,
         launch=_LAUNCH,
         link=link * 1e9,
         network=_NETWORK,

@@ -1,5 +1,6 @@
-"""Seconds of a step, by stage: matmuls at the rate that the device reaches, memory and messages at their bandwidth.
+"""Seconds of a step, by stage. On a GPU they follow from the kernels that the code launches (:mod:`.kernel_time`).
 
+On a CPU, and for engines other than Hone's: matmuls at the rate that the device reaches, memory and messages at their bandwidth.
 Every sequence has its greatest length, so this is an upper estimate. It serves to compare placements.
 """
 
@@ -9,6 +10,7 @@ import math
 from typing import NamedTuple
 
 from hone.config.derived import Pool
+from hone.preflight.plan import kernel_time
 from hone.preflight.plan.devices import Device
 from hone.preflight.plan.engines import cache_shape, served_rows, token_bytes
 from hone.preflight.plan.memory import shards_of, state_bytes
@@ -82,6 +84,8 @@ def _layer_tokens(work: Work, model: TrainedModel, pool: Pool) -> float:
 
 
 def _forward(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:
+    if not device.on_cpu:
+        return kernel_time.forward_seconds(work, model, pool, device)
     moved = _layer_tokens(work, model, pool) * work.passes(model, pool).forward_peak
     return _computing(work, model, pool, device) + moved / device.bandwidth
 
@@ -89,9 +93,6 @@ def _forward(work: Work, model: TrainedModel, pool: Pool, device: Device) -> flo
 def _update(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:
     """Return the seconds of all passes, of the optimizer's steps, and of what moves to and from the host's memory."""
     passes, tokens, shards = work.passes(model, pool), _layer_tokens(work, model, pool), shards_of(pool)
-    # a backward pass is two forward passes; frozen matrices have no gradient, checkpointing repeats the forward pass
-    computed = (3 + model.checkpointing - bool(model.lora_rank)) * _computing(work, model, pool, device)
-    moved = 3 * tokens * (passes.forward_peak if model.checkpointing else passes.layer_kept)
     steps, trained = max(1, work.batch // model.mini_batch) * model.epochs, model.trained_parameters / shards
     state = trained * state_bytes(model.optim)
     stepping = steps * 2 * (8 * trained + state) / device.bandwidth
@@ -100,8 +101,19 @@ def _update(work: Work, model: TrainedModel, pool: Pool, device: Device) -> floa
         to_host += 2 * (steps + 1) * model.shape.parameters / shards * 4
     if pool.divided and (fsdp.optimizer_offload or fsdp.offload_policy):
         to_host += 2 * steps * state
-    seconds = model.epochs * (computed + moved / device.bandwidth) + stepping
+    seconds = model.epochs * _passes_of_update(work, model, pool, device) + stepping
     return seconds + (to_host / device.host if device.host else 0.0)
+
+
+def _passes_of_update(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:
+    if not device.on_cpu:
+        return kernel_time.update_seconds(work, model, pool, device)
+    passes, tokens = work.passes(model, pool), _layer_tokens(work, model, pool)
+    # a backward pass is two forward passes; frozen matrices have no gradient, checkpointing repeats the forward pass
+    computed = (3 + model.checkpointing - bool(model.lora_rank)) * _computing(work, model, pool, device)
+    return (
+        computed + 3 * tokens * (passes.forward_peak if model.checkpointing else passes.layer_kept) / device.bandwidth
+    )
 
 
 def _generation(work: Work, pool: Pool, device: Device) -> float:
@@ -114,13 +126,16 @@ def _generation(work: Work, pool: Pool, device: Device) -> float:
         tensor = 1 if work.on_cpu else rollout.tensor_model_parallel_size
         rows = (rollout.num_replicas or 1) * served_rows(work, device.memory, device.overhead)
     rows, rate = min(rows, sequences), device.rate(bf16=work.rollout_bf16)
+    prompts = 2 * shape.multiplications * math.ceil(sequences / work.samples) * work.prompt / rate
+    steps = math.ceil(sequences / rows) * work.response
+    if not (device.on_cpu or work.served):
+        return steps * kernel_time.decode_seconds(work, rows, device) + prompts
     matrices = shape.multiplications + shape.embedding
     cached = rows * work.response / 2 + math.ceil(rows / work.samples) * work.prompt
     read = matrices * (2 if work.rollout_bf16 else 4) + cached * token_bytes(work)
     decode = max(2 * rows * matrices / rate, read / device.bandwidth) / tensor
     decode += rows * shape.vocabulary * _LOGIT_BYTES / device.bandwidth + shape.layers * _OPERATIONS * device.launch
-    prompts = 2 * shape.multiplications * math.ceil(sequences / work.samples) * work.prompt / rate
-    return math.ceil(sequences / rows) * work.response * decode + prompts
+    return steps * decode + prompts
 
 
 def _messages(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:

@@ -1,0 +1,70 @@
+"""The fused attention kernel of CUDA (FlashAttention 2) on tensors without storage, with its costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.preflight.plan.roofline.kernels import Work
+from hone.preflight.plan.roofline.operators import size_of
+
+Add = Callable[..., None]
+"""Records a kernel; takes the fields of :class:`~hone.preflight.plan.roofline.kernels.Kernel`."""
+
+_BACKWARD_OPERATIONS = 2.5
+"""Operations of the backward pass divided by those of the forward pass: it multiplies five times instead of twice."""
+
+
+def attention_operations(query: Tensor, key: Tensor, *, causal: bool) -> float:
+    """Return the operations of ``query [b, heads, Q, d]`` over ``key [b, kv_heads, K, d]``; a causal kernel skips masked blocks."""
+    rows, heads, queries, width = query.shape
+    keys = key.shape[2]
+    pairs = queries * (queries + 1) / 2 if causal else queries * keys
+    return 4.0 * rows * heads * pairs * width
+
+
+def fused_attention(
+    add: Add, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False
+) -> Tensor:
+    """Return an output ``[b, heads, Q, d]`` without content, and record the kernel; its backward pass records its own."""
+    return _FusedAttention.apply(query, key, value, mask, causal, add)  # type: ignore[return-value]
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, add: Add
+    ) -> Tensor:
+        operations = attention_operations(query, key, causal=causal)
+        ctx.save_for_backward(query, key, value)
+        ctx.settings = operations, add
+        moved = sum(size_of(x) for x in (query, key, value, query, mask) if x is not None)
+        add("attention", moved=moved, operations=operations, work=Work.ATTENTION)
+        return _like(query)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        operations, add = ctx.settings
+        moved = 4 * size_of(query) + 2 * (size_of(key) + size_of(value)) + 8 * query.numel()  # float32 dQ, read again
+        launches = 3  # row sums, the main kernel, dQ to the compute dtype
+        if query.shape[1] != key.shape[1]:  # dK and dV of each query head, then their sum
+            moved += 4 * query.shape[1] // key.shape[1] * size_of(key)
+            launches += 2
+        add(
+            "attention backward",
+            moved=moved,
+            operations=_BACKWARD_OPERATIONS * operations,
+            work=Work.ATTENTION_BACKWARD,
+            launches=launches,
+        )
+        return _like(query), _like(key), _like(value), None, None, None
+
+
+def _like(states: Tensor) -> Tensor:
+    """Return memory in the kernel's layout: ``[b, length, heads, d]``, seen as ``[b, heads, length, d]``."""
+    rows, heads, length, width = states.shape
+    return states.new_empty(rows, length, heads, width).transpose(1, 2)

@@ -1,0 +1,166 @@
+"""Hone's own passes on a simulated GPU: the update of a mini-batch, its log-probs, and a decode step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from hone.config.actor import ActorConfig
+from hone.config.model import ModelConfig
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.generation.native.runner import Runner
+from hone.generation.native.scheduler import Job
+from hone.generation.protocol import GenerationRequest, SamplingParams
+from hone.models.heads import PolicyHead
+from hone.models.loading import prepare
+from hone.preflight.plan.roofline.kernels import Kernel
+from hone.preflight.plan.roofline.simulation import META, Recorder, simulated_gpu
+from hone.training.backends.local.backend import LocalBackend
+from hone.training.engine import TrainSettings
+from hone.training.objectives import DIVISORS, PolicyObjective
+from hone.training.updates import PartialLoss
+
+_TENSORS_A_LAUNCH = 24
+"""Parameters that one launch of a fused multi-tensor kernel handles."""
+
+
+class Group(NamedTuple):
+    """A prompt with its responses, in tokens."""
+
+    prompt: int
+    responses: Sequence[int]
+
+
+def model_without_storage(config: PreTrainedConfig, *, checkpointing: bool = False) -> Any:
+    """Return a float32 model on the meta device, prepared for training as Hone does."""
+    with META:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    prepare(model, ModelConfig(enable_gradient_checkpointing=checkpointing))
+    return model
+
+
+def batch_of(groups: Sequence[Group]) -> Batch:
+    """Return a batch with these lengths and arbitrary tokens."""
+    rows = [(number, group.prompt, length) for number, group in enumerate(groups) for length in group.responses]
+
+    def column(value: float, dtype: torch.dtype) -> Ragged:
+        return Ragged.from_rows([[value] * length for _, _, length in rows], dtype)
+
+    prompts = [[number + 1, *[0] * (prompt - 1)] for number, prompt, _ in rows]
+    floats = {name: column(0.1, torch.float32) for name in ("advantages", "old_log_probs")}
+    return Batch(
+        {
+            "prompt_ids": Ragged.from_rows(prompts, torch.int64),
+            "response_ids": column(1, torch.int64),
+            "response_mask": column(1, torch.int64),
+            **floats,
+        }
+    )
+
+
+def update_kernels(model: nn.Module, batch: Batch, *, bf16: bool, max_tokens: int = 16384) -> list[Kernel]:
+    """Return the kernels of the forward and backward passes of a GRPO update, without the optimizer."""
+    backend, actor = _backend(model, bf16, max_tokens), ActorConfig()
+    objective = PolicyObjective(actor, {"bypass_mode": False}, max_response_length=8192)
+    with simulated_gpu() as gpu:
+        loss = PartialLoss(objective, DIVISORS[actor.loss_agg_mode])
+        with _recomputed_under_autocast(model, gpu):
+            backend.accumulate(batch, loss, with_entropy=True)
+        model.zero_grad()
+        return gpu.take()
+
+
+@contextlib.contextmanager
+def _recomputed_under_autocast(model: nn.Module, gpu: Recorder) -> Iterator[None]:
+    """Let gradient checkpointing restore autocast in the backward pass, as it does on devices that torch has autocast for."""
+    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
+    originals = [layer._gradient_checkpointing_func for layer in layers]
+    for layer, original in zip(layers, originals, strict=True):
+        layer._gradient_checkpointing_func = lambda function, *args, _original=original, **kwargs: _original(
+            gpu.in_this_precision(function), *args, **kwargs
+        )
+    try:
+        yield
+    finally:
+        for layer, original in zip(layers, originals, strict=True):
+            layer._gradient_checkpointing_func = original
+
+
+def optimizer_kernels(model: nn.Module) -> list[Kernel]:
+    """Return the kernels of clipping and a fused AdamW step, in closed form: the meta device has neither.
+
+    The norm reads the gradients, and clipping reads and writes them. AdamW reads weight, gradient and two moments, and writes all
+    but the gradient.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    size, launches = 4.0 * sum(parameter.numel() for parameter in trained), -(-len(trained) // _TENSORS_A_LAUNCH)
+    passes = {"gradient norm": 1, "clip gradients": 2, "fused AdamW": 7}
+    kernels = [Kernel(name, "optimizer", count * size, launches=launches) for name, count in passes.items()]
+    return [kernels[0], Kernel("_local_scalar_dense", "optimizer", launches=0, waits=True), *kernels[1:]]
+
+
+def log_prob_kernels(model: nn.Module, batch: Batch, *, bf16: bool, max_tokens: int = 16384) -> list[Kernel]:
+    """Return the kernels of a pass that computes the log-probs of a batch."""
+    backend = _backend(model, bf16, max_tokens)
+    with simulated_gpu() as gpu:
+        backend.infer_batch(batch)
+        return gpu.take()
+
+
+def decode_kernels(model: nn.Module, groups: Sequence[Group], *, bf16: bool) -> list[Kernel]:
+    """Return the kernels of one decode step of the native engine, in which no row ends.
+
+    Args:
+        groups: the rows, with the tokens sampled so far.
+    """
+    in_rows = all(len(group.responses) == 1 for group in groups)  # as the scheduler decides
+    longest = max(max(group.responses) for group in groups)
+    sampling = SamplingParams(max_tokens=longest + 2)
+    jobs = []
+    for number, group in enumerate(groups):
+        prompt = [number + 1, *[0] * (group.prompt - 1)]
+        for row in range(len(group.responses)):
+            jobs.append(Job.from_request(GenerationRequest(f"{number}.{row}", prompt, sampling), asyncio.Queue()))
+            jobs[-1].in_row = in_rows
+    with simulated_gpu() as gpu:
+        dtype = "bfloat16" if bf16 else "float32"
+        runner = Runner(model, cast("Any", None), device=META, dtype=dtype, max_cache_tokens=1 << 40)
+        with runner.computing():
+            runner.enter(jobs)
+            runner.step()  # builds what later steps use again
+            assert runner._state is not None
+            sampled = [length for group in groups for length in group.responses]
+            lengths = [job.prompt_in_row + length for job, length in zip(jobs, sampled, strict=True)]
+            state = {"length": lengths, "generated": sampled}
+            tensors = {name: torch.tensor(values, device=META) for name, values in state.items()}
+            runner._state = replace(runner._state, **tensors)
+            gpu.take()
+            runner.step()
+        return gpu.take()
+
+
+def _backend(model: nn.Module, bf16: bool, max_tokens: int) -> LocalBackend:
+    settings = TrainSettings(META, dtype="bfloat16" if bf16 else "float32", max_tokens=max_tokens)
+    return LocalBackend(model, PolicyHead(learns_entropy=False), settings)
+
+
+def needed_operations(config: PreTrainedConfig, groups: Sequence[Group]) -> float:
+    """Return the operations of a forward pass that computes each prompt once, without padding and without masked pairs."""
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    responses = sum(sum(group.responses) for group in groups)
+    tokens = responses + sum(group.prompt for group in groups)
+    pairs = sum(
+        group.prompt**2 / 2 + sum(length * (group.prompt + length / 2) for length in group.responses)
+        for group in groups
+    )
+    head = config.hidden_size * config.vocab_size * responses
+    return 2 * (config.num_hidden_layers * layer * tokens + head) + 4 * pairs * queries * config.num_hidden_layers
