@@ -101,10 +101,12 @@ def _wait_for(run: Path, request: ReplicaRequest, seconds: float) -> ReplicaAnsw
 
 
 def _print(answer: ReplicaAnswer) -> None:
+    from rich.markup import escape
+
     columns = ("replica", "worker", "state", "requests", "limit", "version", "starts", "problem")
     table = new_table(*(f"{name}>" if name not in ("state", "problem") else name for name in columns))
     for report in sorted(answer.replicas, key=lambda report: report["replica"]):
-        table.add_row(*("" if report[name] is None else str(report[name]) for name in columns))
+        table.add_row(*("" if report[name] is None else escape(str(report[name])) for name in columns))
     out = new_console()
     out.print(f"wanted replicas per rollout worker: {answer.wanted} of at most {answer.limit} (at {answer.at})")
     out.print(table)

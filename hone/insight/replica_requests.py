@@ -73,7 +73,10 @@ def take_request(run: Path) -> ReplicaRequest | None:
     except FileNotFoundError:
         return None
     try:
-        return ReplicaRequest(**json.loads(taken.read_text(encoding="utf-8")))
+        request = ReplicaRequest(**json.loads(taken.read_text(encoding="utf-8")))
+        if type(request.replicas) not in (int, type(None)):
+            raise ValueError(f"replicas is {request.replicas!r}, not a whole number")
+        return request
     except (ValueError, TypeError) as error:
         raise HoneError(
             f"the file is not a request: {error}", where=str(run / REQUEST), fix="hone runs engines RUN --replicas N"

@@ -27,7 +27,7 @@ from hone.rewards.sandbox.landlock import SIGNALS, landlock_version
 from hone.rewards.sandbox.system_calls import system_call_filter
 
 WORKING, MISSING = available()
-LIMITS = Limits(seconds=30.0, memory_mb=256, processes=16, disk_mb=16, files=2000)
+LIMITS = Limits(seconds=10.0, memory_mb=256, processes=16, disk_mb=16, files=2000)
 SLACK_MB = 160
 """What the programs of the tests, the supervisor and other tests may take beside the limits."""
 EVERY = [

@@ -50,8 +50,9 @@ def test_a_request_changes_the_number_of_replicas(monkeypatch: pytest.MonkeyPatc
             assert not (tmp_path / REQUEST).exists()
             answer = await ask(tmp_path, None)
             assert (answer.wanted, answer.limit, len(answer.replicas)) == (1, 3, 1)
-            (tmp_path / REQUEST).write_text("{")
-            await until(lambda: not (tmp_path / REQUEST).exists())
+            for damaged in ("{", '{"replicas": "two"}', '{"replicas": true}'):
+                (tmp_path / REQUEST).write_text(damaged)
+                await until(lambda: not (tmp_path / REQUEST).exists())
             answer = await ask(tmp_path, 2)
             assert answer.wanted == 2 and not answer.refused
             await until(lambda: all(replica.serves for replica in pool.replicas))

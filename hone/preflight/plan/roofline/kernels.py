@@ -1,4 +1,4 @@
-"""Kernels as they are recorded: what they read, write and compute."""
+"""Record of a kernel: the bytes that it moves, and its operations, launches and waits."""
 
 from __future__ import annotations
 
