@@ -16,7 +16,7 @@ from hone.generation.native.prefixes import PrefixGroups, query_scores, scaled
 from hone.models.attention.cache import KVLayerCache, LayerCache
 from hone.models.attention.context import Scoring
 from hone.models.attention.packed import PackedContext
-from hone.models.attention.softmax import attention_probabilities
+from hone.models.attention.softmax import attention_probabilities, without_cudnn
 
 
 class _CachedContext:
@@ -144,9 +144,10 @@ class ExtendContext(_CachedContext):
             hidden |= torch.arange(self._longest, device=keys.device) <= self._place[..., None] - scoring.window
         groups = queries.shape[1] // keys.shape[1]
         if scoring.plain:
-            mixed = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=~hidden[:, None], scale=scoring.scale, enable_gqa=groups > 1
-            )
+            with without_cudnn(queries.device):
+                mixed = F.scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=~hidden[:, None], scale=scoring.scale, enable_gqa=groups > 1
+                )
         else:
             keys, values = (kv.repeat_interleave(groups, 1) for kv in (keys, values))
             probabilities = attention_probabilities(queries @ keys.transpose(-1, -2), hidden[:, None], scoring)

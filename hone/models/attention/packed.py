@@ -9,18 +9,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hone.models.attention import cpu, softmax
+from hone.models.attention import cpu, softmax, varlen
 from hone.models.attention.context import Scoring
 from hone.models.attention.cpu_tiles import CausalTiles
 from hone.models.attention.tiles import PaddedTiles, Sequences
+from hone.models.attention.varlen import VarlenPlan
 
 
 @dataclass(frozen=True)
 class PackedContext:
     """``B`` sequences end to end in one row of ``N`` tokens, each causal within itself.
 
-    Linear layers see no padding. For attention, sequences of similar length are gathered into padded tiles: on the CPU by
-    :mod:`hone.models.attention.cpu`, elsewhere padded on the right, where a causal kernel never shows padding to a token.
+    Linear layers see no padding. Attention on CUDA is one call for all sequences (:mod:`hone.models.attention.varlen`). On the CPU,
+    sequences of similar length are gathered into padded tiles (:mod:`hone.models.attention.cpu`). What neither supports is padded
+    on the right, where a causal kernel never shows padding to a token.
 
     >>> PackedContext.from_lengths([3, 2], "cpu").position_ids
     tensor([[0, 1, 2, 0, 1]])
@@ -82,6 +84,11 @@ class PackedContext:
         ]  # [N, heads, head_dim]
         if query.device.type == "cpu" and scoring.plain and not scoring.dropout and self._within(scoring.window):
             return cpu.causal_attention(rows[0], rows[1], rows[2], scoring.scale, self._cpu_tiles)[None]
+        if query.device.type != "cpu":
+            obstacle = varlen.obstacle(query, value, scoring)
+            if obstacle is None:
+                return varlen.causal_attention(rows[0], rows[1], rows[2], scoring, self._varlen_plan)[None]
+            varlen.report_padding(obstacle)
         outputs = []
         for tile in self.tiles.tiles:
             queries, keys, values = (tile.gather(states).transpose(1, 2) for states in rows)
@@ -101,6 +108,10 @@ class PackedContext:
     @cached_property
     def _cpu_tiles(self) -> CausalTiles:
         return CausalTiles(self.sequences)
+
+    @cached_property
+    def _varlen_plan(self) -> VarlenPlan:
+        return VarlenPlan.from_sequences(self.sequences, self.position_ids.device)
 
     @cached_property
     def tiles(self) -> PaddedTiles:

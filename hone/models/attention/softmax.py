@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hone.models.attention.context import Scoring
 
@@ -19,21 +22,29 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
         distance = place[:, None] - place
         visible = (distance >= 0) & (distance < (window or length))
     if scoring.plain:
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=visible,
-            is_causal=visible is None,
-            dropout_p=scoring.dropout,
-            scale=scoring.scale,
-            enable_gqa=groups > 1,
-        )
+        with without_cudnn(query.device):
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=visible,
+                is_causal=visible is None,
+                dropout_p=scoring.dropout,
+                scale=scoring.scale,
+                enable_gqa=groups > 1,
+            )
     assert visible is not None
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     probabilities = attention_probabilities(query @ key.transpose(-1, -2), ~visible, scoring).to(value.dtype)
     return F.dropout(probabilities, scoring.dropout) @ value
+
+
+def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Keep torch from choosing cuDNN's attention on CUDA: it builds a plan for every new shape, which takes longer than the call."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def attention_probabilities(scores: Tensor, hidden: Tensor, scoring: Scoring) -> Tensor:

@@ -1,8 +1,8 @@
-"""The fused attention kernel of CUDA (FlashAttention 2) on tensors without storage, with its costs."""
+"""The fused attention kernels of CUDA (FlashAttention 2) on tensors without storage, with their costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from hone.preflight.plan.roofline.operators import size_of
 Add = Callable[..., None]
 """Records a kernel; takes the fields of :class:`~hone.preflight.plan.roofline.kernels.Kernel`."""
 
+VARLEN, VARLEN_BACKWARD = "_varlen_attn", "_varlen_attn_backward"
+"""Operators of ``torch.nn.attention.varlen``."""
 _BACKWARD_OPERATIONS = 2.5
 """Operations of the backward pass divided by those of the forward pass: it multiplies five times instead of twice."""
 
@@ -24,6 +26,44 @@ def attention_operations(query: Tensor, key: Tensor, *, causal: bool) -> float:
     keys = key.shape[2]
     pairs = queries * (queries + 1) / 2 if causal else queries * keys
     return 4.0 * rows * heads * pairs * width
+
+
+def varlen_pairs(query_ends: Tensor, key_ends: Tensor, window: int) -> float:
+    """Return the visible pairs of queries and keys in a causal variable-length call.
+
+    Args:
+        query_ends: ``[B + 1]`` int32 on the CPU, first query of each sequence, and the number of queries.
+        key_ends: ``[B + 1]`` the same for keys; the last query sees the last key.
+        window: keys before a query's own that it sees; negative means all.
+    """
+    queries, keys = query_ends.diff().double(), key_ends.diff().double()
+    if window < 0:
+        return float((queries * (keys - queries) + queries * (queries + 1) / 2).sum())
+    first = keys - queries + 1  # keys that the first query would see
+    few = (window + 1 - first).clamp(
+        min=torch.zeros_like(queries), max=queries
+    )  # queries that the window does not limit
+    return float((few * first + few * (few - 1) / 2 + (queries - few) * (window + 1)).sum())
+
+
+def record_varlen(add: Add, name: str, arguments: Sequence[Any], ends: tuple[Tensor, Tensor]) -> None:
+    """Record a call of torch's variable-length attention, or of its backward pass.
+
+    Args:
+        add: records a kernel.
+        name: of the operator.
+        arguments: of the operator.
+        ends: of queries and keys, on the CPU.
+    """
+    backward = name == VARLEN_BACKWARD
+    query, key, value = arguments[1:4] if backward else arguments[:3]
+    window = (arguments[13] if backward else arguments[9])[0]
+    operations = 4.0 * query.shape[1] * query.shape[2] * varlen_pairs(*ends, window)
+    if backward:
+        _record_backward(add, query, key, value, operations)
+        return
+    moved = 2 * size_of(query) + size_of(key) + size_of(value) + 4 * query.shape[0] * query.shape[1]
+    add("attention", moved=moved, operations=operations, work=Work.ATTENTION)
 
 
 def fused_attention(
@@ -49,19 +89,24 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         operations, add = ctx.settings
-        moved = 4 * size_of(query) + 2 * (size_of(key) + size_of(value)) + 8 * query.numel()  # float32 dQ, read again
-        launches = 3  # row sums, the main kernel, dQ to the compute dtype
-        if query.shape[1] != key.shape[1]:  # dK and dV of each query head, then their sum
-            moved += 4 * query.shape[1] // key.shape[1] * size_of(key)
-            launches += 2
-        add(
-            "attention backward",
-            moved=moved,
-            operations=_BACKWARD_OPERATIONS * operations,
-            work=Work.ATTENTION_BACKWARD,
-            launches=launches,
-        )
+        _record_backward(add, query, key, value, operations)
         return _like(query), _like(key), _like(value), None, None, None
+
+
+def _record_backward(add: Add, query: Tensor, key: Tensor, value: Tensor, operations: float) -> None:
+    """Record the backward pass of attention whose forward pass takes ``operations``; the number of heads is dimension 1."""
+    moved = 4 * size_of(query) + 2 * (size_of(key) + size_of(value)) + 8 * query.numel()  # float32 dQ, read again
+    launches = 3  # row sums, the main kernel, dQ to the compute dtype
+    if query.shape[1] != key.shape[1]:  # dK and dV of each query head, then their sum
+        moved += 4 * query.shape[1] // key.shape[1] * size_of(key)
+        launches += 2
+    add(
+        "attention backward",
+        moved=moved,
+        operations=_BACKWARD_OPERATIONS * operations,
+        work=Work.ATTENTION_BACKWARD,
+        launches=launches,
+    )
 
 
 def _like(states: Tensor) -> Tensor:

@@ -111,6 +111,8 @@ def cost_of(name: str, arguments: Sequence[object], inputs: Sequence[Tensor], ou
         return Cost(written)
     if name in _GATHERS:
         return Cost(2 * written + sum(size_of(x) for x in inputs if not x.is_floating_point()))
+    if name == "_embedding_bag_forward_only":  # each row of the table is used once
+        return Cost(sum(map(size_of, inputs)) + size_of(outputs[0]))
     if name in _ACCUMULATING and inputs:
         added = inputs[-1] if name != "embedding_dense_backward" else inputs[0]
         target = written if name in ("embedding_dense_backward", "index_add") else 0

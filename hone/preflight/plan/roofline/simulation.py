@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hone.preflight.plan.roofline.attention import fused_attention
+from hone.preflight.plan.roofline.attention import VARLEN, VARLEN_BACKWARD, fused_attention, record_varlen
 from hone.preflight.plan.roofline.kernels import Kernel
 from hone.preflight.plan.roofline.operators import ALLOCATIONS, VIEWS, cost_of
 
@@ -201,6 +201,10 @@ class _Kernels(TorchDispatchMode):
             args = self._with_places(name, args)
             if name == "nonzero":
                 return self._remembered(torch.empty(args.shape, dtype=args.dtype, device=META), args)
+        if name in (VARLEN, VARLEN_BACKWARD):
+            query_ends, key_ends = (self._values[x] for x in args if isinstance(x, Tensor) and x.dtype == torch.int32)
+            record_varlen(self._recorder.add, name, args, (query_ends, key_ends))
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
         outputs = _tensors((result,))
         if name not in VIEWS and name not in ALLOCATIONS:

@@ -1,0 +1,183 @@
+"""Causal attention of packed sequences on CUDA: one call of PyTorch's variable-length FlashAttention for all of them.
+
+Queries are the packed tokens in the order of the row. Keys are gathered, so that every sequence has its prefix before its suffix;
+a prefix that ``B`` sequences share has its queries computed once, and its keys read ``B + 1`` times:
+
+    row, queries    p p p | a a | b b b b
+    keys, values    p p p | p p p a a | p p p b b b b
+
+The kernel aligns the causal mask of a sequence with fewer queries than keys to the last key, so its first query sees the prefix.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.models.attention.context import Scoring
+from hone.models.attention.tiles import Sequences
+
+log = logging.getLogger("hone.models.attention")
+
+_FIRST_CAPABILITY = (8, 0)
+"""Compute capability of the first GPUs that have FlashAttention (Ampere)."""
+_WIDEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class KeyGather:
+    """The places of keys and values in the packed row, and the way back for their gradients.
+
+    Attributes:
+        source: ``[K]`` packed token in each key slot.
+        slots: ``[K]`` key slots, ordered by their packed token.
+        starts: ``[N]`` first entry of each packed token in ``slots``; every token has at least one.
+    """
+
+    source: Tensor
+    slots: Tensor
+    starts: Tensor
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Gather ``states [N, ...]`` to ``[K, ...]``; gradients are sums in a fixed order, the same in every run."""
+        return _Gather.apply(states, self)  # type: ignore[return-value]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, gather: KeyGather) -> Tensor:
+        ctx.gather = gather
+        return states.index_select(0, gather.source)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gather, grad = ctx.gather, grads[0]
+        # One kernel without atomics; on CUDA it adds in float32.
+        sums = F.embedding_bag(gather.slots, grad.flatten(1), gather.starts, mode="sum")
+        return sums.view(-1, *grad.shape[1:]), None
+
+
+@dataclass(frozen=True)
+class VarlenPlan:
+    """The arguments of a variable-length attention call that depend on the sequences alone.
+
+    Attributes:
+        query_ends: ``[B + 1]`` int32, first query of each sequence, and the number of queries.
+        key_ends: ``[B + 1]`` int32, the same for keys.
+        longest_query: queries of the sequence that has most.
+        longest_key: keys of the sequence that has most.
+        gather: gathers the keys; None if no sequence has a prefix, so that the row itself has them in order.
+    """
+
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+    gather: KeyGather | None
+
+    @classmethod
+    def from_sequences(cls, sequences: Sequences, device: torch.device) -> VarlenPlan:
+        """Plan ``sequences`` whose suffixes follow one another in the row."""
+        suffixes, lengths = sequences.suffix_length, sequences.lengths
+        gather = _key_gather(sequences, device) if int(sequences.prefix_length.max()) else None
+        return cls(
+            query_ends=_ends(suffixes).to(device),
+            key_ends=_ends(lengths).to(device),
+            longest_query=int(suffixes.max()),
+            longest_key=int(lengths.max()),
+            gather=gather,
+        )
+
+
+def _ends(lengths: Tensor) -> Tensor:
+    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _key_gather(sequences: Sequences, device: torch.device) -> KeyGather:
+    lengths, prefixes = sequences.lengths, sequences.prefix_length
+    place = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    prefix = prefixes.repeat_interleave(lengths)
+    in_prefix = sequences.prefix_start.repeat_interleave(lengths) + place
+    in_suffix = sequences.suffix_start.repeat_interleave(lengths) + place - prefix
+    source = torch.where(place < prefix, in_prefix, in_suffix)
+    uses = source.bincount(minlength=int(sequences.suffix_length.sum()))
+    slots = source.argsort(stable=True)
+    return KeyGather(*(part.to(device) for part in (source, slots, uses.cumsum(0) - uses)))
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, plan: VarlenPlan) -> Tensor:
+    """Compute attention within each sequence in the compute dtype; :func:`obstacle` must be None.
+
+    Args:
+        query: ``[N, heads, d]`` of the packed tokens.
+        key: ``[N, kv_heads, d]``; query head ``i`` uses key head ``i // (heads / kv_heads)``.
+        value: ``[N, kv_heads, d]``.
+        scoring: scale and window.
+        plan: of the sequences.
+
+    Returns:
+        ``[N, heads, d]`` in the compute dtype: that of autocast, or else of the query.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (states.to(_compute_dtype(query)) for states in (query, key, value))
+    if plan.gather is not None:
+        key, value = plan.gather(key), plan.gather(value)
+    window = scoring.window if scoring.window is not None and scoring.window < plan.longest_key else None
+    options: dict[str, Any] = {"scale": scoring.scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in _options_of_varlen():
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    longest = plan.longest_query, plan.longest_key
+    return varlen_attn(query, key, value, plan.query_ends, plan.key_ends, *longest, **options)  # type: ignore[return-value]
+
+
+def obstacle(query: Tensor, value: Tensor, scoring: Scoring) -> str | None:
+    """Return why the variable-length kernel cannot compute this attention, or None if it can.
+
+    Args:
+        query: ``[..., d]`` on a CUDA device, or on the meta device, which stands for a recent GPU.
+        value: ``[..., d_v]``.
+        scoring: of the model's attention.
+    """
+    width, dtype = query.shape[-1], _compute_dtype(query)
+    if not scoring.plain:
+        return "the model caps its scores or has attention sinks"
+    if scoring.dropout:
+        return "attention dropout is on"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in {str(dtype).removeprefix('torch.')}, not in bfloat16 or float16"
+    if width != value.shape[-1] or width > _WIDEST_HEAD or width % 8:
+        return f"heads are {width} and {value.shape[-1]} wide, not equal multiples of 8 up to {_WIDEST_HEAD}"
+    if "window_size" not in _options_of_varlen():
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen with windows"
+    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < _FIRST_CAPABILITY:
+        return "the GPU is older than Ampere"
+    return None
+
+
+@functools.cache
+def report_padding(reason: str) -> None:
+    """Log once for each reason that attention is computed in padded tiles."""
+    log.warning("attention runs in padded tiles, slower than one variable-length call: %s", reason)
+
+
+@functools.cache
+def _options_of_varlen() -> frozenset[str]:
+    """Parameters of the installed torch's ``varlen_attn``; none if torch has no such function."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _compute_dtype(states: Tensor) -> torch.dtype:
+    device_type = states.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
