@@ -22,6 +22,11 @@ Length = Callable[[random.Random], int]
 """Draws the tokens of a response."""
 
 
+def measured_steps(devices: int) -> int:
+    """Return how many steps to average: fewer for many devices, whose batches vary less and take longer to simulate."""
+    return max(6, min(40, 1536 // devices))
+
+
 def scaled(
     devices: int,
     staleness: int,
@@ -52,7 +57,7 @@ def scaled(
     schedule = Schedule(
         Workload(lambda draw: Plan((Turn(length(draw)),))),
         speed,
-        steps=staleness + 5,
+        steps=staleness + 1 + measured_steps(devices),
         groups_per_batch=batch,
         n=n,
         rows=4 * batch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,10 @@ LONG = (
 """Modules with tests that take long, the longest first; the last needs no world, which another process may be making meanwhile."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="run only part K of N of the long tests, such as 2/3")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tokenized datasets of the tests are kept apart from the user's."""
     folder = tempfile.TemporaryDirectory(prefix="hone-cache-")
@@ -32,8 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)  # after the choice by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test process begins with long tests: what they take from each other at the end is short."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = [
+        item
+        for item in items
+        if not item.get_closest_marker("long") or zlib.crc32(item.nodeid.encode()) % parts == part - 1
+    ]
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     long: dict[str, list[pytest.Item]] = {name: [] for name in LONG}
     short: list[pytest.Item] = []
