@@ -24,32 +24,56 @@ leave() { # end Ray on this node; its own `ray start` ends what it started
   wait "$ray" || true
 }
 
+restart() { # Ray gives a node 30 s to start, too few for a busy machine
+  if kill -0 "$ray" 2>/dev/null || [ "$SECONDS" -ge "$patience" ]; then return 1; fi
+  echo "node.sh: Ray ended on node $rank and is started again" >&2
+  begin
+}
+
 if [ "$rank" -gt 0 ]; then
+  begin() {
+    ray start --address="$address" --disable-usage-stats --block "${options[@]}" &
+    ray=$!
+  }
   until head_answers; do
     [ "$SECONDS" -lt "$patience" ] || { echo "node.sh: no head at $address after $patience s" >&2; exit 1; }
     sleep 1
   done
-  ray start --address="$address" --disable-usage-stats --block "${options[@]}" &
-  ray=$!
+  begin
   trap leave EXIT
-  while head_answers; do
-    kill -0 "$ray" 2>/dev/null || { echo "node.sh: Ray ended on node $rank" >&2; exit 1; }
+  silent=0 # checks; a head that starts again is back after some of them
+  while [ "$silent" -lt 5 ]; do
     sleep 2
+    if ! head_answers; then
+      silent=$((silent + 1))
+    elif kill -0 "$ray" 2>/dev/null || restart; then
+      silent=0
+    else
+      echo "node.sh: Ray ended on node $rank" >&2
+      exit 1
+    fi
   done
   exit 0
 fi
 
-ray start --head --node-ip-address="$head" --port="${RAY_PORT:-6379}" --include-dashboard=false --disable-usage-stats \
-  --block "${options[@]}" &
-ray=$!
-trap leave EXIT
-python - "$address" "$nodes" "$patience" <<'PYTHON'
-import sys, time
+begin() {
+  ray start --head --node-ip-address="$head" --port="${RAY_PORT:-6379}" --include-dashboard=false --disable-usage-stats \
+    --block "${options[@]}" &
+  ray=$!
+}
+
+nodes_came() {
+  python - "$address" "$nodes" "$patience" "$SECONDS" "$ray" <<'PYTHON'
+import os, sys, time
 import ray
 
-address, nodes, patience = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-end = time.monotonic() + patience
+address, nodes, patience, passed, head = sys.argv[1], *map(int, sys.argv[2:])
+end = time.monotonic() + patience - passed
 while True:
+    try:
+        os.kill(head, 0)
+    except ProcessLookupError:
+        sys.exit("node.sh: Ray's head ended")
     try:
         if not ray.is_initialized():
             ray.init(address, logging_level="ERROR", log_to_driver=False)
@@ -59,7 +83,12 @@ while True:
     if alive >= nodes:
         sys.exit(0)
     if time.monotonic() > end:
-        sys.exit(f"node.sh: {alive} of {nodes} nodes came within {patience:.0f} s")
+        sys.exit(f"node.sh: {alive} of {nodes} nodes came within {patience} s")
     time.sleep(1)
 PYTHON
+}
+
+begin
+trap leave EXIT
+until nodes_came; do restart || exit 1; done
 "$@" "ray.address=$address"

@@ -6,6 +6,7 @@ raises, or does not answer in time, all are killed and the next call starts new 
 
 from __future__ import annotations
 
+import gc
 import pickle
 import tempfile
 import time
@@ -92,6 +93,7 @@ def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    gc.freeze()  # collections between calls then look at the objects of the calls alone
     while True:
         try:
             function, args, kwargs = pickle.loads(pipe.recv_bytes())
@@ -101,4 +103,16 @@ def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
             answer = (False, function(*args, **kwargs))
         except Exception:  # noqa: BLE001  the caller raises it
             answer = (True, traceback.format_exc())
+        _destroy_groups()
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def _destroy_groups() -> None:
+    """Destroy all process groups but the default one: each has a thread that wakes a hundred times a second."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
