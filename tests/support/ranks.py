@@ -1,12 +1,11 @@
 """Real processes that work in step, started once and used by many tests.
 
 A rank is a forked process in a gloo group; it runs functions of importable modules and returns what they return. When a rank
-raises, or does not answer in time, all are killed and the next call starts new ones.
+raises, does not answer in time, or has made many process groups, all are killed and the next call starts new ones.
 """
 
 from __future__ import annotations
 
-import gc
 import pickle
 import tempfile
 import time
@@ -18,6 +17,9 @@ from typing import Any
 
 from support.launch import context
 from support.patience import LONG
+
+GROUPS = 16
+"""Most process groups that ranks keep between calls; each has threads that wake a hundred times a second until its process ends."""
 
 
 class Ranks:
@@ -49,6 +51,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args, kwargs)))
         results: dict[int, Any] = {}
+        groups = 0
         deadline = time.monotonic() + timeout
         while len(results) < self.world:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
@@ -59,13 +62,15 @@ class Ranks:
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 try:
-                    failed, answer = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    failed, answer, groups = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
                     failed, answer = True, "it died"
                 if failed:
                     self.stop()
                     raise RuntimeError(f"rank {rank} failed: {answer}")
                 results[rank] = answer
+        if groups > GROUPS:
+            self.stop()
         return [results[rank] for rank in range(self.world)]
 
     def stop(self) -> None:
@@ -93,7 +98,6 @@ def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    gc.freeze()  # collections between calls then look at the objects of the calls alone
     while True:
         try:
             function, args, kwargs = pickle.loads(pipe.recv_bytes())
@@ -103,16 +107,5 @@ def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
             answer = (False, function(*args, **kwargs))
         except Exception:  # noqa: BLE001  the caller raises it
             answer = (True, traceback.format_exc())
-        _destroy_groups()
+        answer = (*answer, len(dist.distributed_c10d._world.pg_map))
         pipe.send_bytes(pickle.dumps(answer))
-
-
-def _destroy_groups() -> None:
-    """Destroy all process groups but the default one: each has a thread that wakes a hundred times a second."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()
