@@ -237,6 +237,7 @@ def command_of(template: str) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize("template", ["slurm.sbatch", "submit.sh", "kuberay.yaml", "skypilot.yaml"])
 def test_hone_takes_the_command(template: str, task: Path, tmp_path: Path) -> None:
     """All keys exist, and the run passes every check before it would begin."""
@@ -303,6 +304,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_the_slurm_script_trains_on_two_nodes(start: Any, forked_ray_workers, tmp_path: Path) -> None:
     """The whole script; only Slurm's own two commands are stand-ins, which run the tasks of both nodes here."""
     (tmp_path / "bin").mkdir()
@@ -328,6 +330,7 @@ def test_the_slurm_script_trains_on_two_nodes(start: Any, forked_ray_workers, tm
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_node_hands_on_how_the_command_ended(start: Any) -> None:
     script = "import ray, sys; ray.init(sys.argv[1].split('=')[1]); sys.exit(40 + sum(n['Alive'] for n in ray.nodes()))"
     other = start("bash", str(TEMPLATES / "node.sh"), "1", "2", "127.0.0.1", "false")
@@ -338,6 +341,7 @@ def test_a_node_hands_on_how_the_command_ended(start: Any) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_node_does_not_wait_for_ever(start: Any) -> None:
     code, output = ended(start("bash", str(TEMPLATES / "node.sh"), "1", "2", "127.0.0.1", "false", NODE_PATIENCE="2"))
     assert code == 1 and "no head at 127.0.0.1:" in output
@@ -346,6 +350,7 @@ def test_a_node_does_not_wait_for_ever(start: Any) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 def test_a_job_is_handed_to_a_cluster(start: Any, port: int, tmp_path: Path) -> None:
     """A real job server; the job checks the configuration there, in the way a run begins."""
     server, agent = free_ports(2)  # the agent's is fixed otherwise, and taken while another test has a cluster

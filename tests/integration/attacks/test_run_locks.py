@@ -89,7 +89,7 @@ import sys, time
 from hone.insight.run_lock import RunLock
 lock = RunLock(sys.argv[1])
 import ray
-ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
+ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
 @ray.remote
 class Worker:
     def pid(self):
