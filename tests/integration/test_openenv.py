@@ -61,7 +61,7 @@ def servers() -> Iterator[dict[str, str]]:
 
 def row(url: str, seed: int, uid: str, **options) -> Sample:
     """The row that `hone data make environment:openenv` writes for this seed."""
-    problem = asyncio.run(EnvironmentTask("openenv", {"url": url, **options})._problem(seed))
+    problem = asyncio.run(EnvironmentTask("openenv", {"url": url, **options}).problem(seed))
     assert problem.prompt is not None
     shown = Sample(uid, [], problem.prompt, "environment/openenv", "", problem.extra, "environment")
     tools = list(tools_of(setting())(shown))
