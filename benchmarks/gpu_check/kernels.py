@@ -195,6 +195,7 @@ def decoding(result: Result, folder: Path) -> None:
     config, prompt, tokens = config_of(result, "0.6B"), 16 if on_cpu else 512, 8 if on_cpu else 128
     plain, ours = on_device(result, config, torch.bfloat16).eval(), on_device(result, config)
     native = engine_of(result, ours, "bfloat16", 256, prompt + tokens)
+    requests: list[GenerationRequest] = []
     for rows in (8,) if on_cpu else (8, 32, 64, 128, 256):
         prompts = prompts_of(-(-rows // 8), prompt, config.vocab_size)
         prompts = [ids for ids in prompts for _ in range(8)]
