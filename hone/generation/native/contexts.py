@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -155,6 +155,20 @@ class ExtendContext(_CachedContext):
         return mixed.transpose(1, 2).flatten(0, 1)[self._slots][None]
 
 
+class RowExtent(NamedTuple):
+    """The extent of the first ``A`` rows, known to the host: reading it from the device would wait for the device.
+
+    Attributes:
+        shortest: cached tokens of the shortest row.
+        longest: cached tokens of the longest row.
+        least_shared: tokens of the shortest shared prefix.
+    """
+
+    shortest: int
+    longest: int
+    least_shared: int
+
+
 class DecodeContext(_CachedContext):
     """One new token for each of the first ``A`` rows, which may continue shared prefixes.
 
@@ -162,16 +176,18 @@ class DecodeContext(_CachedContext):
         cache: to read and append to: each row's tokens, without a shared prefix.
         lengths: ``[A]`` tokens already in each row, which is the position of the new token in the row.
         shared: ``[A]`` tokens of the shared prefix before each row's tokens.
+        extent: of both.
         groups: the shared prefix of each row; None without shared prefixes.
     """
 
-    def __init__(self, cache: KVCache, lengths: Tensor, shared: Tensor, groups: PrefixGroups | None) -> None:
+    def __init__(
+        self, cache: KVCache, lengths: Tensor, shared: Tensor, extent: RowExtent, groups: PrefixGroups | None
+    ) -> None:
         self._cache, self.past = cache, lengths
         self._shared, self._groups, self._before = shared, groups, groups.longest if groups else 0
-        shortest, longest = (int(length) for length in lengths.aminmax())
-        self._longest, self._in_step = longest + 1, shortest == longest
+        self._longest, self._in_step = extent.longest + 1, extent.shortest == extent.longest
         self._columns = columns(self._longest, cache.capacity)
-        self._full = self._in_step and (self._before == 0 or int(shared.min()) == self._before)
+        self._full = self._in_step and (self._before == 0 or extent.least_shared == self._before)
         self._bias: dict[tuple[int | None, int], Tensor] = {}
         self._new: dict[int, Tensor] = {}
         self.position_ids = (shared + lengths)[:, None]

@@ -19,7 +19,7 @@ from hone.generation.grammars import Grammars
 from hone.generation.native.batch import RowState
 from hone.generation.native.cache import KVCache, RowEntries, closing_moves, columns, with_spare
 from hone.generation.native.constrained import ConstrainedRows
-from hone.generation.native.contexts import DecodeContext
+from hone.generation.native.contexts import DecodeContext, RowExtent
 from hone.generation.native.prefill import Prefill
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
 from hone.generation.native.sampler import RowSampling, likeliest, sample
@@ -95,6 +95,7 @@ class Runner:
         self._state: RowState | None = None
         self._sampling: RowSampling | None = None
         self._groups: PrefixGroups | None = None
+        self._extent_before: RowExtent | None = None  # of the same rows at step 0, as if they had decoded since
         self._steps = 0
         self._fresh: list[Job] = []
         self._constrained = ConstrainedRows(self.grammars, device)
@@ -204,6 +205,7 @@ class Runner:
         for job in self.running:
             job.in_row = False
             job.slot, _ = self.prefixes.take(job.prompt, job.version, job.shared)
+        self._extent_before = None
         self._reserve([], self.running, 0)
         for row, (job, entries) in enumerate(zip(self.running, rows, strict=True)):
             self.prefixes.cache.write_row(job.slot, job.shared, entries)
@@ -255,10 +257,11 @@ class Runner:
         state, sampling = self._state, self._sampling
         if state is None or sampling is None:
             return []
-        self._fit_rows(int(state.length.max()) + 1)
+        extent = self._extent()
+        self._fit_rows(extent.longest + 1)
         if self._groups is None and not self.running[0].in_row:
             self._groups = PrefixGroups([job.slot for job in self.running], self.prefixes)
-        context = DecodeContext(self.cache, state.length, state.shared, self._groups)
+        context = DecodeContext(self.cache, state.length, state.shared, extent, self._groups)
         logits = self._forward.logits(state.next_token[:, None], context)
         logits = logits[:, -1]
         seen, counts = state.seen if sampling.penalises else None, state.counts if sampling.counts else None
@@ -276,7 +279,7 @@ class Runner:
             self._fresh = []
         self.stats["steps"] += 1
         self.stats["decode_tokens"] += len(self.running)
-        stopped, failed = state.stopped, self._search_stop_strings()
+        stopped, failed = state.stopped, self._search_stop_strings(tokens)
         if self._constrained:
             failed = self._constrained.follow(tokens, self._is_full) | failed
         complete = [row for row, error in failed.items() if error is None]
@@ -332,31 +335,38 @@ class Runner:
         """Return the number of tokens in a job's row of the cache."""
         return job.prompt_in_row + self._num_sampled(job)
 
-    def _search_stop_strings(self) -> dict[int, Exception | None]:
-        """Return the rows whose last token completes a stop string, and those in which the search failed, with the error."""
+    def _extent(self) -> RowExtent:
+        """Return the extent of the rows, from their jobs when rows have entered or left; a step adds one token to each."""
+        if self._extent_before is None:
+            lengths = [self._row_tokens(job) - self._steps for job in self.running]
+            self._extent_before = RowExtent(min(lengths), max(lengths), min(job.shared for job in self.running))
+        shortest, longest, least_shared = self._extent_before
+        return RowExtent(shortest + self._steps, longest + self._steps, least_shared)
+
+    def _search_stop_strings(self, tokens: Tensor) -> dict[int, Exception | None]:
+        """Search the responses for their stop strings, after the sampled ``tokens [A]``; the host waits once for all rows.
+
+        Returns:
+            The rows whose token completes a stop string, and those in which the search failed, with the error.
+        """
+        if not any(job.request.sampling.stop for job in self.running):
+            return {}
         ends: dict[int, Exception | None] = {}
-        for row, job in enumerate(self.running):
-            if job.request.sampling.stop:
+        for row, (job, token) in enumerate(zip(self.running, tokens.tolist(), strict=True)):
+            if stops := job.request.sampling.stop:
+                job.tail = [*job.tail, token][-window(stops) :]
                 try:
-                    if self._ends_with_stop_string(row):
+                    if ends_with_stop(self.tokenizer, job.tail, stops):
                         ends[row] = None
                 except Exception as error:  # noqa: BLE001 - the error is the request's answer
                     ends[row] = error
         return ends
 
-    def _ends_with_stop_string(self, row: int) -> bool:
-        """Return whether the last token of a row completes one of its stop strings."""
-        assert self._state is not None
-        job = self.running[row]
-        stops = job.request.sampling.stop
-        drawn = self._num_sampled(job)
-        tail = self._state.tokens[row, max(0, drawn - window(stops)) : drawn].tolist()
-        return ends_with_stop(self.tokenizer, tail, stops)
-
     # alternatives ----------------------------------------------------------------------------------------------------
 
     def _note_rows(self) -> None:
-        """Note which rows have constraints and the most alternatives that one asks for, after rows enter or leave."""
+        """Note constraints and alternatives of the rows, and forget their extent, after rows enter or leave."""
+        self._extent_before = None
         self._constrained.set_rows(self.running)
         self._top_log_probs = max((job.request.sampling.top_log_probs for job in self.running), default=0)
 

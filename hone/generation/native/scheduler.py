@@ -33,6 +33,7 @@ class Job:
         aborted: whether to end it with the tokens sampled so far.
         grammar: follows the response of a request with a constraint.
         mask: bits of the tokens that its constraint allows next.
+        tail: its last sampled tokens, if it has stop strings.
         alternatives: of every sampled token, if the request asks for them.
     """
 
@@ -50,6 +51,7 @@ class Job:
     aborted: bool = False
     grammar: RowGrammar | None = None
     mask: Tensor | None = None
+    tail: list[int] = field(default_factory=list)
     alternatives: list[Alternatives] = field(default_factory=list)
 
     @classmethod

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from hone.generation.native.cache import KVCache
-from hone.generation.native.contexts import DecodeContext
+from hone.generation.native.contexts import DecodeContext, RowExtent
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
 from hone.generation.native.scheduler import Job
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
@@ -72,7 +72,8 @@ def test_attention_over_prefix_and_row_equals_attention_over_both(
     query, key, value = (states.transpose(1, 2) for states in joint.split([HEADS, kv_heads, kv_heads], 2))
     shared = torch.tensor([lengths[slot] for slot in slots])
     scoring = Scoring(0.3, window, softcap)
-    context = DecodeContext(cache, in_row, shared, PrefixGroups(slots, prefixes))
+    extent = RowExtent(int(in_row.min()), int(in_row.max()), int(shared.min()))
+    context = DecodeContext(cache, in_row, shared, extent, PrefixGroups(slots, prefixes))
     output = context.attend(0, query, key, value, scoring)
     assert context.position_ids.flatten().tolist() == (shared + in_row).tolist()
     in_prefixes, in_rows = ((kv.keys, kv.values) for kv in (prefixes.cache.kv_layer(0), cache.kv_layer(0)))

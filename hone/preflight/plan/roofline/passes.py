@@ -138,7 +138,10 @@ def decode_kernels(model: nn.Module, groups: Sequence[Group], *, bf16: bool) -> 
             runner.step()  # builds what later steps use again
             assert runner._state is not None
             sampled = [length for group in groups for length in group.responses]
-            lengths = [job.prompt_in_row + length for job, length in zip(jobs, sampled, strict=True)]
+            for job, length in zip(jobs, sampled, strict=True):
+                job.entered = runner._steps - length
+            runner._extent_before = None
+            lengths = [runner._row_tokens(job) for job in jobs]
             state = {"length": lengths, "generated": sampled}
             tensors = {name: torch.tensor(values, device=META) for name, values in state.items()}
             runner._state = replace(runner._state, **tensors)
