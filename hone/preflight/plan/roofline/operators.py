@@ -6,8 +6,10 @@ CUDA implements by several kernels are listed with their passes over the input (
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,3 +130,23 @@ def cost_of(name: str, arguments: Sequence[object], inputs: Sequence[Tensor], ou
     if name == "copy_":
         return Cost(size_of(inputs[-1]) + written)
     return Cost(sum(map(size_of, inputs)) + written)
+
+
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Return whether torch implements an operator by other operators alone."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def caller() -> str:
+    """Name the autograd node that is computed, or else the innermost function of Hone or transformers."""
+    node = torch._C._current_autograd_node()
+    if node is not None:
+        return node.name()
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(("hone.", "transformers.")) and not module.startswith("hone.preflight.plan.roofline"):
+            return frame.f_code.co_qualname
+        frame = frame.f_back
+    return ""

@@ -8,8 +8,6 @@ that CUDA has.
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hone.preflight.plan.roofline.attention import VARLEN, VARLEN_BACKWARD, fused_attention, record_varlen
 from hone.preflight.plan.roofline.kernels import Kernel
-from hone.preflight.plan.roofline.operators import ALLOCATIONS, VIEWS, cost_of
+from hone.preflight.plan.roofline.operators import ALLOCATIONS, VIEWS, caller, cost_of, is_composite
 
 META = torch.device("meta")
 _LARGEST_KNOWN = 1 << 20
@@ -64,11 +62,11 @@ class Recorder:
 
     def add(self, name: str, **numbers: Any) -> None:
         """Record a kernel."""
-        self.kernels.append(Kernel(name, _caller(), **numbers))
+        self.kernels.append(Kernel(name, caller(), **numbers))
 
     def wait(self, name: str) -> None:
         """Record a wait of the host."""
-        self.kernels.append(Kernel(name, _caller(), launches=0, waits=True))
+        self.kernels.append(Kernel(name, caller(), launches=0, waits=True))
 
 
 @contextlib.contextmanager
@@ -183,7 +181,7 @@ class _Kernels(TorchDispatchMode):
         inputs = [x for x in _tensors((*args, *kwargs.values())) if x.device.type == "meta"]
         if not inputs and not _is_meta(target):
             return func(*args, **kwargs)
-        if _is_composite(func):  # in inference mode they arrive whole
+        if is_composite(func):  # in inference mode they arrive whole
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -286,27 +284,8 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return list(unique.values())
 
 
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
 def _guess(scalar: Tensor) -> float | bool | int:
     """Return the value that an unknown scalar is taken to have: 1, and nothing is the case."""
     if scalar.dtype == torch.bool:
         return False
     return 1.0 if scalar.is_floating_point() else 1
-
-
-def _caller() -> str:
-    """Name the autograd node that is computed, or else the innermost function of Hone or transformers."""
-    node = torch._C._current_autograd_node()
-    if node is not None:
-        return node.name()
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(("hone.", "transformers.")) and not module.startswith("hone.preflight.plan.roofline"):
-            return frame.f_code.co_qualname
-        frame = frame.f_back
-    return ""
