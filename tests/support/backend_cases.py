@@ -59,6 +59,7 @@ class Case:
         rows: of a mini-batch.
         budget: tokens of a micro-batch.
         model_settings: keys of the model block.
+        device: of the computation.
         shift: added to the old and the reference log-probs, as if the policy's own were off by as much.
     """
 
@@ -73,6 +74,7 @@ class Case:
     optim: dict[str, Any] = field(default_factory=dict)
     loss_agg_mode: str = "token-mean"
     loss_mode: str = "vanilla"
+    device: str = "cpu"
     shift: float = 0.0
 
     def model_config(self) -> ModelConfig:
@@ -120,9 +122,9 @@ def backend_of(case: Case) -> tuple[TrainBackend, Layout]:
         case.kind,
         case.model_config(),
         ValueHead() if case.kind == "value" else PolicyHead(TEMPERATURE),
-        TrainSettings(CPU, optim=optim, max_tokens=case.budget, total_steps=10),
+        TrainSettings(torch.device(case.device), optim=optim, max_tokens=case.budget, total_steps=10),
         parallel=parallel,
-        meshes=build_meshes(layout, "cpu") if world > 1 else None,
+        meshes=build_meshes(layout, case.device) if dist.is_initialized() else None,
         seed=SEED,
     )
     return backend, layout

@@ -1,0 +1,12 @@
+"""A CUDA device for tests on machines without one: tensors that say ``cuda:0``, with their numbers in host memory.
+
+:mod:`.driver.cpp`  what torch asks of a driver; compiled by :mod:`.build` and loaded before torch
+:mod:`.tensors`     the tensors: every operator computes on the host, and mixing devices is an error
+:mod:`.counters`    kernel launches, waits of the host and copies between the devices, with the code that caused them
+:mod:`.device`      turns the device on: ``torch.cuda`` answers, and the kernels that only CUDA has
+:mod:`.machine`     runs whole programs on it, each in a process of its own
+
+Unlike the roofline's simulation (:mod:`hone.preflight.plan.roofline`), which has no numbers and costs kernels, this device computes:
+tokens and losses can be held against those of the CPU. Both share the list of operators that launch nothing, and the launches of the others.
+Not simulated: streams, memory limits, the rounding of CUDA's kernels, NCCL, and time.
+"""

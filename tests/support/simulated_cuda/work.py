@@ -1,0 +1,134 @@
+"""Programs that print what parts of Hone ask of the simulated GPU, as JSON; see :func:`support.simulated_cuda.machine.Machine.start`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support.models import random_batch
+from support.simulated_cuda.counters import COUNTERS
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hone.config.model import OptimConfig
+from hone.generation import ENGINES
+from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.models.heads import PolicyHead
+from hone.models.routing import use_hone_attention
+from hone.training.backends.local import LocalBackend
+from hone.training.engine import TrainSettings
+from hone.training.objectives import imitation_objective
+
+DEVICE = torch.device("cuda", 0)
+SHORT, LONG = 8, 24
+"""Sampled tokens of the two generations whose difference is counted."""
+DECODING: dict[str, dict[str, Any]] = {
+    "rows that share prompts": {"copies": 3},
+    "rows with prompts of their own": {"copies": 1},
+    "rows with stop strings": {"copies": 3, "stop": ("no such text",)},
+    "rows with top-p and penalties": {"copies": 3, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.1},
+}
+
+
+def count(words: list[str]) -> None:
+    """Print the counters of a decode step of each kind, of a log-prob pass and of an update, all in bfloat16.
+
+    Args:
+        words: directories of models that differ in their number of layers.
+    """
+    torch.set_num_threads(1)
+    print(json.dumps([_count(directory) for directory in words]))  # noqa: T201 - the answer
+
+
+def _count(directory: str) -> dict[str, dict[str, float]]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(DEVICE)
+    use_hone_attention(model)
+    engine = ENGINES.get("native")(
+        model=model,
+        tokenizer=AutoTokenizer.from_pretrained(directory),
+        device=DEVICE,
+        dtype="bfloat16",
+        max_num_seqs=8,
+        max_cache_tokens=None,
+        max_model_len=64,
+    )
+    work = {}
+    for name, settings in DECODING.items():
+        short, long = (_counted(functools.partial(_generate, engine, tokens, **settings)) for tokens in (SHORT, LONG))
+        work[name] = {key: (value - short[key]) / (LONG - SHORT) for key, value in long.items()}
+    backend = LocalBackend(model, PolicyHead(), TrainSettings(DEVICE, optim=OptimConfig(), dtype="bfloat16"))
+    batch, objective = random_batch(8, seed=0), imitation_objective()
+    work["log-prob pass"] = _counted(lambda: backend.infer_batch(batch))
+    work["update"] = _counted(lambda: backend.train_batch(batch, objective, step=0))
+    return work
+
+
+def _counted(work: Callable[[], object]) -> dict[str, float]:
+    """Return what ``work`` asks of the GPU when it is done for the second time: totals, and each wait by its place."""
+    work()
+    COUNTERS.clear()
+    work()
+    totals = {name: float(counter.total()) for name, counter in vars(COUNTERS).items()}
+    return Counter(totals | {f"wait: {place}": float(number) for place, number in COUNTERS.waits.items()})
+
+
+def _generate(engine: Any, tokens: int, *, copies: int, **sampling: Any) -> None:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling)
+    requests = [
+        GenerationRequest(f"{prompt}-{copy}", [5 + prompt, 7, 9, 11 + prompt], params, seed=10 * prompt + copy)
+        for prompt in range(2)
+        for copy in range(copies)
+    ]
+
+    async def all_of_them() -> list[Completion]:
+        return [completion async for completion in engine.generate(requests)]
+
+    assert {len(completion.token_ids) for completion in asyncio.run(all_of_them())} == {tokens}
+
+
+def check(words: list[str]) -> None:
+    """Check the simulated GPU: its numbers are the CPU's, devices do not mix, and each counter counts what it says."""
+    del words
+    torch.manual_seed(0)
+    layer, states = torch.nn.Linear(8, 8), torch.randn(2, 3, 4, 8)
+    gradients = {}
+    for device in (torch.device("cpu"), DEVICE):
+        there, x = copy.deepcopy(layer).to(device), states.to(device).detach().requires_grad_()
+        query = there(x)
+        mixed = F.scaled_dot_product_attention(query, x, x, is_causal=True)
+        mixed.square().sum().backward()
+        gradients[device] = [gradient.cpu() for gradient in (x.grad, there.weight.grad) if gradient is not None]
+    torch.testing.assert_close(gradients[DEVICE], gradients[torch.device("cpu")])
+    assert isinstance(layer.to(DEVICE).weight, torch.nn.Parameter) and layer.weight.is_cuda
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert layer(states.to(DEVICE)).dtype == torch.bfloat16
+    numbers = torch.arange(6, device=DEVICE)
+    try:
+        numbers + torch.ones(6)
+    except RuntimeError as error:
+        assert "cuda:0 and cpu" in str(error)
+    else:
+        raise AssertionError("a tensor on the host was added to one on the GPU")
+    for reads, kind, function in [
+        (1, "waits", lambda: numbers.sum().item()),
+        (1, "waits", numbers.tolist),
+        (1, "waits", lambda: numbers[numbers > 2]),
+        (1, "waits", lambda: torch.cuda.synchronize()),
+        (0, "waits", lambda: numbers.view(2, 3)[0] + 1),
+        (1, "launches", lambda: numbers.view(2, 3)[0] + 1),
+        (1, "to_host", numbers.cpu),
+        (1, "to_device", lambda: torch.tensor([1, 2], device=DEVICE)),
+        (1, "to_device", lambda: numbers[torch.tensor([0, 2])]),
+    ]:
+        COUNTERS.clear()
+        function()
+        assert getattr(COUNTERS, kind).total() == reads, (kind, COUNTERS)
+    base = torch.zeros(4, device=DEVICE)
+    base[1:3] += 2
+    assert base.tolist() == [0, 2, 2, 0], "views share memory"
