@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.tensors import SimulatedTensor
+from support.varlen_reference import register as register_varlen
 from torch import Tensor
 
 from hone.preflight.plan.roofline.operators import caller
@@ -24,6 +25,7 @@ def turn_on() -> None:
     """Make ``cuda:0`` usable in every thread of this process, for good."""
     _register_allocations()
     _answer_as_driver()
+    register_varlen()
     F.scaled_dot_product_attention = _attention(F.scaled_dot_product_attention)
     torch.__future__.set_swap_module_params_on_conversion(True)  # a wrapper cannot take the data of a plain tensor
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda"): made on the host, then sent

@@ -26,7 +26,7 @@ from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective
 
 DEVICE = torch.device("cuda", 0)
-SHORT, LONG = 8, 24
+SHORT, LONG = 3, 5
 """Sampled tokens of the two generations whose difference is counted."""
 DECODING: dict[str, dict[str, Any]] = {
     "rows that share prompts": {"copies": 3},
