@@ -17,6 +17,7 @@ from hone.algorithms.logits import (
 )
 from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
 from hone.models.inputs import PackedSequences
+from hone.models.llama import cuda as llama_cuda
 from hone.models.llama import train as llama_train
 from hone.models.loading import causal_lm, value_head
 
@@ -91,6 +92,8 @@ def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
     """Last hidden states ``[R, H]`` at the positions that predict response tokens."""
     if llama_train.supports_training(model):
         hidden = llama_train.hidden_states(model, packed.input_ids, packed.context)
+    elif llama_cuda.supports_training(model):
+        hidden = llama_cuda.hidden_states(model, packed.input_ids, packed.context)
     else:
         hidden = model.get_decoder()(  # type: ignore[operator]
             input_ids=packed.input_ids,

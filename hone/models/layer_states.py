@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hone.models.llama import cuda as llama_cuda
 from hone.models.llama import train as llama_train
 from hone.models.llama.train import LAYER_OBSERVER
 
@@ -21,7 +22,7 @@ def observing(causal: nn.Module, observer: Observer) -> Iterator[None]:
 
     A hook would move a Llama-shaped model off its CPU executor, so that executor reports its layers itself.
     """
-    if not llama_train.supports_training(causal):
+    if not (llama_train.supports_training(causal) or llama_cuda.supports_training(causal)):
         with layer_hooks(causal, observer):
             yield
         return

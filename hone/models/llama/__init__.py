@@ -3,6 +3,7 @@
 :mod:`.spec`     one description of such a layer, and which models have it
 :mod:`.decode`   executor for generation: fused projections, no gradients
 :mod:`.train`    executor for training on the CPU: gradients written out
+:mod:`.cuda`     executor for training on CUDA: fused operators
 
     hidden -> RMS norm -> [q k v] -> (QK norm) -> RoPE -> attention -> o -> + hidden
            -> RMS norm -> [gate up] -> act(gate) * up -> down -> + hidden

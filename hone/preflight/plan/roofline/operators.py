@@ -65,7 +65,7 @@ _WRITES = frozenset(
 _SCATTERS = {"index_put_": 2, "_index_put_impl_": 2, "index_copy_": 3, "scatter_": -1, "scatter": -1, "scatter_add_": 3}
 """Operators that write some places of their first argument, and the index of the argument with the values."""
 _ACCUMULATING = frozenset(["scatter_add_", "index_add_", "index_add", "embedding_dense_backward"])
-_MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm", "addmm_"])
+_MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm", "addmm_", "matmul_wide", "add_matmul_wide"])
 _PASSES: Mapping[str, tuple[float, int]] = {
     # passes over the largest input, launches
     "logsumexp": (6.0, 9),  # amax reads, the subtraction and exp_ read and write, sum reads; the rest is small
@@ -75,6 +75,8 @@ _PASSES: Mapping[str, tuple[float, int]] = {
     "nonzero": (3.0, 4),
     "argmax": (1.0, 1),
 }
+_LAUNCHES = {"add_rms_norm_backward": 3, "split_heads_backward": 3}
+"""Launches of fused operators that sum over rows: the program, the sum of its partial sums, and that in the weight's dtype."""
 
 
 class Cost(NamedTuple):
@@ -107,7 +109,8 @@ def cost_of(name: str, arguments: Sequence[object], inputs: Sequence[Tensor], ou
     if name in _MATMULS:
         left, right = [x for x in arguments if isinstance(x, Tensor)][-2:]
         unit = Work.MATMUL_FLOAT32 if left.dtype == torch.float32 else Work.MATMUL
-        used = inputs if name in ("addmm", "addmm_", "baddbmm") else (left, right)
+        used = inputs if name in ("addmm", "addmm_", "baddbmm", "add_matmul_wide") else (left, right)
+        written = size_of(inputs[0]) if name == "add_matmul_wide" else written
         return Cost(sum(map(size_of, used)) + written, 2.0 * left.numel() * right.shape[-1], unit)
     if name in _WRITES:
         return Cost(written)
@@ -129,7 +132,7 @@ def cost_of(name: str, arguments: Sequence[object], inputs: Sequence[Tensor], ou
         return Cost(passes * max(map(size_of, inputs)), launches=launches)
     if name == "copy_":
         return Cost(size_of(inputs[-1]) + written)
-    return Cost(sum(map(size_of, inputs)) + written)
+    return Cost(sum(map(size_of, inputs)) + written, launches=_LAUNCHES.get(name, 1))
 
 
 @functools.cache

@@ -1,0 +1,69 @@
+"""Triton programs in Triton's interpreter against the references in float64; `scripts/kernels` runs these tests."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+from hone.models.kernels.cuda import gates as _gates  # noqa: E402, F401  registers the operators
+from hone.models.kernels.cuda import heads as _heads  # noqa: E402, F401
+from hone.models.kernels.cuda import norms as _norms  # noqa: E402, F401
+from hone.models.kernels.cuda.programs import gates, heads, norms  # noqa: E402
+
+operators: Any = torch.ops.hone
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def numbers(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def assert_like_float64(program: Any, reference: Any, arguments: list[Any]) -> None:
+    """The program's results equal those of the reference in float64, up to rounding to their dtypes."""
+    exact = [part.double() if isinstance(part, Tensor) and part.is_floating_point() else part for part in arguments]
+    exact = [torch.float64 if part in DTYPES else part for part in exact]
+    found, wanted = program(*arguments), reference(*exact)
+    for one, other in zip(*(part if isinstance(part, tuple) else (part,) for part in (found, wanted)), strict=True):
+        rounding = 1e-2 if one.dtype == torch.bfloat16 else 2e-5
+        torch.testing.assert_close(one.double(), other.double(), rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_delta", [True, False])
+@pytest.mark.parametrize("width", [64, 80])
+def test_norms(width: int, with_delta: bool, dtype: torch.dtype) -> None:
+    residual, weight, scale = numbers((7, width), (width,), (7,))
+    delta, grad = numbers((7, width), (7, width), dtype=dtype)
+    added = delta if with_delta else None
+    assert_like_float64(norms.forward, operators.add_rms_norm, [residual, added, weight, 1e-5, dtype])
+    backward = [residual + 1 if with_delta else None, grad, residual, weight, scale, dtype if with_delta else None]
+    assert_like_float64(norms.backward, operators.add_rms_norm_backward, backward)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize(("counts", "width"), [((4, 2, 2), 16), ((7, 1, 1), 24), ((16, 8, 8), 8)])
+def test_heads(counts: tuple[int, int, int], width: int, with_norm: bool, dtype: torch.dtype) -> None:
+    tokens = 5
+    joint, *grads = numbers((tokens, sum(counts), width), *((tokens, n, width) for n in counts), dtype=dtype)
+    weights, cos, sin = numbers((2, width), (tokens, width // 2), (tokens, width // 2))
+    norm = weights if with_norm else None
+    assert_like_float64(heads.forward, operators.split_heads, [joint, norm, cos, sin, 1e-5, *counts[:2]])
+    assert_like_float64(heads.backward, operators.split_heads_backward, [*grads, joint, norm, cos, sin, 1e-5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [5, 1030])
+def test_gates(width: int, dtype: torch.dtype) -> None:
+    joint, grad = numbers((3, 2 * width), (3, width), dtype=dtype)
+    assert_like_float64(gates.forward, operators.swiglu, [joint])
+    assert_like_float64(gates.backward, operators.swiglu_backward, [grad, joint])
