@@ -28,7 +28,7 @@ from hone.preflight.plan.roofline.passes import (
     optimizer_kernels,
     update_kernels,
 )
-from hone.preflight.plan.roofline.timing import ATTENTION_SHARE, SHORTEST, WAIT, Recording, most_expensive, timeline
+from hone.preflight.plan.roofline.timing import SHARE_OF_MATMULS, SHORTEST, WAIT, Recording, most_expensive, timeline
 
 SIZES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -133,7 +133,7 @@ def main() -> None:
             f"{device.name}: matmuls {device.narrow_rate / 1e12:.0f} TFLOP/s, {device.bandwidth / 1e9:.0f} GB/s, a launch "
             f"{device.launch * 1e6:.1f} us of the host, a kernel at least {SHORTEST * 1e6:.0f} us, a wait {WAIT * 1e6:.0f} us"
         )
-    shares = ", ".join(f"{work} {share:.0%}" for work, share in ATTENTION_SHARE.items())
+    shares = ", ".join(f"{work} {share:.0%}" for work, share in SHARE_OF_MATMULS.items())
     print(f"speed against matmuls: {shares}")
     print(f"micro-batches of {MICRO_BATCH:,} tokens, prompts of {PROMPT}, n={SAMPLES}, lognormal lengths of mean 1,200")
     lines = [line for size in options.models for line in report(size, devices, options.prompts, options.top)]

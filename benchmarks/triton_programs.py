@@ -15,13 +15,17 @@ from typing import Any, NamedTuple
 
 
 class Program(NamedTuple):
-    """A program with its argument types (pointers have a ``*``), and the values that are fixed when it is compiled."""
+    """A program with its argument types, and the values that are fixed when it is compiled.
+
+    Pointers have a ``*``. They, and integers with a ``+``, are multiples of 16.
+    """
 
     name: str
     function: Any
     types: str
     fixed: dict[str, Any]
     warps: int = 4
+    stages: int = 3
 
 
 class Resources(NamedTuple):
@@ -34,7 +38,7 @@ class Resources(NamedTuple):
 
 def programs() -> Iterator[Program]:
     """All programs, with bfloat16 activations over a float32 residual stream."""
-    from hone.models.kernels.cuda.programs import gates, heads, norms
+    from hone.models.kernels.cuda.programs import gates, heads, norms, vocabulary
 
     norm, warps = {"BLOCK": 4096}, 8
     forward, backward = (
@@ -43,15 +47,28 @@ def programs() -> Iterator[Program]:
     )
     yield Program("add + norm", norms.norm_forward, forward, {"HAS_DELTA": True, **norm}, warps)
     sums = {"HAS_TOTAL": True, "HAS_DELTA": True, **norm}
-    yield Program("add + norm, backward", norms.norm_backward, f"{backward} i32 i32", sums, warps)
+    yield Program("add + norm, backward", norms.norm_backward, f"{backward} i32 i32+", sums, warps)
     for name, has_norm in (("QK norm + RoPE", True), ("RoPE", False)):
         fixed = {"HALF": 64, "HAS_NORM": has_norm, "HEADS": heads.HEADS, "BLOCK": 64}
         counts = "fp32 i32 i32 i32"
         yield Program(name, heads.heads_forward, f"*bf16 *fp32 *fp32 *fp32 *bf16 *bf16 *bf16 {counts}", fixed)
         states = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *fp32 *bf16 *fp32"
         yield Program(f"{name}, backward", heads.heads_backward, f"{states} {counts} i32", fixed)
-    yield Program("SwiGLU", gates.gate_forward, "*bf16 *bf16 i32", {"BLOCK": gates.BLOCK})
-    yield Program("SwiGLU, backward", gates.gate_backward, "*bf16 *bf16 *bf16 i32", {"BLOCK": gates.BLOCK})
+    yield Program("SwiGLU", gates.gate_forward, "*bf16 *bf16 i32+", {"BLOCK": gates.BLOCK})
+    yield Program("SwiGLU, backward", gates.gate_backward, "*bf16 *bf16 *bf16 i32+", {"BLOCK": gates.BLOCK})
+    fixed = dict(vocabulary.ON_A_GPU)
+    launch = fixed.pop("num_warps"), fixed.pop("num_stages")
+    sizes = "i32 i32+ i32+ fp32 fp32"
+    for name, given in (("", False), (" with bias, cap, entropy", True)):
+        flags = {"HAS_BIAS": given, "HAS_SOFTCAP": given, "WIDE": False, **fixed}
+        states = "*bf16 *bf16 *bf16 *i64 *fp32 *fp32"
+        function = vocabulary.vocabulary_statistics
+        yield Program(f"vocabulary statistics{name}", function, f"{states} {sizes}", flags, *launch)
+        states = "*bf16 *bf16 *bf16 *i64 *fp32 *fp32 *fp32 *fp32 *bf16"
+        flags = {"HAS_ENTROPY": given, **flags}
+        function = vocabulary.vocabulary_gradient
+        yield Program(f"vocabulary gradient{name}", function, f"{states} {sizes}", flags, *launch)
+    yield Program("vocabulary combine", vocabulary.vocabulary_combine, "*fp32 *fp32 *fp32 i32 i32", vocabulary.COMBINED)
 
 
 def compiled(program: Program, architecture: int) -> Resources:
@@ -61,12 +78,12 @@ def compiled(program: Program, architecture: int) -> Resources:
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
     names = [name for name in program.function.arg_names if name not in program.fixed]
-    signature = dict(zip(names, program.types.split(), strict=True)) | dict.fromkeys(program.fixed, "constexpr")
-    aligned = {
-        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(program.types.split()) if kind[0] == "*"
-    }
+    kinds = program.types.split()
+    signature = dict(zip(names, (kind.removesuffix("+") for kind in kinds), strict=True))
+    signature |= dict.fromkeys(program.fixed, "constexpr")
+    aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(kinds) if "*" in kind or "+" in kind}
     source = ASTSource(fn=program.function, signature=signature, constexprs=program.fixed, attrs=aligned)
-    target, options = GPUTarget("cuda", architecture, 32), {"num_warps": program.warps}
+    target, options = GPUTarget("cuda", architecture, 32), {"num_warps": program.warps, "num_stages": program.stages}
     code = triton.compile(source, target=target, options=options)
     usage = _resource_usage(code.asm["cubin"])
     return Resources(usage["REG"], code.metadata.shared, usage["STACK"] + usage["LOCAL"])

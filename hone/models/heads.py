@@ -16,6 +16,7 @@ from hone.algorithms.logits import (
     token_log_probs,
 )
 from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
+from hone.models import fused_head
 from hone.models.inputs import PackedSequences
 from hone.models.llama import cuda as llama_cuda
 from hone.models.llama import train as llama_train
@@ -70,6 +71,8 @@ class PolicyHead:
         shared = {"temperature": self.temperature, "softcap": softcap} | _output_weights(output)
         divided = "group" in shared
         compute = vocabulary_log_probs if divided else chunked_log_probs
+        if fused_head.supports(hidden):
+            compute = fused_head.fused_log_probs
         log_probs, entropy = compute(hidden, targets=packed.targets, with_entropy=with_entropy, **shared)
         result = {"log_probs": log_probs}
         if entropy is not None:

@@ -22,8 +22,11 @@ pytestmark = pytest.mark.long
     with_entropy=st.booleans(),
     temperature=st.sampled_from([1.0, 0.6]),
     softcap=st.sampled_from([None, 2.0]),
+    fused=st.booleans(),
 )
-def test_parts_equal_the_whole(seed, rows, vocabulary, bias, with_entropy, temperature, softcap, two_ranks: Ranks):
+def test_parts_equal_the_whole(
+    seed, rows, vocabulary, bias, with_entropy, temperature, softcap, fused, two_ranks: Ranks
+):
     case = inputs(seed, rows, vocabulary, bias)
     for name in ("hidden", "weight", "bias"):
         if case[name] is not None:
@@ -42,7 +45,7 @@ def test_parts_equal_the_whole(seed, rows, vocabulary, bias, with_entropy, tempe
     loss.backward()
 
     settings_ = {"temperature": temperature} | ({} if softcap is None else {"softcap": softcap})
-    found = two_ranks.run(in_parts, seed, rows, vocabulary, bias, with_entropy, **settings_)
+    found = two_ranks.run(in_parts, seed, rows, vocabulary, bias, with_entropy, fused, **settings_)
     for of_rank in found:
         for name, value in expected.items():
             torch.testing.assert_close(of_rank[name], value.detach(), msg=name)

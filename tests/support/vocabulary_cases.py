@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
+from hone.models.fused_head import fused_log_probs
 
 
 def inputs(seed: int, rows: int, vocabulary: int, bias: bool) -> dict[str, Tensor | None]:
@@ -27,9 +30,9 @@ def inputs(seed: int, rows: int, vocabulary: int, bias: bool) -> dict[str, Tenso
 
 
 def in_parts(
-    seed: int, rows: int, vocabulary: int, bias: bool, with_entropy: bool, **settings: float
+    seed: int, rows: int, vocabulary: int, bias: bool, with_entropy: bool, fused: bool, **settings: float
 ) -> dict[str, Tensor]:
-    """Values and gradients of this rank's part of the vocabulary."""
+    """Values and gradients of this rank's part of the vocabulary, by the operators for CUDA (``fused``) or by chunks of rows."""
     given = inputs(seed, rows, vocabulary, bias)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     part = slice(rank * vocabulary // ranks, (rank + 1) * vocabulary // ranks)
@@ -38,7 +41,8 @@ def in_parts(
     own_bias = given["bias"][part].clone().requires_grad_() if bias else None  # type: ignore[index]
     group = dist.group.WORLD
     assert group is not None
-    log_probs, entropy = vocabulary_log_probs(
+    compute = fused_log_probs if fused else partial(vocabulary_log_probs, chunk_size=3)
+    log_probs, entropy = compute(
         hidden,
         weight,
         given["targets"],  # type: ignore[arg-type]
@@ -46,7 +50,6 @@ def in_parts(
         start=part.start,
         bias=own_bias,
         with_entropy=with_entropy,
-        chunk_size=3,
         **settings,  # type: ignore[arg-type]
     )
     loss = (log_probs * given["grad_log_probs"]).sum()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from hone.models.kernels.cuda import vocabulary as _vocabulary  # noqa: F401  registers its operators
 from hone.models.kernels.cuda.gates import swiglu
 from hone.models.kernels.cuda.heads import split_heads
 from hone.models.kernels.cuda.matmuls import joint_linear
@@ -74,6 +75,11 @@ for narrow in (torch.float32, torch.bfloat16):
         f"swiglu_backward {narrow}": ("swiglu_backward", [grads, gates]),
         f"matmul_wide {narrow}": ("matmul_wide", [states.t(), delta]),
         f"add_matmul_wide {narrow}": ("add_matmul_wide", [torch.zeros(6, 6), states.t(), delta]),
+        f"vocabulary_statistics {narrow}": ("vocabulary_statistics", [states, delta, None, torch.arange(5), 0.7, None]),
+        f"vocabulary_gradient {narrow}": (
+            "vocabulary_gradient",
+            [states, delta, None, torch.arange(5), scale, scale, scale, scale, 0.7, 5.0],
+        ),
     }
 
 

@@ -16,7 +16,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from hone.models.kernels.cuda import gates as _gates  # noqa: E402, F401  registers the operators
 from hone.models.kernels.cuda import heads as _heads  # noqa: E402, F401
 from hone.models.kernels.cuda import norms as _norms  # noqa: E402, F401
-from hone.models.kernels.cuda.programs import gates, heads, norms  # noqa: E402
+from hone.models.kernels.cuda import vocabulary as _vocabulary  # noqa: E402, F401
+from hone.models.kernels.cuda.programs import gates, heads, norms, vocabulary  # noqa: E402
 
 operators: Any = torch.ops.hone
 DTYPES = [torch.float32, torch.bfloat16]
@@ -67,3 +68,28 @@ def test_gates(width: int, dtype: torch.dtype) -> None:
     joint, grad = numbers((3, 2 * width), (3, width), dtype=dtype)
     assert_like_float64(gates.forward, operators.swiglu, [joint])
     assert_like_float64(gates.backward, operators.swiglu_backward, [grad, joint])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, 5.0)])
+@pytest.mark.parametrize(("rows", "size", "width"), [(5, 37, 20), (33, 100, 32), (70, 33, 16)])
+def test_vocabulary(rows: int, size: int, width: int, bias: bool, softcap: float | None, dtype: torch.dtype) -> None:
+    hidden, weight = numbers((rows, width), (size, width), dtype=dtype)
+    biases, grad_log_probs, grad_entropy = numbers((size,), (rows,), (rows,))
+    added, targets = biases if bias else None, torch.arange(rows) * 7 % (size + 9) - 4  # some are of other ranks
+    arguments = [hidden, weight, added, targets, 0.7, softcap]
+    assert_like_float64(vocabulary.statistics, operators.vocabulary_statistics, arguments)
+    log_sum, _, mean = operators.vocabulary_statistics(hidden.double(), weight.double(), *arguments[2:]).float()
+    for entropy, grad in ((log_sum - mean, grad_entropy), (None, None)):
+        given = [*arguments[:4], log_sum, entropy, grad_log_probs, grad, *arguments[4:]]
+        assert_like_float64(vocabulary.gradient, operators.vocabulary_gradient, given)
+
+
+def test_vocabulary_statistics_of_large_logits_stay_exact() -> None:
+    hidden, weight = numbers((4, 16), (50, 16))
+    targets = torch.arange(4)
+    log_sum, _, mean = vocabulary.statistics(30 * hidden, weight, None, targets, 1.0, None)
+    exact, _, exact_mean = operators.vocabulary_statistics(
+        (30 * hidden).double(), weight.double(), None, targets, 1.0, None
+    )
+    torch.testing.assert_close((log_sum - mean).double(), exact - exact_mean, rtol=1e-4, atol=1e-4)

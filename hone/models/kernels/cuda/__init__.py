@@ -1,10 +1,11 @@
 """Fused operators for CUDA, written in Triton, each with a reference in plain PyTorch as its kernel for the CPU.
 
-:mod:`.norms`     residual addition with RMS norm
-:mod:`.heads`     QK norm with RoPE
-:mod:`.gates`     SwiGLU
-:mod:`.matmuls`   products of bfloat16 matrices that are added up in float32
-:mod:`.programs`  the Triton programs; imported when a CUDA tensor arrives
+:mod:`.norms`       residual addition with RMS norm
+:mod:`.heads`       QK norm with RoPE
+:mod:`.gates`       SwiGLU
+:mod:`.matmuls`     products of bfloat16 matrices that are added up in float32
+:mod:`.vocabulary`  the output layer with its softmax, without logits in memory
+:mod:`.programs`    the Triton programs; imported when a CUDA tensor arrives
 
 An operator is registered with torch (``torch.ops.hone``) with its shapes on tensors without storage and its gradient. It computes in
 float32 whatever the dtype of its inputs, and its arguments name the dtype of its results, so autocast changes nothing in it.

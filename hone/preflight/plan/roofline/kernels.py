@@ -8,11 +8,15 @@ from enum import StrEnum
 
 
 class Work(StrEnum):
-    """The unit that limits a kernel's arithmetic; ``MEMORY`` is a kernel whose operations never matter."""
+    """The unit that limits a kernel's arithmetic; ``MEMORY`` is a kernel whose operations never matter.
+
+    ``OWN_MATMUL`` is a matmul of Hone's own Triton programs, with what follows it in the same program.
+    """
 
     MEMORY = "memory"
     MATMUL = "matmul"
     MATMUL_FLOAT32 = "float32 matmul"
+    OWN_MATMUL = "own matmul"
     ATTENTION = "attention"
     ATTENTION_BACKWARD = "attention backward"
 

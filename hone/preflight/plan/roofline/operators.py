@@ -75,6 +75,8 @@ _PASSES: Mapping[str, tuple[float, int]] = {
     "nonzero": (3.0, 4),
     "argmax": (1.0, 1),
 }
+_COLUMNS = 128
+"""Logits of a row in a tile of the output layer's programs."""
 _LAUNCHES = {"add_rms_norm_backward": 3, "split_heads_backward": 3}
 """Launches of fused operators that sum over rows: the program, the sum of its partial sums, and that in the weight's dtype."""
 
@@ -112,6 +114,14 @@ def cost_of(name: str, arguments: Sequence[object], inputs: Sequence[Tensor], ou
         used = inputs if name in ("addmm", "addmm_", "baddbmm", "add_matmul_wide") else (left, right)
         written = size_of(inputs[0]) if name == "add_matmul_wide" else written
         return Cost(sum(map(size_of, used)) + written, 2.0 * left.numel() * right.shape[-1], unit)
+    if name in ("vocabulary_statistics", "vocabulary_gradient"):
+        hidden, weight = [x for x in arguments if isinstance(x, Tensor)][:2]
+        operations, forward = 2.0 * hidden.numel() * len(weight), name == "vocabulary_statistics"
+        between = (
+            24.0 * len(hidden) * len(weight) / _COLUMNS if forward else 0.0
+        )  # three numbers a tile, written and read
+        launches = 3 if forward else 1  # zeros, the tiles, and what puts them together
+        return Cost(sum(map(size_of, inputs)) + written + between, operations, Work.OWN_MATMUL, launches)
     if name in _WRITES:
         return Cost(written)
     if name in _GATHERS:

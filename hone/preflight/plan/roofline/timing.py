@@ -13,8 +13,8 @@ SHORTEST = 2e-6
 """Seconds that a kernel takes at least on the GPU."""
 WAIT = 10e-6
 """Seconds from the end of the GPU's work until the host, which waited for it, continues."""
-ATTENTION_SHARE = {Work.ATTENTION: 0.6, Work.ATTENTION_BACKWARD: 0.5}
-"""Speed of fused attention divided by that of large matmuls, for heads of width 128 and a thousand tokens."""
+SHARE_OF_MATMULS = {Work.ATTENTION: 0.6, Work.ATTENTION_BACKWARD: 0.5, Work.OWN_MATMUL: 0.8}
+"""Speed divided by that of cuBLAS's large matmuls; attention for heads of width 128 and a thousand tokens."""
 
 
 class Timeline(NamedTuple):
@@ -103,4 +103,4 @@ def most_expensive(kernels: Iterable[Kernel], device: Device) -> list[Share]:
 def _rate(work: Work, device: Device) -> float:
     if work is Work.MATMUL_FLOAT32:
         return device.wide_rate
-    return device.narrow_rate * ATTENTION_SHARE.get(work, 1.0)
+    return device.narrow_rate * SHARE_OF_MATMULS.get(work, 1.0)
