@@ -12,6 +12,7 @@ from support.simulated_cuda.tensors import SimulatedTensor
 from support.varlen_reference import register as register_varlen
 from torch import Tensor
 
+from hone.models.kernels import cuda as kernels
 from hone.preflight.plan.roofline.operators import caller
 
 MEMORY = 80 * 2**30
@@ -26,6 +27,7 @@ def turn_on() -> None:
     _register_allocations()
     _answer_as_driver()
     register_varlen()
+    kernels._has_triton = lambda: True  # the fused operators then run their references
     F.scaled_dot_product_attention = _attention(F.scaled_dot_product_attention)
     torch.__future__.set_swap_module_params_on_conversion(True)  # a wrapper cannot take the data of a plain tensor
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda"): made on the host, then sent
