@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import signal
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +13,9 @@ import pytest
 from support.launch import hone
 from support.once import made_once
 from support.simulated_cuda.build import compiler
-from support.simulated_cuda.machine import Machine
+from support.simulated_cuda.machine import HONE, Machine
 from support.tiny_runs import make_tiny_runs, offline_words, rl_words
-from support.world import metrics, records
+from support.world import metrics, records, steps_saved
 
 pytestmark = [
     pytest.mark.simulated_cuda,
@@ -34,11 +38,9 @@ RL = {
               "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml")),
     "hf": ("model", "prompts", ("actor_rollout_ref.rollout.name=hf",)),
 }  # fmt: skip
-OFFLINE = {
-    "sft": (),
-    "prefer": (),
-    "reward-model": (),
-}
+RESUMED = ("ppo",)
+"""Saved after the first step on the GPU, and resumed there."""
+OFFLINE = ("sft", "prefer", "reward-model")
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +67,13 @@ def assert_same_numbers(rows: list[dict[str, Any]], expected: list[dict[str, Any
 def test_reinforcement_learning(machine: Machine, tiny: Path, tmp_path: Path, case: str) -> None:
     model, rows, overrides = RL[case]
     device, host = tmp_path / "device", tmp_path / "host"
-    words = (*overrides, "trainer.val_before_train=false")
-    ended = machine.hone(*rl_words(tiny, device, *words, "trainer.device=cuda", model=model, rows=rows), folder=tiny)
+    words = ("trainer.val_before_train=false", *overrides)
+    on_device = rl_words(tiny, device, *words, "trainer.device=cuda", model=model, rows=rows)
+    if case in RESUMED:
+        first = machine.hone(*on_device, "trainer.total_training_steps=1", "trainer.save_freq=1", folder=tiny)
+        assert first.code == 0, first.output
+        assert steps_saved(device) == [1]
+    ended = machine.hone(*on_device, folder=tiny)
     assert ended.code == 0, ended.output
     assert ended.counters.launches.total() > 500
     on_host = rl_words(tiny, host, *words, "trainer.device=cpu", model=model, rows=rows)
@@ -78,6 +85,17 @@ def test_reinforcement_learning(machine: Machine, tiny: Path, tmp_path: Path, ca
     assert_same_numbers(metrics(device), metrics(host))
 
 
+def test_bfloat16_agrees_with_its_engine(machine: Machine, tiny: Path, tmp_path: Path) -> None:
+    """What a GPU computes by default. Its own kernels are a reference here, so the gap is that of the dtype alone."""
+    words = rl_words(tiny, tmp_path / "run", "trainer.val_before_train=false", "trainer.device=cuda")
+    words.remove("actor_rollout_ref.actor.dtype=float32")
+    ended = machine.hone(*words, folder=tiny)
+    assert ended.code == 0, ended.output
+    assert any("_varlen_attn_backward" in place for place in ended.counters.launches)
+    gaps = [row["training/rollout_log_probs_diff_max"] for row in metrics(tmp_path / "run")]
+    assert 1e-4 < max(gaps) < 0.2
+
+
 @pytest.mark.parametrize("program", OFFLINE)
 def test_offline_training(machine: Machine, tiny: Path, tmp_path: Path, program: str) -> None:
     device, host = tmp_path / "device", tmp_path / "host"
@@ -87,3 +105,40 @@ def test_offline_training(machine: Machine, tiny: Path, tmp_path: Path, program:
     expected = hone(*offline_words(program, tiny, host, "trainer.device=cpu"), log=tmp_path / "host.log", cwd=tiny)
     assert expected.code == 0, expected.output
     assert_same_numbers(metrics(device), metrics(host))
+
+
+def test_generate_eval_and_serve(machine: Machine, tiny: Path, tmp_path: Path) -> None:
+    """Sampled answers, scores and an answer over HTTP are those of the CPU."""
+    model, prompt = tiny / "model", "What is 1 + 1?"
+    generate = ("generate", model, prompt, "--max-tokens", 8, "--temperature", 1, "--n", 2, "--json", "--raw")
+    greedy = ("generate", model, prompt, "--max-tokens", 8, "--json", "--raw")
+    evaluate = ("eval", model, "--data", tiny / "prompts.jsonl", "--max-response-length", 8, "--max-samples", 3, "--json",
+                "--reward", f"{tiny}/tiny_reward.py:tokens_with_e")  # fmt: skip
+    on_host = [hone(*words, log=tmp_path / "host.log", cwd=tiny).output for words in (generate, evaluate, greedy)]
+    on_device = [machine.hone(*words, folder=tiny) for words in (generate, evaluate)]
+    assert [ended.code for ended in on_device] == [0, 0], on_device
+    assert all(ended.counters.launches.total() > 100 for ended in on_device)
+    for line, other in zip(json_lines(on_device[0].output), json_lines(on_host[0]), strict=True):
+        assert line["token_ids"] == other["token_ids"] and len(line["token_ids"]) > 1
+    scores, expected = (json.loads(text[text.index("{") :]) for text in (on_device[1].output, on_host[1]))
+    assert scores == pytest.approx(expected, rel=1e-4) and scores
+    server = machine.start(HONE, ["serve", model, "--port", 0], tiny)
+    try:
+        server.wait_until(lambda: "/v1" in server.log.read_text())
+        address = re.search(r"at (http://127\.0\.0\.1:\d+)/v1", server.log.read_text())
+        assert address is not None, server.log.read_text()
+        body = {"model": "model", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        request = urllib.request.Request(
+            f"{address[1]}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+    finally:
+        server.signal(signal.SIGTERM)
+        server.wait()
+    (alone,) = json_lines(on_host[2])
+    assert text == alone["text"]
+
+
+def json_lines(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.backend_cases import save_model
+from support.backend_cases import Case, save_model, trained
 from support.fake_ranks import train
 from support.launch import Command
+from support.simulated_cuda.build import compiler
+from support.simulated_cuda.machine import Machine
 
 pytestmark = pytest.mark.simulated_cuda
 
@@ -37,3 +39,18 @@ def test_64_ranks_train_a_batch(tmp_path: Path, name: str) -> None:
     assert outcome["finite"] and outcome["norms"][0] > 0
     copies = WORLD // sizes["dp_replicate"]
     assert outcome["parameters"] / copies <= outcome["here"] < 1.3 * outcome["parameters"] / copies
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler for the driver of the simulated GPU (CXX, c++, g++)")
+def test_the_sharded_backend_trains_on_the_simulated_gpu(tmp_path: Path) -> None:
+    """One rank: its losses and gradient norms are those of the unsharded backend on the CPU."""
+    case = Case(save_model(tmp_path / "model", "qwen3"), updates=2)
+    _, _, losses, norms = trained(case, range(case.updates))
+    sharded = {"model": str(case.model), "updates": 2, "device": "cuda", "parallel": {"strategy": "fsdp2"}}
+    with Machine() as machine:
+        ended = machine.start("support.fake_ranks:train", ["0", "1", json.dumps(sharded)], tmp_path).wait()
+    assert ended.code == 0, ended.output
+    outcome = json.loads(ended.output.splitlines()[-1])
+    assert ended.counters.launches.total() > 500 and outcome["here"] == outcome["parameters"]
+    assert outcome["losses"] == pytest.approx(losses, rel=1e-4)
+    assert outcome["norms"] == pytest.approx(norms, rel=1e-4)

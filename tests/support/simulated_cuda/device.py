@@ -11,6 +11,7 @@ from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.tensors import SimulatedTensor
 from support.varlen_reference import register as register_varlen
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from hone.models.kernels import cuda as kernels
 from hone.preflight.plan.roofline.operators import caller
@@ -30,7 +31,8 @@ def turn_on() -> None:
     kernels._has_triton = lambda: True  # the fused operators then run their references
     F.scaled_dot_product_attention = _attention(F.scaled_dot_product_attention)
     torch.__future__.set_swap_module_params_on_conversion(True)  # a wrapper cannot take the data of a plain tensor
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda"): made on the host, then sent
+    _device_constructors()  # torch keeps the originals, so that `with torch.device(...)` still knows them
+    torch.tensor, torch.as_tensor = _sent(torch.tensor), _sent(torch.as_tensor)
 
 
 def _register_allocations() -> None:
@@ -50,6 +52,18 @@ def _register_allocations() -> None:
 
 _LIBRARY: torch.library.Library | None = None
 """Holds the registrations: they end with it."""
+
+
+def _sent(make: Any) -> Any:
+    """Let a function that makes a tensor of Python numbers make it on the host, then send it, as CUDA does in the end."""
+
+    def made(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **options: Any) -> Tensor:
+        if device is None or torch.device(device).type != "cuda":
+            options |= {"requires_grad": True} if requires_grad else {}
+            return make(data, *args, device=device, **options)
+        return make(data, *args, device="cpu", **options).to(device).requires_grad_(requires_grad)
+
+    return made
 
 
 def _answer_as_driver() -> None:

@@ -63,6 +63,10 @@ class SimulatedTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SimulatedTensor({self.memory})"
 
+    def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:  # type: ignore[override]
+        """Return a tensor of Python numbers on this device."""
+        return torch.tensor(data, dtype=dtype or self.dtype, device=self.device, **options)
+
     def tolist(self) -> Any:
         """Return the numbers; the host waits for them."""
         return self.cpu().tolist()
