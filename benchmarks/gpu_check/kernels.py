@@ -105,7 +105,7 @@ def updates(result: Result, folder: Path) -> None:
             model = backend = None
             continue
         taken = statistics.median(seconds[1:])
-        result.add(f"{size}: tokens per second of an update", tokens / taken, least=0.0)
+        result.add(f"{size}: tokens per second of an update", tokens / taken)
         if result.device != "cpu":
             result.add(f"{size}: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
         if device is not None:
@@ -202,7 +202,7 @@ def decoding(result: Result, folder: Path) -> None:
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         requests = [GenerationRequest(str(row), ids, sampling, seed=row) for row, ids in enumerate(prompts)]
         speed = rows * tokens / _seconds(result, lambda requests=requests: serve(native, requests))
-        result.add(f"{rows} rows: native tokens per second", speed, least=0.0)
+        result.add(f"{rows} rows: native tokens per second", speed)
         ids = torch.tensor(prompts, device=result.device)
         try:
             theirs = rows * tokens / _seconds(result, lambda ids=ids: _sampled(plain, ids, tokens))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hone.models.dtypes import compute_dtype
 from hone.models.kernels import cuda
 from hone.models.kernels.cuda import matmuls, vocabulary  # noqa: F401  registers the operators
 from hone.models.kernels.cuda.dtypes import wide
@@ -23,7 +24,7 @@ _GRADIENTS = 1 << 29
 
 def supports(hidden: Tensor) -> bool:
     """True if the fused operators compute the output layer of ``hidden [N, H]``: on a GPU that has them, in 16 bits."""
-    return cuda.available(hidden.device) and _compute_dtype(hidden) in (torch.bfloat16, torch.float16)
+    return cuda.available(hidden.device) and compute_dtype(hidden) in (torch.bfloat16, torch.float16)
 
 
 def fused_log_probs(
@@ -54,7 +55,7 @@ def fused_log_probs(
     Returns:
         log-probs ``[N]`` and entropies ``[N]`` (None without ``with_entropy``), float32, both differentiable.
     """
-    dtype = _compute_dtype(hidden)
+    dtype = compute_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropy = _FusedLogProbs.apply(
             hidden.to(dtype), weight, targets - start, bias, dtype, temperature, softcap, with_entropy, group
@@ -139,8 +140,3 @@ def _of_all_ranks(local_rows: Tensor, group: ProcessGroup) -> tuple[Tensor, Tens
     sums, chosen, means = rows.unbind(1)
     log_sum = sums.logsumexp(0)
     return log_sum, chosen.sum(0), ((sums - log_sum).exp() * means).sum(0)
-
-
-def _compute_dtype(states: Tensor) -> torch.dtype:
-    device_type = states.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype

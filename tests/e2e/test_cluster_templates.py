@@ -346,7 +346,7 @@ def test_a_node_does_not_wait_for_ever(start: Any) -> None:
     code, output = ended(start("bash", str(TEMPLATES / "node.sh"), "1", "2", "127.0.0.1", "false", NODE_PATIENCE="2"))
     assert code == 1 and "no head at 127.0.0.1:" in output
     code, output = ended(start("bash", str(TEMPLATES / "node.sh"), "0", "3", "127.0.0.1", "false", NODE_PATIENCE="2"))
-    assert code == 1 and re.search("[01] of 3 nodes came within 2 s", output), output
+    assert code == 1 and "1 of 3 nodes came within 2 s" in output
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hone.models.attention.context import Scoring
 from hone.models.attention.tiles import Sequences
+from hone.models.dtypes import compute_dtype
 
 log = logging.getLogger("hone.models.attention")
 
@@ -127,7 +128,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = (states.to(_compute_dtype(query)) for states in (query, key, value))
+    query, key, value = (states.to(compute_dtype(query)) for states in (query, key, value))
     if plan.gather is not None:
         key, value = plan.gather(key), plan.gather(value)
     window = scoring.window if scoring.window is not None and scoring.window < plan.longest_key else None
@@ -142,11 +143,11 @@ def obstacle(query: Tensor, value: Tensor, scoring: Scoring) -> str | None:
     """Return why the variable-length kernel cannot compute this attention, or None if it can.
 
     Args:
-        query: ``[..., d]`` on a CUDA device, or on the meta device, which stands for a recent GPU.
+        query: ``[..., d]`` on a CUDA device, or on the meta device, which counts as a recent GPU.
         value: ``[..., d_v]``.
         scoring: of the model's attention.
     """
-    width, dtype = query.shape[-1], _compute_dtype(query)
+    width, dtype = query.shape[-1], compute_dtype(query)
     if not scoring.plain:
         return "the model caps its scores or has attention sinks"
     if scoring.dropout:
@@ -176,8 +177,3 @@ def _options_of_varlen() -> frozenset[str]:
     except ImportError:
         return frozenset()
     return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def _compute_dtype(states: Tensor) -> torch.dtype:
-    device_type = states.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.models.attention.context import AttentionContext
+from hone.models.dtypes import compute_dtype
 from hone.models.kernels import cuda
 from hone.models.kernels.cuda.gates import swiglu
 from hone.models.kernels.cuda.heads import split_heads
@@ -46,7 +47,7 @@ def hidden_states(causal: nn.Module, ids: Tensor, context: AttentionContext) -> 
     cos, sin = decoder.rotary_emb(residual, context.position_ids)
     half = cos.shape[-1] // 2  # the second half repeats the first
     rotary = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-    residual, delta, dtype = residual.squeeze(0), None, _compute_dtype(residual)
+    residual, delta, dtype = residual.squeeze(0), None, compute_dtype(residual)
     observe = LAYER_OBSERVER.get()
     for layer in layers_of(causal):
         residual, delta = _layer(layer, residual, delta, rotary, context, dtype)
@@ -99,8 +100,3 @@ def _attention(layer: LlamaLayer, states: Tensor, rotary: tuple[Tensor, Tensor],
 def _project(modules: list[nn.Linear], states: Tensor) -> Tensor:
     biases = [module.bias for module in modules if module.bias is not None]
     return joint_linear(states, [module.weight for module in modules], biases)
-
-
-def _compute_dtype(states: Tensor) -> torch.dtype:
-    device_type = states.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype

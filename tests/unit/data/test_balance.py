@@ -67,7 +67,7 @@ def test_largest_differencing_on_the_textbook_example():
     assert sorted(sum([8, 7, 6, 5, 4][item] for item in part) for part in parts_of_items) == [14, 16]
 
 
-def test_sixteen_thousand_sequences_over_a_thousand_ranks_take_seconds():
+def test_sixteen_thousand_sequences_over_a_thousand_ranks_take_less_than_a_second():
     generator = np.random.default_rng(0)
     groups, n = 2048, 8
     responses = np.clip(generator.lognormal(7.5, 0.8, groups * n), 16, 16384).astype(np.int64)
@@ -76,7 +76,7 @@ def test_sixteen_thousand_sequences_over_a_thousand_ranks_take_seconds():
     started = time.process_time()
     parts = balance(lengths, 1024)
     seconds = time.process_time() - started
-    assert parts is not None and seconds < 10, f"{seconds:.2f} s"  # 0.6 s on an idle core; all pairs would take minutes
+    assert parts is not None and seconds < 2, f"{seconds:.2f} s"  # 0.6 s on an idle core
     metrics = balance_metrics(lengths, parts)
     assert metrics["global_seqlen/imbalance"] > 1.5 and metrics["global_seqlen/balanced_imbalance"] < 1.1
 

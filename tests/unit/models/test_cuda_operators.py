@@ -87,7 +87,9 @@ for narrow in (torch.float32, torch.bfloat16):
 def test_operators_keep_torchs_rules(name: str) -> None:
     """Schema, shapes and dtypes on tensors without storage, and registration of the gradient."""
     operator, arguments = OPERATORS[name]
-    opcheck(getattr(torch.ops.hone, operator).default, arguments, test_utils=("test_schema", "test_faketensor"))
+    checks = ("test_schema", "test_faketensor")
+    results = opcheck(getattr(torch.ops.hone, operator).default, arguments, test_utils=checks)
+    assert results == dict.fromkeys(checks, "SUCCESS")
 
 
 def test_weight_gradients_are_not_rounded_to_the_compute_dtype() -> None:

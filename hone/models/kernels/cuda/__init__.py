@@ -23,7 +23,7 @@ _FIRST_CAPABILITY = (8, 0)
 
 
 def available(device: torch.device) -> bool:
-    """True if the operators run on ``device``; the meta device stands for a recent GPU."""
+    """True if the operators run on ``device``; the meta device counts as a recent GPU."""
     if device.type == "meta":
         return True
     return device.type == "cuda" and _has_triton() and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
