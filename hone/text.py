@@ -22,6 +22,15 @@ REPLACEMENT = "\ufffd"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+def json_lines(text: str) -> list[str]:
+    """Return the lines of a JSON lines document, which only line feeds separate: strings may contain other line separators.
+
+    >>> json_lines('"a\u2028b"\n1\n') == ['"a\u2028b"', "1"]
+    True
+    """
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def valid_text(text: str) -> str:
     r"""Replace every lone surrogate.
 

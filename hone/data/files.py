@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from hone.data.sharegpt import COLUMNS, SYSTEM, to_messages
 from hone.errors import DataError, did_you_mean
 from hone.progress import tracked
-from hone.text import check_valid
+from hone.text import check_valid, json_lines
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow")
 EVERY_COLUMN = ("*",)
@@ -292,7 +292,7 @@ def _json_records(path: Path, text: str, bad_lines: BadLines | None) -> Iterable
         else:
             return whole if isinstance(whole, list) else [whole]
     records = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(json_lines(text), start=1):
         if line.strip():
             try:
                 records.append(json.loads(line))

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from hone.data.seeding import derive_seed
 from hone.errors import DataError, did_you_mean
+from hone.text import json_lines
 
 FORMS = ("messages", "tokens")
 """Forms of a written pair: chat messages, for any model; or the sampled tokens, for models with the run's tokenizer."""
@@ -147,7 +148,7 @@ def _records(run: Path) -> Iterator[dict[str, Any]]:
             fix="name a run directory of `hone train`, and let it write samples: trainer.rollout_dump_freq=1",
         )
     for _, path in sorted(files):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        for number, line in enumerate(json_lines(path.read_text(encoding="utf-8"))):
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:

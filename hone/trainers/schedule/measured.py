@@ -22,6 +22,7 @@ import numpy as np
 
 from hone.errors import HoneError
 from hone.insight.compare import Run
+from hone.text import json_lines
 from hone.threads import divided
 from hone.trainers.schedule.clock import run as run_virtual
 from hone.trainers.schedule.engine import Speed
@@ -176,7 +177,7 @@ class _Episode:
 def _dumps(run: Run) -> list[list[_Episode]]:
     """Return the episodes of each dump; all requests of the first one begin together."""
     paths = sorted((run.path / "rollouts").glob("step_*.jsonl"), key=lambda path: int(path.stem.rpartition("_")[2]))
-    dumps = [[_episode(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()] for path in paths]
+    dumps = [[_episode(json.loads(line)) for line in json_lines(path.read_text(encoding="utf-8"))] for path in paths]
     dumps = [[episode for episode in dump if episode.tokens] for dump in dumps]
     if not dumps or not dumps[0]:
         raise HoneError(

@@ -60,6 +60,13 @@ def test_files_are_read_in_order_and_uids_are_unique(write_rows, tmp_path):
     assert read_rows(first, required=("x",), max_rows=0) == []
 
 
+def test_only_line_feeds_end_a_row(tmp_path):
+    """A model writes every character, line separators of Unicode among them; JSON need not escape them."""
+    path, texts = tmp_path / "rows.jsonl", ["a\u2028b", "c\u0085d", "e\x1cf", ""]
+    path.write_text("\n".join(json.dumps({"x": text}, ensure_ascii=False) for text in texts) + "\n", encoding="utf-8")
+    assert [row.values["x"] for row in read_rows(path, required=("x",))] == texts
+
+
 def test_json_lines_under_the_name_json(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"x": 1}\n{"x": 2}\n')
