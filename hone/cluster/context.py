@@ -33,6 +33,8 @@ class WorkerContext:
         total_steps: horizon of the schedules.
         resume: location of the checkpoint to resume from, or None.
         roles: roles that this process has already, by name.
+        engine_devices: GPUs, as in CUDA_VISIBLE_DEVICES, of the engine that this process starts; empty if another process starts
+            it. None: engines of this process see the GPUs that it sees.
     """
 
     config: RLConfig
@@ -44,6 +46,7 @@ class WorkerContext:
     total_steps: int = 1
     resume: str | None = None
     roles: dict[str, Any] = field(default_factory=dict)
+    engine_devices: tuple[str, ...] | None = None
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -61,12 +64,14 @@ class RoleSpec:
         arguments: further arguments of its class.
         replicated: whether each process works on its rows alone, so that rows are split over all processes; otherwise
             the processes share a model as the layout says.
+        group: processes that work as one, if replicated: the first of each group is called, the others lend it their devices.
     """
 
     name: str
     cls: type
     arguments: dict[str, Any] = field(default_factory=dict)
     replicated: bool = False
+    group: int = 1
 
 
 def run_tokenizer(config: RLConfig) -> PreTrainedTokenizerBase:

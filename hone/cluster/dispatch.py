@@ -66,6 +66,7 @@ class Dispatch:
         equal: whether every rank must get the same number of rows; rows are then repeated to fill up, and results of the
             repeated ones are dropped.
         background: whether a worker process runs the method in a thread and answers other calls meanwhile.
+        lenders: whether processes that only lend their device to another are called too (:class:`RoleSpec.group`).
     """
 
     split: Split
@@ -73,6 +74,7 @@ class Dispatch:
     objects: bool = False
     equal: bool = False
     background: bool = False
+    lenders: bool = False
 
 
 def dispatch(
@@ -82,6 +84,7 @@ def dispatch(
     objects: bool = False,
     equal: bool = False,
     background: bool = False,
+    lenders: bool = False,
 ) -> Callable[[Method], Method]:
     """Mark a method of a role as callable through its group. See :class:`Dispatch`.
 
@@ -89,7 +92,7 @@ def dispatch(
         collect: None means CONCAT for rows, EACH for one entry per worker, else FIRST.
     """
     usual = {Split.ROWS: Collect.CONCAT, Split.RANKS: Collect.EACH}
-    spec = Dispatch(split, collect or usual.get(split, Collect.FIRST), objects, equal, background)
+    spec = Dispatch(split, collect or usual.get(split, Collect.FIRST), objects, equal, background, lenders)
 
     def mark(method: Method) -> Method:
         setattr(method, _SPEC, spec)

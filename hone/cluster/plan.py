@@ -24,12 +24,13 @@ _CLASSES: dict[str, type] = {
 
 def model_roles(config: RLConfig) -> list[RoleSpec]:
     """Return the roles with a model that the algorithm needs, in the order of their construction."""
-    roles = []
-    for role in RunSpec(config).roles:
+    roles, spec = [], RunSpec(config)
+    for role in spec.roles:
         cls = _CLASSES[role.name]
         if role.name == "reward_model" and config.reward.reward_model.kind == "generative":
             cls = GenerativeRewardModelWorker
-        roles.append(RoleSpec(role.name, cls, replicated=role.replicated))
+        group = spec.engine_devices if role.name == "rollout" else 1
+        roles.append(RoleSpec(role.name, cls, replicated=role.replicated, group=group))
     return roles
 
 

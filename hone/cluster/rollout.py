@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -14,6 +15,7 @@ from hone.agents.limited_client import LimitedClient
 from hone.agents.player import Player
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
+from hone.config.derived import RunSpec
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
 from hone.data.trajectories import to_batch
@@ -63,15 +65,27 @@ class RolloutWorker:
     In the actor's process the engine reads the actor's parameters if one process holds all of them. Otherwise it has a whole
     copy, which receives every new version of the weights; so do engines in separate processes. See :class:`Weights`.
 
+    An engine over several devices belongs to the worker on the first of them. The workers on the others have none: they only
+    take part in gathering the actor's shards.
+
+    Attributes:
+        engine: absent in a worker that lends its device to another's engine.
+
     Args:
         context: context of the process.
         engine: None builds the configured engine.
     """
 
+    engine: Engine
+
     def __init__(self, context: WorkerContext, engine: Engine | None = None) -> None:
         self.context, self.tokenizer = context, context.tokenizer
         self.weights = self._source()
-        self.engine = engine or self._build()
+        group = RunSpec(context.config).engine_devices
+        self._worker, self._workers = context.rank // group, context.world // group
+        self._lends = context.engine_devices == ()
+        if not self._lends:
+            self.engine = engine or self._build()
         self._validation_share: float | None = None
 
     def _source(self) -> Weights:
@@ -102,8 +116,9 @@ class RolloutWorker:
             tokenizer=self.tokenizer,
             device=context.device,
             shares_weights=shares,
-            number=context.rank,
-            world=context.world,
+            number=self._worker,
+            world=self._workers,
+            devices=context.engine_devices,
         )
 
     @functools.cached_property
@@ -135,6 +150,8 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Close engine and tools."""
+        if self._lends:
+            return
         if "player" in vars(self):
             self.player.context.close()
         self.engine.close()
@@ -143,6 +160,15 @@ class RolloutWorker:
     def source(self) -> Weights:
         """Return the source of the engine's weights."""
         return self.weights
+
+    @dispatch(Split.ZERO)
+    def sleeps(self) -> bool:
+        """Return whether the engine frees its memory while the policy trains."""
+        rollout = self.context.config.actor_rollout_ref.rollout
+        if rollout.free_cache_engine is not None:
+            return rollout.free_cache_engine
+        shares = RunSpec(self.context.config).engines_take_turns and rollout.engine_url is None
+        return shares and self.context.device.type == "cuda"
 
     @dispatch(Split.ZERO)
     def replicas(self) -> int:
@@ -164,12 +190,12 @@ class RolloutWorker:
 
     def _number(self, index: int) -> int:
         """Return the number of a replica among those of all workers; it stays when the pools change their sizes."""
-        return index * self.context.world + self.context.rank
+        return index * self._workers + self._worker
 
     @dispatch(Split.ALL, lowest_limit)
     def replica_limit(self) -> tuple[int, str]:
         """Return the maximum number of replicas of a worker, with the reason."""
-        return replica_limit(self.context.config, world=self.context.world)
+        return replica_limit(self.context.config, world=self._workers)
 
     @dispatch(Split.ALL)
     async def resize(self, replicas: int) -> None:
@@ -183,6 +209,7 @@ class RolloutWorker:
         assert isinstance(self.engine, EnginePool), "an engine in this process has no replicas"
         return [
             {"replica": self._number(replica.index), "worker": self.context.rank, **replica.report()}
+            | {"devices": list(self.context.engine_devices or ())}
             | {"version": self.engine.version if replica.state is ReplicaState.SERVING else None}
             for replica in self.engine.replicas
         ]
@@ -230,16 +257,30 @@ class RolloutWorker:
         """Play like :meth:`play`, in one worker only."""
         return await self.play(samples, sampling, n=n, seeding=seeding)
 
-    @dispatch(Split.ALL, Collect.FIRST)
+    @dispatch(Split.ALL, Collect.FIRST, lenders=True)
     async def gather_weights(self, version: int) -> None:
         """Copy this version of the weights from the colocated actor, whose processes hold a shard each."""
         which = "adapter" if sends_adapter(self.context.config) else "merged"
-        await self.engine.load_weights(self.context.roles["actor"].engine.export_weights(which), version)
+        weights = self.context.roles["actor"].engine.export_weights(which)
+        if self._lends:
+            deque(weights, maxlen=0)  # all processes gather together; this one has no engine that takes the result
+            return
+        await self.engine.load_weights(weights, version)
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def load_weights(self, weights: Sequence[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
         """Load some of the weights of this version; more follow unless they are the last."""
         await self.engine.load_weights(weights, version, last=last)
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    async def sleep(self) -> None:
+        """Free the engine's memory: the KV cache, and weights that the next weight sync sends in full."""
+        await self.engine.sleep(keep_weights=self.weights is Weights.SHARED or sends_adapter(self.context.config))
+
+    @dispatch(Split.ALL, Collect.FIRST)
+    async def wake(self, *, cache: bool = True) -> None:
+        """Take the memory of the weights back, and with ``cache`` that of the KV cache too."""
+        await self.engine.wake(cache=cache)
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def pause(self) -> None:

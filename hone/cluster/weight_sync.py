@@ -29,6 +29,7 @@ class WeightSync:
 
     Attributes:
         copies: whether engines have copies of the weights.
+        sleeps: whether engines free their memory between a step's generation and its weight sync.
         seconds: seconds of each of ``PARTS`` of the last sync; empty without copies.
 
     Args:
@@ -42,31 +43,42 @@ class WeightSync:
         self.actor, self.rollout = actor, rollout
         self._source: Weights = rollout.source().result()
         self.copies = self._source is not Weights.SHARED
+        self.sleeps: bool = rollout.sleeps().result()
+        self._asleep = False
         self.seconds: dict[str, float] = {}
         keys = config.actor_rollout_ref.rollout
         self._bucket_bytes = keys.checkpoint_engine.update_weights_bucket_megabytes * 2**20
         self._prompt = prompt
         self._sampling = SamplingParams(max_tokens=CANARY_TOKENS, temperature=keys.temperature, ignore_eos=True)
 
+    async def free_engines(self, batch: AnyBatch) -> AnyBatch:
+        """Let the engines free their memory until the next sync, before which they serve no request. Returns the batch unchanged."""
+        await self.rollout.sleep()
+        self._asleep = True
+        return batch
+
     async def sync(self, version: int) -> AnyBatch | None:
-        """Send the weights as ``version``.
+        """Send the weights as ``version``. Engines that sleep take memory for the weights first, and for their cache afterwards.
 
         Returns:
             With copies, the engines' answers to the canary prompt, with the engine's ``rollout_log_probs`` and the trainer's
             ``log_probs``; else None.
         """
         if not self.copies:
+            await self._wake()
             await self.rollout.load_weights([], version)
             return None
         self.seconds = dict.fromkeys(PARTS, 0.0)
         if self._source is Weights.GATHERED:
             with self._timed("pause"):
                 await self.rollout.pause()
+                await self._wake(cache=False)
             with self._timed("transfer"):
                 await self.rollout.gather_weights(version)
         else:
             await self._send(version)
         with self._timed("resume"):
+            await self._wake()
             await self.rollout.resume()
         with self._timed("check"):
             engines = self.rollout.dp_size * await self.rollout.replicas()  # it may have changed
@@ -80,12 +92,18 @@ class WeightSync:
             bucket = await self.actor.next_weights(self._bucket_bytes)
         with self._timed("pause"):
             await self.rollout.pause()
+            await self._wake(cache=False)
         while bucket is not None:
             with self._timed("prepare"):
                 following = await self.actor.next_weights(self._bucket_bytes)
             with self._timed("transfer"):
                 await self.rollout.load_weights(bucket, version, last=following is None)
             bucket = following
+
+    async def _wake(self, *, cache: bool = True) -> None:
+        if self._asleep:
+            await self.rollout.wake(cache=cache)
+            self._asleep = not cache
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:

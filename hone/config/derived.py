@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hone.config.correction import correction_settings, corrects, policy_loss_name
+from hone.config.engines import SERVED
 from hone.config.limits import CPU_MICRO_BATCH_TOKENS, micro_batch_tokens
 from hone.config.parallel import ParallelConfig
 from hone.config.parallel_layout import Layout
@@ -122,6 +123,28 @@ def check_layouts(pools: Iterable[Pool]) -> None:
     """
     for pool in pools:
         _ = pool.layout
+
+
+def check_engines(config: RLConfig) -> None:
+    """Check that the rollout workers of every node divide into whole engines.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    spec, rollout = RunSpec(config), config.actor_rollout_ref.rollout
+    pool = next(pool for pool in spec.pools if "rollout" in pool.roles)
+    size = spec.engine_devices
+    if pool.per_node % size:
+        sizes = [str(number) for number in range(1, pool.per_node + 1) if pool.per_node % number == 0]
+        raise ConfigError(
+            f"an engine of {rollout.tensor_model_parallel_size} tensor x {rollout.data_parallel_size} data parallel devices "
+            f"does not divide the {pool.per_node} rollout workers of a node",
+            why="an engine takes the devices of whole workers on one node, and every worker belongs to one engine",
+            fix=f"actor_rollout_ref.rollout.tensor_model_parallel_size=<one of {', '.join(sizes)}>, or "
+            f"{pool.block}.n_gpus_per_node=<a multiple of {size}>",
+            where="actor_rollout_ref.rollout.tensor_model_parallel_size",
+            code="R79",
+        )
 
 
 class Derived(NamedTuple):
@@ -308,6 +331,18 @@ class RunSpec:
                 pools.append(Pool(role.name, block, *size, (role.name,), role.replicated, parallel))
         return tuple(pools)
 
+    @property
+    def engine_devices(self) -> int:
+        """Number of workers whose devices one engine takes; 1 if each worker has engines of its own."""
+        rollout = self.config.actor_rollout_ref.rollout
+        starts_servers = rollout.name in SERVED and rollout.engine_url is None
+        return rollout.devices_per_engine if starts_servers and self.config.trainer.runtime == "ray" else 1
+
+    @property
+    def engines_take_turns(self) -> bool:
+        """True when engines share devices with training and never generate while it computes."""
+        return not self.asynchronous and not self.config.actor_rollout_ref.rollout.enable_resource_pool
+
     # display ---------------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[Derived]:
@@ -344,6 +379,13 @@ class RunSpec:
                 f"{pool.world} process{'es' if pool.world > 1 else ''}: {', '.join(pool.roles)}",
                 f"{pool.block}.nnodes={pool.nodes} x n_gpus_per_node={pool.per_node}" + (f"; {cut}" if cut else ""),
             )
+            if "rollout" in pool.roles and self.engine_devices > 1:
+                yield Derived(
+                    "engines",
+                    f"{pool.world // self.engine_devices} of {self.engine_devices} devices",
+                    f"tensor_model_parallel_size={rollout.tensor_model_parallel_size} x "
+                    f"data_parallel_size={rollout.data_parallel_size}",
+                )
 
 
 def micro_batch_line(config: AnyConfig, budget: int, key: str) -> Derived:

@@ -66,10 +66,17 @@ class EngineConfig(OwnPoolConfig):
     """With LoRA, merge the adapter into the weights and send them all; false sends only the adapter, and vLLM applies it: less to
     send, but slower sampling."""
     tensor_model_parallel_size: int = number(1, low=1)
-    """Processes (on GPUs: devices) that share an engine's model."""
+    """Processes (on GPUs: devices) that share one copy of an engine's model. On Ray an engine has the devices of
+    tensor_model_parallel_size x data_parallel_size workers of one node, and the first of them starts it."""
+    data_parallel_size: int = number(1, low=1)
+    """Copies of the model in one engine (vllm, sglang), which distributes its requests over them. Engines of their own
+    (num_replicas, more workers) do the same for dense models; experts can be divided over the copies of one engine."""
     expert_parallel_size: int = number(1, low=1)
-    """Distribute whole experts over these processes instead of sharding each: 1, or tensor_model_parallel_size, because the same
-    processes hold the rest of the model."""
+    """Distribute whole experts over these processes instead of sharding each: 1, or tensor_model_parallel_size x
+    data_parallel_size, because the same processes hold the rest of the model."""
+    devices: list[int] = field(default_factory=list)
+    """GPUs of the engines with trainer.runtime=local, by their numbers in torch: [1, 2, 3, 4]; each replica takes the next ones. Empty
+    means the visible ones from the last to the first, which trains. On Ray every engine has the GPUs of its workers."""
     gpu_memory_utilization: float = number(0.5, above=0, high=1)
     """Share of a GPU's memory that the engine uses for weights and KV cache. On a CPU max_cache_tokens limits the KV cache."""
     max_num_batched_tokens: int | None = number(None, low=1)
@@ -80,5 +87,13 @@ class EngineConfig(OwnPoolConfig):
     """Allow the engine to split long prompts into chunks between decode steps; null leaves it to the engine."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts for requests with the same prefix. Every weight update clears it."""
+    free_cache_engine: bool | None = None
+    """Free the engine's memory while the policy trains: its KV cache, and its weights, which the next weight sync replaces. null means
+    true when engines share GPUs with training and take turns with it."""
     checkpoint_engine: CheckpointEngineConfig = block(CheckpointEngineConfig)
     """Weight sync to engines that hold a copy."""
+
+    @property
+    def devices_per_engine(self) -> int:
+        """Devices that one engine takes."""
+        return self.tensor_model_parallel_size * self.data_parallel_size

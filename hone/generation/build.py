@@ -34,6 +34,7 @@ def build_engine(
     shares_weights: bool,
     number: int = 0,
     world: int = 1,
+    devices: Sequence[str] | None = None,
 ) -> Engine:
     """Build the engine that ``rollout.name`` names.
 
@@ -45,13 +46,14 @@ def build_engine(
         shares_weights: whether the model is the module that is trained.
         number: index of this process among those that build an engine.
         world: number of those processes.
+        devices: GPUs of a served engine, as in CUDA_VISIBLE_DEVICES; None: see :func:`engine_start`.
 
     Raises:
         HoneError: the engine is not installed, does not start, or does not fit the configuration.
     """
     rollout = config.actor_rollout_ref.rollout
     if is_served(rollout):
-        return served_pool(config, number=number, world=world)
+        return served_pool(config, number=number, world=world, devices=devices)
     arguments: dict[str, Any] = {} if shares_weights else {"shares_weights": False}
     if not shares_weights and rollout.name != "native":
         raise ConfigError(
@@ -72,19 +74,22 @@ def build_engine(
     )
 
 
-def served_pool(config: RLConfig, *, number: int = 0, world: int = 1) -> EnginePool:
+def served_pool(
+    config: RLConfig, *, number: int = 0, world: int = 1, devices: Sequence[str] | None = None
+) -> EnginePool:
     """Start the engine's replicas in separate processes, or attach to running servers, and put a pool over them.
 
     Args:
         config: of the run.
         number: index of this process among those that build a pool; selects the replicas' numbers, logs and cores.
         world: number of those processes; running servers are divided among them.
+        devices: see :func:`engine_start`.
 
     Raises:
         HoneError: the engine is not installed, does not start, or does not fit the configuration.
     """
     rollout = config.actor_rollout_ref.rollout
-    start, count = engine_start(config, number=number, world=world)
+    start, count = engine_start(config, number=number, world=world, devices=devices)
     return EnginePool(
         start,
         count,
@@ -95,10 +100,16 @@ def served_pool(config: RLConfig, *, number: int = 0, world: int = 1) -> EngineP
     )
 
 
-def engine_start(config: RLConfig, *, number: int = 0, world: int = 1) -> tuple[Callable[[int], ServedEngine], int]:
+def engine_start(
+    config: RLConfig, *, number: int = 0, world: int = 1, devices: Sequence[str] | None = None
+) -> tuple[Callable[[int], ServedEngine], int]:
     """Return a function that starts the replica with an index, or attaches to its server, and the number of replicas.
 
     The function also starts replicas beyond that number. See :func:`served_pool` for the arguments.
+
+    Args:
+        devices: GPUs that all replicas of this process share, as in CUDA_VISIBLE_DEVICES. None: replicas of the local runtime
+            have GPUs of their own (``rollout.devices``), others see those of this process.
     """
     rollout = config.actor_rollout_ref.rollout
     transport = rollout.checkpoint_engine
@@ -117,9 +128,38 @@ def engine_start(config: RLConfig, *, number: int = 0, world: int = 1) -> tuple[
 
     def start(index: int) -> ServedEngine:
         place = number * count + index if index < count else index * world + number
-        return ServedEngine.start(launch_plan(config, number=place, threads=threads), **options)
+        gpus = _local_devices(config, index) if devices is None else tuple(devices)
+        return ServedEngine.start(launch_plan(config, number=place, threads=threads, devices=gpus), **options)
 
     return start, count
+
+
+def _local_devices(config: RLConfig, index: int) -> tuple[str, ...]:
+    """Return the GPUs of a replica of the local runtime, as in CUDA_VISIBLE_DEVICES; empty means those of this process.
+
+    ``rollout.devices`` lists them. Without it, replicas take the visible ones from the last to the first.
+
+    Raises:
+        ConfigError: there are not enough, or not the configured ones.
+    """
+    rollout, size = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.devices_per_engine
+    if config.trainer.runtime != "local" or config.trainer.device == "cpu" or not torch.cuda.is_available():
+        return ()
+    count = torch.cuda.device_count()
+    numbers = rollout.devices or list(reversed(range(count)))
+    first = index * size % max(1, len(numbers) // size * size)
+    chosen = numbers[first : first + size]
+    if len(chosen) < size or max(numbers) >= count:
+        raise ConfigError(
+            f"an engine needs {size} GPUs, and rollout.devices={rollout.devices} of {count} visible ones has not as many",
+            why="every process of an engine needs a GPU",
+            fix=f"actor_rollout_ref.rollout.devices=<{size} numbers below {count} for each replica>, or fewer devices per engine",
+            where="actor_rollout_ref.rollout.devices",
+            code="R79",
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(count)]
+    return tuple(names[number] for number in chosen)
 
 
 def replica_limit(config: RLConfig, *, world: int = 1) -> tuple[int, str]:
@@ -177,8 +217,8 @@ def _check_count(replicas: int | None, urls: Sequence[str], world: int) -> None:
         )
 
 
-def launch_plan(config: RLConfig, *, number: int, threads: int) -> LaunchPlan:
-    """Return the launch plan of replica ``number`` on this machine, with this number of threads."""
+def launch_plan(config: RLConfig, *, number: int, threads: int, devices: tuple[str, ...] = ()) -> LaunchPlan:
+    """Return the launch plan of replica ``number`` on this machine, with this number of threads, on these GPUs."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     folder = Path(config.trainer.default_local_dir) / LOGS
     return LaunchPlan(
@@ -193,6 +233,8 @@ def launch_plan(config: RLConfig, *, number: int, threads: int) -> LaunchPlan:
         options=engine_options(rollout),
         cpus=cores_of(number, threads),
         lora=adapter_shape(config),
+        sleeps=RunSpec(config).engines_take_turns and rollout.free_cache_engine is not False,
+        devices=devices,
         log=folder / f"{rollout.name}-{os.getpid()}-{number}.log",
         start_seconds=rollout.engine_start_seconds,
     )

@@ -149,10 +149,10 @@ class HuggingFaceEngine:
         elif self._aborted is not None:
             self._aborted.update(request_ids)
 
-    async def sleep(self) -> None:
-        """Do nothing: there is no cache between requests."""
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Do nothing: there is no cache between requests, and the weights are the trainer's."""
 
-    async def wake(self) -> None:
+    async def wake(self, *, cache: bool = True) -> None:
         """Do nothing."""
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:

@@ -27,16 +27,43 @@ def engine_options(rollout: RolloutConfig) -> dict[str, Any]:
             fix=f"actor_rollout_ref.rollout.engine_kwargs={{{rollout.name}: {{...}}}}",
             where="actor_rollout_ref.rollout.engine_kwargs",
         )
-    tensor, expert = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
-    if expert not in (1, tensor):
+    _check_sizes(rollout)
+    devices, expert = rollout.devices_per_engine, rollout.expert_parallel_size
+    if expert not in (1, devices):
         raise ConfigError(
-            f"rollout.expert_parallel_size={expert}, but rollout.tensor_model_parallel_size={tensor}",
-            why="engines divide experts over the same processes as the model",
-            fix=f"actor_rollout_ref.rollout.expert_parallel_size={tensor}, or tensor_model_parallel_size={expert}",
+            f"rollout.expert_parallel_size={expert}, but an engine has rollout.tensor_model_parallel_size="
+            f"{rollout.tensor_model_parallel_size} x data_parallel_size={rollout.data_parallel_size} processes",
+            why="engines divide experts over the same processes as the rest of the model",
+            fix=f"actor_rollout_ref.rollout.expert_parallel_size={devices}, or 1",
             where="actor_rollout_ref.rollout.expert_parallel_size",
         )
     user_options = rollout.engine_kwargs.get(rollout.name) or {}
     return _merge(_OPTIONS[rollout.name](rollout), user_options)
+
+
+_SIZES = {
+    "tensor_model_parallel_size": ("tensor_parallel_size", "tp_size"),
+    "data_parallel_size": ("data_parallel_size", "dp_size"),
+    "expert_parallel_size": ("enable_expert_parallel", "ep_size", "moe_expert_parallel_size"),
+}
+"""Keys of ``rollout`` that decide how many devices an engine takes, with the engines' names for them."""
+
+
+def _check_sizes(rollout: RolloutConfig) -> None:
+    """Check that ``engine_kwargs`` change no parallel size.
+
+    Raises:
+        ConfigError: they do.
+    """
+    for key, names in _SIZES.items():
+        for name in set(names) & set(rollout.engine_kwargs.get(rollout.name) or {}):
+            where = f"actor_rollout_ref.rollout.engine_kwargs.{rollout.name}.{name}"
+            raise ConfigError(
+                f"{where} is set, but rollout.{key}={getattr(rollout, key)} says how an engine is divided",
+                why="the devices of an engine are reserved by that key",
+                fix=f"actor_rollout_ref.rollout.{key}={rollout.engine_kwargs[rollout.name][name]}, and remove {where}",
+                where=where,
+            )
 
 
 def _merge(options: dict[str, Any], user_options: dict[str, Any]) -> dict[str, Any]:
@@ -55,6 +82,7 @@ def _without_none(**options: Any) -> dict[str, Any]:
 def _vllm(rollout: RolloutConfig) -> dict[str, Any]:
     return _without_none(
         tensor_parallel_size=rollout.tensor_model_parallel_size,
+        data_parallel_size=None if rollout.data_parallel_size == 1 else rollout.data_parallel_size,
         enable_expert_parallel=rollout.expert_parallel_size > 1 or None,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enable_prefix_caching=rollout.enable_prefix_caching,
@@ -67,8 +95,12 @@ def _vllm(rollout: RolloutConfig) -> dict[str, Any]:
 def _sglang(rollout: RolloutConfig) -> dict[str, Any]:
     """Return SGLang's arguments; -1 as the size of prefill chunks disables chunking."""
     chunk_size = rollout.max_num_batched_tokens if rollout.enable_chunked_prefill in (None, True) else -1
+    copies, shares_experts = rollout.data_parallel_size, rollout.expert_parallel_size > 1
     return _without_none(
-        tp_size=rollout.tensor_model_parallel_size,
+        # with shared experts, the copies divide only the attention of one tensor-parallel model
+        tp_size=rollout.devices_per_engine if shares_experts else rollout.tensor_model_parallel_size,
+        dp_size=copies if copies > 1 else None,
+        enable_dp_attention=True if copies > 1 and shares_experts else None,
         ep_size=rollout.expert_parallel_size if rollout.expert_parallel_size > 1 else None,
         mem_fraction_static=rollout.gpu_memory_utilization,
         disable_radix_cache=not rollout.enable_prefix_caching,
@@ -79,7 +111,18 @@ def _sglang(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _trtllm(rollout: RolloutConfig) -> dict[str, Any]:
-    """Return TensorRT-LLM's arguments; its memory fraction counts free memory, and a null disables CUDA graphs."""
+    """Return TensorRT-LLM's arguments; its memory fraction counts free memory, and a null disables CUDA graphs.
+
+    Raises:
+        ConfigError: an engine with several copies of the model.
+    """
+    if rollout.data_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.data_parallel_size={rollout.data_parallel_size}, but TensorRT-LLM has one copy of the model",
+            why="its engine distributes requests over no copies",
+            fix="actor_rollout_ref.rollout.data_parallel_size=1, and more replicas: rollout.num_replicas",
+            where="actor_rollout_ref.rollout.data_parallel_size",
+        )
     return {
         **_without_none(
             tensor_parallel_size=rollout.tensor_model_parallel_size,

@@ -195,12 +195,17 @@ class Engine(Protocol):
         """End the given requests (all when None) with the tokens sampled so far, as ``StopReason.ABORTED``."""
         ...
 
-    async def sleep(self) -> None:
-        """Free cache memory."""
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the engine's memory until :meth:`wake`: the KV cache, and on a GPU the weights. Running requests end as aborted.
+
+        Args:
+            keep_weights: keep the weights in host memory. Otherwise they are dropped, and all weights must be loaded between
+                ``wake(cache=False)`` and the next request. An engine that shares the trainer's parameters keeps them.
+        """
         ...
 
-    async def wake(self) -> None:
-        """Undo :meth:`sleep`."""
+    async def wake(self, *, cache: bool = True) -> None:
+        """Take the memory of the weights back, and with ``cache`` that of the KV cache too, after which requests are served."""
         ...
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:

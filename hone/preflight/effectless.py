@@ -134,6 +134,9 @@ def _engine_switches(config: RLConfig) -> list[Switch]:
     elif rollout.name not in SERVED:
         reason, switch_on = f"engine '{rollout.name}' has no such key", f"{block}.name=vllm"
     every_engine = {"num_replicas", "server_pool", "engine_url", "engine_start_seconds", "checkpoint_engine"}
+    every_engine |= {"devices", "free_cache_engine"}
+    local = config.trainer.runtime == "local"
+    turns = RunSpec(config).engines_take_turns
     external = set(EngineConfig.__dataclass_fields__) - set(OwnPoolConfig.__dataclass_fields__) - every_engine
     pool = [key.path for key in documentation(RLConfig) if key.path.startswith(f"{block}.server_pool.")]
     return [
@@ -141,6 +144,18 @@ def _engine_switches(config: RLConfig) -> list[Switch]:
             tuple(f"{block}.{key}" for key in sorted(external)), started and rollout.name in SERVED, reason, switch_on
         ),
         Switch((f"{block}.engine_start_seconds",), started, reason, switch_on),
+        Switch(
+            (f"{block}.devices",),
+            started and local,
+            reason if local else "on Ray every engine has the GPUs of its workers",
+            f"{block}.devices=[]",
+        ),
+        Switch(
+            (f"{block}.free_cache_engine",),
+            turns and rollout.engine_url is None,
+            reason if turns else "engines generate while the policy trains, or have GPUs of their own",
+            f"{block}.free_cache_engine=null",
+        ),
         Switch(
             (f"{block}.engine_url", f"{block}.checkpoint_engine.backend", f"{block}.checkpoint_engine.delta", *pool),
             is_served(rollout),

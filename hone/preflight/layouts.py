@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from hone.config.derived import RunSpec
+from hone.config.derived import RunSpec, check_engines
 from hone.config.parallel_layout import Layout
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError, ModelError
@@ -16,6 +16,7 @@ from hone.preflight.rules import Finding, error, rule
 from hone.training.backends.registry import BACKENDS, backend_of
 
 _ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -98,6 +99,33 @@ def experts_divide(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
             f"expert_parallel_size={size} does not divide the model's {experts} experts",
             why="every rank holds the same number of whole experts",
             fix=f"{key}=<one of {_divisors(experts)}>",
+            where=key,
+        )
+
+
+@rule("R79", RLConfig)
+def engines_fit_devices(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """The workers of a node divide into whole engines, and the model's heads over the processes of an engine."""
+    try:
+        check_engines(config)
+    except ConfigError as problem:
+        yield Finding(problem, stops=True)
+    rollout, model, key = config.actor_rollout_ref.rollout, evidence.model_settings, f"{_ROLLOUT}.devices"
+    if rollout.devices and len(rollout.devices) % rollout.devices_per_engine:
+        yield error(
+            f"rollout.devices has {len(rollout.devices)} GPUs, and an engine takes {rollout.devices_per_engine}",
+            why="the last GPUs would belong to no engine",
+            fix=f"{key}=<a multiple of {rollout.devices_per_engine} GPUs>",
+            where=key,
+        )
+    heads = model.get("num_attention_heads") if model else None
+    if heads and heads % rollout.tensor_model_parallel_size:
+        key = f"{_ROLLOUT}.tensor_model_parallel_size"
+        yield error(
+            f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not divide the model's {heads} "
+            "attention heads",
+            why="every process of an engine computes whole heads",
+            fix=f"{key}=<one of {_divisors(heads)}>",
             where=key,
         )
 

@@ -2,8 +2,8 @@
 
 A step is a list of stages; this is the complete algorithm (``*`` marks optional stages):
 
-    generate -> score -> greedy baseline* -> old log-probs* -> rollout correction* -> reference log-probs* -> values*
-             -> KL in reward* -> advantages -> update critic* -> update actor -> publish weights -> validate* -> log
+    generate -> score -> greedy baseline* -> engines sleep* -> old log-probs* -> rollout correction* -> reference log-probs*
+             -> values* -> KL in reward* -> advantages -> update critic* -> update actor -> publish weights -> validate* -> log
              -> checkpoint*
 
 Estimators, losses, rewards and engines come from registries: adding one never edits this file. In asynchronous
@@ -215,6 +215,7 @@ class RLTrainer:
             Stage("gen", self.generate, adds=SAMPLED),
             Stage("reward", self.score, needs=("response_ids",), adds=SCORED),
             Stage("gen_max", self.greedy_baseline, adds=("reward_baselines",), when=greedy),
+            Stage("sleep", self.weight_sync.free_engines, when=self.weight_sync.sleeps),
             *before_update,
             Stage("ref", self.reference_log_probs, adds=("ref_log_probs",), when=self.reference is not None),
             Stage("values", self.values, adds=("values",), when=self.critic is not None),

@@ -378,12 +378,37 @@ def test_after_sleep_and_wake_the_answers_are_the_same(subject):
     before = serve(subject.engine, asked)
 
     async def sleep():
-        await subject.engine.sleep()
-        await subject.engine.wake()
+        await _sleep_and_wake(subject.engine)
         return await collect(subject.engine, asked)
 
     after = asyncio.run(sleep())
     assert {key: got.token_ids for key, got in after.items()} == {key: got.token_ids for key, got in before.items()}
+
+
+def test_dropped_weights_come_back_with_the_next_version_only(subject, models):
+    """As in a step of training: the engine sleeps during the update, and takes its cache back after the new weights."""
+    if subject.kind == "hf":  # it has no weights of its own
+        return
+    _, new, _ = models["tied"]
+    asked = requests(GREEDY, 3, shortest=40)
+    serve(subject.engine, asked)
+
+    async def step():
+        engine = subject.engine
+        await engine.sleep(keep_weights=False)
+        await engine.pause()
+        await engine.wake(cache=False)
+        with pytest.raises(GenerationError):
+            await collect(engine, asked[:1])
+        await subject.take(new, 2)
+        await engine.wake()
+        await engine.resume()
+        await engine.wake()  # an engine that is awake stays so
+        return await collect(engine, asked)
+
+    for name, answer in asyncio.run(step()).items():
+        assert_greedy(new, next(one for one in asked if one.request_id == name), answer)
+        assert answer.weight_versions == (2, 2)
 
 
 def test_a_thousand_concurrent_callers_get_their_answers(subject):
@@ -626,6 +651,33 @@ def test_a_model_divided_over_two_processes_takes_new_weights(kind, which, model
             asyncio.run(subject.engine.load_weights(list(old.named_parameters())[:-1], 2))
     finally:
         subject.engine.close()
+
+
+def test_two_copies_in_one_engine_take_new_weights_and_share_the_requests(kind, models, tmp_path):
+    if kind != "vllm":
+        return
+    old, new, path = models["tied"]
+    subject = start(kind, path, tmp_path / "copies.log", data_parallel_size=2)
+    try:
+        asked = requests(GREEDY, 6)
+        before = serve(subject.engine, asked)
+        asyncio.run(subject.take(new, 1))
+        after = serve(subject.engine, asked)
+        for one in asked:
+            assert_greedy(old, one, before[one.request_id])
+            assert_greedy(new, one, after[one.request_id])
+        asyncio.run(_sleep_and_wake(subject.engine))
+        again = serve(subject.engine, asked)
+        assert {name: answer.token_ids for name, answer in again.items()} == {
+            name: answer.token_ids for name, answer in after.items()
+        }
+    finally:
+        subject.engine.close()
+
+
+async def _sleep_and_wake(engine):
+    await engine.sleep()
+    await engine.wake()
 
 
 def test_drafted_tokens_are_the_policys_and_have_both_log_probs(kind, models, tmp_path):

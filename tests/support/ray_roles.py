@@ -76,6 +76,21 @@ class Prober:
         """Process and an environment variable."""
         return os.getpid(), os.environ.get(name)
 
+    @dispatch(Split.ALL, Collect.EACH)
+    def engine(self) -> tuple[int, tuple[str, ...] | None]:
+        """The worker's rank, and the GPUs of the engine that it would start."""
+        return self.context.rank, self.context.engine_devices
+
+    @dispatch(Split.ALL, Collect.EACH, lenders=True)
+    def gathered(self) -> tuple[int, tuple[str, ...] | None]:
+        """The same of the workers that lend their device, too."""
+        return self.engine()
+
+    @dispatch(Split.ONE)
+    def rank(self) -> int:
+        """The worker's rank."""
+        return self.context.rank
+
     @dispatch(Split.ALL, Collect.REMOTE)
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         """Something to be kept out there."""

@@ -81,7 +81,7 @@ class WorkerGroup:
     ) -> None:
         self._role, self._hosts, self._pool, self._balance = role, list(hosts), pool, balance
         self._failures, self._cost = failures, cost
-        self._layout = Layout(len(hosts), dp_shard=len(hosts)) if role.replicated else layout
+        self._layout = _in_groups(len(hosts), role.group) if role.replicated else layout
         self.dp_size = self._layout.dp_size
 
     def __getattr__(self, method: str) -> Callable[..., RayAnswer]:
@@ -110,23 +110,24 @@ class WorkerGroup:
     # going out -------------------------------------------------------------------------------------------------------
 
     def _ask(self, spec: Dispatch, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> RayAnswer:
-        partition, info, first = None, _rows_of(args), 0
+        partition, info, ranks = None, _rows_of(args), self._called(spec)
         if spec.split is Split.ROWS:
-            partition, arguments = self._split(spec, args, kwargs)
+            partition, arguments = self._split(spec, ranks, args, kwargs)
         elif spec.split is Split.RANKS:
-            arguments = [([a[rank] for a in args], {n: a[rank] for n, a in kwargs.items()}) for rank in self._ranks]
+            arguments = [([a[rank] for a in args], {n: a[rank] for n, a in kwargs.items()}) for rank in ranks]
         elif spec.split is Split.ONE:
-            first, arguments = args[0], [([_whole(argument, spec) for argument in args[1:]], kwargs)]
+            ranks = [self._layout.ranks_of(args[0])[0]]
+            arguments = [([_whole(argument, spec) for argument in args[1:]], kwargs)]
         else:
             shared = [_whole(argument, spec) for argument in args]
-            arguments = [(shared, kwargs)] * (1 if spec.split is Split.ZERO else len(self._hosts))
+            arguments = [(shared, kwargs)] * len(ranks)
         pending = [
-            PendingCall(f"{self._pool}[{rank}]", host.call.remote(self._role.name, method, sent, named))
-            for rank, (host, (sent, named)) in enumerate(zip(self._hosts[first:], arguments, strict=False), first)
+            PendingCall(f"{self._pool}[{rank}]", self._hosts[rank].call.remote(self._role.name, method, sent, named))
+            for rank, (sent, named) in zip(ranks, arguments, strict=True)
         ]
 
         def finish(values: list[Any]) -> Any:
-            return self._collect(spec, values, partition, info)
+            return self._collect(spec, dict(zip(ranks, values, strict=True)), partition, info)
 
         def balance() -> dict[str, float]:
             if partition is None or info is None or self.dp_size == 1:
@@ -135,12 +136,17 @@ class WorkerGroup:
 
         return RayAnswer(pending, finish, f"{self._role.name}.{method}", self._pool, self._failures, balance)
 
-    @property
-    def _ranks(self) -> range:
-        return range(len(self._hosts))
+    def _called(self, spec: Dispatch) -> list[int]:
+        """Return the ranks that a call goes to, unless it names one."""
+        if spec.split is Split.ZERO:
+            return [0]
+        ranks = range(len(self._hosts))
+        return [rank for rank in ranks if spec.lenders or self._role.group == 1 or self._layout.leads(rank)]
 
-    def _split(self, spec: Dispatch, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Partition, list[Any]]:
-        """Return the partition, and the arguments of every rank."""
+    def _split(
+        self, spec: Dispatch, ranks: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Partition, list[Any]]:
+        """Return the partition, and the arguments of these ranks."""
         first, *others = args
         if isinstance(first, RemoteBatch):
             groups = next((argument for argument in others if isinstance(argument, RowGroups)), None)
@@ -151,16 +157,20 @@ class WorkerGroup:
             parts = [[first[row] for row in rows.tolist()] for rows in partition.rows]
         local = [partition.local(a) if isinstance(a, RowGroups) else [a] * self.dp_size for a in others]
         of_rank = [[part, *(a[rank] for a in local)] for rank, part in enumerate(parts)]
-        return partition, [(of_rank[self._layout.dp_rank(rank)], kwargs) for rank in self._ranks]
+        return partition, [(of_rank[self._layout.dp_rank(rank)], kwargs) for rank in ranks]
 
     # coming back -----------------------------------------------------------------------------------------------------
 
-    def _collect(self, spec: Dispatch, values: list[Any], partition: Partition | None, info: RowInfo | None) -> Any:
+    def _collect(
+        self, spec: Dispatch, values: dict[int, Any], partition: Partition | None, info: RowInfo | None
+    ) -> Any:
+        """Combine the results, by rank."""
         if spec.collect is Collect.EACH:
-            return values
+            return list(values.values())
         if spec.collect in (Collect.FIRST, Collect.REMOTE):
-            return _batch([values[0]], info) if isinstance(values[0], Stored) else values[0]
-        heads = [value for rank, value in enumerate(values) if self._layout.leads(rank)]
+            first = next(iter(values.values()))
+            return _batch([first], info) if isinstance(first, Stored) else first
+        heads = [value for rank, value in values.items() if self._layout.leads(rank)]
         if not isinstance(spec.collect, Collect):
             return spec.collect(heads)
         if isinstance(heads[0], Stored):
@@ -168,6 +178,11 @@ class WorkerGroup:
         assert partition is not None
         rank, place = partition.sources
         return [heads[r][p] for r, p in zip(rank.tolist(), place.tolist(), strict=True)]
+
+
+def _in_groups(world: int, group: int) -> Layout:
+    """Return the layout of processes that work on their rows in groups; a group acts like ranks that share every matrix."""
+    return Layout(world, dp_shard=world // group, tensor=group)
 
 
 def _rows_of(args: Sequence[Any]) -> RowInfo | None:

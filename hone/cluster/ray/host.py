@@ -56,6 +56,7 @@ class WorkerPlace:
         modules: import paths of the driver.
         run: run directory.
         objects: functions and classes of the driver's user, which the configuration names.
+        engine_devices: see :class:`~hone.cluster.context.WorkerContext`.
     """
 
     pool: str
@@ -69,6 +70,22 @@ class WorkerPlace:
     modules: Sequence[str]
     run: str
     objects: Sequence[UserObject]
+    engine_devices: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What a process says of itself before it begins.
+
+    Attributes:
+        versions: of the compared packages.
+        address: free address on its machine.
+        gpus: GPUs that Ray gave it, as in CUDA_VISIBLE_DEVICES.
+    """
+
+    versions: dict[str, str]
+    address: str
+    gpus: tuple[str, ...]
 
 
 def versions() -> dict[str, str]:
@@ -91,12 +108,13 @@ class WorkerHost:
 
     # beginning -------------------------------------------------------------------------------------------------------
 
-    async def facts(self) -> tuple[dict[str, str], str]:
-        """Return versions, and a free address on this machine."""
+    async def facts(self) -> WorkerFacts:
+        """Return versions, a free address on this machine, and the GPUs that Ray gave the process."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        return versions(), f"{ray.util.get_node_ip_address()}:{port}"
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return WorkerFacts(versions(), f"{ray.util.get_node_ip_address()}:{port}", tuple(gpus))
 
     async def begin(self, place: WorkerPlace, config: RLConfig, total_steps: int, resume: str | None) -> int:
         """Set directory, threads, device and process groups of the worker. Returns the process id."""
@@ -136,6 +154,7 @@ class WorkerHost:
             world=place.world,
             total_steps=total_steps,
             resume=resume,
+            engine_devices=place.engine_devices,
         )
         return os.getpid()
 

@@ -21,7 +21,7 @@ from hone.cluster.ray.connection import Connection, capacity, connect
 from hone.cluster.ray.failures import Failures, PendingCall
 from hone.cluster.ray.group import WorkerGroup
 from hone.cluster.ray.host import WorkerHost, WorkerPlace, versions
-from hone.config.derived import Pool, check_layouts
+from hone.config.derived import Pool, check_engines, check_layouts
 from hone.config.tree import RLConfig
 from hone.data.balance import CostModel
 from hone.errors import ConfigError, ProcessError
@@ -92,6 +92,7 @@ class RayRuntime:
         self._objects = [entry.sent() for entry in objects_in_use()]
         pools = place(config, self._roles)
         check_layouts(pools)
+        check_engines(config)
         self._device = "CPU" if config.trainer.device == "cpu" else "GPU"
         self._connection: Connection = connect(config.ray, workers=sum(pool.world for pool in pools))
         try:
@@ -264,8 +265,9 @@ class RayRuntime:
     def _begin(self, placed: PlacedPool) -> None:
         pool, driver_versions, limit = placed.pool, versions(), self._config.ray.start_timeout
         facts = self._failures.answers(placed.call("facts"), limit)
-        for rank, (worker_versions, _) in enumerate(facts):
-            check_versions(driver_versions, worker_versions, placed.name(rank))
+        for rank, worker in enumerate(facts):
+            check_versions(driver_versions, worker.versions, placed.name(rank))
+        devices = self._engine_devices(pool, [worker.gpus for worker in facts])
         places = [
             WorkerPlace(
                 pool=pool.name,
@@ -273,12 +275,13 @@ class RayRuntime:
                 world=pool.world,
                 layout=pool.layout,
                 shares_models=pool.divided,
-                meeting=facts[0][1],
+                meeting=facts[0].address,
                 threads=self._threads(pool),
                 directory=str(Path.cwd()),
                 modules=[entry for entry in sys.path if entry] + [str(Path.cwd())],
                 run=str(self._run),
                 objects=self._objects,
+                engine_devices=devices[rank],
             )
             for rank in range(pool.world)
         ]
@@ -287,6 +290,34 @@ class RayRuntime:
             for rank, (host, place) in enumerate(zip(placed.hosts, places, strict=True))
         ]
         placed.pids = self._failures.answers(begun, limit)
+
+    def _engine_devices(self, pool: Pool, gpus: Sequence[tuple[str, ...]]) -> list[tuple[str, ...] | None]:
+        """Return the GPUs of the engine that each worker starts: those of its group for the first of a group, none for the others.
+
+        Args:
+            pool: of the workers.
+            gpus: that Ray gave to each worker; empty on CPUs.
+
+        Raises:
+            ConfigError: workers of a group share a GPU.
+        """
+        size = next((role.group for role in self._roles if role.name == "rollout" and role.name in pool.roles), 1)
+        if size == 1:
+            return [None] * pool.world
+        devices: list[tuple[str, ...] | None] = []
+        for rank in range(pool.world):
+            first = rank // size * size
+            group = tuple(gpu for worker in gpus[first : first + size] for gpu in worker)
+            if len(set(group)) < len(group):
+                raise ConfigError(
+                    f"{size} workers of an engine have the GPUs {', '.join(group)}, some of them twice",
+                    why="the processes of an engine need a GPU each",
+                    fix="ray.device_fraction=1",
+                    where="ray.device_fraction",
+                    code="R79",
+                )
+            devices.append(group if rank == first else ())
+        return devices
 
     def _build(self, role: RoleSpec, placed: PlacedPool) -> None:
         self._failures.answers(placed.call("build", role))

@@ -65,6 +65,7 @@ class NativeEngine:
         self._entering: list[Job] = []
         self._arrived: set[str] = set()
         self._incomplete: int | None = None
+        self._dropped: list[tuple[nn.Parameter, torch.Size]] = []
         self._paused = False
         self._resumed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -137,13 +138,23 @@ class NativeEngine:
             job.aborted = job.aborted or wanted is None or job.request.request_id in wanted
         self._remove_aborted()
 
-    async def sleep(self) -> None:
-        """Free the cache; running requests end as aborted."""
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the cache; running requests end as aborted. Without ``keep_weights`` a copy of the weights is dropped."""
         await self.abort()
+        self._runner.release()
         self._runner.sleep()
+        if keep_weights or self.shares_weights:
+            return
+        for parameter in self.model.parameters():
+            self._dropped.append((parameter, parameter.shape))
+            parameter.data = parameter.data.new_empty(0)
+        self._incomplete = self._runner.version
 
-    async def wake(self) -> None:
-        """Do nothing: the cache grows again when it is needed."""
+    async def wake(self, *, cache: bool = True) -> None:
+        """Take the memory of dropped weights back; they must be loaded before the next request. The cache grows when it is needed."""
+        for parameter, shape in self._dropped:
+            parameter.data = parameter.data.new_empty(shape)
+        self._dropped = []
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
         """Drop the session KV caches of these episodes."""

@@ -297,13 +297,13 @@ class EnginePool:
         self._waiting = kept
         await self._all(lambda engine: engine.abort(request_ids))
 
-    async def sleep(self) -> None:
-        """Free cache memory in all replicas."""
-        await self._all(lambda engine: engine.sleep())
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the memory of all replicas."""
+        await self._all(lambda engine: engine.sleep(keep_weights=keep_weights))
 
-    async def wake(self) -> None:
-        """Undo :meth:`sleep`."""
-        await self._all(lambda engine: engine.wake())
+    async def wake(self, *, cache: bool = True) -> None:
+        """Undo :meth:`sleep`, without ``cache`` only for the weights."""
+        await self._all(lambda engine: engine.wake(cache=cache))
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
         """Drop the state of ended episodes."""

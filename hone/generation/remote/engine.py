@@ -169,13 +169,13 @@ class ServedEngine:
         keys = [key for key, name in self._under_way.items() if wanted is None or name in wanted]
         await self._ask("abort", requests=keys)
 
-    async def sleep(self) -> None:
-        """Drop the cache; running requests end as aborted."""
-        await self._ask("sleep")
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Free the engine's memory; running requests end as aborted."""
+        await self._ask("sleep", keep_weights=keep_weights)
 
-    async def wake(self) -> None:
-        """Undo :meth:`sleep`."""
-        await self._ask("wake")
+    async def wake(self, *, cache: bool = True) -> None:
+        """Undo :meth:`sleep`, without ``cache`` only for the weights."""
+        await self._ask("wake", cache=cache)
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
         """Do nothing: the engine caches prefixes by their tokens, and drops the oldest by itself."""

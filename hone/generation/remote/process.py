@@ -45,6 +45,8 @@ class LaunchPlan:
         options: further arguments of the engine, by its names.
         cpus: CPU cores of the process; empty means all of Hone's.
         lora: rank and scale (``r``, ``lora_alpha``) of the adapter, if weight syncs send only an adapter.
+        sleeps: whether the engine frees its memory between generations (``sleep``).
+        devices: GPUs of the process, as in CUDA_VISIBLE_DEVICES; empty means all of Hone's.
         host: address to listen on.
         port: to listen on; 0 for any free one.
         log: file for the output.
@@ -62,6 +64,8 @@ class LaunchPlan:
     options: dict[str, Any] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
     lora: dict[str, float] | None = None
+    sleeps: bool = False
+    devices: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
     log: Path = Path(os.devnull)
@@ -69,7 +73,8 @@ class LaunchPlan:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that are sent to the process."""
-        return {name: value for name, value in asdict(self).items() if name not in ("python", "log", "start_seconds")}
+        outside = ("python", "devices", "log", "start_seconds")
+        return {name: value for name, value in asdict(self).items() if name not in outside}
 
 
 class EngineProcess:
@@ -148,6 +153,8 @@ class EngineProcess:
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
         }
+        if plan.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(plan.devices)
         with plan.log.open("ab") as log:
             try:
                 popen = subprocess.Popen(

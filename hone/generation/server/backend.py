@@ -23,6 +23,7 @@ class BackendSettings:
     options: dict[str, Any] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
     lora: dict[str, float] | None = None
+    sleeps: bool = False
 
 
 class Backend(Protocol):
@@ -65,8 +66,12 @@ class Backend(Protocol):
         """
         ...
 
-    async def sleep(self) -> None:
-        """Drop the cache."""
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Free memory until :meth:`wake`: the cache, and on a GPU the weights, with ``keep_weights`` into host memory. No request runs."""
+        ...
+
+    async def wake(self, *, cache: bool) -> None:
+        """Take the memory of the weights back, and with ``cache`` that of the cache too. An engine that is awake stays so."""
         ...
 
     def stats(self) -> dict[str, Any]:

@@ -71,9 +71,13 @@ class NativeBackend:
         """Check that all weights have arrived."""
         await self._engine.load_weights([], self._version)
 
-    async def sleep(self) -> None:
-        """Free the cache."""
-        await self._engine.sleep()
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Free the cache, and drop the weights or leave them in their place."""
+        await self._engine.sleep(keep_weights=keep_weights)
+
+    async def wake(self, *, cache: bool) -> None:
+        """Take the memory of dropped weights back."""
+        await self._engine.wake(cache=cache)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since start."""

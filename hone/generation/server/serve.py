@@ -184,11 +184,14 @@ class EngineServer:
         return await asyncio.to_thread(self._mirror.apply, chunk, entries)
 
     async def _sleep(self, message: Message, names: dict[str, str]) -> None:
+        """Put the engine to sleep. If its weights are dropped, the version is incomplete until all of them are loaded."""
         await self._backend.abort(list(names.values()))
-        await self._backend.sleep()
+        await self._backend.sleep(keep_weights=message["keep_weights"])
+        if not message["keep_weights"]:
+            self._incomplete, self._broken = self._version, True
 
     async def _wake(self, message: Message, names: dict[str, str]) -> None:
-        """Do nothing: engines keep their weights during sleep, and fill their cache again by themselves."""
+        await self._backend.wake(cache=message["cache"])
 
     async def _describe(self, message: Message, names: dict[str, str]) -> Message:
         return self.description()

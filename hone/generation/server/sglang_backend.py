@@ -28,9 +28,8 @@ _OWNED = {
     "sampling_backend": "Hone's sampler is used, which has seeds and reports both log-probs",
     "sampling_defaults": "the run's configuration sets the sampling parameters",
     "skip_tokenizer_init": "stop strings need the tokenizer",
-    "dp_size": "rollout.num_replicas sets the number of copies of the model",
     "enable_lora": "adapters are merged into the weights",
-    "enable_memory_saver": "weights are kept during sleep",
+    "enable_memory_saver": "rollout.free_cache_engine sets it",
 }
 _CPU_CACHE_TOKENS = 65536
 """Default capacity of the cache on a CPU."""
@@ -61,6 +60,7 @@ class SglangBackend:
             "version": sglang.__version__,
         }
         self._rpc_lock = asyncio.Lock()
+        self._frees_memory, self._asleep = settings.sleeps and not self._on_cpu, list[str]()
         self._engine = self._start(self._options(settings))
         self._manager = self._engine.tokenizer_manager
         self._manager.auto_create_handle_loop()
@@ -83,6 +83,8 @@ class SglangBackend:
         }
         if self.max_cache_tokens is not None:
             options["max_total_tokens"] = self.max_cache_tokens + _RESERVED
+        if settings.sleeps and not self._on_cpu:
+            options["enable_memory_saver"] = True
         if self._on_cpu:
             options |= {
                 "device": "cpu",
@@ -156,8 +158,21 @@ class SglangBackend:
         """Resume decoding."""
         await self._all("hone_resume")
 
-    async def sleep(self) -> None:
-        """Drop cached prefixes after the running computation has ended."""
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Drop cached prefixes after the running computation has ended; on a GPU free the cache, and weights that are not kept."""
+        await self._forget()
+        if self._frees_memory:
+            self._asleep = ["kv_cache"] if keep_weights else ["kv_cache", "weights"]
+            await self._all("hone_release", tags=",".join(self._asleep))
+
+    async def wake(self, *, cache: bool) -> None:
+        """Take the memory back."""
+        tags = [tag for tag in self._asleep if cache or tag == "weights"]
+        if tags:
+            await self._all("hone_reclaim", tags=",".join(tags))
+        self._asleep = [tag for tag in self._asleep if tag not in tags]
+
+    async def _forget(self) -> None:
         deadline = time.monotonic() + _FORGET_SECONDS
         while True:
             try:

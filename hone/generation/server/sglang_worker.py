@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.io_struct import AbortReq, ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -111,6 +117,14 @@ class HoneScheduler(Scheduler):
         self._hone_expects = False
         if self._hone_continues:
             self.hone_resume()
+
+    def hone_release(self, tags: str) -> None:
+        """Free memory, named by SGLang's tags with commas between them; no request runs."""
+        self.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags.split(",")))
+
+    def hone_reclaim(self, tags: str) -> None:
+        """Take memory back, named as for :meth:`hone_release`."""
+        self.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags.split(",")))
 
     def hone_forget(self) -> None:
         """Drop cached prefixes.

@@ -260,9 +260,12 @@ class TrtllmBackend:
         async with self._changed:
             self._changed.notify_all()
 
-    async def sleep(self) -> None:
-        """Drop cached prefixes. TensorRT-LLM keeps the memory of the cache."""
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Drop cached prefixes. TensorRT-LLM keeps its memory."""
         await self._engine.collective_rpc("reset_prefix_cache")
+
+    async def wake(self, *, cache: bool) -> None:
+        """Do nothing: no memory was freed."""
 
     def _serves(self) -> bool:
         return not (self._paused or self._expects)

@@ -23,8 +23,7 @@ _OWNED = {
     "logprobs_mode": "both log-probs are reported, of the policy and of the distribution sampled from",
     "worker_extension_cls": "Hone's worker extension loads new weights",
     "generation_config": "the run's configuration sets the sampling parameters",
-    "data_parallel_size": "rollout.num_replicas sets the number of copies of the model",
-    "enable_sleep_mode": "weights are kept during sleep",
+    "enable_sleep_mode": "rollout.free_cache_engine sets it",
 }
 _COUNTERS = ("requests", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions")
 _DRAFTS = {"method": "ngram", "rejection_sample_method": "standard"}
@@ -56,6 +55,7 @@ class VllmBackend:
         blocks = cache.num_gpu_blocks
         self.max_cache_tokens: int | None = blocks * cache.block_size if blocks else None
         self._prepared = False
+        self._asleep: set[str] = set()
 
     def _options(self, settings: BackendSettings) -> dict[str, Any]:
         """Return the arguments of the engine: Hone's, overridden by the user's."""
@@ -84,13 +84,15 @@ class VllmBackend:
         if self._on_cpu:
             options |= {"block_size": _CPU_BLOCK, "enforce_eager": True}
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(self._cache_bytes(settings) / 2**30))
-            workers = settings.options.get("tensor_parallel_size", 1)
+            workers = settings.options.get("tensor_parallel_size", 1) * settings.options.get("data_parallel_size", 1)
             if workers == 1:  # the worker runs in the process of the engine's core, which saves a process
                 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             if settings.cpus or workers > 1:
                 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = binding(settings.cpus, workers)
-        elif settings.max_cache_tokens is not None:
-            options["kv_cache_memory_bytes"] = self._cache_bytes(settings)
+        else:
+            options["enable_sleep_mode"] = settings.sleeps
+            if settings.max_cache_tokens is not None:
+                options["kv_cache_memory_bytes"] = self._cache_bytes(settings)
         return {**options, **settings.options}
 
     def _cache_bytes(self, settings: BackendSettings) -> int:
@@ -187,9 +189,17 @@ class VllmBackend:
         """Resume decoding."""
         await self._engine.resume_generation()
 
-    async def sleep(self) -> None:
-        """Drop cached prefixes. vLLM keeps the memory of the cache: its sleep mode needs a GPU, and was never run."""
-        await self._engine.reset_prefix_cache()
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Free memory: at level 1 weights move to host memory, at level 2 they are dropped. On a CPU vLLM only stops scheduling."""
+        await self._engine.sleep(level=1 if keep_weights else 2)
+        self._asleep = {"weights", "kv_cache"}
+
+    async def wake(self, *, cache: bool) -> None:
+        """Take memory back. Requests are scheduled once all of it is back."""
+        tags = self._asleep if cache else self._asleep & {"weights"}
+        if tags:  # memory that is awake must not be mapped again
+            await self._engine.wake_up(sorted(tags))
+        self._asleep = self._asleep - tags
 
     # weights ---------------------------------------------------------------------------------------------------------
 

@@ -326,6 +326,14 @@ PROCESSES = [
         given=f"{RAY} trainer.n_gpus_per_node=4",
     ),
     Case(
+        "R79 layouts.engines_fit_devices",
+        f"{ROLLOUT}.name=vllm {ROLLOUT}.tensor_model_parallel_size=3",
+        ("3 tensor", "4 rollout workers"),
+        advice="tensor_model_parallel_size=<one of 1, 2, 4>",
+        then=f"{ROLLOUT}.name=vllm {ROLLOUT}.tensor_model_parallel_size=2",
+        given=f"{RAY} trainer.n_gpus_per_node=4",
+    ),
+    Case(
         "R72 layouts.sequence_parallel_divides",
         f"{ACTOR}.ulysses_sequence_parallel_size=3",
         ("4 attention heads", "2 key-value heads", "3"),

@@ -61,7 +61,7 @@ def test_keys_have_the_names_of_each_engine(keys, vllm, sglang):
     ("engine", "name"),
     [
         ("vllm", "logprobs_mode"),
-        ("vllm", "data_parallel_size"),
+        ("vllm", "enable_sleep_mode"),
         ("sglang", "speculative_algorithm"),
         ("sglang", "sampling_backend"),
         ("sglang", "enable_lora"),
@@ -88,6 +88,33 @@ def test_unverified_speculative_decoding_is_refused(speculative_config, what):
     )
     with raises(ConfigError, what, where="actor_rollout_ref.rollout.engine_kwargs.vllm"):
         VllmBackend.__new__(VllmBackend)._options(settings)
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "key"),
+    [
+        ("vllm", "tensor_parallel_size", "tensor_model_parallel_size"),
+        ("vllm", "data_parallel_size", "data_parallel_size"),
+        ("sglang", "dp_size", "data_parallel_size"),
+        ("trtllm", "moe_expert_parallel_size", "expert_parallel_size"),
+    ],
+)
+def test_sizes_are_set_where_devices_are_counted(engine, name, key):
+    where = f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{name}"
+    with raises(ConfigError, f"actor_rollout_ref.rollout.{key}=2", where=where):
+        engine_options(RolloutConfig(name=engine, engine_kwargs={engine: {name: 2}}))
+
+
+def test_copies_of_the_model_in_one_engine():
+    vllm = engine_options(RolloutConfig(name="vllm", tensor_model_parallel_size=2, data_parallel_size=4))
+    assert (vllm["tensor_parallel_size"], vllm["data_parallel_size"]) == (2, 4)
+    dense = engine_options(RolloutConfig(name="sglang", tensor_model_parallel_size=2, data_parallel_size=4))
+    assert (dense["tp_size"], dense["dp_size"]) == (2, 4) and "enable_dp_attention" not in dense
+    experts = {"tensor_model_parallel_size": 2, "data_parallel_size": 4, "expert_parallel_size": 8}
+    shared = engine_options(RolloutConfig(name="sglang", **experts))
+    assert (shared["tp_size"], shared["dp_size"], shared["ep_size"], shared["enable_dp_attention"]) == (8, 4, 8, True)
+    with raises(ConfigError, where="actor_rollout_ref.rollout.data_parallel_size"):
+        engine_options(RolloutConfig(name="trtllm", data_parallel_size=2))
 
 
 def test_experts_are_divided_over_the_processes_of_the_model():
@@ -147,3 +174,40 @@ def test_replicas_share_the_cores(monkeypatch, tmp_path, cores, threads, replica
     monkeypatch.setattr(ServedEngine, "start", lambda plan, **_: plan)
     start, count = engine_start(config)
     assert [start(index).cpus for index in range(count)] == expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("keys", "visible", "expected"),
+    [
+        ({}, None, [("3",), ("2",)]),  # the first GPU trains: it is taken last
+        ({"tensor_model_parallel_size": 2}, None, [("3", "2"), ("1", "0")]),
+        ({"tensor_model_parallel_size": 2, "data_parallel_size": 2}, None, [("3", "2", "1", "0")] * 2),
+        ({"devices": [0]}, None, [("0",), ("0",)]),
+        ({"devices": [1, 2]}, "7,5,GPU-3,4", [("5",), ("GPU-3",)]),
+    ],
+)
+def test_local_replicas_take_the_next_devices(monkeypatch, tmp_path, keys, visible, expected):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(ServedEngine, "start", lambda plan, **_: plan)
+    words = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in {"num_replicas": 2, **keys}.items()]
+    start, count = engine_start(local_config(tmp_path, *words))
+    assert [start(index).devices for index in range(count)] == expected  # type: ignore[attr-defined]
+
+
+def test_an_engine_without_enough_devices_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for words in (["tensor_model_parallel_size=4"], ["devices=[2]"]):
+        start, _ = engine_start(local_config(tmp_path, *(f"actor_rollout_ref.rollout.{word}" for word in words)))
+        with raises(ConfigError, "R79", where="actor_rollout_ref.rollout.devices"):
+            start(0)
+
+
+def local_config(folder, *words):
+    folders = (f"actor_rollout_ref.model.path={folder}", f"trainer.default_local_dir={folder}")
+    return load_config(RLConfig, ["actor_rollout_ref.rollout.name=native", *folders, *words])
