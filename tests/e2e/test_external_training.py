@@ -26,6 +26,11 @@ CASES = {
         *("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
         *("trainer.runtime=ray", "trainer.n_gpus_per_node=2"),
     ),
+    "vllm over two devices on Ray": (
+        *("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
+        *("trainer.runtime=ray", "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
+        "actor_rollout_ref.rollout.free_cache_engine=true",
+    ),
     "sglang local": ("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
     "trtllm local": ("actor_rollout_ref.actor.optim.lr=2e-3", "trainer.total_training_steps=25"),
 }
@@ -47,4 +52,4 @@ def test_the_policy_learns_and_engine_and_trainer_agree(case, world, run, tmp_pa
     assert max(row["training/rollout_probs_diff_max"] for row in rows) < 1e-3
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.03 and mean(rewards[-5:]) > 1.3 * mean(rewards[:5]), rewards
     logs = list((tmp_path / "run/engines").iterdir())
-    assert len(logs) == (2 if "Ray" in case else 1)
+    assert len(logs) == (2 if "replicas" in case else 1)

@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 from hone.config.derived import Pool
+from hone.config.engines import SERVED
 from hone.config.limits import FROZEN_BYTES, PREFILL_TOKENS
 from hone.config.rollout import RolloutConfig
 from hone.config.tree import RLConfig
@@ -106,6 +107,15 @@ def engine_bytes(work: Work, pool: Pool, capacity: float, overhead: float) -> fl
         return replicas * (rollout.tensor_model_parallel_size * overhead + held + _cpu_cache(work))
     share, least = rollout.gpu_memory_utilization, least_bytes(work, overhead)
     return replicas * (share * capacity if share * capacity >= least else least / share)
+
+
+def frees_memory(work: Work) -> bool:
+    """Return whether engines free cache and copies of weights while the policy trains."""
+    rollout, spec = work.rollout, work.spec
+    if rollout is None or spec is None or rollout.name == "trtllm" or (work.on_cpu and rollout.name in SERVED):
+        return False
+    wanted = not work.on_cpu if rollout.free_cache_engine is None else rollout.free_cache_engine
+    return wanted and spec.engines_take_turns
 
 
 def least_bytes(work: Work, overhead: float) -> float:

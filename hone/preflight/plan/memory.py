@@ -1,8 +1,8 @@
 """Memory of one device in each phase of a step, as named parts.
 
     generation   weights, optimizer, KV cache, the engine's copies of weights, activations of the prompts or logits
-    log-probs    weights, optimizer, KV cache (it stays), activations of one layer at a time, logits
-    update       weights, optimizer, KV cache, gradients, everything kept for the backward pass, logits
+    log-probs    weights, optimizer, KV cache unless it is freed, activations of one layer at a time, logits
+    update       weights, optimizer, KV cache unless it is freed, gradients, everything kept for the backward pass, logits
     weight sync  to engines with a copy: whole parameters, bucket by bucket
     checkpoint   on a CPU: the copies that are written while training continues
 
@@ -21,7 +21,7 @@ from typing import Any
 from hone.config.derived import Pool
 from hone.config.limits import FROZEN_BYTES, GATHER_BUCKET_BYTES, GRADIENT_BYTES
 from hone.config.model import OptimConfig
-from hone.preflight.plan.engines import cache_bytes, decoding, engine_bytes
+from hone.preflight.plan.engines import cache_bytes, decoding, engine_bytes, frees_memory
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.work import TrainedModel, Work
 
@@ -91,14 +91,15 @@ def memory_of(work: Work, pool: Pool, overhead: float = 0.0, capacity: float | N
         capacity: bytes of its device; if given, colocated engines count too.
     """
     always = [*_resident(work, pool), {"process": overhead + _HEAP_BYTES * work.on_cpu}]
-    if capacity is not None:
-        always.append({ENGINE: engine_bytes(work, pool, capacity, overhead)})
+    engine = {} if capacity is None else {ENGINE: engine_bytes(work, pool, capacity, overhead)}
     generates = "rollout" in pool.roles and not work.served
     if generates:
-        always.append({CACHE: cache_bytes(work, pool)})
+        engine[CACHE] = cache_bytes(work, pool)
+    asleep = {} if frees_memory(work) else engine
 
     def fullest(name: str, moments: Iterable[dict[str, float]]) -> Iterable[Phase]:
-        phases = [Phase(name, _sum([*always, moment])) for moment in moments]
+        held = engine if name in ("generation", "weight sync") else asleep
+        phases = [Phase(name, _sum([*always, held, moment])) for moment in moments]
         return [max(phases, key=lambda phase: phase.total)] if phases else []
 
     phases: list[Phase] = []

@@ -121,6 +121,10 @@ def _generation(work: Work, pool: Pool, device: Device) -> float:
     shape, rollout = work.actor.shape, work.rollout
     assert rollout is not None
     sequences, tensor = math.ceil(work.batch * work.samples / pool.world), 1
+    if work.served and work.spec is not None:
+        sequences *= (
+            work.spec.engine_devices // rollout.data_parallel_size
+        )  # what the devices of an engine get together
     rows = cache_shape(work, pool).rows
     if work.served:
         tensor = 1 if work.on_cpu else rollout.tensor_model_parallel_size

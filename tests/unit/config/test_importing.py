@@ -14,7 +14,9 @@ from support.messages import raises
 from typer.testing import CliRunner
 
 from hone.cli.config import app
+from hone.cluster.plan import model_roles
 from hone.config import RLConfig, SFTConfig, documentation, load_config
+from hone.config.derived import RunSpec
 from hone.config.importing import Translation, import_overrides, import_script, import_yaml
 from hone.config.keys import leaf_values
 from hone.config.launch import Argument
@@ -625,3 +627,17 @@ def test_the_reference_is_offloaded_as_it_was() -> None:
     translation = overrides(f"{key}=True", "trainer.save_freq=after_each_epoch")
     assert translation.values[key] is True
     assert translation.values["trainer.save_freq"] == "after_each_epoch"
+
+
+def test_an_engine_over_two_of_eight_gpus_places_itself() -> None:
+    """What a launch script says about the engine's tensor parallelism is all that a run needs to place it."""
+    rollout = "actor_rollout_ref.rollout"
+    script = (
+        "python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.n_gpus_per_node=8 trainer.nnodes=1 "
+        f"{rollout}.name=vllm {rollout}.tensor_model_parallel_size=2 {rollout}.free_cache_engine=True"
+    )
+    words = [f"{name}={json.dumps(value)}" for name, value in import_script(script, directory=Path()).values.items()]
+    config = load_config(RLConfig, words)
+    (group,) = [role.group for role in model_roles(config) if role.name == "rollout"]
+    assert (config.trainer.runtime, RunSpec(config).pools[0].world, group) == ("ray", 8, 2)
+    assert config.actor_rollout_ref.rollout.free_cache_engine is True

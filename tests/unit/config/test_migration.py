@@ -164,7 +164,7 @@ def test_the_most_exact_entry_wins() -> None:
         ("trainer.logger=['console','file']", "trainer.logger", ["console"]),
         ("+data.shuffle=false", "data.shuffle", False),
         ("custom_reward_function.path='a b/it''s.py'", "reward.custom_reward_function.path", None),
-        ("actor_rollout_ref.rollout.free_cache_engine=true", "actor_rollout_ref.rollout.n", 1),
+        ("actor_rollout_ref.rollout.enable_sleep_mode=true", "actor_rollout_ref.rollout.n", 1),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.x=1", "actor_rollout_ref.rollout.n", 1),
         ("actor_rollout_ref.actor.fsdp_config.dtype=bf16", "actor_rollout_ref.actor.dtype", "bfloat16"),
     ],
