@@ -271,17 +271,22 @@ def _shape(episodes: Sequence[_Episode], batches: int) -> Speed:
 
 
 def _scaled(schedule: Schedule, seen: Sequence[Mapping[str, float]], waited: Sequence[Mapping[str, float]]) -> Schedule:
-    """Return the schedule with the engine speed of the recorded steps; in those of ``waited`` the learner waits for a whole batch."""
+    """Return the schedule with the engine speed of the recorded steps; in those of ``waited`` the learner waits for a whole batch.
+
+    By turns every step is such a step, and its wait includes what the engine's own throughput does not: clients and tools.
+    """
     throughputs = [values for row in seen if (values := _throughputs(row))]
     for _ in range(_SCALINGS):
-        if throughputs:
+        if throughputs and schedule.max_staleness:
             simulation = simulate(schedule)
             steps = simulation.steps[schedule.max_staleness :]
             busy = steps[-1].engine_busy - steps[0].engine_busy
             slower = sum(step.tokens for step in steps[1:]) / busy / median(map(mean, throughputs))
         else:
-            step = simulate(dataclasses.replace(schedule, steps=1)).steps[0]
-            slower = median(row["timing_s/gen"] for row in waited) / max(1e-9, step.batch_complete - step.begun)
+            batches = 1 if schedule.max_staleness else schedule.steps
+            steps = simulate(dataclasses.replace(schedule, steps=batches)).steps
+            waits = mean(step.batch_complete - step.begun for step in steps)
+            slower = median(row["timing_s/gen"] for row in waited) / max(1e-9, waits)
         schedule = dataclasses.replace(schedule, speed=schedule.speed.scaled(slower))
     return schedule
 
