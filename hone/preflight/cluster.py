@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
 
-from hone.config.derived import RunSpec, check_local
+from hone.config.derived import Pool, RunSpec, check_local
 from hone.config.parallel_layout import Layout
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
@@ -18,6 +18,8 @@ from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
 _CONNECT_SECONDS = 3.0
+_HALF = 0.5
+"""Largest share of a device with which two workers fit on one."""
 _IDLE_SHARE = 0.2  # of the ranks' time, lost because rows do not divide evenly
 
 
@@ -53,11 +55,11 @@ def devices_present(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     requested = " + ".join(f"{pool.block}.n_gpus_per_node={pool.per_node}" for pool in pools)
     if gpus and workers * share > gpus:
         most = max(1, int(gpus / share) - (workers - config.trainer.n_gpus_per_node))
+        sharing = "" if _divided(config) else f"or ray.device_fraction={gpus / workers:.2g} to share them, "
         yield error(
             f"{requested} workers need {workers * share:g} GPUs, but this machine has {gpus}",
             why="the last workers would wait for a device without end",
-            fix=f"trainer.n_gpus_per_node={most}, or ray.device_fraction={gpus / workers:.2g} to share them, "
-            "or ray.address=HOST:PORT of a larger cluster",
+            fix=f"trainer.n_gpus_per_node={most}, {sharing}or ray.address=HOST:PORT of a larger cluster",
             where="trainer.n_gpus_per_node",
         )
     elif not gpus and workers > evidence.machine.usable_cpus:
@@ -66,6 +68,21 @@ def devices_present(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
             why="processes that share cores are slower than fewer processes",
             fix=f"trainer.n_gpus_per_node={evidence.machine.usable_cpus}",
             where="trainer.n_gpus_per_node",
+        )
+
+
+@rule("R02", RLConfig, stage=Stage.ENVIRONMENT)
+def ranks_have_their_own_gpu(config: RLConfig) -> Iterator[Finding]:
+    """Each process of a model that is sharded over GPUs has a GPU of its own."""
+    share, pools = config.ray.device_fraction, _divided(config)
+    on_gpus = config.trainer.device == "cuda" or (config.trainer.device == "auto" and _visible_gpus() > 0)
+    if config.trainer.runtime == "ray" and on_gpus and pools and share <= _HALF:
+        yield error(
+            f"ray.device_fraction={share:g} puts {int(1 / share)} workers on one GPU, but the {pools[0].world} workers of "
+            f"pool '{pools[0].name}' share a model",
+            why="NCCL refuses two ranks on one GPU, and they would compete for its memory",
+            fix="ray.device_fraction=1",
+            where="ray.device_fraction",
         )
 
 
@@ -200,3 +217,8 @@ def _visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _divided(config: RLConfig) -> list[Pool]:
+    """Return the pools with a model that is sharded over several processes of a node."""
+    return [pool for pool in RunSpec(config).pools if pool.divided and pool.per_node > 1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.backend_cases import Case, dtypes, held
+from support.backend_cases import Case, dtypes, held, train, train_with_prefetch
 from support.plain_training import alone
 from support.ranks import Ranks
 from support.train_backend_suite import LORA, STEADY, TrainBackendConformance, Ways, assert_trains_as_one
@@ -103,3 +103,13 @@ def test_parameters_may_be_gathered_in_bfloat16(two_ranks: Ranks, tiny_models) -
         assert outcome.losses != pytest.approx(expected.losses, abs=1e-5)  # rounded, so it did happen
         assert outcome.losses == pytest.approx(expected.losses, abs=0.1)
         assert outcome.norms == pytest.approx(expected.norms, rel=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_early_gathering_changes_no_number(checkpointing: bool, two_ranks: Ranks, tiny_models) -> None:
+    case = Case(tiny_models["tied"], model_settings={"enable_gradient_checkpointing": checkpointing})
+    expected = two_ranks.run(train, case)
+    for outcome, other in zip(two_ranks.run(train_with_prefetch, case), expected, strict=True):
+        assert (outcome.losses, outcome.norms) == (other.losses, other.norms)
+        assert all(torch.equal(value, other.weights[name]) for name, value in outcome.weights.items())

@@ -32,6 +32,7 @@ from hone.errors import ProcessError
 from hone.insight import activity
 from hone.models.kernels.cpu.memory import MemoryUse
 from hone.training.layout import build_meshes
+from hone.training.rendezvous import join_ranks
 from hone.user_objects import UserObject, receive_objects
 
 log = logging.getLogger("hone")
@@ -130,13 +131,9 @@ class WorkerHost:
         device = prepare_torch(config.trainer, threads=place.threads)
         meshes = None
         if place.shares_models:
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            address = f"tcp://{place.meeting}"
             with activity.waiting("all workers of the pool", on=[place.pool]):
                 try:
-                    torch.distributed.init_process_group(
-                        backend, init_method=address, rank=place.rank, world_size=place.world
-                    )
+                    join_ranks(device, place.meeting, place.rank, place.world)
                 except torch.distributed.DistNetworkError as error:
                     raise ProcessError(
                         f"{place.pool}[{place.rank}] cannot connect to the others at {place.meeting}: {str(error).splitlines()[0]}",

@@ -79,6 +79,14 @@ MACHINE_CASES = [
         breaks=lambda world: world.gpus(2),
     ),
     Case(
+        "R02 cluster.ranks_have_their_own_gpu",
+        "ray.device_fraction=0.5",
+        ("ray.device_fraction=0.5", "2 workers", "main"),
+        fix="ray.device_fraction=1",
+        given=f"{RAY} trainer.n_gpus_per_node=2 trainer.device=auto",
+        breaks=lambda world: world.gpus(2),
+    ),
+    Case(
         "R02 device.cuda_present",
         "trainer.device=cuda",
         ("trainer.device=cuda",),

@@ -195,9 +195,10 @@ def test_more_gpus_than_present(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -
     finding = only_finding(rl)
     assert finding.error.code == "R02" and finding.stops
     assert "trainer.n_gpus_per_node=4 workers" in finding.error.what and "4 GPUs" in finding.error.what
-    assert "trainer.n_gpus_per_node=2" in finding.error.fix and "ray.device_fraction=0.5" in finding.error.fix
-    change(rl, {"ray.device_fraction": 0.5})
-    assert list(findings(rl)) == []
+    assert "trainer.n_gpus_per_node=2" in finding.error.fix
+    assert "ray.device_fraction" not in finding.error.fix, "ranks of a sharded model need a GPU each"
+    finding = only_finding(change(rl, {"ray.device_fraction": 0.5}))
+    assert finding.error.where == "ray.device_fraction" and "ray.device_fraction=1" in finding.error.fix
 
 
 def test_a_separate_pool_counts(rl: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+PIECE = 1 << 24
+"""Numbers of a gradient whose squares are summed at a time: 128 MiB in float64."""
+
 
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, device: torch.device) -> float:
     """Scale the gradient down to a norm of at most ``largest``. Collective over all ranks.
@@ -26,17 +29,26 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float, device: t
 
 
 def gradient_norm(grads: list[Tensor], device: torch.device) -> float:
-    """Return the norm of the whole gradient, the same on all ranks. Replicas of a shard count once."""
-    world, total = dist.get_world_size(), 0.0
+    """Return the norm of the whole gradient, the same on all ranks. Replicas of a shard count once.
+
+    Squares are summed in float64, a piece of a gradient at a time, and the host waits once, at the end.
+    """
+    world = dist.get_world_size()
+    squares = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
         shards = 1
         if isinstance(grad, DTensor):
             sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
             shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
-        total += float(_local(grad).double().square().sum()) * shards / world
-    squares = torch.tensor(total, dtype=torch.float64, device=device)
+        squares += sum_of_squares(_local(grad)).to(device) * (shards / world)
     dist.all_reduce(squares)
     return math.sqrt(float(squares))
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Return the sum of squares in float64 on the tensor's device, with copies of at most :data:`PIECE` numbers."""
+    pieces = tensor.detach().reshape(-1).split(PIECE)
+    return torch.stack([piece.double().square().sum() for piece in pieces]).sum()
 
 
 def _local(tensor: Tensor) -> Tensor:

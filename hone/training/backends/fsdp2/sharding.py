@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -99,11 +100,30 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
     for layer in layers_of(inner):
         fully_shard(layer, mesh=meshes.fsdp, reshard_after_forward=config.reshard_after_forward, **settings)
     fully_shard(computation, mesh=meshes.fsdp, reshard_after_forward=False, **settings)
+    if not experts and meshes.parameters.device_type == "cuda":
+        prefetch_neighbours(computation, layers_of(inner))
     for module in computation.modules():
         if isinstance(module, FSDPModule):  # losses are shares of the batch's loss, so gradients are summed
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return Sharded(computation, partial)
+
+
+def prefetch_neighbours(root: nn.Module, layers: list[nn.Module]) -> None:
+    """Start the gathering of a layer's parameters at the beginning of the layer before it, in both passes.
+
+    Otherwise FSDP starts it when the host reaches the layer, which is late where the host is slower than the GPU. No number changes,
+    and as many layers are whole at a time.
+
+    Args:
+        root: the sharded module that contains the layers.
+        layers: sharded modules, in the order of the forward pass.
+    """
+    chain = [module for module in (root, *layers) if isinstance(module, FSDPModule)]
+    for module, following in itertools.pairwise(chain):
+        module.set_modules_to_forward_prefetch([following])
+    for module, former in itertools.pairwise(reversed(chain[1:])):
+        module.set_modules_to_backward_prefetch([former])
 
 
 def _narrower(name: str) -> torch.dtype | None:
