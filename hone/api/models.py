@@ -52,6 +52,7 @@ def generate(
     constraint: str | None = None,
     raw: bool = False,
     seed: int = 1,
+    dtype: str = "auto",
 ) -> list[Answer]:
     """Answer prompts, ``n`` times each, like `hone generate`.
 
@@ -66,6 +67,7 @@ def generate(
         constraint: what every answer follows: ``KIND=TEXT``, ``KIND=@FILE`` or ``json_object``.
         raw: use the prompts unchanged, without the chat template.
         seed: seed of the draws.
+        dtype: compute dtype: float32, bfloat16, or auto: bfloat16 on a GPU that computes in it, else float32.
 
     Raises:
         HoneError: the model cannot be loaded, or an argument is wrong.
@@ -82,7 +84,7 @@ def generate(
         top_k=top_k,
         constraint=constraint_option(constraint),
     )
-    played = ask(str(model_directory(model)), texts, sampling, n=n, raw=raw, seed=seed)
+    played = ask(str(model_directory(model)), texts, sampling, n=n, raw=raw, seed=seed, dtype=dtype)
     return [
         Answer(
             texts[int(answer.sample.uid)],
@@ -113,6 +115,7 @@ def evaluate(
     max_response_length: int = 512,
     max_samples: int = -1,
     seed: int = 1,
+    dtype: str = "auto",
     episodes: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Answer every prompt of a dataset, score the answers, and return the metrics, like `hone eval`.
@@ -130,6 +133,7 @@ def evaluate(
         max_response_length: most tokens of an answer.
         max_samples: use the first rows only; -1 uses all.
         seed: seed of the draws.
+        dtype: as in :func:`generate`.
         episodes: keys of ``multi_turn`` and ``agent``.
 
     Raises:
@@ -160,6 +164,7 @@ def evaluate(
             max_samples=max_samples,
             reward=settings.reward,
             seed=seed,
+            dtype=dtype,
             episodes=episode_keys(find_actor(directory), words),
         )
         return run_evaluation(request).metrics

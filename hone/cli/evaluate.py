@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.options import CONSTRAINT_HELP
+from hone.cli.options import CONSTRAINT_HELP, ComputeDtype, Dtype
 
 app = typer.Typer(add_completion=False)
 
@@ -31,6 +31,7 @@ def command(
         str | None, typer.Option(help="reward function as FILE:NAME, instead of the built-in scorer")
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of the draws")] = 1,
+    dtype: ComputeDtype = Dtype.auto,
     output: Annotated[Path | None, typer.Option(help="write every answer to this .jsonl file")] = None,
     show: Annotated[int, typer.Option(help="print this many answers")] = 3,
     json_output: Annotated[bool, typer.Option("--json", help="print the metrics as JSON")] = False,
@@ -60,6 +61,7 @@ def command(
         max_samples=max_samples,
         reward=RewardConfig(custom_reward_function=custom),
         seed=seed,
+        dtype=dtype.value,
         episodes=episode_keys(find_actor(model), episodes or []),
     )
     evaluation = run_evaluation(request)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hone.cli.options import CONSTRAINT_HELP
+from hone.cli.options import CONSTRAINT_HELP, ComputeDtype, Dtype
 
 app = typer.Typer(add_completion=False)
 
@@ -23,6 +23,7 @@ def command(
     constraint: Annotated[str | None, typer.Option(help=CONSTRAINT_HELP)] = None,
     raw: Annotated[bool, typer.Option(help="use the prompt unchanged, without the chat template")] = False,
     seed: Annotated[int, typer.Option(help="seed of the draws")] = 1,
+    dtype: ComputeDtype = Dtype.auto,
     json_output: Annotated[bool, typer.Option("--json", help="print tokens, text and log-probs as JSON lines")] = False,
 ) -> None:
     """Generate answers with the native engine."""
@@ -37,4 +38,4 @@ def command(
         top_k=top_k,
         constraint=constraint_option(constraint),
     )
-    print_answers(ask(model, prompts, sampling, n=n, raw=raw, seed=seed), as_json=json_output)
+    print_answers(ask(model, prompts, sampling, n=n, raw=raw, seed=seed, dtype=dtype.value), as_json=json_output)

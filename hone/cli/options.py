@@ -33,5 +33,16 @@ class Kind(StrEnum):
     reward_model = "reward-model"
 
 
+class Dtype(StrEnum):
+    """Compute dtypes, and the choice by device."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 Of = Annotated[Kind, typer.Option("--of", help="command whose keys to use")]
+ComputeDtype = Annotated[
+    Dtype, typer.Option("--dtype", help="compute dtype; auto is bfloat16 on a GPU that computes in it, else float32")
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

@@ -58,11 +58,7 @@ def command(
 
     nodes = parse_cluster(cluster) if cluster is not None else None
     named = nodes.device if nodes is not None else device_named(device) if device is not None else None
-    config, _ = local_config(
-        *(TREES[kind.value], overrides, preset, config_path, config_name),
-        weights=False,
-        bfloat16=None if named is None else named.computes_bfloat16,
-    )
+    config, _ = local_config(TREES[kind.value], overrides, preset, config_path, config_name, weights=False)
     if cluster is not None and not isinstance(config, RLConfig):
         raise ConfigError(
             f"`hone {kind.value}` runs in one process and has no placement",

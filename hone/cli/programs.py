@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from hone.config.check import Provenance
     from hone.config.preference import PreferenceConfig, RewardModelConfig
     from hone.config.sft import SFTConfig
     from hone.config.tree import RLConfig
@@ -43,11 +42,14 @@ def checked_config(
 
 
 def announce(config: AnyConfig) -> None:
-    """Print the plan of the run's batches."""
+    """Print the plan of the run's batches, and the dtype that it computes in."""
+    from hone.config.dtypes import dtype_keys
     from hone.preflight import batch_plan, training_rows
-    from hone.preflight.device import on_cpu
+    from hone.preflight.device import computes_bfloat16, on_cpu
 
     typer.echo(batch_plan(config, training_rows(config), on_cpu=on_cpu(config)))
+    key, bfloat16 = dtype_keys(config)[0], computes_bfloat16(config)
+    typer.echo(f"dtype: {key.resolved(bfloat16=bfloat16)} ({key.source(bfloat16=bfloat16)})")
 
 
 def local_config(
@@ -58,7 +60,6 @@ def local_config(
     config_name: str | None,
     *,
     weights: bool = True,
-    bfloat16: bool | None = None,
 ) -> tuple[Tree, Downloads]:
     """Load the configuration, and download what it names on the hub.
 
@@ -69,7 +70,6 @@ def local_config(
         config_path: folder of a file.
         config_name: name of that file.
         weights: download weights, too.
-        bfloat16: whether the run's device computes in bfloat16; None asks this machine.
 
     Returns:
         The configuration with local paths, and a record of each download by key.
@@ -80,25 +80,10 @@ def local_config(
     from hone.config import load_with_provenance
     from hone.hub.resolve import resolve_names
 
-    config, provenance = load_with_provenance(
+    config, _ = load_with_provenance(
         tree, overrides or [], preset=preset, config_path=config_path, config_name=config_name, by_method=True
     )
-    if config_path is None and config_name is None:
-        use_bfloat16(config, provenance, bfloat16)
     return config, resolve_names(config, weights=weights)
-
-
-def use_bfloat16(config: AnyConfig, provenance: Provenance, present: bool | None) -> None:
-    """Let `hone train` compute in bfloat16 on a GPU that has it, unless the dtype was set."""
-    from hone.config.tree import RLConfig
-    from hone.preflight.device import computes_bfloat16
-
-    key = "actor_rollout_ref.actor.dtype"
-    if not isinstance(config, RLConfig) or key in provenance:
-        return
-    if computes_bfloat16(config) if present is None else present:
-        config.actor_rollout_ref.actor.dtype = "bfloat16"
-        typer.echo(f"{key}=bfloat16: the GPU computes in it; {key}=float32 is slower and exact", err=True)
 
 
 def run_training(config: Trained, downloads: Downloads, train: Callable[[Trained], int]) -> int:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from hone.cli.options import ComputeDtype, Dtype
+
 app = typer.Typer(add_completion=False)
 
 
@@ -41,6 +43,7 @@ def command(
         int | None,
         typer.Option(min=1, help="engines in separate processes with one queue; by default native in this process"),
     ] = None,
+    dtype: ComputeDtype = Dtype.auto,
 ) -> None:
     """Serve a model with an OpenAI-compatible API, and record conversations as exact tokens."""
     from hone.trainers.serving import ServeRequest, serve
@@ -59,5 +62,6 @@ def command(
             parser=parser,
             engine=engine,
             replicas=replicas,
+            dtype=dtype.value,
         )
     )

@@ -14,6 +14,7 @@ from hone.config.run import RunConfig
 from hone.config.tree import RLConfig
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError
+from hone.models.devices import run_device
 from hone.startup import collect_as_usual
 from hone.threads import compute_here
 from hone.training.layout import Meshes
@@ -98,5 +99,4 @@ def prepare_torch(trainer: RunConfig, *, threads: int | None = None) -> torch.de
     compute_here(trainer.num_threads or threads)
     if trainer.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda, but torch finds 0 CUDA GPUs", fix="trainer.device=auto", code="R02")
-    use_cuda = trainer.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda" if use_cuda else "cpu")
+    return run_device(trainer.device)

@@ -18,6 +18,7 @@ from hone.data.tokenizer import load_tokenizer, stop_tokens
 from hone.data.types import Trajectory
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.models.devices import dtype_on
 from hone.models.loading import causal_lm, load_policy
 from hone.rewards.rubric import Rubric, question_of
 
@@ -58,7 +59,7 @@ class GenerativeRewardModelWorker:
             model,
             self.tokenizer,
             device=context.device,
-            dtype=actor.dtype,
+            dtype=dtype_on(context.device, actor.dtype),
             max_num_seqs=rollout.max_num_seqs,
             max_cache_tokens=budget,
             max_model_len=self.longest,

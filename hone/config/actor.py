@@ -90,9 +90,9 @@ class ActorConfig(ParallelConfig):
     """A preference loss on pairs of sampled answers, instead of the policy loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-6)
     """Optimizer of the policy."""
-    dtype: str = choice("float32", "float32", "bfloat16")
-    """Compute dtype of forward and backward; parameters and optimizer state stay float32. Without a file, `hone train` sets bfloat16
-    on a GPU that computes in it, unless the key is set."""
+    dtype: str = choice("auto", "auto", "float32", "bfloat16")
+    """Compute dtype of forward and backward; parameters and optimizer state stay float32. auto is bfloat16 on a GPU that computes in
+    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used."""
 
 
 @dataclass

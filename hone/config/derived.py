@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hone.config.correction import correction_settings, corrects, policy_loss_name
+from hone.config.dtypes import dtype_keys
 from hone.config.engines import SERVED
 from hone.config.limits import CPU_MICRO_BATCH_TOKENS, micro_batch_tokens
 from hone.config.parallel import ParallelConfig
@@ -360,6 +361,7 @@ class RunSpec:
             f"ppo_mini_batch_size={actor.ppo_mini_batch_size}, ppo_epochs={actor.ppo_epochs}",
         )
         yield micro_batch_line(self.config, actor.ppo_max_token_len_per_gpu, f"{_ACTOR}.ppo_max_token_len_per_gpu")
+        yield dtype_line(self.config)
         yield Derived("old log-probs", self.old_log_probs.value.value, self.old_log_probs.reason)
         preset = self.config.algorithm.rollout_correction.preset
         mode = "bypass" if self.bypass else "decoupled" if self.corrects else "measured only"
@@ -398,6 +400,14 @@ def micro_batch_line(config: AnyConfig, budget: int, key: str) -> Derived:
     return Derived("tokens per micro-batch", value, reason)
 
 
+def dtype_line(config: AnyConfig) -> Derived:
+    """Return the line about the compute dtype; ``auto`` on a device that may be a GPU shows both cases."""
+    key = dtype_keys(config)[0]
+    open_choice = key.value == "auto" and config.trainer.device != "cpu"
+    value = "bfloat16 on a GPU that computes in it, else float32" if open_choice else key.resolved(bfloat16=False)
+    return Derived("compute dtype", value, f"{key.key}={key.value}")
+
+
 def derived_lines(config: AnyConfig) -> list[Derived]:
     """Return the derived facts of a run of any kind.
 
@@ -406,7 +416,10 @@ def derived_lines(config: AnyConfig) -> list[Derived]:
     """
     if isinstance(config, RLConfig):
         return list(RunSpec(config).lines())
-    lines = [micro_batch_line(config, config.data.max_token_len_per_gpu, "data.max_token_len_per_gpu")]
+    lines = [
+        micro_batch_line(config, config.data.max_token_len_per_gpu, "data.max_token_len_per_gpu"),
+        dtype_line(config),
+    ]
     if isinstance(config, PreferenceConfig):
         copied = holds_reference(config)
         lines.append(

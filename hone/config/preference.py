@@ -106,8 +106,9 @@ class PreferenceConfig:
     """The loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-6)
     """Optimizer; the schedule advances once per update."""
-    dtype: str = choice("float32", "float32", "bfloat16")
-    """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
+    dtype: str = choice("auto", "auto", "float32", "bfloat16")
+    """Compute dtype of forward and backward; parameters and optimizer state stay float32. auto is bfloat16 on a GPU that computes in
+    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used."""
     trainer: RunConfig = block(RunConfig, experiment_name="prefer")
     """Life cycle."""
     preflight: PreflightConfig = block(PreflightConfig)
@@ -136,8 +137,9 @@ class RewardModelConfig:
     """The loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)
     """Optimizer; the schedule advances once per update."""
-    dtype: str = choice("float32", "float32", "bfloat16")
-    """Compute dtype of forward and backward; parameters and optimizer state stay float32."""
+    dtype: str = choice("auto", "auto", "float32", "bfloat16")
+    """Compute dtype of forward and backward; parameters and optimizer state stay float32. auto is bfloat16 on a GPU that computes in
+    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used."""
     trainer: RunConfig = block(RunConfig, experiment_name="reward_model")
     """Life cycle."""
     preflight: PreflightConfig = block(PreflightConfig)

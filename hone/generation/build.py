@@ -19,6 +19,7 @@ from hone.generation.options import adapter_shape, engine_options
 from hone.generation.pool import EnginePool
 from hone.generation.protocol import Engine
 from hone.generation.remote import LaunchPlan, ServedEngine
+from hone.models.devices import dtype_on, run_device
 from hone.threads import divided
 
 LOGS = "engines"
@@ -66,7 +67,7 @@ def build_engine(
         model=model(),
         tokenizer=tokenizer,
         device=device,
-        dtype=_dtype(config),
+        dtype=engine_dtype(config),
         max_num_seqs=rollout.max_num_seqs,
         max_cache_tokens=rollout.max_cache_tokens,
         max_model_len=_max_model_len(config),
@@ -226,7 +227,7 @@ def launch_plan(config: RLConfig, *, number: int, threads: int, devices: tuple[s
         python=str(interpreter_of(rollout.name, rollout.engine_env)),
         model=_place(model.path),
         tokenizer=_place(model.tokenizer_path or model.path),
-        dtype=_dtype(config),
+        dtype=engine_dtype(config),
         max_num_seqs=rollout.max_num_seqs,
         max_model_len=_max_model_len(config),
         max_cache_tokens=rollout.max_cache_tokens,
@@ -288,9 +289,11 @@ def cores_of(number: int, threads: int) -> tuple[int, ...]:
     return tuple(sorted({cores[(number * threads + index) % len(cores)] for index in range(threads)}))
 
 
-def _dtype(config: RLConfig) -> str:
-    rollout = config.actor_rollout_ref.rollout
-    return config.actor_rollout_ref.actor.dtype if rollout.dtype == "auto" else rollout.dtype
+def engine_dtype(config: RLConfig) -> str:
+    """Return the compute dtype of the engine in a process of the run: ``rollout.dtype``, or the actor's where that is auto."""
+    shared = config.actor_rollout_ref
+    dtype = shared.actor.dtype if shared.rollout.dtype == "auto" else shared.rollout.dtype
+    return dtype_on(run_device(config.trainer.device), dtype)
 
 
 def _max_model_len(config: RLConfig) -> int:
@@ -312,9 +315,9 @@ def _check_attached(engine: ServedEngine, url: str, config: RLConfig) -> None:
             f"serves at most {server_info['max_model_len']} tokens, but a sequence may have {_max_model_len(config)}"
         )
         fix = f"hone engines serve ... --max-model-len {_max_model_len(config)}"
-    elif server_info["dtype"] != _dtype(config):
+    elif server_info["dtype"] != engine_dtype(config):
         problem, fix = (
-            f"computes in {server_info['dtype']}, not {_dtype(config)}",
+            f"computes in {server_info['dtype']}, not {engine_dtype(config)}",
             f"rollout.dtype={server_info['dtype']}",
         )
     if problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hone.config.dtypes import dtype_keys
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
 from hone.preflight import machine
@@ -60,27 +61,13 @@ def bfloat16_is_fast_here(config: AnyConfig) -> Iterator[Finding]:
 
 def computes_bfloat16(config: AnyConfig) -> bool:
     """Return whether the run's device is a GPU of this machine with instructions for bfloat16."""
-    if config.trainer.device == "cpu" or not _cuda():
-        return False
-    import torch
+    from hone.models.devices import computes_bfloat16, run_device
 
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    return computes_bfloat16(run_device(config.trainer.device))
 
 
 def _bfloat16_keys(config: AnyConfig) -> list[str]:
-    return [key for key, dtype in dtypes(config).items() if dtype == "bfloat16"]
-
-
-def dtypes(config: AnyConfig) -> dict[str, str | None]:
-    """Return the compute dtypes of a run by key."""
-    if not isinstance(config, RLConfig):
-        return {"dtype": config.dtype}
-    roles = config.actor_rollout_ref
-    return {
-        "actor_rollout_ref.actor.dtype": roles.actor.dtype,
-        "actor_rollout_ref.rollout.dtype": roles.rollout.dtype,
-        "critic.dtype": config.critic.dtype,
-    }
+    return [entry.key for entry in dtype_keys(config) if entry.value == "bfloat16"]
 
 
 def on_cpu(config: AnyConfig) -> bool:

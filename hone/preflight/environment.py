@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
+from hone.preflight.device import computes_bfloat16
 from hone.preflight.evidence import Evidence
 from hone.preflight.machine import GIB, free_disk
 from hone.preflight.rules import Finding, Stage, error, rule, warning
@@ -190,7 +191,8 @@ def _memory_findings(
     work = evidence.work(on_cpu=on_cpu)
     if work is None or evidence.shape is None:
         return
-    fitter = Fitter(bare_device(limit, on_cpu=on_cpu), evidence.shape, other_shapes(config))
+    bfloat16 = not on_cpu and computes_bfloat16(config)
+    fitter = Fitter(bare_device(limit, on_cpu=on_cpu, bfloat16=bfloat16), evidence.shape, other_shapes(config))
     peak = max((memory.peak for memory in fitter.memories(work)), key=lambda phase: phase.total)
     if peak.total <= TIGHT * limit:
         return

@@ -149,12 +149,14 @@ class Evidence:
 
     def work(self, *, on_cpu: bool) -> Work | None:
         """Return the work of the run in numbers; None without a model shape or with invalid parallel sizes (R70)."""
+        from hone.models.devices import computes_bfloat16, run_device
         from hone.preflight.plan.work import other_shapes, work_of
 
         if self.shape is None:
             return None
         try:
-            return work_of(self.config, self.shape, on_cpu=on_cpu, others=other_shapes(self.config))
+            bfloat16 = not on_cpu and computes_bfloat16(run_device(self.config.trainer.device))
+            return work_of(self.config, self.shape, on_cpu=on_cpu, bfloat16=bfloat16, others=other_shapes(self.config))
         except ConfigError:
             return None
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hone.config.derived import RunSpec
+from hone.config.dtypes import DtypeKey, dtype_keys
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
-from hone.preflight.device import dtypes, on_cpu
+from hone.preflight.device import computes_bfloat16, on_cpu
 from hone.preflight.reading import read_json
 from hone.preflight.rules import Finding, rule, warning
 
@@ -68,13 +69,15 @@ def engine_log_probs_match_the_update(config: RLConfig) -> Iterator[Finding]:
     """With the engine's log-probs as the old ones, rounding to bfloat16 does not move the ratio of an on-policy update."""
     spec, actor = RunSpec(config), config.actor_rollout_ref.actor
     key = "algorithm.rollout_correction.bypass_mode"
-    rounded = [key for key, dtype in dtypes(config).items() if dtype == "bfloat16" and not key.startswith("critic.")]
-    if spec.on_policy and spec.bypass and rounded:
+    if not (spec.on_policy and spec.bypass):
+        return
+    rounded = [entry for entry in dtype_keys(config) if _rounds(entry, config) and not entry.key.startswith("critic.")]
+    if rounded:
         yield warning(
-            f"{' and '.join(f'{name}=bfloat16' for name in rounded)} with bypass_mode=true: the engine computes the old log-probs "
+            f"{' and '.join(f'{entry.key}={entry.value}' for entry in rounded)} with bypass_mode=true: the engine computes the old log-probs "
             f"token by token, and the update computes its log-probs for up to {actor.ppo_max_token_len_per_gpu} tokens at once",
             why="in bfloat16 the two differ by about 0.01 per token, so the ratio of the on-policy update is not exactly 1",
-            fix=f"{key}=false (the update computes the old log-probs), or {' '.join(f'{name}=float32' for name in rounded)}",
+            fix=f"{key}=false (the update computes the old log-probs), or {' '.join(f'{entry.key}=float32' for entry in rounded)}",
             where=key,
         )
 
@@ -83,13 +86,9 @@ def engine_log_probs_match_the_update(config: RLConfig) -> Iterator[Finding]:
 def reference_log_probs_match_the_policy(config: RLConfig) -> Iterator[Finding]:
     """In bfloat16 on a GPU, the reference and the policy use micro-batches of the same size."""
     actor, budget = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
-    if (
-        budget in (None, actor.ppo_max_token_len_per_gpu)
-        or actor.dtype != "bfloat16"
-        or not RunSpec(config).reference.value
-    ):
+    if budget in (None, actor.ppo_max_token_len_per_gpu) or not RunSpec(config).reference.value:
         return
-    if not on_cpu(config):
+    if not on_cpu(config) and _rounds(dtype_keys(config)[0], config):
         yield warning(
             f"the reference uses micro-batches of {budget} tokens and the policy of {actor.ppo_max_token_len_per_gpu}, both in "
             "bfloat16",
@@ -142,3 +141,8 @@ def reference_keeps_up(config: RLConfig) -> Iterator[Finding]:
             fix=f"{_REF_BUDGET}={actor} or null",
             where=_REF_BUDGET,
         )
+
+
+def _rounds(entry: DtypeKey, config: RLConfig) -> bool:
+    """Return whether a dtype key means bfloat16 on the device of the run."""
+    return entry.resolved(bfloat16=computes_bfloat16(config)) == "bfloat16"

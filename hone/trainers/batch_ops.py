@@ -26,6 +26,7 @@ from hone.insight.invariant_checks import require_version
 from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
+from hone.models.devices import dtype_on
 from hone.rewards.placement import share_rewards, token_rewards
 from hone.trainers.estimates import estimate
 from hone.trainers.group_filter import GroupMeans
@@ -53,12 +54,13 @@ class BatchOps:
         self.training_rewards = TrainingRewards(self.rewards, config.reward.overlong_buffer, limit)
         self.estimator = advantage_estimators.get(config.algorithm.adv_estimator)
         self.kl_ctrl = kl_controller(**vars(config.algorithm.kl_ctrl))
+        dtype = dtype_on(context.device, config.actor_rollout_ref.actor.dtype)
         self.invariants = Invariants(
-            config.actor_rollout_ref.actor.dtype,
+            dtype,
             decode=lambda ids: str(context.tokenizer.decode(ids)),
             dump=self._dump,
         )
-        self.published = Invariants(config.actor_rollout_ref.actor.dtype)
+        self.published = Invariants(dtype)
         self.metrics = MetricStore()
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from hone.generation.protocol import Constraint, Engine, SamplingParams
 from hone.hub.resolve import local_files
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.traces import trace
+from hone.models.devices import dtype_on
 from hone.models.loading import load_policy
 from hone.progress import progress
 from hone.rewards.manager import RewardManager
@@ -59,6 +60,7 @@ class EvaluationRequest:
     max_samples: int = -1
     reward: RewardConfig = field(default_factory=RewardConfig)
     seed: int = 1
+    dtype: str = "auto"
     episodes: EpisodeKeys = field(default_factory=EpisodeKeys)
 
 
@@ -71,7 +73,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
     if request.n > 1 and request.temperature == 0:
         raise ConfigError(f"n={request.n} greedy answers would be identical", fix="--temperature 1", code="R32")
     max_model_len = request.max_prompt_length + request.max_response_length
-    engine, tokenizer = open_model(request.model, max_model_len)
+    engine, tokenizer = open_model(request.model, max_model_len, request.dtype)
     keys = request.episodes
     context = EpisodeContext(tokenizer, keys.multi_turn, keys.agent, keys.template_kwargs, max_model_len)
     dataset = PromptDataset(
@@ -126,9 +128,9 @@ def answer(
 
 
 def ask(
-    model: str, prompts: Sequence[str], sampling: SamplingParams, *, n: int, raw: bool, seed: int
+    model: str, prompts: Sequence[str], sampling: SamplingParams, *, n: int, raw: bool, seed: int, dtype: str = "auto"
 ) -> list[Trajectory]:
-    """Answer prompts given as text; ``raw`` skips the chat template."""
+    """Answer prompts given as text; ``raw`` skips the chat template, ``dtype`` is as in :func:`open_model`."""
     tokenizer_only = load_tokenizer(str(find_actor(model)))
     samples = []
     for row, prompt in enumerate(prompts):
@@ -136,7 +138,7 @@ def ask(
         ids = tokenizer_only.encode(prompt) if messages is None else render_prompt(tokenizer_only, messages)
         samples.append(Sample(uid=str(row), prompt_ids=ids, messages=messages, data_source="ask"))
     max_prompt_length = max(len(sample.prompt_ids) for sample in samples)
-    engine, tokenizer = open_model(model, max_prompt_length + sampling.max_tokens)
+    engine, tokenizer = open_model(model, max_prompt_length + sampling.max_tokens, dtype)
     sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer, weights_of(model))})
 
     return answer(samples, engine, EpisodeContext(tokenizer), sampling, n=n, seeding=(seed, "ask"))
@@ -148,8 +150,14 @@ def weights_of(path: str) -> str:
     return str(base_of_adapter(actor) or actor)
 
 
-def open_model(path: str, max_model_len: int) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """Load a model, adapter, checkpoint or run into a native engine; also return its tokenizer."""
+def open_model(path: str, max_model_len: int, dtype: str = "auto") -> tuple[Engine, PreTrainedTokenizerBase]:
+    """Load a model, adapter, checkpoint or run into a native engine; also return its tokenizer.
+
+    Args:
+        path: of the model.
+        max_model_len: most tokens of a prompt with its answer.
+        dtype: compute dtype: auto, float32 or bfloat16; see :func:`hone.models.devices.dtype_on`.
+    """
     actor = find_actor(path)
     base = base_of_adapter(actor)
     device = prepare_torch(RunConfig())
@@ -161,7 +169,7 @@ def open_model(path: str, max_model_len: int) -> tuple[Engine, PreTrainedTokeniz
         model=model,
         tokenizer=tokenizer,
         device=device,
-        dtype="float32",
+        dtype=dtype_on(device, dtype),
         max_num_seqs=256,
         max_cache_tokens=None,
         max_model_len=max_model_len,

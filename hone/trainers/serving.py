@@ -52,6 +52,7 @@ class ServeRequest:
     parser: str = "auto"
     engine: str = "native"
     replicas: int | None = None
+    dtype: str = "auto"
 
 
 def serve(request: ServeRequest) -> None:
@@ -134,26 +135,28 @@ def open_engine(request: ServeRequest, max_model_len: int) -> tuple[Engine, PreT
     from hone.trainers.evaluation import open_model
 
     if request.replicas is None and request.engine == "native":
-        return open_model(request.model, max_model_len)
-    return open_replicas(request.model, max_model_len, engine=request.engine, count=request.replicas or 1)
+        return open_model(request.model, max_model_len, request.dtype)
+    count, dtype = request.replicas or 1, request.dtype
+    return open_replicas(request.model, max_model_len, engine=request.engine, count=count, dtype=dtype)
 
 
 def open_replicas(
-    path: str, max_model_len: int, *, engine: str, count: int
+    path: str, max_model_len: int, *, engine: str, count: int, dtype: str
 ) -> tuple[EnginePool, PreTrainedTokenizerBase]:
     """Start replicas of an engine as processes with disjoint cores; also return the tokenizer.
+
+    For the arguments see :class:`ServeRequest`.
 
     Raises:
         HoneError: the directory has only an adapter, or the engine is not installed or does not start.
     """
-    import torch
-
     from hone.data.tokenizer import load_tokenizer
     from hone.generation import SERVED
     from hone.generation.build import cores_of, threads_of
     from hone.generation.environments import interpreter_of
     from hone.generation.pool import EnginePool
     from hone.generation.remote import LaunchPlan, ServedEngine
+    from hone.models.devices import dtype_on, run_device
     from hone.training.export import base_of_adapter, find_actor
 
     actor = find_actor(path)
@@ -166,7 +169,7 @@ def open_replicas(
         )
     logs = Path(tempfile.mkdtemp(prefix="hone-serve-"))
     threads = threads_of(count)
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    dtype = dtype_on(run_device("auto"), dtype)
 
     def start(index: int) -> ServedEngine:
         return ServedEngine.start(

@@ -21,6 +21,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight import activity
 from hone.models.activations import activations_on_host
+from hone.models.devices import dtype_on
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.matmul import fast_float32_matmuls
@@ -40,7 +41,7 @@ class TrainSettings:
     Attributes:
         device: for the computation.
         optim: optimizer settings; None for a model that is never updated.
-        dtype: compute dtype, float32 or bfloat16; parameters stay float32.
+        dtype: compute dtype; ``auto`` becomes the device's on creation. Parameters stay float32.
         max_tokens: token budget of a micro-batch.
         max_sequences: maximum of rows in a micro-batch, or None.
         total_steps: horizon of the learning-rate schedule.
@@ -54,6 +55,9 @@ class TrainSettings:
     max_sequences: int | None = None
     total_steps: int = 1
     offload_activations: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_on(self.device, self.dtype))
 
 
 class MicroBatchLoop:

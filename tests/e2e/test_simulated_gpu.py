@@ -40,6 +40,8 @@ RL = {
 }  # fmt: skip
 RESUMED = ("ppo",)
 """Saved after the first step on the GPU, and resumed there."""
+EXACT = ("--dtype", "float32")
+"""By default a GPU computes in bfloat16."""
 OFFLINE = ("sft", "prefer", "reward-model")
 
 
@@ -110,10 +112,10 @@ def test_offline_training(machine: Machine, tiny: Path, tmp_path: Path, program:
 def test_generate_eval_and_serve(machine: Machine, tiny: Path, tmp_path: Path) -> None:
     """Sampled answers, scores and an answer over HTTP are those of the CPU."""
     model, prompt = tiny / "model", "What is 1 + 1?"
-    generate = ("generate", model, prompt, "--max-tokens", 8, "--temperature", 1, "--n", 2, "--json", "--raw")
+    generate = ("generate", model, prompt, "--max-tokens", 8, "--temperature", 1, "--n", 2, "--json", "--raw", *EXACT)
     greedy = ("generate", model, prompt, "--max-tokens", 8, "--json", "--raw")
     evaluate = ("eval", model, "--data", tiny / "prompts.jsonl", "--max-response-length", 8, "--max-samples", 3, "--json",
-                "--reward", f"{tiny}/tiny_reward.py:tokens_with_e")  # fmt: skip
+                "--reward", f"{tiny}/tiny_reward.py:tokens_with_e", *EXACT)  # fmt: skip
     on_host = [hone(*words, log=tmp_path / "host.log", cwd=tiny).output for words in (generate, evaluate, greedy)]
     on_device = [machine.hone(*words, folder=tiny) for words in (generate, evaluate)]
     assert [ended.code for ended in on_device] == [0, 0], on_device
@@ -122,7 +124,11 @@ def test_generate_eval_and_serve(machine: Machine, tiny: Path, tmp_path: Path) -
         assert line["token_ids"] == other["token_ids"] and len(line["token_ids"]) > 1
     scores, expected = (json.loads(text[text.index("{") :]) for text in (on_device[1].output, on_host[1]))
     assert scores == pytest.approx(expected, rel=1e-4) and scores
-    server = machine.start(HONE, ["serve", model, "--port", 0], tiny)
+    default = machine.hone(*greedy, folder=tiny)
+    assert default.code == 0, default.output
+    (rounded,), (exact,) = json_lines(default.output), json_lines(on_host[2])
+    assert 1e-5 < abs(rounded["log_probs"][0] - exact["log_probs"][0]) < 0.1, "bfloat16 without an option"
+    server = machine.start(HONE, ["serve", model, "--port", 0, *EXACT], tiny)
     try:
         server.wait_until(lambda: "/v1" in server.log.read_text())
         address = re.search(r"at (http://127\.0\.0\.1:\d+)/v1", server.log.read_text())
@@ -136,8 +142,7 @@ def test_generate_eval_and_serve(machine: Machine, tiny: Path, tmp_path: Path) -
     finally:
         server.signal(signal.SIGTERM)
         server.wait()
-    (alone,) = json_lines(on_host[2])
-    assert text == alone["text"]
+    assert text == exact["text"]
 
 
 def json_lines(output: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hone.config.dtypes import dtype_keys
 from hone.config.limits import micro_batch_tokens
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
@@ -86,7 +87,8 @@ class Fitter:
 
     def work(self, config: AnyConfig) -> Work:
         """Return the numbers of a variant."""
-        work = work_of(config, self.shape, on_cpu=self.device.on_cpu, others=self.others)
+        kind = {"on_cpu": self.device.on_cpu, "bfloat16": self.device.computes_bfloat16}
+        work = work_of(config, self.shape, **kind, others=self.others)
         return dataclasses.replace(work, activation_scale=self.activation_scale)
 
     def memories(self, work: Work) -> tuple[Memory, ...]:
@@ -191,7 +193,7 @@ Turn = Callable[[AnyConfig, Fitter], list[str]]
 
 def _bfloat16(config: AnyConfig, fitter: Fitter) -> list[str]:
     """Compute in bfloat16 on a GPU that is faster in it: activations, KV cache and an engine's weights take half."""
-    key = "actor_rollout_ref.actor.dtype" if isinstance(config, RLConfig) else "dtype"
+    key = dtype_keys(config)[0].key
     applies = fitter.device.computes_bfloat16 and not fitter.work(config).actor.bf16
     return [set_key(config, key, "bfloat16")] if applies else []
 

@@ -26,8 +26,8 @@ from hone.preflight.machine import Machine
 from hone.preflight.plan.activations import Passes
 from hone.preflight.plan.devices import GIB, Device
 from hone.preflight.plan.memory import memory_of
-from hone.preflight.plan.model import shape_of
-from hone.preflight.plan.work import other_shapes, work_of
+from hone.preflight.plan.model import ModelShape, shape_of
+from hone.preflight.plan.work import Work, other_shapes, work_of
 from hone.threads import compute_here
 
 _PROCESS_BYTES, _CONTEXT_BYTES = 0.75 * GIB, 0.8 * GIB
@@ -58,10 +58,14 @@ def local_device(config: AnyConfig, *, again: bool = False) -> Device:
     return dataclasses.replace(device, **rates)
 
 
-def bare_device(memory: float, *, on_cpu: bool) -> Device:
-    """Return a device that matters for its memory alone, with a constant for the bare process: nothing is measured."""
+def bare_device(memory: float, *, on_cpu: bool, bfloat16: bool = False) -> Device:
+    """Return a device that matters for its memory alone, with a constant for the bare process: nothing is measured.
+
+    Args:
+        bfloat16: whether it computes in bfloat16.
+    """
     overhead = _PROCESS_BYTES if on_cpu else _CONTEXT_BYTES
-    return Device("", on_cpu, memory, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, overhead)
+    return Device("", on_cpu, memory, 1.0, 2.0 if bfloat16 else 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, overhead)
 
 
 def planned(config: AnyConfig) -> list[dict[str, Any]]:
@@ -69,9 +73,16 @@ def planned(config: AnyConfig) -> list[dict[str, Any]]:
     shape = shape_of(model_block(config)[1])
     if shape is None:
         return []
-    work = work_of(config, shape, on_cpu=_runs_on_cpu(config, machines.look()), others=other_shapes(config))
+    work = _local_work(config, shape)
     records = [memory_of(work, pool).as_json(GIB) for pool in work.pools]
     return [{"peak_gib": record.pop("peak"), **record} for record in records]
+
+
+def _local_work(config: AnyConfig, shape: ModelShape) -> Work:
+    from hone.models.devices import computes_bfloat16, run_device
+
+    on_cpu, bfloat16 = _runs_on_cpu(config, machines.look()), computes_bfloat16(run_device(config.trainer.device))
+    return work_of(config, shape, on_cpu=on_cpu, bfloat16=bfloat16, others=other_shapes(config))
 
 
 def _runs_on_cpu(config: AnyConfig, machine: Machine) -> bool:
@@ -97,7 +108,7 @@ def measured_scale(config: AnyConfig) -> float:
     block, shape = model_block(config)[1], shape_of(model_block(config)[1])
     if shape is None or not any(Path(block.path or "").glob("*.safetensors")):
         return 1.0
-    work = work_of(config, shape, on_cpu=_runs_on_cpu(config, machines.look()))
+    work = _local_work(config, shape)
     device = torch.device("cpu" if work.on_cpu else "cuda")
     block = dataclasses.replace(block, enable_gradient_checkpointing=False, tiled_mlp=TiledMlpConfig())
     model = load_policy(block, device=device, seed=1).train()

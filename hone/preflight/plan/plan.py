@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from hone.config.dtypes import dtype_keys
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.errors import ConfigError, ModelError
@@ -88,6 +89,12 @@ def _plan(config: AnyConfig, fitter: Fitter, fitting: Fitting, ranked: tuple[Pla
     return Plan(config, device, work, fitter.memories(work), step_time(work, device), fitting, fitter.limit, ranked)
 
 
+def dtype_of(plan: Plan) -> tuple[str, str]:
+    """Return the compute dtype of the trained model, and where it comes from."""
+    key, bfloat16 = dtype_keys(plan.config)[0], plan.device.computes_bfloat16
+    return key.resolved(bfloat16=bfloat16), key.source(bfloat16=bfloat16)
+
+
 def model_shape(config: AnyConfig) -> ModelShape:
     """Return the shape of the trained model.
 
@@ -111,6 +118,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "device": dataclasses.asdict(plan.device),
         "model": dataclasses.asdict(plan.work.actor.shape),
+        "dtype": dict(zip(("value", "source"), dtype_of(plan), strict=True)),
         "fits": plan.fits,
         "limit": plan.limit,
         "pools": [memory.as_json() for memory in plan.memories],

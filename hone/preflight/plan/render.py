@@ -8,7 +8,7 @@ from hone.config.tree import RLConfig
 from hone.preflight.plan.devices import GIB
 from hone.preflight.plan.fit import budget_key
 from hone.preflight.plan.memory import Memory, Phase
-from hone.preflight.plan.plan import Plan
+from hone.preflight.plan.plan import Plan, dtype_of
 from hone.preflight.plan.search import Placement
 from hone.preflight.plan.step_time import StepTime
 
@@ -69,6 +69,8 @@ def _head(plan: Plan) -> Iterator[str]:
         f"device: {device.name}, {size(device.memory)}, {device.rate(bf16=bf16) / 1e12:.3g} TFLOP/s in "
         f"{'bfloat16' if bf16 else 'float32'} matmuls, {device.bandwidth / 1e9:.3g} GB/s"
     )
+    dtype, source = dtype_of(plan)
+    yield f"dtype: {dtype} ({source})"
     yield f"work: {work.batch} prompts x {work.samples} sequences of up to {work.prompt} + {work.response} tokens a step"
     if work.activation_scale != 1:
         yield f"activations: measured with one micro-batch, {work.activation_scale - 1:+.0%} against the estimate"

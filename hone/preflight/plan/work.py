@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hone.config.derived import MAIN_POOL, OldLogProbs, Pool, RunSpec, check_layouts, holds_reference
+from hone.config.dtypes import resolve_dtype
 from hone.config.limits import micro_batch_tokens
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.parallel import ParallelConfig
@@ -185,39 +186,49 @@ def other_shapes(config: AnyConfig) -> dict[str, ModelShape]:
 
 
 def work_of(
-    config: AnyConfig, shape: ModelShape, *, on_cpu: bool, others: Mapping[str, ModelShape] | None = None
+    config: AnyConfig,
+    shape: ModelShape,
+    *,
+    on_cpu: bool,
+    bfloat16: bool = False,
+    others: Mapping[str, ModelShape] | None = None,
 ) -> Work:
     """Return the numbers of a run.
 
     Args:
         shape: of the trained model.
+        bfloat16: whether the device is a GPU that computes in it, for ``dtype=auto``.
         others: shapes of a critic or a reward model where they differ from it.
 
     Raises:
         ConfigError: the sizes of parallelism do not divide.
     """
     if isinstance(config, RLConfig):
-        return _rl_work(config, shape, on_cpu, others or {})
+        return _rl_work(config, shape, on_cpu, bfloat16, others or {})
     data, samples, prompt = config.data, 1, 1
     if not isinstance(config, SFTConfig):  # the sides of a preference share their prompt
         samples, prompt = 2, data.max_length // 2
     batch, pool = data.train_batch_size, Pool(MAIN_POOL, "trainer", 1, 1, ("actor",), False, ParallelConfig())
-    model = _trained(shape, config, model_block(config)[1], data.max_token_len_per_gpu, batch)
+    dtype = resolve_dtype(config.dtype, bfloat16=bfloat16)
+    model = _trained(shape, config.optim, dtype, model_block(config)[1], data.max_token_len_per_gpu, batch)
     response = max(1, data.max_length - prompt)
     return Work(config, on_cpu, model, holds_reference(config), (pool,), prompt, response, samples, batch)
 
 
-def _rl_work(config: RLConfig, shape: ModelShape, on_cpu: bool, others: Mapping[str, ModelShape]) -> Work:
+def _rl_work(
+    config: RLConfig, shape: ModelShape, on_cpu: bool, bfloat16: bool, others: Mapping[str, ModelShape]
+) -> Work:
     data, actor, model = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     spec, critic, scorer, batch = RunSpec(config), config.critic, config.reward.reward_model, data.train_batch_size
     check_layouts(spec.pools)
     max_tokens, mini_batch = actor.ppo_max_token_len_per_gpu, min(actor.ppo_mini_batch_size, batch)
-    policy = _trained(shape, actor, model, max_tokens, mini_batch, actor.ppo_epochs)
+    dtype = resolve_dtype(actor.dtype, bfloat16=bfloat16)
+    policy = _trained(shape, actor.optim, dtype, model, max_tokens, mini_batch, actor.ppo_epochs)
     values = dataclasses.replace(
         policy,
         shape=others.get("critic", shape),
         optim=critic.optim,
-        bf16=(critic.dtype or actor.dtype) == "bfloat16",
+        bf16=resolve_dtype(critic.dtype or actor.dtype, bfloat16=bfloat16) == "bfloat16",
         max_tokens=critic.ppo_max_token_len_per_gpu or max_tokens,
         mini_batch=min(critic.ppo_mini_batch_size or mini_batch, batch),
         epochs=critic.ppo_epochs or actor.ppo_epochs,
@@ -240,11 +251,17 @@ def _rl_work(config: RLConfig, shape: ModelShape, on_cpu: bool, others: Mapping[
 
 
 def _trained(
-    shape: ModelShape, keys: Any, block: ModelConfig, max_tokens: int, mini_batch: int, epochs: int = 1
+    shape: ModelShape,
+    optim: OptimConfig,
+    dtype: str,
+    block: ModelConfig,
+    max_tokens: int,
+    mini_batch: int,
+    epochs: int = 1,
 ) -> TrainedModel:
-    bf16, checkpointing = keys.dtype == "bfloat16", block.enable_gradient_checkpointing
+    bf16, checkpointing = dtype == "bfloat16", block.enable_gradient_checkpointing
     rank = _lora_rank(block)
-    return TrainedModel(shape, keys.optim, bf16, max_tokens, mini_batch, epochs, checkpointing, lora_rank=rank)
+    return TrainedModel(shape, optim, bf16, max_tokens, mini_batch, epochs, checkpointing, lora_rank=rank)
 
 
 def _lora_rank(model: ModelConfig) -> int:

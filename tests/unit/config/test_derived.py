@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from hone.algorithms import advantage_estimators, policy_losses, preference_losses
 from hone.cli.main import app
-from hone.config import RLConfig, load_config
-from hone.config.derived import MAIN_POOL, OldLogProbs, RunSpec
+from hone.config import TREES, RLConfig, load_config
+from hone.config.derived import MAIN_POOL, OldLogProbs, RunSpec, dtype_line
+from hone.config.dtypes import dtype_keys
 from hone.errors import UnknownMethod
 from hone.methods import COMPARES_ACROSS_MINI_BATCH, ESTIMATOR_INPUTS, PREFERENCE_LOSS_NEEDS
 
@@ -148,3 +149,20 @@ def test_derived_facts_are_shown_with_their_reasons():
 def test_torch_is_not_imported():
     code = "import sys; import hone.config.derived; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("tree", TREES.values())
+def test_the_compute_dtype_follows_the_device_by_default(tree):
+    config = load_config(tree)
+    key = dtype_keys(config)[0]
+    assert key.value == "auto" and dtype_line(config).reason == f"{key.key}=auto"
+    assert {key.resolved(bfloat16=present) for present in (False, True)} == {"float32", "bfloat16"}
+    on_cpu = dtype_line(load_config(tree, ["trainer.device=cpu"]))
+    assert on_cpu.value == "float32" and dtype_line(config).value != on_cpu.value
+    assert dtype_line(load_config(tree, [f"{key.key}=bfloat16", "trainer.device=cpu"])).value == "bfloat16"
+
+
+def test_dtype_keys_leave_out_those_that_follow_the_actor():
+    words = [f"{ACTOR}.dtype=float32", "actor_rollout_ref.rollout.dtype=bfloat16", "critic.dtype=auto"]
+    assert [entry.value for entry in dtype_keys(load_config(RLConfig, words))] == ["float32", "bfloat16", "auto"]
+    assert [entry.key for entry in dtype_keys(load_config(RLConfig))] == [f"{ACTOR}.dtype"]

@@ -330,6 +330,24 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(big: RLConfig) -
     assert fitter.peak(big) > TIGHT * 280 * GIB
 
 
+@pytest.mark.parametrize(("name", "bf16"), [("H100", True), ("V100", False)])
+def test_auto_is_planned_in_the_dtype_of_the_device(big: RLConfig, name: str, bf16: bool) -> None:
+    """A device that computes in bfloat16 is planned as if that were set, weights and time included."""
+    resolved, device = "bfloat16" if bf16 else "float32", device_named(name)
+    plans = {}
+    for dtype in ("auto", resolved):
+        change(big, {f"{ACTOR}.dtype": dtype})
+        plans[dtype] = as_json(plan_of(big, device, shape=SEVEN_BILLION))
+    source = plans["auto"].pop("dtype")
+    assert source["value"] == plans[resolved].pop("dtype")["value"] == resolved
+    assert source["source"].startswith(f"{ACTOR}.dtype=auto")
+    assert plans["auto"] == plans[resolved]
+    change(big, {f"{ACTOR}.dtype": "auto", "critic.enable": True, "critic.dtype": "auto"})
+    work = work_of(big, SEVEN_BILLION, on_cpu=False, bfloat16=bf16)
+    assert work.critic is not None and (work.critic.bf16, work.rollout_bf16) == (bf16, bf16)
+    assert not work_of(big, SEVEN_BILLION, on_cpu=True).actor.bf16
+
+
 @pytest.mark.parametrize(("name", "first"), [("H100", True), ("V100", False)])
 def test_bfloat16_is_the_first_knob_of_a_gpu_that_has_it(big: RLConfig, name: str, first: bool) -> None:
     change(big, {f"{ACTOR}.dtype": "float32"})

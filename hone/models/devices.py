@@ -1,0 +1,22 @@
+"""The device of a run, and the dtype that it computes in."""
+
+from __future__ import annotations
+
+import torch
+
+from hone.config.dtypes import resolve_dtype
+
+
+def run_device(choice: str) -> torch.device:
+    """Return the device that a value of ``trainer.device`` means in this process; ``auto`` is a GPU where there is one."""
+    return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """Return whether a device is a GPU with instructions for bfloat16 (on NVIDIA, compute capability 8.0 or higher)."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def dtype_on(device: torch.device, dtype: str) -> str:
+    """Return the name of the compute dtype that a ``dtype`` key means on a device."""
+    return resolve_dtype(dtype, bfloat16=computes_bfloat16(device))
