@@ -132,17 +132,19 @@ def check_engines(config: RLConfig) -> None:
     Raises:
         ConfigError: they do not.
     """
-    spec, rollout = RunSpec(config), config.actor_rollout_ref.rollout
-    pool = next(pool for pool in spec.pools if "rollout" in pool.roles)
-    size = spec.engine_devices
-    if pool.per_node % size:
-        sizes = [str(number) for number in range(1, pool.per_node + 1) if pool.per_node % number == 0]
+    rollout, size = config.actor_rollout_ref.rollout, RunSpec(config).engine_devices
+    block, sizes_of_pool = (
+        ("actor_rollout_ref.rollout", rollout) if rollout.enable_resource_pool else ("trainer", config.trainer)
+    )
+    workers = sizes_of_pool.n_gpus_per_node
+    if workers % size:
+        sizes = [str(number) for number in range(1, workers + 1) if workers % number == 0]
         raise ConfigError(
             f"an engine of {rollout.tensor_model_parallel_size} tensor x {rollout.data_parallel_size} data parallel devices "
-            f"does not divide the {pool.per_node} rollout workers of a node",
+            f"does not divide the {workers} rollout workers of a node",
             why="an engine takes the devices of whole workers on one node, and every worker belongs to one engine",
             fix=f"actor_rollout_ref.rollout.tensor_model_parallel_size=<one of {', '.join(sizes)}>, or "
-            f"{pool.block}.n_gpus_per_node=<a multiple of {size}>",
+            f"{block}.n_gpus_per_node=<a multiple of {size}>",
             where="actor_rollout_ref.rollout.tensor_model_parallel_size",
             code="R79",
         )

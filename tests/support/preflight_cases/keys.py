@@ -330,8 +330,9 @@ PROCESSES = [
         f"{ROLLOUT}.name=vllm {ROLLOUT}.tensor_model_parallel_size=3",
         ("3 tensor", "4 rollout workers"),
         advice="tensor_model_parallel_size=<one of 1, 2, 4>",
-        then=f"{ROLLOUT}.name=vllm {ROLLOUT}.tensor_model_parallel_size=2",
+        then=f"{ROLLOUT}.name=native {ROLLOUT}.tensor_model_parallel_size=1",
         given=f"{RAY} trainer.n_gpus_per_node=4",
+        also=("R76",),
     ),
     Case(
         "R72 layouts.sequence_parallel_divides",

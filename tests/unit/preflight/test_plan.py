@@ -140,7 +140,9 @@ def test_parts_of_a_dense_model(big: RLConfig) -> None:
     assert update.size("gradients") == 4 * parameters, "several micro-batches add up"
     tokens = found["generation"].size("KV cache") / (28 * 2 * 512 * 2)
     assert tokens == 256 * 1024 + 32 * 512, "max_num_seqs responses, and the prompts they continue, once each"
-    assert found["generation"].size("KV cache") == update.size("KV cache"), "it stays"
+    assert update.size("KV cache") == 0, "it is freed"
+    change(big, {f"{ROLLOUT}.free_cache_engine": False})
+    assert phases(big)["update"].size("KV cache") == found["generation"].size("KV cache"), "it stays"
     assert sum(update.parts.values()) == update.total
 
 
@@ -220,10 +222,12 @@ def test_constants_of_engines_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_keeps_its_share_of_a_gpu_through_all_phases(big: RLConfig, name: str) -> None:
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_an_engine_has_its_share_of_a_gpu_while_it_is_awake(big: RLConfig, name: str, sleeps: bool) -> None:
     change(big, {f"{ACTOR}.recompute_old_log_probs": True})
     own = phases(big)
-    change(big, {f"{ROLLOUT}.name": name, f"{ROLLOUT}.gpu_memory_utilization": 0.4})
+    keys = {"name": name, "gpu_memory_utilization": 0.4, "free_cache_engine": None if sleeps else False}
+    change(big, {f"{ROLLOUT}.{key}": value for key, value in keys.items()})
     found = work_of(big, SEVEN_BILLION, on_cpu=False)
     alone, together = memory_of(found, found.main), memory_of(found, found.main, capacity=80 * GIB)
     assert [phase.name for phase in together.phases] == [
@@ -234,10 +238,9 @@ def test_an_engine_keeps_its_share_of_a_gpu_through_all_phases(big: RLConfig, na
         "checkpoint",
     ][:4]
     for phase, trainers in zip(together.phases, alone.phases, strict=True):
-        assert (
-            phase.size("colocated engine") == pytest.approx(0.4 * 80 * GIB) and trainers.size("colocated engine") == 0
-        )
-        assert phase.total == pytest.approx(trainers.total + 0.4 * 80 * GIB)
+        share = 0.0 if sleeps and phase.name in ("log-probs", "update") else 0.4 * 80 * GIB
+        assert phase.size("colocated engine") == pytest.approx(share) and trainers.size("colocated engine") == 0
+        assert phase.total == pytest.approx(trainers.total + share)
         assert phase.size("KV cache") == 0, "the trainer has none"
     generating = together.phases[0]
     assert generating.size("weights") == 4 * SEVEN_BILLION.parameters, "held once more by the engine, in its share"
@@ -360,8 +363,8 @@ def test_bfloat16_is_the_first_knob_of_a_gpu_that_has_it(big: RLConfig, name: st
     ("gib", "knobs"),
     [
         (400, []),
-        (280, ["ppo_max_token_len_per_gpu"]),
-        (165, ["enable_gradient_checkpointing"]),
+        (260, ["ppo_max_token_len_per_gpu"]),
+        (150, ["enable_gradient_checkpointing"]),
         (80, ["lora_rank"]),
     ],
 )

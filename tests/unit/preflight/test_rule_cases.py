@@ -42,6 +42,7 @@ def test_every_rule_has_a_case() -> None:
 def world(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """The directory of a run without problems."""
     here = World(tmp_path, monkeypatch)
+    monkeypatch.setenv("HONE_ENGINES", str(tmp_path / "no engines"))
     shutil.copytree(tokenizer, here.model)
     here.settings()
     (here.model / "model.safetensors").write_bytes(safetensors_head({"w": [10, 10]}))
