@@ -6,7 +6,7 @@ import socket
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from hone.errors import ConfigError

@@ -73,10 +73,10 @@ class Fake:
         self.check()
         self.paused = False
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         self.check()
 
-    async def wake(self) -> None:
+    async def wake(self, *, cache: bool = True) -> None:
         self.check()
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:

@@ -288,10 +288,10 @@ class SimulatedEngine:
         for session in sessions:
             self._kept.pop(session, None)
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         """Do nothing: there is no memory to free."""
 
-    async def wake(self) -> None:
+    async def wake(self, *, cache: bool = True) -> None:
         """Do nothing, as :meth:`sleep`."""
 
     def describe(self) -> EngineDescription:
