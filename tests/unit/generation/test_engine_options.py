@@ -188,6 +188,7 @@ def test_replicas_share_the_cores(monkeypatch, tmp_path, cores, threads, replica
 )
 def test_local_replicas_take_the_next_devices(monkeypatch, tmp_path, keys, visible, expected):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -201,6 +202,7 @@ def test_local_replicas_take_the_next_devices(monkeypatch, tmp_path, keys, visib
 
 def test_an_engine_without_enough_devices_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for words in (["tensor_model_parallel_size=4"], ["devices=[2]"]):
         start, _ = engine_start(local_config(tmp_path, *(f"actor_rollout_ref.rollout.{word}" for word in words)))

@@ -24,7 +24,7 @@ def configured(*overrides: str) -> RLConfig:
 
 
 def worker(config: RLConfig, pool: EnginePool, rank: int = 0, world: int = 1) -> RolloutWorker:
-    context = SimpleNamespace(config=config, tokenizer=None, roles={}, rank=rank, world=world)
+    context = SimpleNamespace(config=config, tokenizer=None, roles={}, rank=rank, world=world, engine_devices=None)
     return RolloutWorker(context, engine=pool)  # type: ignore[arg-type]
 
 
