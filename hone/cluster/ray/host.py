@@ -76,7 +76,7 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What a process says of itself before it begins.
+    """Report of a process before it begins.
 
     Attributes:
         versions: of the compared packages.
