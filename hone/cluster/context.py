@@ -34,8 +34,8 @@ class WorkerContext:
         total_steps: horizon of the schedules.
         resume: location of the checkpoint to resume from, or None.
         roles: roles that this process has already, by name.
-        engine_devices: GPUs, as in CUDA_VISIBLE_DEVICES, of the engine that this process starts; empty if another process starts
-            it. None: engines of this process see the GPUs that it sees.
+        engine_devices: GPUs, as in CUDA_VISIBLE_DEVICES, of the engine that this process starts; empty without GPUs, and if
+            another process starts it. None: engines of this process see the GPUs that it sees.
     """
 
     config: RLConfig

@@ -83,7 +83,7 @@ class RolloutWorker:
         self.weights = self._source()
         group = RunSpec(context.config).engine_devices
         self._worker, self._workers = context.rank // group, context.world // group
-        self._lends = context.engine_devices == ()
+        self._lends = context.rank % group != 0
         if not self._lends:
             self.engine = engine or self._build()
         self._validation_share: float | None = None
