@@ -16,6 +16,7 @@ from hone.config.derived import RunSpec
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
 from hone.errors import ConfigError
+from hone.generation.build import engine_dtype
 from hone.generation.options import sends_adapter
 from hone.models.heads import PolicyHead, ValueHead
 from hone.models.loading import saved_model
@@ -169,8 +170,12 @@ class PolicyWorker(ModelRole):
 
     @dispatch(Split.ALL, Collect.FIRST)
     def export_weights(self) -> None:
-        """Begin a weight sync of the current weights, or the adapter alone: :meth:`next_weights` returns the buckets."""
-        self._exported = self.engine.export_weights("adapter" if sends_adapter(self.config) else "merged")
+        """Begin a weight sync of the current weights, or the adapter alone: :meth:`next_weights` returns the buckets.
+
+        Matrices are in the dtype of the engine, so that for one in bfloat16 half the bytes travel.
+        """
+        which = "adapter" if sends_adapter(self.config) else "merged"
+        self._exported = self.engine.export_weights(which, dtype=getattr(torch, engine_dtype(self.config)))
 
     @dispatch(Split.ALL, Collect.REMOTE)
     def next_weights(self, max_bytes: int) -> list[tuple[str, Tensor]] | None:

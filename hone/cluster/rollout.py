@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hone.agents.context import EpisodeContext
@@ -21,7 +22,7 @@ from hone.data.seeding import derive_seed
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample
 from hone.generation import is_served
-from hone.generation.build import build_engine, replica_limit
+from hone.generation.build import build_engine, engine_dtype, replica_limit
 from hone.generation.options import has_adapter, sends_adapter
 from hone.generation.pool import EnginePool, ReplicaState
 from hone.generation.protocol import Engine, SamplingParams
@@ -260,8 +261,9 @@ class RolloutWorker:
     @dispatch(Split.ALL, Collect.FIRST, lenders=True)
     async def gather_weights(self, version: int) -> None:
         """Copy this version of the weights from the colocated actor, whose processes hold a shard each."""
-        which = "adapter" if sends_adapter(self.context.config) else "merged"
-        weights = self.context.roles["actor"].engine.export_weights(which)
+        config, actor = self.context.config, self.context.roles["actor"]
+        which, dtype = "adapter" if sends_adapter(config) else "merged", getattr(torch, engine_dtype(config))
+        weights = actor.engine.export_weights(which, dtype=dtype)
         if self._lends:
             deque(weights, maxlen=0)  # all processes gather together; this one has no engine that takes the result
             return

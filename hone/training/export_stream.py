@@ -1,8 +1,12 @@
-"""Streams of whole parameters of a sharded or replicated model: one collective per bucket, one bucket in memory."""
+"""Streams of whole parameters of a sharded or replicated model: one collective per bucket, one bucket in memory.
+
+With ``dtype=torch.bfloat16`` matrices are cast before they are gathered and sent, which halves their bytes. Vectors (norms, biases)
+keep their dtype: they are a thousandth of the bytes, and Hone's engine computes with them in float32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,24 +19,34 @@ from hone.models.loading import causal_lm
 from hone.models.streaming import piece, sharded_dim
 
 
-def whole_weights(model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter by its name in the module."""
-    yield from in_buckets(model.named_parameters(), bucket_bytes)
+def whole_weights(
+    model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter by its name in the module; matrices in ``dtype``, or with None in their own."""
+    yield from in_buckets(_cast(model.named_parameters(), dtype), bucket_bytes)
 
 
-def adapter_weights(model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of LoRA adapters."""
-    yield from in_buckets((pair for pair in model.named_parameters() if ".lora_" in pair[0]), bucket_bytes)
+def adapter_weights(
+    model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of LoRA adapters; ``dtype`` as in :func:`whole_weights`."""
+    adapters = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
+    yield from in_buckets(_cast(adapters, dtype), bucket_bytes)
 
 
-def merged_weights(model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of the model with merged adapters: ``W + scale * B @ A`` for an adapted ``W``."""
+def merged_weights(
+    model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of the model with merged adapters: ``W + scale * B @ A`` for an adapted ``W``.
+
+    An adapted matrix is merged in its own dtype and cast to ``dtype`` afterwards.
+    """
     inner = causal_lm(model)
     layers = {
         f"{name}.base_layer.weight": layer for name, layer in inner.named_modules() if isinstance(layer, LoraLayer)
     }
     base = (pair for pair in inner.named_parameters() if ".lora_" not in pair[0])
-    for name, value in in_buckets(base, bucket_bytes):
+    for name, value in in_buckets(_cast(base, dtype, but=layers), bucket_bytes):
         if (layer := layers.get(name)) is not None:
             for adapter in layer.active_adapters:
                 sides = [("B", layer.lora_B[adapter]), ("A", layer.lora_A[adapter])]
@@ -40,7 +54,21 @@ def merged_weights(model: nn.Module, bucket_bytes: int = GATHER_BUCKET_BYTES) ->
                     in_buckets(((side, module.get_parameter("weight")) for side, module in sides), bucket_bytes)
                 )
                 value = value + layer.scaling[adapter] * (whole["B"] @ whole["A"])
+            value = _in_dtype(value, dtype)
         yield name.replace(".base_layer.", "."), value
+
+
+def _cast(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, but: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices in ``dtype``, except those that are named in ``but``."""
+    for name, tensor in named:
+        yield name, tensor if name in but else _in_dtype(tensor.detach(), dtype)
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    narrows = dtype is not None and tensor.is_floating_point() and tensor.dim() > 1
+    return tensor.to(dtype) if narrows else tensor
 
 
 @torch.no_grad()

@@ -101,6 +101,14 @@ def test_rollout_apart_gets_the_weights(nodes, world, local, tmp_path):
     assert found == local("grpo")
 
 
+def test_rollout_apart_gets_weights_in_bfloat16(nodes, world, tmp_path):
+    """Its matrices are those that the trainer computes with; only its embedding is rounded as the trainer's is not."""
+    words = ("actor_rollout_ref.rollout.enable_resource_pool=true", "actor_rollout_ref.actor.dtype=bfloat16")
+    rows = run(world, tmp_path / "run", "grpo", "trainer.runtime=ray", *words)
+    gaps = [row[COPIED] for row in rows if row["step"]]
+    assert len(gaps) == 5 and 0 < max(gaps) < 0.1
+
+
 @pytest.mark.parametrize("partial", [False, True])
 def test_two_rollout_workers_generate_during_training(nodes, world, tmp_path, partial):
     """A pool of two workers for generation, and one of a worker for training."""

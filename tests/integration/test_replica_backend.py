@@ -114,8 +114,10 @@ class ReplicaBackend:
     def shared_module(self) -> nn.Module:
         return self.model
 
-    def export_weights(self, which: Weights = "all") -> Iterator[tuple[str, Tensor]]:
-        yield from STREAMS[which](self.model)
+    def export_weights(
+        self, which: Weights = "all", *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        yield from STREAMS[which](self.model, dtype=dtype)
 
     def stage(self, location: str, name: str, tokenizer: Any = None) -> Callable[[], None]:
         return self._stager.stage(location, name, tokenizer)

@@ -54,3 +54,17 @@ def test_an_adapter_goes_alone(two_ranks: Ranks, tiny_models):
     for adapter, whole in two_ranks.run(bucketed, case, "adapter", 5000):
         assert adapter.keys() == {name for name in whole if ".lora_" in name}
         assert all(torch.equal(adapter[name], whole[name]) for name in adapter)
+
+
+@pytest.mark.parametrize("model", ["odd", "tied"])
+def test_gathering_in_bfloat16_is_gathering_and_then_casting(model: str, two_ranks: Ranks, tiny_models):
+    """Matrices; vectors stay float32. With an adapter the sum is in float32 and is cast at last."""
+    settings = {"lora_rank": 4} if model == "tied" else {}
+    case = Case(tiny_models[model], model_settings=settings, updates=1)
+    exact = two_ranks.run(bucketed, case, "merged", 5000)
+    narrow = two_ranks.run(bucketed, case, "merged", 5000, torch.bfloat16)
+    for (whole, _), (cast, _) in zip(exact, narrow, strict=True):
+        assert list(whole) == list(cast)
+        for name, value in whole.items():
+            expected = value.to(torch.bfloat16) if value.dim() > 1 else value
+            assert cast[name].dtype == expected.dtype and torch.equal(cast[name], expected), name

@@ -219,13 +219,16 @@ def held(case: Case) -> int:
     return sum(_local(parameter).numel() for parameter in _parameters(backend_of(case)[0]).values())
 
 
-def bucketed(case: Case, which: str, bucket_bytes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def bucketed(
+    case: Case, which: str, bucket_bytes: int, dtype: torch.dtype | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Exported weights after training, by way of buckets and by DTensor's own gathering of each parameter."""
     from hone.training import export_stream
 
     backend, *_ = trained(case, range(case.updates))
     stream = getattr(export_stream, f"{which}_weights")
-    in_buckets = {name: value.clone() for name, value in stream(backend.model, bucket_bytes)}  # type: ignore[attr-defined]
+    streamed = stream(backend.model, bucket_bytes, dtype=dtype)  # type: ignore[attr-defined]
+    in_buckets = {name: value.clone() for name, value in streamed}
     singly = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in _parameters(backend).items()

@@ -254,6 +254,7 @@ def _syncing(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
     bucket = GATHER_BUCKET_BYTES
     if work.served:
         bucket = work.rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
-    largest = max(bucket, work.actor.shape.embedding * FROZEN_BYTES)
-    sent = min(work.actor.shape.parameters * FROZEN_BYTES, largest) * (_BUCKET_COPIES if pool.divided else 1)
+    number = 2 if work.rollout_bf16 else FROZEN_BYTES
+    largest = max(bucket, work.actor.shape.embedding * number)
+    sent = min(work.actor.shape.parameters * number, largest) * (_BUCKET_COPIES if pool.divided else 1)
     yield {"weights in transfer": sent}

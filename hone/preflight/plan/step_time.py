@@ -56,7 +56,8 @@ def step_time(work: Work, device: Device) -> StepTime:
         generation = _generation(work, engines, device)
         if work.served or engines.divided or engines is not work.main:  # engines with a copy of the weights
             other_node = engines is not work.main and work.main.nodes + engines.nodes > 2
-            messages += 4 * work.actor.shape.parameters / (device.network if other_node else device.link)
+            size = 2 if work.rollout_bf16 else 4
+            messages += size * work.actor.shape.parameters / (device.network if other_node else device.link)
     return StepTime(generation, log_probs, update, messages)
 
 

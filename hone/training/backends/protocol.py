@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -163,10 +164,16 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def export_weights(self, which: Weights = "all") -> Iterator[tuple[str, Tensor]]:
+    def export_weights(
+        self, which: Weights = "all", *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face names and whole parameters. Collective: every rank iterates to the end.
 
         A tensor is valid until the next one, and may be the parameter itself.
+
+        Args:
+            which: all parameters, those of the adapter, or those of the model with a merged adapter.
+            dtype: of matrices, such as that of an engine which computes in bfloat16; None leaves them as they are.
         """
         ...
 

@@ -333,6 +333,16 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(big: RLConfig) -
     assert fitter.peak(big) > TIGHT * 280 * GIB
 
 
+def test_a_weight_sync_sends_half_the_bytes_in_bfloat16(big: RLConfig) -> None:
+    pool = {f"{ROLLOUT}.enable_resource_pool": True, f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 1}
+    change(big, {"trainer.runtime": "ray", **pool})
+    device, seconds = device_named("H100"), {}
+    for dtype in ("float32", "bfloat16"):
+        change(big, {f"{ROLLOUT}.dtype": dtype})
+        seconds[dtype] = step_time(work_of(big, SEVEN_BILLION, on_cpu=False), device).messages
+    assert seconds["float32"] == 2 * seconds["bfloat16"] == pytest.approx(4 * SEVEN_BILLION.parameters / device.link)
+
+
 @pytest.mark.parametrize(("name", "bf16"), [("H100", True), ("V100", False)])
 def test_auto_is_planned_in_the_dtype_of_the_device(big: RLConfig, name: str, bf16: bool) -> None:
     """A device that computes in bfloat16 is planned as if that were set, weights and time included."""

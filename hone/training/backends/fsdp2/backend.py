@@ -149,10 +149,12 @@ class Fsdp2Backend:
         """Return None: no process has the whole model."""
         return
 
-    def export_weights(self, which: Weights = "all") -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole parameters, all-gathered in buckets; every rank gets the same. Collective."""
+    def export_weights(
+        self, which: Weights = "all", *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and whole parameters, all-gathered in buckets in ``dtype``; every rank gets the same. Collective."""
         with self._in_use():
-            yield from STREAMS[which](self.model)
+            yield from STREAMS[which](self.model, dtype=dtype)
 
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
         """Copy this rank's data for the checkpoint at ``location``; return the function that writes it. Collective."""

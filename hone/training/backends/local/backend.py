@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -128,9 +129,11 @@ class LocalBackend:
         """Return the model."""
         return self.model
 
-    def export_weights(self, which: Weights = "all") -> Iterator[tuple[str, Tensor]]:
-        """Yield names and the parameters themselves; merged matrices are new tensors."""
-        yield from STREAMS[which](self.model)
+    def export_weights(
+        self, which: Weights = "all", *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and the parameters themselves; merged and cast matrices are new tensors."""
+        yield from STREAMS[which](self.model, dtype=dtype)
 
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
         """Copy model and optimizer state for the checkpoint at ``location``; return the function that writes it."""
