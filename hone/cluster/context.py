@@ -14,7 +14,7 @@ from hone.config.run import RunConfig
 from hone.config.tree import RLConfig
 from hone.data.tokenizer import load_tokenizer
 from hone.errors import ConfigError
-from hone.models.devices import run_device
+from hone.models.devices import run_device, use_expandable_segments
 from hone.startup import collect_as_usual
 from hone.threads import compute_here
 from hone.training.layout import Meshes
@@ -86,7 +86,7 @@ def run_tokenizer(config: RLConfig) -> PreTrainedTokenizerBase:
 
 
 def prepare_torch(trainer: RunConfig, *, threads: int | None = None) -> torch.device:
-    """Set this thread's CPU threads, enable garbage collection again, and return the configured device.
+    """Set CPU threads and CUDA's allocator, enable garbage collection again, and return the configured device.
 
     Args:
         trainer: configuration block ``trainer``.
@@ -99,4 +99,6 @@ def prepare_torch(trainer: RunConfig, *, threads: int | None = None) -> torch.de
     compute_here(trainer.num_threads or threads)
     if trainer.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda, but torch finds 0 CUDA GPUs", fix="trainer.device=auto", code="R02")
-    return run_device(trainer.device)
+    device = run_device(trainer.device)
+    use_expandable_segments(device)
+    return device

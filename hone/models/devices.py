@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from hone.config.dtypes import resolve_dtype
@@ -20,3 +22,16 @@ def computes_bfloat16(device: torch.device) -> bool:
 def dtype_on(device: torch.device, dtype: str) -> str:
     """Return the name of the compute dtype that a ``dtype`` key means on a device."""
     return resolve_dtype(dtype, bfloat16=computes_bfloat16(device))
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with which a user configures torch's allocator."""
+
+
+def use_expandable_segments(device: torch.device) -> None:
+    """Let CUDA's memory segments grow, so that micro-batches of ever new sizes leave no holes; a user's own setting stays.
+
+    It is set in this process only: engines in processes of their own, such as vLLM with its sleep mode, choose for themselves.
+    """
+    if device.type == "cuda" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.config.dtypes import resolve_dtype
-from hone.models.devices import computes_bfloat16, dtype_on, run_device
+from hone.models.devices import ALLOCATOR_VARIABLES, computes_bfloat16, dtype_on, run_device, use_expandable_segments
 from hone.training.engine import TrainSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -37,3 +37,20 @@ def test_only_auto_is_resolved() -> None:
         "bfloat16",
     ]
     assert resolve_dtype("auto", bfloat16=False) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "sets"),
+    [(CUDA, None, True), (CPU, None, False), *((CUDA, name, False) for name in ALLOCATOR_VARIABLES)],
+)
+def test_segments_expand_unless_the_user_has_configured_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, variable: str | None, sets: bool
+) -> None:
+    settings: list[str] = []
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "max_split_size_mb:128")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    use_expandable_segments(device)
+    assert settings == ["expandable_segments:True"] * sets
