@@ -65,18 +65,21 @@ def decoding(rows: int) -> list[Group]:
     return [Group(PROMPT, sampled[start : start + SAMPLES]) for start in range(0, rows, SAMPLES)]
 
 
-def record(size: str, kernels_of: Callable[[Any], Sequence[Kernel]]) -> Recording:
-    """Record a pass of a model's first layer, and of its first two."""
-    configs = [qwen3(size, layers) for layers in (1, 2)]
-    one, two = (kernels_of(model_without_storage(config, checkpointing=size in CHECKPOINTED)) for config in configs)
+def record(size: str, kernels_of: Callable[[Any], Sequence[Kernel]], keeps: str = "nothing") -> Recording:
+    """Record a pass of a model's first layer, and of its first two; ``keeps`` is what gradient checkpointing keeps."""
+    configs, settings = (
+        [qwen3(size, layers) for layers in (1, 2)],
+        {"checkpointing": size in CHECKPOINTED, "keeps": keeps},
+    )
+    one, two = (kernels_of(model_without_storage(config, **settings)) for config in configs)
     return Recording(one, two)
 
 
-def report(size: str, devices: Sequence[Device], prompts: int, top: int) -> list[str]:
+def report(size: str, devices: Sequence[Device], prompts: int, top: int, keeps: str) -> list[str]:
     """Return the table's lines of a model, and print what costs most on the first device."""
     config, groups = qwen3(size), long_tailed(prompts)
     layers, batch, micro = config.num_hidden_layers, batch_of(groups), {"bf16": True, "max_tokens": MICRO_BATCH}
-    update = record(size, lambda model: update_kernels(model, batch, **micro))
+    update = record(size, lambda model: update_kernels(model, batch, **micro), keeps)
     scoring = record(size, lambda model: log_prob_kernels(model, batch, **micro))
     decode = {rows: record(size, partial(decode_kernels, groups=decoding(rows), bf16=True)) for rows in (64, 256)}
     optimizer = optimizer_kernels(model_without_storage(config))
@@ -87,7 +90,7 @@ def report(size: str, devices: Sequence[Device], prompts: int, top: int) -> list
         scored, peak = scoring.seconds(device, layers), device.narrow_rate / MATMUL_SHARE
         rates = {rows: rows / recording.seconds(device, layers) for rows, recording in decode.items()}
         lines.append(
-            f"| {size} | {device.name} | {'yes' if size in CHECKPOINTED else 'no'} | {seconds:.2f} | "
+            f"| {size} | {device.name} | {f'keeps {keeps}' if size in CHECKPOINTED else 'no'} | {seconds:.2f} | "
             f"{tokens / seconds:,.0f} | {3 * needed / seconds / peak:.1%} | {scored:.2f} | "
             f"{needed / scored / peak:.1%} | {rates[64]:,.0f} | {rates[256]:,.0f} |"
         )
@@ -124,6 +127,9 @@ def main() -> None:
     parser.add_argument("--device", nargs="+", default=["H100-80GB", "H200-141GB"])
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a mini-batch, 8 responses each")
     parser.add_argument("--top", type=int, default=10, help="kernels to list")
+    parser.add_argument(
+        "--keeps", default="nothing", choices=["nothing", "attention"], help="of gradient checkpointing"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     devices = [device_named(name) for name in options.device]
@@ -136,7 +142,9 @@ def main() -> None:
     shares = ", ".join(f"{work} {share:.0%}" for work, share in SHARE_OF_MATMULS.items())
     print(f"speed against matmuls: {shares}")
     print(f"micro-batches of {MICRO_BATCH:,} tokens, prompts of {PROMPT}, n={SAMPLES}, lognormal lengths of mean 1,200")
-    lines = [line for size in options.models for line in report(size, devices, options.prompts, options.top)]
+    lines = [
+        line for size in options.models for line in report(size, devices, options.prompts, options.top, options.keeps)
+    ]
     print(
         "\n| Qwen3 | device | checkpointing | update s | tokens/s | MFU | log-probs s | MFU | decode tokens/s, 64 rows | 256 |"
     )

@@ -37,6 +37,10 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time. The first key to try when memory is
     short; off by default because models that run on a laptop do not need it."""
+    gradient_checkpointing_keeps: str = choice("nothing", "nothing", "attention")
+    """With gradient checkpointing: what a layer keeps besides its input. nothing: all is recomputed. attention: the output of the
+    attention operator is kept, the costliest part of long sequences; memory per token grows by the width of the heads. Gradients are
+    the same, bit for bit. Hone's own attention on a CPU consists of several operators and is always recomputed."""
     enable_activation_offload: bool = False
     """Keep activations for the backward pass in the host's memory: less device memory, more time for copies. Best with
     gradient checkpointing, which leaves little to copy. No effect on a CPU."""
@@ -57,8 +61,9 @@ class OptimConfig:
     """The optimizer and its schedule. The schedule advances once per step (RL) or once per update (SFT)."""
 
     optimizer: str = named("AdamW", "optimizer", instead="optim.lr")
-    """Optimizer: a class of torch.optim, or the import path of a custom one, my_module:MyOptimizer. It gets lr,
-    weight_decay, betas and eps if its constructor has these arguments."""
+    """Optimizer: a class of torch.optim, AdamW8bit, or the import path of a custom one, my_module:MyOptimizer. It gets lr,
+    weight_decay, betas and eps if its constructor has these arguments. AdamW8bit keeps AdamW's moments in 8 bits, a quarter of the
+    memory, for a model in one process; it needs the extra optim8bit (torchao)."""
     override_optimizer_config: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer's constructor, by name, for example {momentum: 0.9}."""
     lr: float = number(1e-6, low=0)

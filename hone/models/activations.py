@@ -1,17 +1,29 @@
-"""Save activation memory: keep activations on the host until the backward pass, or recompute MLPs tile by tile."""
+"""Save activation memory: recompute layers but for attention, keep activations on the host, or recompute MLPs tile by tile."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hone.errors import ModelError
 
+_SDPA_KINDS = (
+    "flash_attention",
+    "flash_attention_for_cpu",
+    "efficient_attention",
+    "cudnn_attention",
+    "fused_attention_overrideable",
+)
+ATTENTION_OPERATORS = frozenset(
+    ("torch_attn::_varlen_attn", *(f"aten::_scaled_dot_product_{kind}" for kind in _SDPA_KINDS)),
+)
+"""Operators that compute attention: the variable-length one of :mod:`hone.models.attention.varlen`, and those of SDPA."""
 SMALLEST = 1 << 16
 """Size in numbers of the smallest tensor that is moved."""
 
@@ -42,6 +54,20 @@ def _to_device(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
         return kept
     device, host = kept
     return host.to(device, non_blocking=True)
+
+
+def checkpointing_arguments(keeps: str) -> dict[str, Any]:
+    """Return the arguments of ``torch.utils.checkpoint.checkpoint`` for a ``model.gradient_checkpointing_keeps``."""
+    if keeps == "nothing":
+        return {"use_reentrant": False}
+    return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _keep_attention)}
+
+
+def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return the policy that keeps the outputs of attention operators."""
+    del context, args, kwargs
+    kept = operator.name().partition(".")[0] in ATTENTION_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def tile_mlps(layers: list[nn.Module], tiles: int) -> None:

@@ -27,8 +27,9 @@ from transformers.utils import logging as transformers_logging
 from hone.config.model import ModelConfig
 from hone.data.seeding import derive_seed
 from hone.errors import ModelError, did_you_mean
-from hone.models.activations import tile_mlps
+from hone.models.activations import checkpointing_arguments, tile_mlps
 from hone.models.kernels.cpu.memory import trim_memory
+from hone.models.registry import family_of
 from hone.models.routing import use_hone_attention
 from hone.models.streaming import WeightFiles, empty_model, standing_in
 
@@ -304,18 +305,37 @@ def prepare(model: nn.Module, config: ModelConfig, *, trainable: bool = True) ->
     if trainable and config.tiled_mlp.enabled:
         tile_mlps(layers_of(inner), config.tiled_mlp.num_shards)
     if trainable and config.enable_gradient_checkpointing:
-        _checkpoint_layers(inner)
+        _checkpoint_layers(inner, config.gradient_checkpointing_keeps)
 
 
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Enable gradient checkpointing: each layer keeps only its input and is recomputed in the backward pass.
+def narrow_frozen_matrices(model: nn.Module, device: torch.device, dtype: str) -> None:
+    """Keep the frozen matrices of a model in the dtype that it computes in: half the memory of the reference, and of a LoRA base.
+
+    A matmul would cast them to the same values every time, so no number changes. On a CPU, in float32 and for models that are not
+    Llama-shaped nothing is done; embeddings, norms and heads with one output stay float32.
+    """
+    if device.type == "cpu" or dtype == "float32":
+        return
+    inner = causal_lm(model)
+    if not family_of(inner.config.model_type).llama_shaped:
+        return
+    embedded = {id(module.weight) for module in inner.modules() if isinstance(module, nn.Embedding)}
+    parts = [*layers_of(inner), inner.get_output_embeddings()]
+    for module in (module for part in parts if part is not None for module in part.modules()):
+        frozen = isinstance(module, nn.Linear) and not module.weight.requires_grad
+        if frozen and id(module.weight) not in embedded:
+            module.weight.data = module.weight.data.to(getattr(torch, dtype))
+
+
+def _checkpoint_layers(model: PreTrainedModel, keeps: str) -> None:
+    """Enable gradient checkpointing: each layer keeps its input and what ``keeps`` says, and is recomputed in the backward pass.
 
     transformers 5.2x also hooks the embeddings, which only reentrant checkpointing needs. The hook is removed, because
     :mod:`hone.models.llama` does not support hooks between the parts of a model.
     """
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # transformers 5 renamed it
     enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": False})
+    enable(checkpointing_arguments(keeps))
     if getattr(model, "_require_grads_hook", None) is not None:
         model.disable_input_require_grads()
 

@@ -55,7 +55,12 @@ FREE_KEYS = (
     *(
         f"{block}.{key}"
         for block in ("model", "actor_rollout_ref.model")
-        for key in ("enable_gradient_checkpointing", "enable_activation_offload", "tiled_mlp")
+        for key in (
+            "enable_gradient_checkpointing",
+            "gradient_checkpointing_keeps",
+            "enable_activation_offload",
+            "tiled_mlp",
+        )
     ),
 )
 """Prefixes of keys that may change on resume without a warning."""

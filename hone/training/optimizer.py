@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hone.config.model import OptimConfig
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import imported
+from hone.training.eight_bits import NAME, eight_bit_class
 
 KEY = "optim.optimizer"
 
@@ -62,7 +63,10 @@ class ScheduledOptimizer:
         finite = math.isfinite(grad_norm)
         if finite:
             for group in self.inner.param_groups:
-                group["lr"] = self.learning_rate(step)
+                if isinstance(group["lr"], Tensor):  # of a compiled step, which reads it again
+                    group["lr"].fill_(self.learning_rate(step))
+                else:
+                    group["lr"] = self.learning_rate(step)
             self.inner.step()
         self.begin()
         return finite
@@ -86,7 +90,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-    cls = _optimizer_class(config.optimizer)
+    cls = eight_bit_class(trainable) if config.optimizer == NAME else _optimizer_class(config.optimizer)
     try:
         return cls([group for group in groups if group["params"]], **_arguments(cls, config))
     except (TypeError, ValueError) as error:
@@ -107,9 +111,9 @@ def _optimizer_class(name: str) -> type[Optimizer]:
             n for n, value in vars(torch.optim).items() if isinstance(value, type) and issubclass(value, Optimizer)
         ]
         raise ConfigError(
-            f"'{name}' is not an optimizer of torch.optim or the import path of an optimizer",
+            f"'{name}' is not an optimizer of torch.optim, {NAME}, or the import path of an optimizer",
             where=KEY,
-            fix=f"{did_you_mean(name, known)} For a custom class: my_module:MyOptimizer.",
+            fix=f"{did_you_mean(name, [*known, NAME])} For a custom class: my_module:MyOptimizer.",
         )
     return cls
 

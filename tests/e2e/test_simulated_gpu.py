@@ -98,6 +98,27 @@ def test_bfloat16_agrees_with_its_engine(machine: Machine, tiny: Path, tmp_path:
     assert 1e-4 < max(gaps) < 0.2
 
 
+def test_what_checkpointing_keeps_changes_no_number(machine: Machine, tiny: Path, tmp_path: Path) -> None:
+    """Attention is launched once a layer instead of twice."""
+    rows, launches = {}, {}
+    for keeps in ("nothing", "attention"):
+        checkpointing = ("enable_gradient_checkpointing=true", f"gradient_checkpointing_keeps={keeps}")
+        words = [f"actor_rollout_ref.model.{key}" for key in checkpointing]
+        words = rl_words(tiny, tmp_path / keeps, "trainer.val_before_train=false", "trainer.device=cuda", *words)
+        words.remove("actor_rollout_ref.actor.dtype=float32")
+        ended = machine.hone(*words, folder=tiny)
+        assert ended.code == 0, ended.output
+        rows[keeps] = metrics(tmp_path / keeps)
+        forward = {
+            place: n
+            for place, n in ended.counters.launches.items()
+            if "_varlen_attn" in place and "backward" not in place
+        }
+        launches[keeps] = sum(forward.values())
+    assert launches["attention"] < launches["nothing"]
+    assert_same_numbers(rows["attention"], rows["nothing"])
+
+
 @pytest.mark.parametrize("program", OFFLINE)
 def test_offline_training(machine: Machine, tiny: Path, tmp_path: Path, program: str) -> None:
     device, host = tmp_path / "device", tmp_path / "host"

@@ -19,6 +19,8 @@ _KEPT = {
     # (executor, bfloat16): bytes per number of (hidden, queries, keys, feed-forward width), more with query and key norms
     ("llama", False): (16, 8, 8, 16, 0),
     ("llama", True): (14, 4, 4, 8, 0),
+    ("cuda", False): (16, 4, 8, 12, 0),
+    ("cuda", True): (12, 2, 4, 6, 0),
     ("module", False): (24, 4, 0, 16, 8),
     ("module", True): (26, 2, 0, 8, 6),
     ("adapters", False): (16, 4, 0, 16, 4),
@@ -35,9 +37,11 @@ class Passes:
         tokens: tokens in the matmuls of the largest micro-batch, this rank's share.
         responses: those whose log-prob is computed.
         bf16: whether matmuls run in bfloat16 (autocast).
-        gathered: whether FSDP gathers parameters in bfloat16, so that no matmul copies its weight.
+        gathered: whether no matmul copies its weight: FSDP gathers parameters in bfloat16, or frozen ones are held so.
+        divided: whether the model is sharded over several processes.
         lora_rank: of adapters on a frozen base, 0 without.
         checkpointing: whether gradient checkpointing is on.
+        keeps_attention: whether checkpointing keeps the outputs of attention.
         tiles: chunks of the feed-forward part, 1 without tiling.
         tensor: ranks that share every matrix.
         on_host: whether kept activations go to the host's memory.
@@ -51,8 +55,10 @@ class Passes:
     tokens: float = 0.0
     responses: float = 0.0
     gathered: bool = False
+    divided: bool = False
     lora_rank: int = 0
     checkpointing: bool = False
+    keeps_attention: bool = False
     tiles: int = 1
     tensor: int = 1
     on_host: bool = False
@@ -61,11 +67,13 @@ class Passes:
 
     @property
     def executor(self) -> str:
-        """Name of the code that computes the layers: :mod:`hone.models.llama`, the model's own module, or a module with adapters."""
+        """Name of the code that computes the layers: an executor of :mod:`hone.models.llama`, the model's own module, or adapters."""
         if self.lora_rank:
             return "adapters"
-        plain = self.on_cpu and not self.gathered and self.tensor == 1
-        return "llama" if plain and family_of(self.shape.kind).llama_shaped else "module"
+        plain = not (self.divided or self.gathered) and self.tensor == 1
+        if not plain or not family_of(self.shape.kind).llama_shaped:
+            return "module"
+        return "llama" if self.on_cpu else "cuda"
 
     @property
     def number(self) -> int:
@@ -77,7 +85,15 @@ class Passes:
     @property
     def layer_kept(self) -> float:
         """Bytes that one layer keeps of a token until its backward pass."""
-        return 4 * self.shape.hidden if self.checkpointing else self._layer
+        if not self.checkpointing:
+            return self._layer
+        shape = self.shape
+        # an output, and the float32 logarithm of each head's sum; on a CPU attention is not kept
+        attention = (self.number * shape.queries + 4 * shape.heads) / self.tensor
+        inputs = (
+            4 + self.number * (self.executor == "cuda")
+        ) * shape.hidden  # the fused layer adds the last output itself
+        return inputs + attention * (self.keeps_attention and not self.on_cpu)
 
     @property
     def _layer(self) -> float:
@@ -86,8 +102,9 @@ class Passes:
         heads = (queries + norms) * shape.queries + (keys + norms) * shape.keys
         if self.on_cpu:
             heads += 4 * (shape.queries + shape.keys) + self.number * shape.keys
-        else:  # the kernel keeps its inputs and its output
-            heads += self.prompt_copies * 2 * self.number * (shape.queries + shape.keys)
+        else:  # the kernel keeps its inputs and its output; in float32 queries of prompts are computed for each response
+            queries_copied = 1.0 if self.bf16 else self.prompt_copies
+            heads += 2 * self.number * (queries_copied * shape.queries + self.prompt_copies * shape.keys)
         return self.scale * (hidden * shape.hidden + heads / self.tensor + width * self._width * (self.tiles == 1))
 
     @property
@@ -117,11 +134,12 @@ class Passes:
 
     @property
     def weight_copies(self) -> float:
-        """Copies of weights in all layers: autocast's in bfloat16, the Llama executor's joint projection in float32."""
+        """Copies of weights in all layers: autocast's in bfloat16, the Llama executors' joint projections in float32."""
         shape = self.shape
         if self.bf16:
             return 0 if self.gathered else shape.layers * 2 * shape.matrices / self.tensor
-        return shape.layers * 4 * shape.hidden * (shape.queries + 2 * shape.keys) * (self.executor == "llama")
+        joint = {"llama": shape.queries + 2 * shape.keys, "cuda": shape.queries + 2 * shape.keys + 2 * shape.width}
+        return shape.layers * 4 * shape.hidden * joint.get(self.executor, 0)
 
     @property
     def log_probs_kept(self) -> float:

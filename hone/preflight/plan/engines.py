@@ -76,6 +76,7 @@ def decoding(work: Work, pool: Pool) -> dict[str, float]:
     tokens = min(prompts * work.prompt, max(PREFILL_TOKENS, work.prompt))
     prefill = tokens * (passes.forward_peak + 4 * shape.hidden)
     sampling = rows * shape.vocabulary * (_SAMPLING_BYTES + 2 * bf16)
+    copies = copies and not (passes.lora_rank and work.narrows_frozen(work.actor, pool))
     matrices = (shape.layers * shape.matrices + shape.embedding) * passes.number
     moment = {"activations": prefill} if prefill > sampling else {"logits": sampling}
     return {"copies of weights": matrices if copies else 0, **moment}

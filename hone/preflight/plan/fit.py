@@ -1,7 +1,7 @@
 """The largest micro-batch that fits, and the first keys to change when a run does not fit, in the order of tuning.
 
 bfloat16 -> micro-batch -> gradient checkpointing -> activation offload -> KV cache or an engine's share -> optimizer offload ->
-parameter offload -> LoRA
+parameter offload -> optimizer state in 8 bits -> LoRA
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from hone.config.dtypes import dtype_keys
 from hone.config.limits import micro_batch_tokens
+from hone.config.model import OptimConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
 from hone.preflight.plan.devices import Device
@@ -254,6 +255,21 @@ def _offload(name: str) -> Turn:
     return turn
 
 
+def _eight_bits(config: AnyConfig, fitter: Fitter) -> list[str]:
+    """Keep AdamW's moments in 8 bits, on a GPU that has the whole model."""
+    work = fitter.work(config)
+    optims = {"optim": config.optim} if not isinstance(config, RLConfig) else _optimizers(config, work)
+    large = [path for path, optim in optims.items() if optim.optimizer == "AdamW"]
+    if work.on_cpu or work.main.divided or work.actor.lora_rank:
+        return []
+    return [set_key(config, f"{path}.optimizer", "AdamW8bit") for path in large]
+
+
+def _optimizers(config: RLConfig, work: Work) -> dict[str, OptimConfig]:
+    critic = {"critic.optim": config.critic.optim} if work.critic is not None else {}
+    return {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim, **critic}
+
+
 def _adapters(config: AnyConfig, fitter: Fitter) -> list[str]:
     return [] if fitter.work(config).actor.lora_rank else [set_key(config, f"{model_block(config)[0]}.lora_rank", 32)]
 
@@ -261,6 +277,6 @@ def _adapters(config: AnyConfig, fitter: Fitter) -> list[str]:
 _UPDATE = (_bfloat16, _smaller_micro_batch, _checkpointing, _activation_offload)
 _OFFLOADS = (_offload("optimizer_offload"), _offload("param_offload"))
 _GENERATION = (_smaller_cache, _engine_share)
-LADDER: tuple[Turn, ...] = (*_UPDATE, *_GENERATION, *_OFFLOADS, *_GENERATION, _adapters)
+LADDER: tuple[Turn, ...] = (*_UPDATE, *_GENERATION, *_OFFLOADS, *_GENERATION, _eight_bits, _adapters)
 """The knobs in the order of tuning; those of generation again after offloading, which changes the fullest phase."""
-_OFFLOADING_FIRST: tuple[Turn, ...] = (*_UPDATE, *_OFFLOADS, *_GENERATION, _adapters)
+_OFFLOADING_FIRST: tuple[Turn, ...] = (*_UPDATE, *_OFFLOADS, *_GENERATION, _eight_bits, _adapters)

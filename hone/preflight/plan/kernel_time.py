@@ -40,11 +40,12 @@ class _Layer(NamedTuple):
     vocabulary: int
     bf16: bool
     checkpointing: bool = False
+    keeps: str = "nothing"
 
 
 def update_seconds(work: Work, model: TrainedModel, pool: Pool, device: Device) -> float:
     """Return the seconds of one rank's forward and backward passes over the batch, once."""
-    layer = _layer(model.shape, model.bf16, pool.layout.tensor, model.checkpointing)
+    layer = _layer(model.shape, model.bf16, pool.layout.tensor, model)
     count, groups = _micro_batches(work, model, pool)
     seconds = _update(layer, groups).seconds(_shared(device, pool), model.shape.layers, head=not model.value)
     # a frozen matrix has no gradient: one matmul of three, or of four with a second forward pass
@@ -74,7 +75,9 @@ def decode_seconds(work: Work, rows: int, device: Device) -> float:
     return least if rows == fewer else least + (rows / fewer - 1) * (seconds(2 * fewer) - least)
 
 
-def _layer(shape: ModelShape, bf16: bool, tensor: int, checkpointing: bool = False) -> _Layer:
+def _layer(shape: ModelShape, bf16: bool, tensor: int, trained: TrainedModel | None = None) -> _Layer:
+    checkpointing = trained is not None and trained.checkpointing
+    keeps = "attention" if trained is not None and checkpointing and trained.keeps_attention else "nothing"
     return _Layer(
         qk_norm=bool(family_of(shape.kind).qk_norm),
         hidden=shape.hidden,
@@ -85,6 +88,7 @@ def _layer(shape: ModelShape, bf16: bool, tensor: int, checkpointing: bool = Fal
         vocabulary=shape.vocabulary // tensor,
         bf16=bf16,
         checkpointing=checkpointing,
+        keeps=keeps,
     )
 
 
@@ -159,5 +163,6 @@ def _record(layer: _Layer, kernels_of: Callable[[Any], Sequence[Kernel]]) -> Rec
             head_dim=layer.head_dim,
             vocab_size=layer.vocabulary,
         )
-        recorded.append(kernels_of(model_without_storage(config, checkpointing=layer.checkpointing)))
+        settings = {"checkpointing": layer.checkpointing, "keeps": layer.keeps}
+        recorded.append(kernels_of(model_without_storage(config, **settings)))
     return Recording(*recorded)

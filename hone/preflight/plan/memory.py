@@ -32,6 +32,8 @@ _HEAP_BYTES = 64 * 2**20
 """Memory of a CPU process besides tensors once it has computed: holes of the heap, prepared kernels (measured)."""
 _LAYERS_IN_FLIGHT = {True: 4, False: 2}
 """Layers that FSDP gathers or sends at a time, on a CPU (gloo copies each of them) or a GPU."""
+_EIGHT_BIT_BYTES = 2 * (1 + 4 / 256)
+"""Two moments of a byte a number, with a float32 scale for 256 numbers."""
 _MOMENTS = {"Adagrad": 1, "RMSprop": 1, "SGD": 0}
 """Numbers of optimizer state per parameter; 2 for optimizers of Adam's kind."""
 
@@ -123,8 +125,10 @@ def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def state_bytes(optim: OptimConfig) -> int:
+def state_bytes(optim: OptimConfig) -> float:
     """Return the bytes of optimizer state per parameter."""
+    if optim.optimizer == "AdamW8bit":
+        return _EIGHT_BIT_BYTES
     moments = _MOMENTS.get(optim.optimizer.rpartition(":")[2].rpartition(".")[2], 2)
     return GRADIENT_BYTES * (moments + bool(optim.override_optimizer_config.get("momentum") and not moments))
 
@@ -149,7 +153,7 @@ def _resident(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
         if role in roles and trained is not None:
             states = trained.trained_parameters * state_bytes(trained.optim)
             yield {
-                "weights": 0 if "weights" in offloaded else trained.parameters * FROZEN_BYTES / shards,
+                "weights": 0 if "weights" in offloaded else _weight_bytes(work, pool, trained) / shards,
                 "optimizer": 0 if "optimizer" in offloaded else states / shards,
             }
     if "rollout" in roles and work.served and work.on_cpu:
@@ -158,11 +162,24 @@ def _resident(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
         yield {"engine's own weights": parameters * FROZEN_BYTES}
     is_base_model = "actor" in roles and work.actor.lora_rank > 0
     if work.reference and ("reference" in roles or work.rollout is None) and not is_base_model:
-        yield {
-            "reference": 0 if "weights" in _offloaded(work, pool, "reference") else parameters * FROZEN_BYTES / shards
-        }
+        held = parameters * FROZEN_BYTES - _saved_when_frozen(work, pool, work.actor)
+        yield {"reference": 0 if "weights" in _offloaded(work, pool, "reference") else held / shards}
     if work.reward_model is not None and "reward_model" in roles:
-        yield {"reward model": work.reward_model.shape.parameters * FROZEN_BYTES}
+        model = work.reward_model
+        yield {"reward model": model.shape.parameters * FROZEN_BYTES - _saved_when_frozen(work, pool, model)}
+
+
+def _weight_bytes(work: Work, pool: Pool, model: TrainedModel) -> float:
+    """Return the bytes of a trained model's weights, adapters and their frozen base included."""
+    saved = _saved_when_frozen(work, pool, model) if model.lora_rank else 0.0
+    return model.parameters * FROZEN_BYTES - saved
+
+
+def _saved_when_frozen(work: Work, pool: Pool, model: TrainedModel) -> float:
+    """Return the bytes that frozen matrices save where they are held in bfloat16."""
+    shape = model.shape
+    matrices = shape.layers * shape.matrices + shape.embedding * (not shape.tied and not model.value)
+    return 2.0 * matrices * work.narrows_frozen(model, pool)
 
 
 def _offloaded(work: Work, pool: Pool, role: str = "actor") -> set[str]:

@@ -19,6 +19,7 @@ from hone.config.rollout import RolloutConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig, model_block
+from hone.models.registry import family_of
 from hone.preflight.plan.activations import Passes
 from hone.preflight.plan.model import ModelShape, shape_of
 from hone.preflight.reading import read_json
@@ -32,6 +33,7 @@ class TrainedModel:
         max_tokens: most tokens of a micro-batch.
         mini_batch: prompts per update, over all ranks.
         checkpointing: whether gradient checkpointing is on.
+        keeps_attention: whether checkpointing keeps the outputs of attention.
         value: whether it predicts values instead of log-probs.
         lora_rank: of the adapters that alone are trained, 0 without.
     """
@@ -45,6 +47,7 @@ class TrainedModel:
     checkpointing: bool
     value: bool = False
     lora_rank: int = 0
+    keeps_attention: bool = False
 
     @property
     def trained_parameters(self) -> int:
@@ -135,6 +138,10 @@ class Work:
         """Return the pool that has a role; the main pool when none has it."""
         return next((pool for pool in self.pools if role in pool.roles), self.main)
 
+    def narrows_frozen(self, model: TrainedModel, pool: Pool) -> bool:
+        """Return whether frozen matrices are held in bfloat16 (:func:`hone.models.loading.narrow_frozen_matrices`)."""
+        return model.bf16 and not (self.on_cpu or pool.divided) and family_of(model.shape.kind).llama_shaped
+
     def passes(self, model: TrainedModel, pool: Pool) -> Passes:
         """Return the passes of a model over its largest micro-batch, in a process of ``pool``."""
         micro, block, layout = self.micro_batch(model, pool), model_block(self.config)[1], pool.layout
@@ -144,9 +151,11 @@ class Work:
             model.bf16,
             tokens=micro.tokens / layout.sequence,
             responses=micro.rows * self.response / layout.sequence,
-            gathered=pool.divided and model.bf16,
+            gathered=model.bf16 and (pool.divided or (model.lora_rank > 0 and self.narrows_frozen(model, pool))),
+            divided=pool.divided,
             lora_rank=model.lora_rank,
             checkpointing=model.checkpointing,
+            keeps_attention=model.keeps_attention,
             tiles=block.tiled_mlp.num_shards if block.tiled_mlp.enabled else 1,
             tensor=layout.tensor,
             on_host=block.enable_activation_offload and not self.on_cpu,
@@ -260,8 +269,9 @@ def _trained(
     epochs: int = 1,
 ) -> TrainedModel:
     bf16, checkpointing = dtype == "bfloat16", block.enable_gradient_checkpointing
-    rank = _lora_rank(block)
-    return TrainedModel(shape, optim, bf16, max_tokens, mini_batch, epochs, checkpointing, lora_rank=rank)
+    adapters = {"lora_rank": _lora_rank(block)}
+    kept = {"keeps_attention": block.gradient_checkpointing_keeps == "attention"}
+    return TrainedModel(shape, optim, bf16, max_tokens, mini_batch, epochs, checkpointing, **adapters, **kept)
 
 
 def _lora_rank(model: ModelConfig) -> int:

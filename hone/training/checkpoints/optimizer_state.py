@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hone.errors import CheckpointError, ConfigError
 from hone.training.checkpoints.shards import load_shards, read_index
 from hone.training.checkpoints.storage import Storage
+from hone.training.eight_bits import join_parts, parts_of
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -39,7 +40,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tenso
                     where="optim.optimizer",
                     fix="optim.optimizer=AdamW, or another one whose state has the shape of the parameter",
                 )
-            tensors[f"{key}/{name}"] = value
+            tensors |= {f"{part}/{name}": tensor for part, tensor in parts_of(key, value).items()}
     trained = [name for name, _ in _trained(model)]
     return tensors, {"optimizer": type(optimizer).__name__, "trained": trained, "state": plain}
 
@@ -65,7 +66,13 @@ def load_state(model: nn.Module, optimizer: Optimizer, storage: Storage) -> None
             value = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
         tensors[full] = value.detach()
     load_shards(tensors, storage)
-    for full, value in (tensors | index.values["state"]).items():
+    states: dict[str, dict[str, Any]] = {}
+    for full, value in tensors.items():
+        key, name = full.split("/", 1)
+        states.setdefault(name, {})[key] = value
+    for name, state in states.items():
+        optimizer.state[parameters[name]].update(join_parts(state))
+    for full, value in index.values["state"].items():
         key, name = full.split("/", 1)
         optimizer.state[parameters[name]][key] = value
 

@@ -1,12 +1,17 @@
 """Feed-forward layers in tiles compute the same and keep less; what goes to the host comes back as it was."""
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from support.models import random_batch, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.config.model import ModelConfig, OptimConfig, TiledMlpConfig
 from hone.errors import ModelError
-from hone.models.activations import activations_on_host, tile_mlps
+from hone.models.activations import ATTENTION_OPERATORS, activations_on_host, tile_mlps
+from hone.models.attention.packed import PackedContext
 from hone.models.heads import PolicyHead
 from hone.models.loading import layers_of, prepare
 from hone.training.backends.local import LocalBackend
@@ -82,3 +87,35 @@ def test_on_a_gpu_activations_wait_on_the_host():
     (expected, plain), (found, offloaded) = gradients(False), gradients(True)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert offloaded < 0.2 * plain
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the attention operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        self.calls[name] += name in ATTENTION_OPERATORS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_kept_attention_is_not_recomputed_and_gradients_are_the_same(bfloat16, monkeypatch):
+    """With SDPA in padded tiles, which a CPU computes by one operator as a GPU does."""
+    monkeypatch.setattr(PackedContext, "_within", lambda context, window: False)
+    dtype, gradients, runs = "bfloat16" if bfloat16 else "float32", {}, {}
+    for keeps in ("nothing", "attention"):
+        model = tiny_model()
+        prepare(model, ModelConfig(enable_gradient_checkpointing=True, gradient_checkpointing_keeps=keeps))
+        engine = LocalBackend(model, PolicyHead(), TrainSettings(CPU, optim=OptimConfig(lr=0.0), dtype=dtype))
+        monkeypatch.setattr(engine.optimizer, "step", lambda step, norm: True)
+        with Attentions() as attentions:
+            engine.train_batch(random_batch(6, seed=0), imitation_objective(), step=0)
+        gradients[keeps] = {name: parameter.grad for name, parameter in model.named_parameters()}
+        runs[keeps] = attentions.calls.total()
+    assert runs["nothing"] == 2 * runs["attention"] > 0
+    for name, gradient in gradients["attention"].items():
+        assert torch.equal(gradient, gradients["nothing"][name]), name

@@ -1,5 +1,7 @@
 """Loading: weights of one's own, adapters that begin at zero and can be switched off, value models that begin at zero."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.messages import raises
@@ -9,7 +11,15 @@ from hone.config.model import ModelConfig, OptimConfig
 from hone.errors import ModelError
 from hone.models.heads import PolicyHead, ValueHead
 from hone.models.llama.spec import supports
-from hone.models.loading import adapter_off, causal_lm, load_policy, load_value_model, saved_model
+from hone.models.loading import (
+    adapter_off,
+    as_policy,
+    causal_lm,
+    load_policy,
+    load_value_model,
+    narrow_frozen_matrices,
+    saved_model,
+)
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective
@@ -138,3 +148,36 @@ def test_directories_without_a_model_are_refused(directory, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with raises(ModelError, 1, "model.layers.1.mlp.up_proj.weight"):
         load_policy(ModelConfig(str(tmp_path)), device=CPU, seed=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_frozen_matrices_in_bfloat16_change_no_number(tied: bool, rank: int) -> None:
+    """What autocast would round anyway, in half the memory; trained, tied and other weights stay float32."""
+    outcomes, dtypes = [], []
+    for narrow in (False, True):
+        model: Any = tiny_model()
+        model.lm_head.weight = model.get_input_embeddings().weight if tied else model.lm_head.weight
+        config = ModelConfig(path="x", lora_rank=rank)
+        ready = as_policy(model, config, seed=1, trainable=rank > 0)
+        if narrow:
+            narrow_frozen_matrices(ready, torch.device("cuda"), "bfloat16")
+        optim = OptimConfig(lr=0.1, optimizer="SGD") if rank else None
+        engine = LocalBackend(ready, PolicyHead(), TrainSettings(CPU, optim=optim, dtype="bfloat16"))
+        if rank:
+            engine.train_batch(random_batch(6, seed=0), imitation_objective(), step=0)
+        outcomes.append(engine.infer_batch(random_batch(6, seed=1))["log_probs"].values)
+        dtypes.append({name: parameter.dtype for name, parameter in ready.named_parameters()})
+    assert torch.equal(outcomes[0], outcomes[1])
+    assert set(dtypes[0].values()) == {torch.float32}
+    narrowed = {name for name, dtype in dtypes[1].items() if dtype == torch.bfloat16}
+    matrices = {name for name in dtypes[1] if "_proj" in name and "lora_" not in name}
+    heads = {name for name in dtypes[1] if "lm_head" in name}
+    assert len(matrices) == 14 and narrowed == matrices | (set() if tied else heads)
+
+
+def test_nothing_is_narrowed_on_a_cpu_or_in_float32() -> None:
+    model = as_policy(tiny_model(), ModelConfig(path="x"), seed=1, trainable=False)
+    narrow_frozen_matrices(model, CPU, "bfloat16")
+    narrow_frozen_matrices(model, torch.device("cuda"), "float32")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -33,6 +33,8 @@ from hone.training.packing import plan_micro_batches
 SEVEN_BILLION = ModelShape(
     "qwen2", 7_615_616_512, 28, 3584, 28, 4, 128, 18944, 152064, tied=False, cache=CacheSize(28 * 2 * 4 * 128)
 )
+SEVEN_BILLION_FROZEN = 4 * SEVEN_BILLION.parameters - 2 * (28 * SEVEN_BILLION.matrices + SEVEN_BILLION.embedding)
+"""Bytes of a frozen copy: matrices, the output layer among them, in bfloat16."""
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
@@ -154,7 +156,7 @@ def test_what_is_smaller_with_which_key(big: RLConfig) -> None:
         return phases(changed)[phase].size(part) / before
 
     assert less("update", "activations", **{f"{ACTOR}.ppo_max_token_len_per_gpu": 8192}) == pytest.approx(0.5, abs=0.03)
-    assert less("update", "activations", **{f"{MODEL}.enable_gradient_checkpointing": True}) < 0.12
+    assert less("update", "activations", **{f"{MODEL}.enable_gradient_checkpointing": True}) < 0.14
     assert less("update", "optimizer", **{f"{ACTOR}.optim.optimizer": "SGD"}) == 0
     assert less("update", "gradients", **{f"{MODEL}.lora_rank": 16}) < 0.01
     assert less("generation", "KV cache", **{f"{ROLLOUT}.max_num_seqs": 64}) == 0.25
@@ -162,7 +164,8 @@ def test_what_is_smaller_with_which_key(big: RLConfig) -> None:
     assert less("update", "weights", **split) == less("update", "optimizer", **split) == 1 / 8
     tensor = {**split, f"{ACTOR}.tensor_model_parallel_size": 4}
     assert less("update", "weights", **tensor) == 1 / 8
-    sequence = {**split, f"{ACTOR}.ulysses_sequence_parallel_size": 4}
+    change(big, split)
+    sequence = {f"{ACTOR}.ulysses_sequence_parallel_size": 4}
     assert less("update", "activations", **sequence) == pytest.approx(0.25, abs=0.02)
 
 
@@ -170,7 +173,7 @@ def test_reference_critic_and_reward_model(big: RLConfig) -> None:
     assert "reference" not in of(big)[1].peak.parts
     change(big, {f"{ACTOR}.use_kl_loss": True, "algorithm.adv_estimator": "gae", f"{ROLLOUT}.n": 1})
     found = phases(big)
-    assert found["update"].size("reference") == 4 * SEVEN_BILLION.parameters
+    assert found["update"].size("reference") == SEVEN_BILLION_FROZEN
     assert found["critic update"].size("optimizer") == 16 * SEVEN_BILLION.parameters
     change(big, {f"{MODEL}.lora_rank": 16})
     assert phases(big)["update"].size("reference") == 0, "the base model is the reference"
@@ -195,7 +198,8 @@ def test_a_reward_model_in_a_pool_of_its_own_scores_there(big: RLConfig) -> None
     pool = work.pool_of("reward_model")
     assert pool is not None and pool.world == 2 and pool.replicated
     (scoring,) = memory_of(work, pool).phases
-    assert scoring.size("reward model") == 4 * SEVEN_BILLION.parameters and scoring.size("activations") > 0
+    head = 2 * SEVEN_BILLION.embedding  # it is counted with the policy's shape, but has one output
+    assert scoring.size("reward model") == SEVEN_BILLION_FROZEN + head and scoring.size("activations") > 0
 
 
 def test_engines_of_divided_models_hold_a_copy(big: RLConfig) -> None:
@@ -373,8 +377,9 @@ def test_bfloat16_is_the_first_knob_of_a_gpu_that_has_it(big: RLConfig, name: st
     ("gib", "knobs"),
     [
         (400, []),
-        (260, ["ppo_max_token_len_per_gpu"]),
+        (200, ["ppo_max_token_len_per_gpu"]),
         (150, ["enable_gradient_checkpointing"]),
+        (110, ["enable_gradient_checkpointing", "optim.optimizer=AdamW8bit"]),
         (80, ["lora_rank"]),
     ],
 )

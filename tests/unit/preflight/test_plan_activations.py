@@ -14,7 +14,7 @@ from hone.config.model import ModelConfig, TiledMlpConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.models.heads import PolicyHead, autocast
-from hone.models.llama import train
+from hone.models.llama import cuda, train
 from hone.models.loading import prepare
 from hone.preflight.plan import local
 from hone.preflight.plan.activations import Passes
@@ -131,6 +131,22 @@ def test_a_layer_of_the_models_own_module(kind: str, way: str, monkeypatch: pyte
     passes = Passes(shape_of(kind, 1), on_cpu=True, **WAYS[way])
     assert passes.layer_kept == pytest.approx(per_token, rel=0.01)
     assert passes.weight_copies == pytest.approx(weights, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("way", ["float32", "bfloat16", "checkpointing", "checkpointing in bfloat16"])
+def test_a_fused_layer_of_cuda(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the references of its operators; attention keeps inputs and output on a CPU, too, if they come in its dtype."""
+    how = {"bf16": True, "checkpointing": True} if way.endswith("in bfloat16") else WAYS[way]
+    monkeypatch.setattr(train, "supports_training", lambda causal: False)
+    monkeypatch.setattr(cuda, "supports_training", cuda.is_supported_model)
+    per_token, weights = measured_layer(kind, how)
+    passes = Passes(shape_of(kind, 1), on_cpu=False, **how)
+    assert passes.executor == "cuda" and passes.layer_kept == pytest.approx(per_token, rel=0.01)
+    assert passes.weight_copies * ("checkpointing" not in how) == pytest.approx(weights, rel=0.01)
+    kept = Passes(shape_of(kind, 1), on_cpu=False, keeps_attention=True, **how).layer_kept - passes.layer_kept
+    numbers = 4 * 48 * passes.number + 4 * 4  # outputs of four heads, and a float32 number of each
+    assert kept == (numbers if "checkpointing" in how else 0)
 
 
 @pytest.mark.parametrize("way", ["float32", "bfloat16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -43,8 +44,9 @@ HEAD = 256 * 1000
 MATMULS = (Work.MATMUL, Work.MATMUL_FLOAT32, Work.OWN_MATMUL)
 
 
-def qwen3(layers: int = 2, *, checkpointing: bool = False) -> Any:
-    return model_without_storage(Qwen3Config(**SIZES, num_hidden_layers=layers), checkpointing=checkpointing)
+def qwen3(layers: int = 2, *, checkpointing: bool = False, keeps: str = "nothing") -> Any:
+    config = Qwen3Config(**SIZES, num_hidden_layers=layers)
+    return model_without_storage(config, checkpointing=checkpointing, keeps=keeps)
 
 
 def matmuls(kernels: list[Kernel]) -> float:
@@ -64,6 +66,21 @@ def test_operations_of_a_forward_pass(kind: Any, layers: int) -> None:
     assert matmuls(kernels) == 2 * (layers * MATRICES * TOKENS + HEAD * RESPONSES)
     pairs = 8 * (100 * 40 + 100 * 101 / 2) + 2 * 40 * 41 / 2  # a prompt's own pairs count once
     assert attention(kernels) == [layers * 4 * pairs * 8 * 64, 0]
+
+
+def test_checkpointing_that_keeps_attention_recomputes_all_but_attention() -> None:
+    """One launch of attention a layer, as without checkpointing; the other kernels are those of full recomputation."""
+    batch, counts = batch_of(GROUPS), {}
+    ways = {"stored": {}, "full": {"checkpointing": True}, "kept": {"checkpointing": True, "keeps": "attention"}}
+    for name, settings in ways.items():
+        kernels = update_kernels(qwen3(layers=3, **settings), batch, bf16=True)
+        counts[name] = Counter((kernel.name, kernel.work) for kernel in kernels)
+    forward = ("attention", Work.ATTENTION)
+    micro_batches = counts["stored"][forward] // 3
+    assert [counts[name][forward] // micro_batches for name in ways] == [3, 6, 3]
+    assert (
+        counts["full"] - counts["kept"] == Counter({forward: 3 * micro_batches}) and not counts["kept"] - counts["full"]
+    )
 
 
 def test_operations_of_an_update_and_of_checkpointing() -> None:

@@ -39,11 +39,18 @@ class Group(NamedTuple):
     responses: Sequence[int]
 
 
-def model_without_storage(config: PreTrainedConfig, *, checkpointing: bool = False) -> Any:
-    """Return a float32 model on the meta device, prepared for training as Hone does."""
+def model_without_storage(config: PreTrainedConfig, *, checkpointing: bool = False, keeps: str = "nothing") -> Any:
+    """Return a float32 model on the meta device, prepared for training as Hone does.
+
+    Args:
+        config: of the model.
+        checkpointing: whether gradient checkpointing is on.
+        keeps: what it keeps, see ``model.gradient_checkpointing_keeps``.
+    """
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    prepare(model, ModelConfig(enable_gradient_checkpointing=checkpointing))
+    settings = ModelConfig(enable_gradient_checkpointing=checkpointing, gradient_checkpointing_keeps=keeps)
+    prepare(model, settings)
     return model
 
 

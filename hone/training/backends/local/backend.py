@@ -17,7 +17,7 @@ from hone.data.ragged import Ragged
 from hone.models.heads import Head
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.memory import heap_watch
-from hone.models.loading import adapter_off, load_policy, load_value_model
+from hone.models.loading import adapter_off, load_policy, load_value_model, narrow_frozen_matrices
 from hone.training.backends.protocol import ModelKind, Weights
 from hone.training.checkpoints.model_state import ModelStager
 from hone.training.engine import MicroBatchLoop, TrainSettings
@@ -33,7 +33,7 @@ class LocalBackend:
     """A whole model and its optimizer; :class:`~hone.training.backends.protocol.TrainBackend` documents the methods.
 
     Args:
-        model: a Hugging Face module (adapters included), on the settings' device.
+        model: a Hugging Face module (adapters included), on the settings' device. Its frozen matrices may become narrower.
         head: computes the outputs for each response token.
         settings: device, dtype, optimizer and the budget of a micro-batch.
     """
@@ -42,6 +42,7 @@ class LocalBackend:
 
     def __init__(self, model: nn.Module, head: Head, settings: TrainSettings) -> None:
         self.model, self.head, self.settings = model, head, settings
+        narrow_frozen_matrices(model, settings.device, settings.dtype)
         optim = settings.optim
         self.optimizer = ScheduledOptimizer(model, optim, settings.total_steps) if optim else None
         self._ranks = SingleRank()
