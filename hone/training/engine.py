@@ -7,7 +7,6 @@ normalises and gives all ranks the same number of micro-batches. The backend app
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from hone.models.devices import dtype_on
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.matmul import fast_float32_matmuls
+from hone.training.clock import DeviceClock
 from hone.training.microbatches import MicroBatchRecorder
 from hone.training.packing import pack, plan_micro_batches
 from hone.training.ranks import RankGroup
@@ -78,7 +78,7 @@ class MicroBatchLoop:
     ) -> None:
         self._forward, self._settings, self._ranks, self._cost = forward, settings, ranks, cost
         self._device = settings.device
-        self._busy = 0.0
+        self._clock = DeviceClock(settings.device)
         self.recorder: MicroBatchRecorder | None = None
 
     def infer(
@@ -161,15 +161,12 @@ class MicroBatchLoop:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Count the block's time as computation, and use the fastest exact kernel for float32 matmuls."""
-        started = time.perf_counter()
-        with fast_float32_matmuls(self._device):
+        with self._clock.running(), fast_float32_matmuls(self._device):
             yield
-        self._busy += time.perf_counter() - started
 
     def take_busy_seconds(self) -> float:
         """Return the seconds of computation since the last call."""
-        busy, self._busy = self._busy, 0.0
-        return busy
+        return self._clock.take()
 
     def _micro_batches(self, batch: Batch, max_tokens: int) -> Iterator[tuple[list[int], Batch]]:
         max_tokens = micro_batch_tokens(max_tokens, on_cpu=self._device.type == "cpu")

@@ -145,7 +145,10 @@ class TrainBackend(Protocol):
         ...
 
     def take_busy_seconds(self) -> float:
-        """Return the seconds of forward, backward and optimizer since the last call."""
+        """Return the seconds of forward, backward and optimizer since the last call, as the device computed them.
+
+        On CUDA it waits until they have been computed.
+        """
         ...
 
     def reference_mode(self) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 from typing import Any
 
@@ -66,6 +67,22 @@ def _sent(make: Any) -> Any:
     return made
 
 
+class _Event:
+    """A moment of the host's clock: the simulated GPU computes at once."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._moment = 0.0
+
+    def record(self) -> None:
+        self._moment = time.perf_counter()
+
+    def synchronize(self) -> None:
+        COUNTERS.waits[f"synchronize in {caller()}"] += 1
+
+    def elapsed_time(self, later: _Event) -> float:
+        return 1e3 * (later._moment - self._moment)
+
+
 def _answer_as_driver() -> None:
     """Answer the questions of ``torch.cuda``."""
 
@@ -90,7 +107,7 @@ def _answer_as_driver() -> None:
     }
     for name, value in values.items():
         setattr(torch.cuda, name, answer(value))  # a function for each name: torch.compile tells them apart
-    torch.cuda.synchronize = synchronize
+    torch.cuda.synchronize, torch.cuda.Event = synchronize, _Event
 
 
 def _attention(original: Any) -> Any:
