@@ -379,7 +379,7 @@ def test_bfloat16_is_the_first_knob_of_a_gpu_that_has_it(big: RLConfig, name: st
         (400, []),
         (200, ["ppo_max_token_len_per_gpu"]),
         (150, ["enable_gradient_checkpointing"]),
-        (110, ["enable_gradient_checkpointing", "optim.optimizer=AdamW8bit"]),
+        (100, ["enable_gradient_checkpointing", "optim.optimizer=AdamW8bit"]),
         (80, ["lora_rank"]),
     ],
 )
