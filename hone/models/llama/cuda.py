@@ -4,12 +4,14 @@
     residual, delta -> add + RMS norm -> [gate up] -> SwiGLU -> down -> delta
 
 Between layers travel the residual stream in float32 (or the dtype of the embeddings) and the last output that is not yet added to it,
-so that every addition is part of the norm that follows it. Models with adapters, hooks or another activation go through their own
-module; a test compares both, gradients included.
+so that every addition is part of the norm that follows it. Sharded models keep their decoder, to whose layers FSDP hooks itself: there
+a layer adds its last output itself. Models with adapters, hooks or another activation go through their own module; a test compares
+both, gradients included.
 """
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -44,9 +46,7 @@ def hidden_states(causal: nn.Module, ids: Tensor, context: AttentionContext) -> 
     """Compute last hidden states ``[1, N, H]`` in the compute dtype, the final norm included, of packed ``ids [1, N]``."""
     decoder: Any = causal.get_decoder()  # type: ignore[operator]
     residual = decoder.embed_tokens(ids)
-    cos, sin = decoder.rotary_emb(residual, context.position_ids)
-    half = cos.shape[-1] // 2  # the second half repeats the first
-    rotary = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+    rotary = _rotary(*decoder.rotary_emb(residual, context.position_ids))
     residual, delta, dtype = residual.squeeze(0), None, compute_dtype(residual)
     observe = LAYER_OBSERVER.get()
     for layer in layers_of(causal):
@@ -55,6 +55,34 @@ def hidden_states(causal: nn.Module, ids: Tensor, context: AttentionContext) -> 
             observe(layer.index, residual + delta)
     assert delta is not None
     return add_rms_norm(residual, delta, decoder.norm.weight, decoder.norm.variance_epsilon, dtype)[1][None]
+
+
+def replace_layer_forwards(causal: nn.Module) -> None:
+    """Replace ``forward`` of every layer of a supported model by this executor.
+
+    The decoder still calls each layer as a module, so hooks on layers (FSDP gathers parameters in one) stay in force.
+    """
+    for layer in layers_of(causal):
+        layer.module.forward = types.MethodType(_layer_forward, layer.module)
+
+
+def _layer_forward(
+    module: Any,
+    hidden_states: Tensor,
+    *,
+    position_embeddings: tuple[Tensor, Tensor],
+    context: AttentionContext,
+    **_: Any,
+) -> Tensor:
+    states, rotary = hidden_states.squeeze(0), _rotary(*position_embeddings)
+    residual, delta = _layer(LlamaLayer(module), states, None, rotary, context, compute_dtype(states))
+    return (residual + delta)[None]
+
+
+def _rotary(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first half of cosines and sines ``[1, N, head_dim]``, which the second repeats, as ``[N, head_dim / 2]`` float32."""
+    half = cos.shape[-1] // 2
+    return cos[0, :, :half].float().contiguous(), sin[0, :, :half].float().contiguous()
 
 
 def _layer(

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 from hone.config.parallel import FsdpConfig
 from hone.models.heads import Head
 from hone.models.inputs import PackedSequences
+from hone.models.kernels import cuda as kernels
+from hone.models.llama import cuda as llama_cuda
+from hone.models.llama import train as llama_train
 from hone.models.llama.spec import supports
-from hone.models.llama.train import replace_layer_forwards
 from hone.models.loading import causal_lm, layers_of
 from hone.training.backends.fsdp2.expert_parallel import apply_expert_parallel
 from hone.training.backends.fsdp2.sequence_parallel import check_heads, gather_outputs, local_tokens
@@ -84,8 +86,7 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
     experts = apply_expert_parallel(model, meshes.experts["expert"]) if meshes.experts is not None else []
     computation = Computation(model, meshes)
     narrow = _narrower(config.mixed_precision.param_dtype or dtype)
-    if meshes.parameters.device_type == "cpu" and narrow is None and supports(inner):
-        replace_layer_forwards(inner)
+    _fuse_layers(inner, torch.device(meshes.parameters.device_type), narrow)
     settings = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=narrow,
@@ -107,6 +108,14 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return Sharded(computation, partial)
+
+
+def _fuse_layers(model: PreTrainedModel, device: torch.device, narrow: torch.dtype | None) -> None:
+    """Let Hone's executors compute the layers of a Llama-shaped model; other models keep their forward passes."""
+    if device.type == "cpu" and narrow is None and supports(model):
+        llama_train.replace_layer_forwards(model)
+    elif device.type == "cuda" and kernels.available(device) and llama_cuda.is_supported_model(model):
+        llama_cuda.replace_layer_forwards(model)
 
 
 def prefetch_neighbours(root: nn.Module, layers: list[nn.Module]) -> None:
