@@ -144,7 +144,7 @@ class ModelFamilySuite:
     def test_the_cache_holds_what_the_family_says(self, subject):
         engine: Any = make_engine(subject)
         done = serve(engine, [request("a", prompt(5, 12), session="s")])["a"]
-        turn, _ = engine._runner.sessions.find("s", [*prompt(5, 12), *done.token_ids, 3], 0)
+        turn, _ = engine._runner.rows.sessions.find("s", [*prompt(5, 12), *done.token_ids, 3], 0)
         config = subject.get_decoder().config
         size = family_of(config.model_type).cache_size(config.to_dict())
         held = sum(part.numel() for parts in turn.entries.values() for part in parts)
@@ -155,6 +155,6 @@ class ModelFamilySuite:
         requests = [request(f"r{i}", prompt(1, 6)) for i in range(3)]
         before = serve(engine, requests)
         asyncio.run(engine.sleep())
-        assert engine._runner.cache.tokens == engine._runner.prefixes.cache.tokens == 0
+        assert engine._runner.rows.cache.tokens == engine._runner.rows.prefixes.cache.tokens == 0
         after = serve(engine, requests)
         assert [after[name].token_ids for name in before] == [before[name].token_ids for name in before]

@@ -54,13 +54,9 @@ class NativeEngine:
         shares_weights: bool = True,
     ) -> None:
         self.model, self.device, self.dtype, self.shares_weights = model, device, dtype, shares_weights
-        self._max_cache_tokens = limit = max_cache_tokens or max_num_seqs * max_model_len
+        limit = max_cache_tokens or max_num_seqs * max_model_len
         self._runner = Runner(model, tokenizer, device=device, dtype=dtype, max_cache_tokens=limit)
-        self._scheduler = Scheduler(
-            max_num_seqs=max_num_seqs,
-            max_cache_tokens=limit,
-            share_prompts=self._runner.per_token,
-        )
+        self._scheduler = Scheduler(max_num_seqs)
         self._limits = RequestLimits(max_model_len, limit, self._runner.vocabulary)
         self._entering: list[Job] = []
         self._arrived: set[str] = set()
@@ -158,14 +154,14 @@ class NativeEngine:
 
     async def end_sessions(self, sessions: Sequence[str]) -> None:
         """Drop the session KV caches of these episodes."""
-        self._runner.sessions.forget(sessions)
+        self._runner.rows.end_sessions(sessions)
 
     def describe(self) -> EngineDescription:
         """Return the engine's properties, its counters since start, and its load now."""
         load = {
             "waiting": len(self._scheduler.waiting),
-            "cache_tokens": self._runner.cache.tokens + self._runner.prefixes.cache.tokens,
-            "max_cache_tokens": self._max_cache_tokens,
+            "cache_tokens": self._runner.rows.cache_tokens,
+            "max_cache_tokens": self._runner.rows.max_cache_tokens,
         }
         return EngineDescription(
             "native", self.shares_weights, self.dtype, str(self.device), {**self._runner.stats, **load}
@@ -241,7 +237,7 @@ class NativeEngine:
         watched = any(job.request.progress is not None for job in jobs)
         with runner.computing():
             for _ in range(WATCHED_BURST if watched else BURST):
-                self._entering = scheduler.admit(runner.running, runner.version)
+                self._entering = scheduler.admit(len(runner.running), runner.version, runner.rows.admission)
                 if self._entering:
                     _deliver(runner.enter(self._entering))
                 self._entering = []

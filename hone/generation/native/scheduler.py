@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -90,50 +91,93 @@ class Job:
         return self.prompt_in_row + self.request.sampling.max_tokens
 
 
-class Scheduler:
-    """First come, first served, as many requests at once as rows and cache allow.
+class Admission(Protocol):
+    """Decides which waiting jobs fit next to the running ones; it sees them in the order of the queue."""
 
-    The cache is two rectangles: ``A`` rows of the longest running request, and ``P`` shared prefixes of the longest one.
+    def admit(self, job: Job) -> bool:
+        """Return whether the job fits next to the running ones and those admitted before, and count it if so."""
+        ...
+
+
+class RectangleAdmission:
+    """Admission to a cache of two rectangles: ``A`` rows of the longest running request, ``P`` shared prefixes of the longest one.
+
     While no two requests have the same prompt there is only one rectangle, of rows that begin with their prompts, because
     attention over one tensor is cheaper than over two.
 
     Args:
-        max_num_seqs: maximum of requests at once.
-        max_cache_tokens: capacity of the cache.
+        running: jobs with a row.
+        waiting: jobs in the queue.
+        version: of the weights that serve the waiting jobs.
+        limit: capacity of the cache in tokens.
         share_prompts: whether rows can share a prefix; otherwise every row contains its prompt.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_cache_tokens: int, share_prompts: bool = True) -> None:
-        self._share_prompts = share_prompts
-        self.max_num_seqs, self.max_cache_tokens = max_num_seqs, max_cache_tokens
+    def __init__(
+        self, running: Sequence[Job], waiting: Sequence[Job], version: int, *, limit: int, share_prompts: bool
+    ) -> None:
+        self._version, self._limit = version, limit
+        self._prompts = {(job.prompt, job.version) for job in running}
+        self._in_rows = not share_prompts or (all(job.in_row for job in running) and self._all_differ(waiting))
+        self._rows, self._row_tokens, self._prefix_tokens = len(running), 0, 0
+        for job in running:
+            self._row_tokens, self._prefix_tokens = self._largest(job)
+
+    def admit(self, job: Job) -> bool:
+        """Return whether the job fits, and note where its prompt is to be stored."""
+        rows, (row_tokens, prefix_tokens) = self._rows + 1, self._largest(job)
+        slots = len(self._prompts) + ((job.prompt, self._version) not in self._prompts)
+        if rows * row_tokens + slots * prefix_tokens > self._limit:
+            return False
+        self._rows, self._row_tokens, self._prefix_tokens = rows, row_tokens, prefix_tokens
+        self._prompts.add((job.prompt, self._version))
+        job.in_row = self._in_rows
+        return True
+
+    def _all_differ(self, waiting: Sequence[Job]) -> bool:
+        """Return whether all waiting prompts differ from each other and from those in the cache."""
+        prompts = {(job.prompt, self._version) for job in waiting}
+        return len(prompts) == len(waiting) and not prompts & self._prompts
+
+    def _largest(self, job: Job) -> tuple[int, int]:
+        """Return the tokens per row and per shared prefix that suffice for this job too."""
+        prompt, response = len(job.request.prompt_ids) - 1, job.request.sampling.max_tokens
+        if self._in_rows:
+            return max(self._row_tokens, prompt + response), 0
+        return max(self._row_tokens, response), max(self._prefix_tokens, prompt)
+
+
+class Scheduler:
+    """First come, first served, as many requests at once as rows and cache allow.
+
+    Args:
+        max_num_seqs: maximum of requests at once.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.max_num_seqs = max_num_seqs
         self.waiting: deque[Job] = deque()
 
-    def admit(self, running: Sequence[Job], version: int) -> list[Job]:
-        """Remove from the queue and return the jobs that fit next to ``running``; weights of this version serve them."""
-        if not self.waiting or len(running) >= self.max_num_seqs:
+    def admit(self, running: int, version: int, admission_of: Callable[[Sequence[Job], int], Admission]) -> list[Job]:
+        """Remove from the queue and return the jobs that fit next to the running ones.
+
+        Args:
+            running: number of jobs with a row.
+            version: of the weights that serve the jobs.
+            admission_of: returns the cache's admission, from the waiting jobs and the version.
+        """
+        if not self.waiting or running >= self.max_num_seqs:
             return []
-        prompts = {(job.prompt, job.version) for job in running}
-        in_rows = not self._share_prompts or (all(job.in_row for job in running) and self._all_differ(prompts, version))
-        rows, row_tokens, prefix_tokens = len(running), 0, 0
-        for job in running:
-            row_tokens, prefix_tokens = _largest(row_tokens, prefix_tokens, job, in_rows=in_rows)
+        admission = admission_of(self.waiting, version)
         entering: list[Job] = []
-        while self.waiting and rows < self.max_num_seqs:
-            job = self.waiting[0]
-            rows += 1
-            row_tokens, prefix_tokens = _largest(row_tokens, prefix_tokens, job, in_rows=in_rows)
-            slots = len(prompts) + ((job.prompt, version) not in prompts)
-            if rows * row_tokens + slots * prefix_tokens > self.max_cache_tokens:
-                break
-            job.version, job.in_row = version, in_rows
-            prompts.add((job.prompt, version))
+        while self.waiting and running + len(entering) < self.max_num_seqs and admission.admit(self.waiting[0]):
+            self.waiting[0].version = version
             entering.append(self.waiting.popleft())
         return entering
 
-    def _all_differ(self, prompts: set[tuple[bytes, int]], version: int) -> bool:
-        """Return whether all waiting prompts differ from each other and from those in the cache."""
-        waiting = {(job.prompt, version) for job in self.waiting}
-        return len(waiting) == len(self.waiting) and not waiting & prompts
+    def put_back(self, jobs: Sequence[Job]) -> None:
+        """Put jobs that lost their row at the front of the queue, in their order."""
+        self.waiting.extendleft(reversed(jobs))
 
     def remove(self, wanted: Callable[[Job], bool]) -> list[Job]:
         """Remove the jobs that ``wanted`` selects from the queue and return them."""
@@ -141,11 +185,3 @@ class Scheduler:
         if removed:
             self.waiting = deque(job for job in self.waiting if not wanted(job))
         return removed
-
-
-def _largest(row_tokens: int, prefix_tokens: int, job: Job, *, in_rows: bool) -> tuple[int, int]:
-    """Return the tokens per row and per shared prefix that suffice for this job too."""
-    prompt, response = len(job.request.prompt_ids) - 1, job.request.sampling.max_tokens
-    return (
-        (max(row_tokens, prompt + response), 0) if in_rows else (max(row_tokens, response), max(prefix_tokens, prompt))
-    )

@@ -114,7 +114,7 @@ def test_a_prompt_that_cannot_be_prefilled_fails_alone(company: str) -> None:
         assert isinstance(done[one.request_id], GenerationError)
         assert not isinstance(done[one.request_id], RequestError)
     assert_unharmed(done, [*good, *late])
-    assert not engine._runner.prefixes.count and not engine._runner.running
+    assert not engine._runner.rows.prefixes.count and not engine._runner.running
     assert_unharmed(answers(engine, good), good)
 
 

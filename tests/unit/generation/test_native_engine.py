@@ -295,7 +295,7 @@ def test_sleep_frees_the_cache_and_requests_work_afterwards(make_model, make_eng
     engine = make_engine(make_model("qwen3"))
     before = serve(engine, crowd(4))
     asyncio.run(engine.sleep())
-    assert engine._runner.cache.tokens == 0
+    assert engine._runner.rows.cache.tokens == 0
     asyncio.run(engine.wake())
     after = serve(engine, crowd(4))
     assert all(same(before[key], after[key]) for key in before)

@@ -117,7 +117,7 @@ def test_samples_of_any_groups_equal_separate_ones(
     stats = engine.describe().stats
     assert stats["peak_cache_tokens"] <= (max_cache_tokens or max_num_seqs * 128)
     assert_sampled_as_alone(together, requests, alone, serve)
-    assert engine._runner.prefixes.count == 0
+    assert engine._runner.rows.prefixes.count == 0
 
 
 def test_a_shared_prefix_is_stored_once(make_model, make_engine, serve):
@@ -136,10 +136,10 @@ def test_row_capacity_is_close_to_the_used_length(make_model, make_engine):
         requests = [GenerationRequest(str(i), [7, 8], SamplingParams(max_tokens=most), i) for i in range(4)]
         engine._scheduler.waiting.extend(Job.from_request(one, asyncio.Queue()) for one in requests)
         with runner.computing():
-            runner.enter(engine._scheduler.admit(runner.running, 0))
+            runner.enter(engine._scheduler.admit(len(runner.running), 0, runner.rows.admission))
             for drawn in range(1, most):
                 runner.step()
-                unused.append(runner.cache.capacity - drawn)
+                unused.append(runner.rows.cache.capacity - drawn)
             runner.step()
         assert not runner.running
     assert max(unused) <= 16
@@ -155,7 +155,7 @@ def arriving(engine, arrivals: list[tuple[int, GenerationRequest]]) -> dict[str,
                 scheduler.waiting.append(Job.from_request(left.popleft()[1], asyncio.Queue()))
                 pause = 0
             pause += 1
-            if entering := scheduler.admit(runner.running, runner.version):
+            if entering := scheduler.admit(len(runner.running), runner.version, runner.rows.admission):
                 runner.enter(entering)
             assert len({job.in_row for job in runner.running}) <= 1
             answers |= {job.request.request_id: completion for job, completion in runner.step()}
@@ -193,12 +193,12 @@ def test_prompts_are_stored_in_rows_until_one_is_requested_again(make_model, mak
 
     engine = make_engine(make_model("qwen3"), max_num_seqs=8)
     arriving(engine, [(0, request("a", 3)), (0, request("b", 4))])
-    assert engine._runner.prefixes.cache.tokens == 0
+    assert engine._runner.rows.prefixes.cache.tokens == 0
     answers = arriving(engine, [(0, request("a", 3)), (0, request("b", 4)), (3, request("again", 3))])
     stats = engine.describe().stats
     assert stats["prefix_hits"] == 1 and stats["prefill_tokens"] == 4 * 4  # a, b; a, b: none for the last
     assert answers["again"].token_ids == answers["a"].token_ids
-    assert engine._runner.prefixes.count == 0
+    assert engine._runner.rows.prefixes.count == 0
 
 
 def test_unused_slots_are_compacted():

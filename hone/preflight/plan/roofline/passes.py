@@ -16,6 +16,7 @@ from hone.config.actor import ActorConfig
 from hone.config.model import ModelConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.generation.native.contiguous import ContiguousRows
 from hone.generation.native.runner import Runner
 from hone.generation.native.scheduler import Job
 from hone.generation.protocol import GenerationRequest, SamplingParams
@@ -143,15 +144,16 @@ def decode_kernels(model: nn.Module, groups: Sequence[Group], *, bf16: bool) -> 
         with runner.computing():
             runner.enter(jobs)
             runner.step()  # builds what later steps use again
-            assert runner._state is not None
+            rows = runner.rows
+            assert isinstance(rows, ContiguousRows) and rows.state is not None
             sampled = [length for group in groups for length in group.responses]
             for job, length in zip(jobs, sampled, strict=True):
-                job.entered = runner._steps - length
-            runner._extent_before = None
-            lengths = [runner._row_tokens(job) for job in jobs]
+                job.entered = rows.steps - length
+            rows._extent_before = None
+            lengths = [rows.row_tokens(job) for job in jobs]
             state = {"length": lengths, "generated": sampled}
             tensors = {name: torch.tensor(values, device=META) for name, values in state.items()}
-            runner._state = replace(runner._state, **tensors)
+            rows.state = replace(rows.state, **tensors)
             gpu.take()
             runner.step()
         return gpu.take()

@@ -1,0 +1,327 @@
+"""Rows whose KV cache is one tensor a layer, and the prompts that several rows share in another.
+
+Attention over them is a few matmuls over contiguous memory, which a CPU computes fastest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hone.config.limits import PREFILL_TOKENS
+from hone.data.types import StopReason
+from hone.generation.native.batch import RowState
+from hone.generation.native.cache import KVCache, RowEntries, closing_moves, columns, with_spare
+from hone.generation.native.contexts import DecodeContext, RowExtent
+from hone.generation.native.prefill import Prefill
+from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
+from hone.generation.native.rows import End, HostWork, Sampled
+from hone.generation.native.sampler import RowSampling, sample
+from hone.generation.native.scheduler import Job, RectangleAdmission
+from hone.generation.native.sessions import CachedTurn, SessionCache
+from hone.models.module_forward import Forward
+from hone.models.registry import family_of
+
+
+class ContiguousRows:
+    """Rows of one KV tensor a layer; implements :class:`hone.generation.native.rows.RowStore`.
+
+    Args:
+        forward: forward pass of the model.
+        config: of the model, for the family's layer cache.
+        vocabulary: number of tokens.
+        stats: counters to update.
+        device: of the model.
+        bfloat16: whether the cache is bfloat16, else float32.
+        max_cache_tokens: capacity of the cache; the session KV cache has the same capacity in addition.
+
+    Attributes:
+        cache: the tokens of each row: all of them, or those after a shared prefix.
+        prefixes: the shared prefixes.
+        per_token: whether the caches of all layers have one entry per token, so that rows can share prefixes.
+        sessions: the session KV cache.
+        state: of the rows; None without rows.
+        sampling: parameters of the rows; None without rows.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        config: Any,
+        *,
+        vocabulary: int,
+        stats: dict[str, int],
+        device: torch.device,
+        bfloat16: bool,
+        max_cache_tokens: int,
+    ) -> None:
+        self._forward, self._vocabulary, self._stats, self._device = forward, vocabulary, stats, device
+        self.max_cache_tokens = max_cache_tokens
+        new_layer = functools.partial(family_of(config.model_type).layer_cache, config)
+        self.per_token = all(new_layer(layer).per_token for layer in range(config.num_hidden_layers))
+        cache_dtype = torch.bfloat16 if bfloat16 else torch.float32
+        self.cache = KVCache(device, cache_dtype, new_layer)
+        self.prefixes = SharedPrefixes(KVCache(device, cache_dtype, new_layer))
+        self.sessions = SessionCache(max_cache_tokens, per_token=self.per_token)
+        self.running: list[Job] = []
+        self.preempted: list[Job] = []  # stays empty: admission reserves the longest responses
+        self.steps = 0
+        self._prefill = Prefill(forward, self.sessions, stats, device=device, max_tokens=PREFILL_TOKENS)
+        self.state: RowState | None = None
+        self.sampling: RowSampling | None = None
+        self._groups: PrefixGroups | None = None
+        self._extent_before: RowExtent | None = None  # of the same rows at step 0, as if they had decoded since
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the allocated cache holds at most."""
+        return self.cache.tokens + self.prefixes.cache.tokens
+
+    def num_sampled(self, job: Job) -> int:
+        """Return the number of tokens sampled for a job."""
+        return self.steps - job.entered
+
+    def row_tokens(self, job: Job) -> int:
+        """Return the number of tokens in a job's row of the cache."""
+        return job.prompt_in_row + self.num_sampled(job)
+
+    # entering --------------------------------------------------------------------------------------------------------
+
+    def admission(self, waiting: Sequence[Job], version: int) -> RectangleAdmission:
+        """Return a test of which waiting jobs fit next to the running ones."""
+        return RectangleAdmission(
+            self.running, waiting, version, limit=self.max_cache_tokens, share_prompts=self.per_token
+        )
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Move the prompts of all rows to shared slots, if an entering job shares a prompt."""
+        if not jobs[0].in_row and any(job.in_row for job in self.running):
+            self._share_prompts()
+
+    def enter(self, jobs: Sequence[Job], version: int) -> None:
+        """Give each job a row and prefill its prompt, without the last token."""
+        for job in jobs:
+            job.entered = self.steps
+        self._fill(jobs, version)
+        requests = [job.request for job in jobs]
+        state = RowState.from_requests(requests, [job.prompt_in_row for job in jobs], self._vocabulary, self._device)
+        sampling = RowSampling.from_params([r.sampling for r in requests], [r.seed for r in requests], self._device)
+        if self.state is not None and self.sampling is not None:
+            state, sampling = self.state.join(state), self.sampling.join(sampling)
+        self.state, self.sampling = state, sampling
+        self.running = [*self.running, *jobs]
+        self._groups = self._extent_before = None
+
+    def withdraw(self, jobs: Sequence[Job]) -> None:
+        """Release the slots of jobs that did not enter; they are the last ones."""
+        self.prefixes.release(job.slot for job in jobs if job.slot >= 0)
+        for job in jobs:
+            job.slot = -1
+
+    def _fill(self, jobs: Sequence[Job], version: int) -> None:
+        """Prefill prompts. Equal prompts are prefilled once; the session KV cache is reused.
+
+        They are stored in the rows of the jobs while no row shares a prompt, else in shared slots.
+        """
+        in_rows = jobs[0].in_row
+        used_slots, entering = self.prefixes.count, []
+        first_row: dict[bytes, int] = {}
+        copies: list[tuple[int, int]] = []
+        for row, job in enumerate(jobs, len(self.running)):
+            if in_rows:
+                new, place = job.prompt not in first_row, row
+                copies += [] if new else [(first_row[job.prompt], row)]
+                first_row.setdefault(job.prompt, row)
+            else:
+                job.slot, new = self.prefixes.take(job.prompt, version, job.shared)
+                place = job.slot
+            if new:
+                entering.append((job, place))
+            else:
+                self._stats["prefix_hits"] += 1
+                self._stats["cached_tokens"] += len(job.request.prompt_ids) - 1
+        self._reserve(self.running, jobs, used_slots)
+        cache = self.cache if in_rows else self.prefixes.cache
+        self._prefill.fill(cache, [(job.request, place) for job, place in entering], version)
+        sources, targets = [source for source, _ in copies], [target for _, target in copies]
+        self.cache.copy_rows(sources, targets, max((len(job.request.prompt_ids) - 1 for job in jobs), default=0))
+
+    def _share_prompts(self) -> None:
+        """Move the prompts of all rows to shared slots, because an entering job shares a prompt."""
+        assert self.state is not None
+        rows = [self.cache.read_row(row, self.row_tokens(job)) for row, job in enumerate(self.running)]
+        moved_tokens = [job.prompt_in_row for job in self.running]
+        for job in self.running:
+            job.in_row = False
+            job.slot, _ = self.prefixes.take(job.prompt, job.version, job.shared)
+        self._extent_before = None
+        self._reserve([], self.running, 0)
+        for row, (job, entries) in enumerate(zip(self.running, rows, strict=True)):
+            self.prefixes.cache.write_row(job.slot, job.shared, entries)
+            sampled = {layer: tuple(kv[:, job.shared :] for kv in tensors) for layer, tensors in entries.items()}
+            self.cache.write_row(row, self.num_sampled(job), sampled)
+        self.state = self.state.with_shared_prefixes(moved_tokens)
+
+    def _reserve(self, cached: Sequence[Job], entering: Sequence[Job], slots: int) -> None:
+        """Grow both caches for ``cached`` rows, ``entering`` jobs, and the prefixes after ``slots`` used slots.
+
+        On the CPU the capacity grows with the rows. Elsewhere rows get the capacity of their longest possible sequence at once,
+        which avoids fragmentation.
+        """
+        jobs, limit, prefix_cache = (*cached, *entering), self.max_cache_tokens, self.prefixes.cache
+        longest = max(job.max_row_tokens for job in jobs)
+        generous = with_spare(max(self.row_tokens(job) for job in jobs) + 1 if self._device.type == "cpu" else longest)
+        wanted = (len(jobs), min(generous, longest)), (self.prefixes.count, self.prefixes.longest)
+        self.cache.reserve(*wanted[0], used=len(cached), generous=generous, limit=limit - prefix_cache.tokens)
+        prefix_cache.reserve(*wanted[1], used=slots, generous=self.prefixes.longest, limit=limit - self.cache.tokens)
+        if self.cache_tokens > limit:  # the exact sizes fit: the admission has checked it
+            self.cache.resize(*wanted[0], used=len(cached))
+            prefix_cache.resize(*wanted[1], used=slots)
+        self._stats["peak_cache_tokens"] = max(self._stats["peak_cache_tokens"], self.cache_tokens)
+
+    def _fit_rows(self, longest: int) -> None:
+        """Set the capacity of rows to at least ``longest`` tokens, and on the CPU little more."""
+        capacity = self.cache.capacity
+        if longest > capacity:
+            self._reserve(self.running, [], self.prefixes.count)
+            self._groups = None  # the slots may have moved
+        elif self._device.type == "cpu" and columns(longest, capacity) < capacity:
+            self.cache.resize(self.cache.rows, with_spare(longest), used=len(self.running))
+
+    # one step --------------------------------------------------------------------------------------------------------
+
+    def step(self, work: HostWork) -> list[End]:
+        """Sample one token for every row; return the rows that end with it."""
+        state, sampling = self.state, self.sampling
+        assert state is not None and sampling is not None
+        extent = self._extent()
+        self._fit_rows(extent.longest + 1)
+        if self._groups is None and not self.running[0].in_row:
+            self._groups = PrefixGroups([job.slot for job in self.running], self.prefixes)
+        context = DecodeContext(self.cache, state.length, state.shared, extent, self._groups)
+        logits = self._forward.logits(state.next_token[:, None], context)[:, -1]
+        seen, counts = state.seen if sampling.penalises else None, state.counts if sampling.counts else None
+        allowed = work.allowed() if work.allowed else None
+        tokens, log_probs, sampling_log_probs = sample(logits, sampling, state.generated, seen, counts, allowed)
+        if work.keep_alternatives:
+            work.keep_alternatives(logits, sampling)
+        state.record(tokens, log_probs, sampling_log_probs)
+        finite = (log_probs + sampling_log_probs).isfinite()
+        self.steps += 1
+        self._stats["steps"] += 1
+        self._stats["decode_tokens"] += len(self.running)
+        stopped, failed = state.stopped, work.follow(tokens) if work.follow else {}
+        ended = stopped | state.full | ~finite
+        if failed:
+            ended = ended.index_fill(0, torch.tensor(list(failed), device=self._device), True)
+        if not bool(ended.any()):
+            return []
+        rows = ended.nonzero()[:, 0].tolist()
+        errors: dict[int, Exception | None] = {row: not_finite() for row in (~finite).nonzero()[:, 0].tolist()}
+        errors |= {row: error for row, error in failed.items() if error is not None}
+        return _ends(rows, stopped.tolist(), failed, errors)
+
+    def settle(self) -> list[End]:
+        """Return nothing: the host waits for the tokens of each step."""
+        return []
+
+    def _extent(self) -> RowExtent:
+        """Return the extent of the rows, from their jobs when rows have entered or left; a step adds one token to each."""
+        if self._extent_before is None:
+            lengths = [self.row_tokens(job) - self.steps for job in self.running]
+            self._extent_before = RowExtent(min(lengths), max(lengths), min(job.shared for job in self.running))
+        shortest, longest, least_shared = self._extent_before
+        return RowExtent(shortest + self.steps, longest + self.steps, least_shared)
+
+    def sampled(self, rows: Sequence[int]) -> list[Sampled]:
+        """Return the tokens sampled for each row."""
+        state = self.state
+        assert state is not None
+        index = torch.tensor(rows, device=self._device)
+        columns = [values[index].tolist() for values in (state.tokens, state.log_probs, state.sampling_log_probs)]
+        counts = [self.num_sampled(self.running[row]) for row in rows]
+        return [Sampled(*(values[:count] for values in row)) for count, *row in zip(counts, *columns, strict=True)]
+
+    # leaving ---------------------------------------------------------------------------------------------------------
+
+    def keep_for_session(self, row: int, tokens: list[int], version: int) -> None:
+        """Copy prompt and row to the session KV cache; the last sampled token is not in the cache yet."""
+        job = self.running[row]
+        session = job.request.session
+        if session is not None:
+            ids = [*job.request.prompt_ids, *tokens][:-1]
+            entries = self.cache.read_row(row, job.prompt_in_row + len(tokens))
+            if not job.in_row:
+                entries = _concatenated(self.prefixes.cache.read_row(job.slot, job.shared), entries)
+            self.sessions.put(session, CachedTurn(ids, version, entries))
+
+    def remove(self, rows: set[int]) -> None:
+        """Move the last rows into the gaps of removed rows, and likewise the slots of unused prefixes."""
+        assert self.state is not None and self.sampling is not None
+        if len(rows) == len(self.running):
+            self.clear()
+            return
+        gaps, movers = closing_moves(len(self.running), rows)
+        self.cache.copy_rows(movers, gaps, max((self.row_tokens(self.running[row]) for row in movers), default=0))
+        order = list(range(len(self.running) - len(rows)))
+        for gap, mover in zip(gaps, movers, strict=True):
+            order[gap] = mover
+        moved = self.prefixes.release(self.running[row].slot for row in rows if not self.running[row].in_row)
+        self.running = [self.running[row] for row in order]
+        for job in self.running:
+            job.slot = moved.get(job.slot, job.slot)
+        index = torch.tensor(order, device=self._device)
+        self.state, self.sampling = self.state.select(index), self.sampling.select(index)
+        self._groups = self._extent_before = None
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Drop the kept turns of these sessions."""
+        self.sessions.forget(sessions)
+
+    def begin_version(self) -> None:
+        """Drop the kept turns of all sessions: other weights computed them."""
+        self.sessions.clear()
+
+    def release(self) -> None:
+        """Do nothing: no address of a weight is kept."""
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self.running, self.state, self.sampling = [], None, None
+        self._groups = self._extent_before = None
+        self.prefixes.clear()
+
+    def free(self) -> None:
+        """Free the memory of all caches; no row may be running."""
+        self.cache.free()
+        self.prefixes.cache.free()
+        self.sessions.clear()
+
+
+def not_finite() -> Exception:
+    """Return the error of a row whose logits are not finite."""
+    return FloatingPointError("the logits are not finite, so no token can be sampled")
+
+
+def _ends(
+    rows: Sequence[int],
+    stopped: Sequence[bool],
+    failed: Mapping[int, Exception | None],
+    errors: Mapping[int, Exception | None],
+) -> list[End]:
+    """Return why each of ``rows`` ends; a row in ``failed`` without an error is complete."""
+    reasons = [
+        StopReason.STOP if stopped[row] or (row in failed and failed[row] is None) else StopReason.LENGTH
+        for row in rows
+    ]
+    return [End(row, reason, errors.get(row)) for row, reason in zip(rows, reasons, strict=True)]
+
+
+def _concatenated(prefix: RowEntries, row: RowEntries) -> RowEntries:
+    """Concatenate the entries of a shared prefix (empty if no prompt has entries) and of the row that continues it."""
+    if not prefix:
+        return row
+    return {layer: tuple(torch.cat(pair, 1) for pair in zip(prefix[layer], row[layer], strict=True)) for layer in row}

@@ -1,0 +1,138 @@
+"""What the runner asks of the rows that are decoded: entry, one token a step, removal.
+
+Two implementations keep the KV cache in different ways: :class:`~hone.generation.native.contiguous.ContiguousRows` gives each row a
+part of one tensor, :class:`~hone.generation.native.paged.rows.PagedRows` gives it pages of a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from hone.data.types import StopReason
+from hone.generation.native.sampler import Allowed, RowSampling
+from hone.generation.native.scheduler import Admission, Job
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """What the host does in every step for some rows; None where no row needs it.
+
+    Attributes:
+        allowed: returns the tokens that constraints allow.
+        keep_alternatives: gets the logits ``[A, V]`` and the sampling parameters.
+        follow: gets the sampled tokens ``[A]``; returns the rows that end with them, with an error or None.
+    """
+
+    allowed: Callable[[], Allowed] | None = None
+    keep_alternatives: Callable[[Tensor, RowSampling], None] | None = None
+    follow: Callable[[Tensor], Mapping[int, Exception | None]] | None = None
+
+
+class End(NamedTuple):
+    """A row that ends.
+
+    Attributes:
+        row: its index.
+        reason: why it ends.
+        error: why it failed, or None.
+    """
+
+    row: int
+    reason: StopReason
+    error: Exception | None = None
+
+
+class Sampled(NamedTuple):
+    """Sampled tokens of a row, with their log-probs under the raw policy and under the distribution sampled from."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    sampling_log_probs: list[float]
+
+
+class RowStore(Protocol):
+    """The running rows and their KV cache.
+
+    Attributes:
+        running: the job of each row.
+        steps: number of decode steps so far.
+        preempted: jobs that lost their row because the cache was full; the caller puts them back into the queue.
+    """
+
+    running: list[Job]
+    steps: int
+    preempted: list[Job]
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the allocated cache holds at most."""
+        ...
+
+    @property
+    def max_cache_tokens(self) -> int:
+        """Capacity of the cache in tokens."""
+        ...
+
+    def admission(self, waiting: Sequence[Job], version: int) -> Admission:
+        """Return a test of which waiting jobs fit next to the running ones; weights of this version serve them."""
+        ...
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Bring the cache into the form that the entering jobs need."""
+        ...
+
+    def enter(self, jobs: Sequence[Job], version: int) -> None:
+        """Give each job a row and prefill its prompt, without the last token, which is the input of its first step."""
+        ...
+
+    def withdraw(self, jobs: Sequence[Job]) -> None:
+        """Undo what :meth:`enter` has done before it failed."""
+        ...
+
+    def step(self, work: HostWork) -> list[End]:
+        """Sample one token for every row; return the rows that are known to end. The caller removes them."""
+        ...
+
+    def settle(self) -> list[End]:
+        """Wait for all tokens sampled so far; return the rows that end with them. The caller removes them."""
+        ...
+
+    def num_sampled(self, job: Job) -> int:
+        """Return the number of tokens sampled for a running job."""
+        ...
+
+    def sampled(self, rows: Sequence[int]) -> list[Sampled]:
+        """Return the tokens sampled for each row."""
+        ...
+
+    def keep_for_session(self, row: int, tokens: list[int], version: int) -> None:
+        """Keep a row that ends after ``tokens`` for the next turn of its session; the last token is not in the cache yet."""
+        ...
+
+    def remove(self, rows: set[int]) -> None:
+        """Remove rows; the last rows move into their places."""
+        ...
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Drop the kept turns of these sessions."""
+        ...
+
+    def begin_version(self) -> None:
+        """Drop the kept turns of all sessions: other weights computed them."""
+        ...
+
+    def release(self) -> None:
+        """Drop what depends on the addresses of the weights."""
+        ...
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        ...
+
+    def free(self) -> None:
+        """Free the memory of all caches; no row may be running."""
+        ...
