@@ -18,9 +18,9 @@ from hone.generation.native.cache import KVCache, RowEntries, closing_moves, col
 from hone.generation.native.contexts import DecodeContext, RowExtent
 from hone.generation.native.prefill import Prefill
 from hone.generation.native.prefixes import PrefixGroups, SharedPrefixes
-from hone.generation.native.rows import End, HostWork, Sampled
+from hone.generation.native.rows import End, HostWork, not_finite
 from hone.generation.native.sampler import RowSampling, sample
-from hone.generation.native.scheduler import Job, RectangleAdmission
+from hone.generation.native.scheduler import Job, RectangleAdmission, Sampled
 from hone.generation.native.sessions import CachedTurn, SessionCache
 from hone.models.module_forward import Forward
 from hone.models.registry import family_of
@@ -65,7 +65,7 @@ class ContiguousRows:
         cache_dtype = torch.bfloat16 if bfloat16 else torch.float32
         self.cache = KVCache(device, cache_dtype, new_layer)
         self.prefixes = SharedPrefixes(KVCache(device, cache_dtype, new_layer))
-        self.sessions = SessionCache(max_cache_tokens, per_token=self.per_token)
+        self.sessions: SessionCache[RowEntries] = SessionCache(max_cache_tokens, per_token=self.per_token)
         self.running: list[Job] = []
         self.preempted: list[Job] = []  # stays empty: admission reserves the longest responses
         self.steps = 0
@@ -299,11 +299,6 @@ class ContiguousRows:
         self.cache.free()
         self.prefixes.cache.free()
         self.sessions.clear()
-
-
-def not_finite() -> Exception:
-    """Return the error of a row whose logits are not finite."""
-    return FloatingPointError("the logits are not finite, so no token can be sampled")
 
 
 def _ends(

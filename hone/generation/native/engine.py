@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.data.types import StopReason
 from hone.errors import GenerationError
 from hone.generation.limits import RequestLimits
+from hone.generation.native.rows import CacheLimits
 from hone.generation.native.runner import Outcome, Runner
 from hone.generation.native.scheduler import Job, Scheduler
 from hone.generation.protocol import Completion, EngineDescription, GenerationRequest
@@ -39,6 +40,7 @@ class NativeEngine:
         max_cache_tokens: capacity of the cache; None means max_num_seqs sequences of max_model_len.
         max_model_len: maximum of tokens in prompt and response.
         shares_weights: whether ``model`` is the module that is trained; otherwise :meth:`load_weights` copies.
+        gpu_memory_utilization: share of a GPU's memory for weights and KV cache together.
     """
 
     def __init__(
@@ -52,12 +54,13 @@ class NativeEngine:
         max_cache_tokens: int | None,
         max_model_len: int,
         shares_weights: bool = True,
+        gpu_memory_utilization: float = 0.5,
     ) -> None:
         self.model, self.device, self.dtype, self.shares_weights = model, device, dtype, shares_weights
-        limit = max_cache_tokens or max_num_seqs * max_model_len
-        self._runner = Runner(model, tokenizer, device=device, dtype=dtype, max_cache_tokens=limit)
+        limits = CacheLimits(max_num_seqs, max_model_len, max_cache_tokens, gpu_memory_utilization)
+        self._runner = Runner(model, tokenizer, device=device, dtype=dtype, limits=limits)
         self._scheduler = Scheduler(max_num_seqs)
-        self._limits = RequestLimits(max_model_len, limit, self._runner.vocabulary)
+        self._limits = RequestLimits(max_model_len, limits.tokens, self._runner.vocabulary)
         self._entering: list[Job] = []
         self._arrived: set[str] = set()
         self._incomplete: int | None = None
@@ -147,7 +150,7 @@ class NativeEngine:
         self._incomplete = self._runner.version
 
     async def wake(self, *, cache: bool = True) -> None:
-        """Take the memory of dropped weights back; they must be loaded before the next request. The cache grows when it is needed."""
+        """Take the memory of dropped weights back; they must be loaded before the next request. The cache takes memory when a request enters."""
         for parameter, shape in self._dropped:
             parameter.data = parameter.data.new_empty(shape)
         self._dropped = []
@@ -245,10 +248,18 @@ class NativeEngine:
                     break
                 finished = runner.step()
                 _deliver(finished)
+                self._put_back()
                 activity.tick()
                 if any(job.request.session is not None for job, _ in finished):
                     break  # the episode may continue at once
+            _deliver(runner.settle())
         self._report_progress()
+
+    def _put_back(self) -> None:
+        """Put jobs that lost their row back into the queue."""
+        if self._runner.preempted:
+            self._scheduler.put_back(self._runner.preempted)
+            self._runner.preempted = []
 
     def _report_progress(self) -> None:
         """Call the progress callbacks; a request whose callback fails ends with its error."""
@@ -265,10 +276,10 @@ class NativeEngine:
         _deliver(self._runner.end(jobs))
 
     def _remove_aborted(self) -> None:
-        version = self._runner.version
         for job in self._scheduler.remove(lambda job: job.aborted):
-            empty = Completion(job.request.request_id, [], [], [], StopReason.ABORTED, (version, version))
-            job.answer.put_nowait(empty)
+            if not job.sampled.tokens:
+                job.version = self._runner.version
+            job.answer.put_nowait(self._runner.completion(job, job.sampled, StopReason.ABORTED))
         self._end({job: None for job in self._runner.running if job.aborted})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hone.generation.native.cache import KVCache
+from hone.generation.native.cache import KVCache, RowEntries
 from hone.generation.native.contexts import ExtendContext, PrefillContext
 from hone.generation.native.sessions import SessionCache
 from hone.generation.protocol import GenerationRequest
@@ -25,7 +25,13 @@ class Prefill:
     """
 
     def __init__(
-        self, forward: Forward, sessions: SessionCache, stats: dict[str, int], *, device: torch.device, max_tokens: int
+        self,
+        forward: Forward,
+        sessions: SessionCache[RowEntries],
+        stats: dict[str, int],
+        *,
+        device: torch.device,
+        max_tokens: int,
     ) -> None:
         self._forward, self._sessions, self._stats = forward, sessions, stats
         self._device, self._max_tokens = device, max_tokens

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.data.types import StopReason
 from hone.generation.native.sampler import Allowed, RowSampling
-from hone.generation.native.scheduler import Admission, Job
+from hone.generation.native.scheduler import Admission, Job, Sampled
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,26 @@ class End(NamedTuple):
     error: Exception | None = None
 
 
-class Sampled(NamedTuple):
-    """Sampled tokens of a row, with their log-probs under the raw policy and under the distribution sampled from."""
+@dataclass(frozen=True)
+class CacheLimits:
+    """Limits of a KV cache.
 
-    tokens: list[int]
-    log_probs: list[float]
-    sampling_log_probs: list[float]
+    Attributes:
+        max_num_seqs: maximum of rows.
+        max_model_len: maximum of tokens in prompt and response.
+        max_cache_tokens: capacity in tokens; None means ``max_num_seqs`` sequences of ``max_model_len``.
+        memory_share: share of the device's memory for the weights and the cache together; only a cache of pages is limited by it.
+    """
+
+    max_num_seqs: int
+    max_model_len: int
+    max_cache_tokens: int | None = None
+    memory_share: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        """Capacity in tokens."""
+        return self.max_cache_tokens or self.max_num_seqs * self.max_model_len
 
 
 class RowStore(Protocol):
@@ -136,3 +150,8 @@ class RowStore(Protocol):
     def free(self) -> None:
         """Free the memory of all caches; no row may be running."""
         ...
+
+
+def not_finite() -> Exception:
+    """Return the error of a row whose logits are not finite."""
+    return FloatingPointError("the logits are not finite, so no token can be sampled")

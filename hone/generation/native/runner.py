@@ -16,9 +16,11 @@ from hone.errors import GenerationError, RequestError
 from hone.generation.grammars import Grammars
 from hone.generation.native.constrained import ConstrainedRows
 from hone.generation.native.contiguous import ContiguousRows
-from hone.generation.native.rows import End, HostWork, RowStore
+from hone.generation.native.paged import support
+from hone.generation.native.paged.rows import PagedRows
+from hone.generation.native.rows import CacheLimits, End, HostWork, RowStore
 from hone.generation.native.sampler import RowSampling, likeliest
-from hone.generation.native.scheduler import Job
+from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.protocol import Alternatives, Completion
 from hone.generation.stop_strings import ends_with_stop, window
 from hone.models.llama.decode import DecodeForward
@@ -43,10 +45,11 @@ class Runner:
         tokenizer: decodes, for stop strings.
         device: where the model is.
         dtype: compute dtype, float32 or bfloat16.
-        max_cache_tokens: capacity of the cache; the session KV cache has the same capacity in addition.
+        limits: of the KV cache.
 
     Attributes:
         rows: the running rows and their KV cache.
+        preempted: jobs that lost their row, to be put back into the queue.
         vocabulary: number of tokens with an embedding.
         grammars: compiled constraints.
         version: of the weights.
@@ -60,9 +63,9 @@ class Runner:
         *,
         device: torch.device,
         dtype: str,
-        max_cache_tokens: int,
+        limits: CacheLimits,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self._device = model, tokenizer, device
         bfloat16 = dtype == "bfloat16"
         causal: Any = getattr(model, "get_base_model", lambda: model)()
         self.vocabulary: int = causal.get_input_embeddings().num_embeddings
@@ -71,18 +74,39 @@ class Runner:
         executor = DecodeForward if supports(causal) else ModuleForward
         self._forward: Forward = executor(causal, bfloat16=bfloat16)
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
-        self.rows: RowStore = ContiguousRows(
+        self.rows = self._rows_of(causal, limits, bfloat16=bfloat16)
+        self.preempted: list[Job] = []
+        self._fresh: list[Job] = []
+        self._constrained = ConstrainedRows(self.grammars, device)
+        self._work = HostWork()
+
+    def _rows_of(self, causal: Any, limits: CacheLimits, *, bfloat16: bool) -> RowStore:
+        """Return rows with a paged cache where model and device allow it, else rows of one tensor."""
+        device, dtype = self._device, torch.bfloat16 if bfloat16 else torch.float32
+        reason = support.obstacle(causal, device, dtype)
+        if reason is None:
+            sizes = [p.numel() * (p.element_size() + dtype.itemsize) for p in causal.parameters()]
+            return PagedRows(
+                self._forward,
+                support.page_shape(causal, dtype),
+                limits,
+                weights=sum(sizes),
+                vocabulary=self.vocabulary,
+                stats=self.stats,
+                device=device,
+                no_graphs=support.graph_obstacle(causal, device),
+            )
+        if device.type != "cpu":
+            support.report_contiguous(reason)
+        return ContiguousRows(
             self._forward,
             causal.get_decoder().config,
             vocabulary=self.vocabulary,
             stats=self.stats,
             device=device,
             bfloat16=bfloat16,
-            max_cache_tokens=max_cache_tokens,
+            max_cache_tokens=limits.tokens,
         )
-        self._fresh: list[Job] = []
-        self._constrained = ConstrainedRows(self.grammars, device)
-        self._work = HostWork()
 
     @property
     def running(self) -> list[Job]:
@@ -122,7 +146,7 @@ class Runner:
         self.rows.prepare(jobs)
         now = time.perf_counter()
         for job in jobs:
-            job.started = now
+            job.started = job.started or now  # a job that lost its row has started before
         try:
             self._constrained.begin(jobs)
             self.rows.enter(jobs, self.version)
@@ -142,12 +166,21 @@ class Runner:
             return []
         steps = self.rows.steps
         ends = self.rows.step(self._work)
+        if self.rows.preempted:
+            self._note_preempted()
         if self._fresh and self.rows.steps != steps:
             now = time.perf_counter()
             for job in self._fresh:
-                job.first_token = now
+                job.first_token = job.first_token or now
             self._fresh = []
         return self._remove(ends)
+
+    def _note_preempted(self) -> None:
+        """Note the jobs that lost their row, and the version of the weights that sampled their last token."""
+        for job in self.rows.preempted:
+            job.version = self.version
+        self.preempted, self.rows.preempted = [*self.preempted, *self.rows.preempted], []
+        self._note_rows()
 
     def end(self, jobs: Mapping[Job, Exception | None]) -> list[tuple[Job, Outcome]]:
         """End jobs with their error, or without one with the tokens sampled so far."""
@@ -228,11 +261,20 @@ class Runner:
 
     # leaving ---------------------------------------------------------------------------------------------------------
 
+    def completion(self, job: Job, sampled: Sampled, reason: StopReason) -> Completion:
+        """Return the completion of a job that ends now with these tokens."""
+        first_version = job.earlier[0][0] if job.earlier else job.version
+        seconds = time.perf_counter() - job.started if job.started else 0.0
+        first = job.first_token - job.started if sampled.tokens else None
+        versions, name = (first_version, self.version), job.request.request_id
+        completion = Completion(name, *sampled, reason, versions, seconds, first, job.alternatives)
+        completion.token_versions = job.token_versions(len(sampled.tokens), self.version)
+        return completion
+
     def _remove(self, ends: Sequence[End]) -> list[tuple[Job, Outcome]]:
         """Remove rows and return their completions, or the errors of those that failed."""
         if not ends:
             return []
-        now = time.perf_counter()
         answers: list[tuple[Job, Outcome]] = []
         for end, sampled in zip(ends, self.rows.sampled([end.row for end in ends]), strict=True):
             job = self.running[end.row]
@@ -241,12 +283,7 @@ class Runner:
                 continue
             if job.version == self.version:
                 self.rows.keep_for_session(end.row, sampled.tokens, self.version)
-            versions, seconds = (job.version, self.version), now - job.started
-            first = job.first_token - job.started if sampled.tokens else None
-            name = job.request.request_id
-            completion = Completion(name, *sampled, end.reason, versions, seconds, first, job.alternatives)
-            completion.token_versions = job.token_versions(len(sampled.tokens), self.version)
-            answers.append((job, completion))
+            answers.append((job, self.completion(job, sampled, end.reason)))
         self.rows.remove({end.row for end in ends})
         self._note_rows()
         return answers

@@ -17,7 +17,8 @@ from hone.generation.protocol import SamplingParams
 
 _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """The constants of splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers."""
-_ALL = 2**31 - 1
+ALL_TOKENS = 2**31 - 1
+"""Value of top-k that excludes no token."""
 _COLUMNS = (
     *("seeds", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "biased", "bias"),
@@ -36,6 +37,11 @@ def uniforms(streams: Tensor, counters: Tensor) -> Tensor:
     """
     state = _mixed(torch.add(streams, counters, alpha=_GOLDEN))
     return _shift(state, 12).double() * 2.0**-52
+
+
+def signed(seed: int) -> int:
+    """Return a seed as a signed 64-bit number."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def streams_of(seeds: Tensor) -> Tensor:
@@ -107,9 +113,9 @@ class RowSampling:
         widest = max(len(p.logit_bias) for p in params)
         pairs = [[*p.logit_bias, *[(0, 0.0)] * (widest - len(p.logit_bias))] for p in params]
         return cls(
-            seeds=column([(seed + 2**63) % 2**64 - 2**63 for seed in seeds], torch.int64),
+            seeds=column([signed(seed) for seed in seeds], torch.int64),
             temperature=column([p.temperature for p in params]),
-            top_k=column([p.top_k if p.top_k > 0 else _ALL for p in params], torch.int64),
+            top_k=column([p.top_k if p.top_k > 0 else ALL_TOKENS for p in params], torch.int64),
             top_p=column([p.top_p for p in params]),
             min_p=column([p.min_p for p in params]),
             repetition_penalty=column([p.repetition_penalty for p in params]),
@@ -117,11 +123,18 @@ class RowSampling:
             frequency_penalty=column([p.frequency_penalty for p in params]),
             biased=torch.tensor([[token for token, _ in row] for row in pairs], dtype=torch.int64, device=device),
             bias=torch.tensor([[bias for _, bias in row] for row in pairs], dtype=torch.float32, device=device),
-            penalises=any(p.repetition_penalty != 1 for p in params),
-            counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
-            truncates=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
-            greedy=any(p.temperature == 0 for p in params),
+            **cls.flags(params),
         )
+
+    @staticmethod
+    def flags(params: Sequence[SamplingParams]) -> dict[str, bool]:
+        """Return what any of several requests needs: the last four attributes."""
+        return {
+            "penalises": any(p.repetition_penalty != 1 for p in params),
+            "counts": any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
+            "truncates": any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+            "greedy": any(p.temperature == 0 for p in params),
+        }
 
     def select(self, rows: Tensor) -> RowSampling:
         """Return the given rows in the given order."""

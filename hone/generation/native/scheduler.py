@@ -7,12 +7,20 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from hone.generation.grammars import RowGrammar
 from hone.generation.protocol import Alternatives, Completion, GenerationRequest
+
+
+class Sampled(NamedTuple):
+    """Sampled tokens of a row, with their log-probs under the raw policy and under the distribution sampled from."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    sampling_log_probs: list[float]
 
 
 @dataclass(eq=False)
@@ -36,6 +44,8 @@ class Job:
         mask: bits of the tokens that its constraint allows next.
         tail: its last sampled tokens, if it has stop strings.
         alternatives: of every sampled token, if the request asks for them.
+        pages: of its row in a paged cache.
+        sampled: its tokens in a paged cache, which it keeps when it loses its row.
     """
 
     request: GenerationRequest
@@ -54,6 +64,8 @@ class Job:
     mask: Tensor | None = None
     tail: list[int] = field(default_factory=list)
     alternatives: list[Alternatives] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    sampled: Sampled = field(default_factory=lambda: Sampled([], [], []))
 
     @classmethod
     def from_request(
@@ -74,6 +86,11 @@ class Job:
         for before, tokens in self.earlier:
             versions += [before] * (tokens - len(versions))
         return versions + [version] * (count - len(versions))
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and kept tokens: what its row begins with in a paged cache."""
+        return [*self.request.prompt_ids, *self.sampled.tokens]
 
     @property
     def shared(self) -> int:
@@ -171,8 +188,11 @@ class Scheduler:
         admission = admission_of(self.waiting, version)
         entering: list[Job] = []
         while self.waiting and running + len(entering) < self.max_num_seqs and admission.admit(self.waiting[0]):
-            self.waiting[0].version = version
-            entering.append(self.waiting.popleft())
+            job = self.waiting.popleft()
+            if job.sampled.tokens and job.version != version:
+                job.earlier.append((job.version, len(job.sampled.tokens)))
+            job.version = version
+            entering.append(job)
         return entering
 
     def put_back(self, jobs: Sequence[Job]) -> None:

@@ -133,7 +133,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
         key, value = plan.gather(key), plan.gather(value)
     window = scoring.window if scoring.window is not None and scoring.window < plan.longest_key else None
     options: dict[str, Any] = {"scale": scoring.scale, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in _options_of_varlen():
+    if "enable_gqa" in options_of_varlen():
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     longest = plan.longest_query, plan.longest_key
     return varlen_attn(query, key, value, plan.query_ends, plan.key_ends, *longest, **options)  # type: ignore[return-value]
@@ -156,7 +156,7 @@ def obstacle(query: Tensor, value: Tensor, scoring: Scoring) -> str | None:
         return f"it computes in {str(dtype).removeprefix('torch.')}, not in bfloat16 or float16"
     if width != value.shape[-1] or width > _WIDEST_HEAD or width % 8:
         return f"heads are {width} and {value.shape[-1]} wide, not equal multiples of 8 up to {_WIDEST_HEAD}"
-    if "window_size" not in _options_of_varlen():
+    if "window_size" not in options_of_varlen():
         return f"torch {torch.__version__} has no torch.nn.attention.varlen with windows"
     if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < _FIRST_CAPABILITY:
         return "the GPU is older than Ampere"
@@ -170,7 +170,7 @@ def report_padding(reason: str) -> None:
 
 
 @functools.cache
-def _options_of_varlen() -> frozenset[str]:
+def options_of_varlen() -> frozenset[str]:
     """Parameters of the installed torch's ``varlen_attn``; none if torch has no such function."""
     try:
         from torch.nn.attention.varlen import varlen_attn

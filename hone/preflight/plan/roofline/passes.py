@@ -17,8 +17,10 @@ from hone.config.model import ModelConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.generation.native.contiguous import ContiguousRows
+from hone.generation.native.paged.rows import PagedRows
+from hone.generation.native.rows import CacheLimits
 from hone.generation.native.runner import Runner
-from hone.generation.native.scheduler import Job
+from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.protocol import GenerationRequest, SamplingParams
 from hone.models.heads import PolicyHead
 from hone.models.loading import prepare
@@ -131,32 +133,38 @@ def decode_kernels(model: nn.Module, groups: Sequence[Group], *, bf16: bool) -> 
     """
     in_rows = all(len(group.responses) == 1 for group in groups)  # as the scheduler decides
     longest = max(max(group.responses) for group in groups)
-    sampling = SamplingParams(max_tokens=longest + 2)
-    jobs = []
+    sampling = SamplingParams(max_tokens=longest + 3)
+    jobs, sampled = [], [length for group in groups for length in group.responses]
     for number, group in enumerate(groups):
         prompt = [number + 1, *[0] * (group.prompt - 1)]
         for row in range(len(group.responses)):
             jobs.append(Job.from_request(GenerationRequest(f"{number}.{row}", prompt, sampling), asyncio.Queue()))
             jobs[-1].in_row = in_rows
+    limits = CacheLimits(len(jobs), max(group.prompt for group in groups) + sampling.max_tokens)
     with simulated_gpu() as gpu:
         dtype = "bfloat16" if bf16 else "float32"
-        runner = Runner(model, cast("Any", None), device=META, dtype=dtype, max_cache_tokens=1 << 40)
+        runner = Runner(model, cast("Any", None), device=META, dtype=dtype, limits=limits)
         with runner.computing():
+            if isinstance(runner.rows, PagedRows):
+                for job, length in zip(jobs, sampled, strict=True):
+                    job.sampled = Sampled([0] * length, [0.0] * length, [0.0] * length)
             runner.enter(jobs)
             runner.step()  # builds what later steps use again
-            rows = runner.rows
-            assert isinstance(rows, ContiguousRows) and rows.state is not None
-            sampled = [length for group in groups for length in group.responses]
-            for job, length in zip(jobs, sampled, strict=True):
-                job.entered = rows.steps - length
-            rows._extent_before = None
-            lengths = [rows.row_tokens(job) for job in jobs]
-            state = {"length": lengths, "generated": sampled}
-            tensors = {name: torch.tensor(values, device=META) for name, values in state.items()}
-            rows.state = replace(rows.state, **tensors)
+            if isinstance(runner.rows, ContiguousRows):
+                _lengthen(runner.rows, sampled)
             gpu.take()
             runner.step()
         return gpu.take()
+
+
+def _lengthen(rows: ContiguousRows, sampled: Sequence[int]) -> None:
+    """Let rows have sampled this many tokens."""
+    assert rows.state is not None
+    for job, length in zip(rows.running, sampled, strict=True):
+        job.entered = rows.steps - length
+    rows._extent_before = None
+    state = {"length": [rows.row_tokens(job) for job in rows.running], "generated": sampled}
+    rows.state = replace(rows.state, **{name: torch.tensor(values, device=META) for name, values in state.items()})
 
 
 def _backend(model: nn.Module, bf16: bool, max_tokens: int) -> LocalBackend:
