@@ -3,6 +3,7 @@
 :mod:`.driver.cpp`  what torch asks of a driver; compiled by :mod:`.build` and loaded before torch
 :mod:`.tensors`     the tensors: every operator computes on the host, and mixing devices is an error
 :mod:`.counters`    kernel launches, waits of the host and copies between the devices, with the code that caused them
+:mod:`.graphs`      CUDA graphs, events and copies that arrive when the host waits
 :mod:`.device`      turns the device on: ``torch.cuda`` answers, and the kernels that only CUDA has
 :mod:`.machine`     runs whole programs on it, each in a process of its own
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
 import types
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.simulated_cuda import graphs
 from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.tensors import SimulatedTensor
 from support.varlen_reference import register as register_varlen
@@ -67,22 +68,6 @@ def _sent(make: Any) -> Any:
     return made
 
 
-class _Event:
-    """A moment of the host's clock: the simulated GPU computes at once."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self._moment = 0.0
-
-    def record(self) -> None:
-        self._moment = time.perf_counter()
-
-    def synchronize(self) -> None:
-        COUNTERS.waits[f"synchronize in {caller()}"] += 1
-
-    def elapsed_time(self, later: _Event) -> float:
-        return 1e3 * (later._moment - self._moment)
-
-
 def _answer_as_driver() -> None:
     """Answer the questions of ``torch.cuda``."""
 
@@ -91,12 +76,16 @@ def _answer_as_driver() -> None:
 
     def synchronize(device: Any = None) -> None:
         COUNTERS.waits[f"synchronize in {caller()}"] += 1
+        graphs.refuse_in_capture("synchronize")
+        graphs.finish_copies()
 
     values: dict[str, Any] = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         **dict.fromkeys(("_lazy_init", "empty_cache", "reset_peak_memory_stats", "set_device"), None),
         **dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state"), None),
-        **dict.fromkeys(("max_memory_allocated", "memory_allocated"), 2**20),
+        **dict.fromkeys(("max_memory_allocated", "memory_allocated", "memory_reserved"), 2**20),
+        "current_stream": graphs.SimulatedStream(),
+        "stream": contextlib.nullcontext(),
         "device_count": 1,
         "current_device": 0,
         "get_device_name": PROPERTIES.name,
@@ -107,7 +96,14 @@ def _answer_as_driver() -> None:
     }
     for name, value in values.items():
         setattr(torch.cuda, name, answer(value))  # a function for each name: torch.compile tells them apart
-    torch.cuda.synchronize, torch.cuda.Event = synchronize, _Event
+    torch.cuda.synchronize = synchronize
+    for name, replacement in {
+        "CUDAGraph": graphs.SimulatedGraph,
+        "graph": graphs.capture,
+        "Event": graphs.SimulatedEvent,
+        "Stream": graphs.SimulatedStream,
+    }.items():
+        setattr(torch.cuda, name, replacement)
 
 
 def _attention(original: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from support.simulated_cuda.counters import COUNTERS
+from support.simulated_cuda.graphs import CAPTURE, arrive_before_reading, begin_copy, refuse_in_capture
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -106,14 +107,25 @@ def execute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     _count_waits(name, args, kwargs)
     compute = CUDA_ONLY.get(func._schema.name, func)
     on_host = {key: HOST if key == "device" else value for key, value in kwargs.items()}
-    result = compute(*tree_map(_memory, tuple(args)), **tree_map(_memory, on_host))
+    words, options = tree_map(_memory, tuple(args)), tree_map(_memory, on_host)
+    result = _computed(func, lambda: compute(*words, **options), words, options)
     wrappers = {id(value.memory): value for value in simulated}  # in-place operators return their argument
     wrap = lambda x: wrappers[id(x)] if id(x) in wrappers else SimulatedTensor(x)  # noqa: E731
     result = tree_map(lambda x: wrap(x) if isinstance(x, Tensor) else x, result)
-    if name not in VIEWS and name not in ALLOCATIONS:
+    if name not in VIEWS and name not in ALLOCATIONS and not CAPTURE:
         outputs = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
         COUNTERS.launches[_place(name)] += cost_of(name, args, simulated, outputs).launches
     return result
+
+
+def _computed(func: Any, compute: Callable[[], Any], words: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Compute an operator on memory of the host, or note it in the graph that is being captured."""
+    if not CAPTURE:
+        return compute()
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, words, strict=False)} | options
+    changed = [x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+    written = [named[name] for name in changed if isinstance(named.get(name), Tensor)]
+    return CAPTURE[0].note(compute, written, [x for x in tree_flatten((words, options))[0] if isinstance(x, Tensor)])
 
 
 def _memory(value: Any) -> Any:
@@ -126,6 +138,8 @@ def _place(name: str) -> str:
 
 def _refuse_mixture(func: Any, name: str, on_host: list[Tensor]) -> None:
     large = [tuple(value.shape) for value in on_host if value.dim()]
+    if large:
+        refuse_in_capture(f"{func} with a tensor on the host")
     if large and name in _INDEXED:
         COUNTERS.to_device[_place(name)] += len(large)
     elif large:
@@ -138,6 +152,7 @@ def _count_waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     masked = name in _INDEXED and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
     if name in _READS or name in _SIZED_BY_VALUES or masked or unsized:
+        refuse_in_capture(name)
         COUNTERS.waits[_place(f"{name} with a mask" if masked else name)] += 1
 
 
@@ -145,26 +160,33 @@ def _to_copy(func: Any, source: SimulatedTensor, kwargs: dict[str, Any]) -> Tens
     """Convert: on the GPU that is a kernel, to the host a copy."""
     target = kwargs.pop("device", None)
     kwargs.pop("pin_memory", None)
-    result = func(source.memory, **kwargs)
     if target is None or torch.device(target).type == "cuda":
-        COUNTERS.launches[_place("_to_copy")] += 1
+        result = _computed(func, lambda: func(source.memory, **kwargs), (source.memory,), kwargs)
+        COUNTERS.launches[_place("_to_copy")] += not CAPTURE
         return SimulatedTensor(result)
+    result = func(source.memory, **kwargs)
     _note_copy_to_host(kwargs.get("non_blocking", False))
     return result
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    _memory(target).copy_(_memory(source))
     if not isinstance(target, SimulatedTensor):
         _note_copy_to_host(non_blocking)
-    elif isinstance(source, SimulatedTensor):
-        COUNTERS.launches[_place("copy_")] += 1
+        (begin_copy if non_blocking else Tensor.copy_)(target, _memory(source))
+        return target
+    if isinstance(source, SimulatedTensor):
+        COUNTERS.launches[_place("copy_")] += not CAPTURE
     elif source.dim() or not non_blocking:
+        refuse_in_capture("a copy to the device")
+        arrive_before_reading(source)
         COUNTERS.to_device[_place("copy_")] += 1
+    words = target.memory, _memory(source)
+    _computed(torch.ops.aten.copy_.default, lambda: words[0].copy_(words[1]), words, {})
     return target
 
 
 def _note_copy_to_host(non_blocking: bool) -> None:
+    refuse_in_capture("a copy to the host")
     COUNTERS.to_host[_place("copy_")] += 1
     if not non_blocking:
         COUNTERS.waits[_place("copy to the host")] += 1

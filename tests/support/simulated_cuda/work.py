@@ -129,6 +129,42 @@ def check(words: list[str]) -> None:
         COUNTERS.clear()
         function()
         assert getattr(COUNTERS, kind).total() == reads, (kind, COUNTERS)
+    _check_graphs()
     base = torch.zeros(4, device=DEVICE)
     base[1:3] += 2
     assert base.tolist() == [0, 2, 2, 0], "views share memory"
+
+
+def _check_graphs() -> None:
+    """Check that a graph computes nothing when it is captured, reads fixed addresses, and refuses what CUDA refuses."""
+    state, factor = torch.ones(3, device=DEVICE), torch.full((3,), 2.0, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state += 1
+        doubled = state * factor
+        doubled.add_(1)
+    assert state.tolist() == [1, 1, 1] and doubled.isnan().all().item(), "nothing is computed before a replay"
+    COUNTERS.clear()
+    for expected in (5, 7):
+        graph.replay()
+        assert doubled.tolist() == [expected] * 3
+    assert COUNTERS.launches.total() == 2
+    factor.copy_(torch.tensor([0.0, 1.0, 2.0], device=DEVICE))
+    factor = torch.zeros(3, device=DEVICE)  # another tensor than the captured one
+    graph.replay()
+    assert doubled.tolist() == [1, 5, 9]
+    for refused in (state.tolist, lambda: state[state > 1], lambda: torch.tensor([1.0], device=DEVICE)):
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                refused()
+        except RuntimeError as error:
+            assert "capturing" in str(error)
+        else:
+            raise AssertionError(f"{refused} was captured")
+    arriving, event = torch.zeros(3, pin_memory=True), torch.cuda.Event()
+    arriving.copy_(state, non_blocking=True)
+    event.record()
+    assert arriving.tolist() != state.tolist(), "it has not arrived before the host waits"
+    state += 1
+    event.synchronize()
+    assert arriving.tolist() == [4, 4, 4]
