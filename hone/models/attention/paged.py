@@ -127,8 +127,9 @@ def _error_of_a_call(device: torch.device, *, with_key_ends: bool) -> float:
     )
     lengths, tables, ends = [3, PAGE + 5], [[3, 0], [1, 2]], [0, 1, 3]
     integers = (torch.tensor(x, dtype=torch.int32, device=device) for x in (tables, lengths, ends))
-    on_device = (states.to(device) for states in (query, keys, values))
-    output = _call(*on_device, scoring, PagedKeys(*integers, longest_query=2), with_key_ends=with_key_ends)
+    here = [states.to(device) for states in (query, keys, values)]
+    pages_of_call = PagedKeys(*integers, longest_query=2)
+    output = _call(here[0], here[1], here[2], scoring, pages_of_call, with_key_ends=with_key_ends)
     largest = 0.0
     for token, (row, length) in enumerate([(0, 3), (1, PAGE + 4), (1, PAGE + 5)]):
         pages = torch.tensor(tables[row])
