@@ -225,7 +225,7 @@ class NativeEngine:
                 await asyncio.sleep(0)
             runner.release()
         except BaseException as error:
-            jobs = [*scheduler.waiting, *self._entering, *runner.running]
+            jobs = [*scheduler.waiting, *self._entering, *runner.running, *runner.preempted]
             self._entering = []
             scheduler.waiting.clear()
             runner.clear()

@@ -201,7 +201,7 @@ class Runner:
 
     def clear(self) -> None:
         """Drop all rows."""
-        self._fresh = []
+        self._fresh, self.preempted = [], []
         self.rows.clear()
         self._note_rows()
 

@@ -10,15 +10,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from support import families
 from support.models import random_batch
+from support.paged import paged_engine
 from support.simulated_cuda.counters import COUNTERS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hone.config.model import OptimConfig
 from hone.generation import ENGINES
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.models.attention import paged
 from hone.models.heads import PolicyHead
 from hone.models.routing import use_hone_attention
 from hone.training.backends.local import LocalBackend
@@ -32,6 +36,7 @@ DECODING: dict[str, dict[str, Any]] = {
     "rows that share prompts": {"copies": 3},
     "rows with prompts of their own": {"copies": 1},
     "rows with stop strings": {"copies": 3, "stop": ("no such text",)},
+    "rows with top-p": {"copies": 3, "top_p": 0.9},
     "rows with top-p and penalties": {"copies": 3, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.1},
 }
 
@@ -168,3 +173,47 @@ def _check_graphs() -> None:
     state += 1
     event.synchronize()
     assert arriving.tolist() == [4, 4, 4]
+
+
+def decode(words: list[str]) -> None:
+    """Check that paged rows on the GPU, with graphs, give the tokens and log-probs of contiguous rows on the CPU.
+
+    Args:
+        words: directory of a model.
+    """
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(words[0], dtype=torch.float32)
+    requests = [
+        GenerationRequest(
+            f"{prompt}.{copy}", [*range(3, 6 + 3 * prompt)], SamplingParams(**settings), 7 * prompt + copy
+        )
+        for prompt in range(4)
+        for copy, settings in enumerate(_WAYS_TO_SAMPLE)
+    ]
+    expected = families.serve(families.make_engine(model, max_num_seqs=6), requests)
+    there = copy.deepcopy(model).to(DEVICE)
+    assert paged.obstacle(DEVICE) is None  # tries the kernel, once
+    for limits in ({}, {"max_cache_tokens": 56, "max_model_len": 44}):  # the second gives 14 pages to rows of up to 11
+        with pytest.MonkeyPatch.context() as patch:
+            engine = paged_engine(patch, there, device=DEVICE, max_num_seqs=6, **limits)
+        COUNTERS.clear()
+        answers = families.serve(engine, requests)
+        rows, stats = engine._runner.rows, engine.describe().stats
+        for name, answer in expected.items():
+            assert (answers[name].token_ids, answers[name].stop_reason) == (answer.token_ids, answer.stop_reason), name
+            torch.testing.assert_close(answers[name].log_probs, answer.log_probs, atol=1e-4, rtol=0)
+        assert bool(limits) == (stats["preemptions"] > 0), stats
+        assert COUNTERS.waits.total() <= rows.steps, COUNTERS.waits
+        replays = sum(number for place, number in COUNTERS.launches.items() if place.startswith("graph in"))
+        assert replays == rows.steps and stats["decode_tokens"] == sum(len(a.token_ids) for a in answers.values())
+        assert rows._memory.pages.in_use == 0
+
+
+_WAYS_TO_SAMPLE: list[dict[str, Any]] = [
+    {"max_tokens": 30},
+    {"max_tokens": 9, "temperature": 0.7},
+    {"max_tokens": 22, "stop_token_ids": tuple(range(10, 20))},
+    {"max_tokens": 17, "temperature": 0.0},
+    {"max_tokens": 13, "top_p": 0.9, "top_k": 12},
+]
+"""All of them without work of the host in a step."""

@@ -59,6 +59,7 @@ class _Memory(NamedTuple):
 
     pool: PagePool
     pages: Pages
+    table: RowTable
     decoder: Decoder
 
 
@@ -107,7 +108,6 @@ class PagedRows:
             limits.max_num_seqs * limits.max_model_len, on_drop=self._release_turn
         )
         self._prompts = Prompts(forward, self.sessions, stats, max_tokens=PREFILL_TOKENS)
-        self._table = RowTable(limits.max_num_seqs, pages_for(limits.max_model_len, shape.tokens), device)
         self._readback = Readback(4 * limits.max_num_seqs, device)
         self._memory: _Memory | None = None
         self._graphs: dict[int, StepGraphs] = {}
@@ -152,7 +152,7 @@ class PagedRows:
         for job in jobs:
             job.entered = self.steps - len(job.sampled.tokens)
         self._prompts.fill(memory.pool, memory.pages, self.running, jobs, version)
-        self._table.enter(len(self.running), jobs)
+        memory.table.enter(len(self.running), jobs)
         self.running = [*self.running, *jobs]
         self._forget_rows()
         self._stats["peak_cache_tokens"] = max(self._stats["peak_cache_tokens"], self.cache_tokens)
@@ -167,7 +167,9 @@ class PagedRows:
         if self._memory is None:
             count = number_of_pages(self._shape, self._limits, self._weights, self._device)
             pool = PagePool(self._shape, count, self._device)
-            self._memory = _Memory(pool, Pages(count), Decoder(self._forward, pool, self._table))
+            longest = pages_for(self._limits.max_model_len, self._shape.tokens)
+            table = RowTable(self._limits.max_num_seqs, longest, self._device)
+            self._memory = _Memory(pool, Pages(count), table, Decoder(self._forward, pool, table))
         return self._memory
 
     # one step --------------------------------------------------------------------------------------------------------
@@ -195,7 +197,8 @@ class PagedRows:
 
     def _compute(self, work: HostWork) -> Tensor:
         """Launch a step, as a graph if no row needs more than that; return its results on the device."""
-        decoder, rows, sampling = self._allocated().decoder, len(self.running), self._sampling_of_rows()
+        _, _, table, decoder = self._allocated()
+        rows, sampling = len(self.running), self._sampling_of_rows()
         if reason := self._no_graphs or _eager_reason(work, sampling):
             if self._device.type == "cuda":
                 report_eager(reason)
@@ -204,19 +207,19 @@ class PagedRows:
                 self._occurrences = Occurrences(self.running, sampling, self._vocabulary, self._device)
             allowed = work.allowed() if work.allowed else None
             return decoder.step(rows, sampling, self._occurrences, allowed, work.keep_alternatives)
-        size = size_of_graph(rows, self._table.rows)
-        graphs = self._graphs.setdefault(self._table.generation, StepGraphs())
+        size = size_of_graph(rows, table.rows)
+        graphs = self._graphs.setdefault(table.generation, StepGraphs())
         params = [job.request.sampling for job in self.running]
 
         def step() -> Tensor:
-            return decoder.step(size, self._table.sampling(size, params))
+            return decoder.step(size, table.sampling(size, params))
 
-        return graphs.run((size, sampling.truncates, sampling.greedy), step, self._table)
+        return graphs.run((size, sampling.truncates, sampling.greedy), step, table)
 
     def _sampling_of_rows(self) -> RowSampling:
         if self._sampling is None:
             params = [job.request.sampling for job in self.running]
-            self._sampling = self._table.sampling(len(params), params)
+            self._sampling = self._allocated().table.sampling(len(params), params)
         return self._sampling
 
     def _read(self, launched: _Launched, work: HostWork | None = None) -> list[End]:
@@ -243,32 +246,35 @@ class PagedRows:
     def _grow(self) -> list[End]:
         """Give a page to each row whose next token needs one, and to those that need one soon if pages are free.
 
-        If none is free, the row that entered last leaves (``preempted``), unless rows are known to end, which frees pages.
+        If none is free, the rows that entered last leave (``preempted``), unless rows are known to end, which frees pages. The rows that
+        stay have their pages before a job can enter again.
         """
-        pages = self._allocated().pages
+        while not self._take_pages():
+            if ends := self.settle():
+                return ends
+            self._preempt()
+        self._page_step = min(map(self._full_page_step, self.running), default=_NEVER)
+        self._stats["peak_cache_tokens"] = max(self._stats["peak_cache_tokens"], self.cache_tokens)
+        return []
+
+    def _take_pages(self) -> bool:
+        """Take the pages of :meth:`_grow`; return False if there are too few."""
+        memory, enough = self._allocated(), True
         added: list[tuple[int, int, int]] = []
-        short = False
         for row, job in enumerate(self.running):
             full = self._full_page_step(job)
             soon = full <= self.steps + AHEAD < job.entered + job.request.sampling.max_tokens
-            if full <= self.steps or (soon and pages.free > len(self.running)):
+            if full <= self.steps or (soon and memory.pages.free > len(self.running)):
                 try:
-                    (page,) = self._prompts.take(pages, 1)
+                    (page,) = self._prompts.take(memory.pages, 1)
                 except OutOfPages:
-                    short = True
+                    enough = False
                     break
                 added.append((row, len(job.pages), page))
                 job.pages.append(page)
         if added:
-            self._table.add_pages(added)
-        if short:
-            ends = self.settle()
-            if not ends:
-                self._preempt()
-            return ends
-        self._page_step = min(map(self._full_page_step, self.running), default=_NEVER)
-        self._stats["peak_cache_tokens"] = max(self._stats["peak_cache_tokens"], self.cache_tokens)
-        return []
+            memory.table.add_pages(added)
+        return enough
 
     def _full_page_step(self, job: Job) -> int:
         """Return the step whose token no longer fits into the job's pages."""
@@ -324,7 +330,7 @@ class PagedRows:
         order = list(range(left))
         for gap, mover in zip(*closing_moves(before, rows), strict=True):
             order[gap] = mover
-        self._table.keep(order, before)
+        self._allocated().table.keep(order, before)
         self.running = [self.running[row] for row in order]
         if not self.running:
             self._launched = None  # its tokens are of rows that have left
@@ -359,21 +365,18 @@ class PagedRows:
         self._graphs = {}
 
     def clear(self) -> None:
-        """Drop all rows."""
-        self._launched, self._arrived = None, []
+        """Drop all rows, and the memory: after an error of the device it may not answer."""
         for job in self.running:
-            self._release(job)
-        rows, self.running = len(self.running), []
-        if rows:
-            with torch.inference_mode():
-                self._table.clear(rows)
+            job.pages = []
+        self._launched, self._arrived, self.running = None, [], []
+        self.free()
         self._forget_rows()
 
     def free(self) -> None:
         """Give all pages back; no row may be running. The next jobs that enter take pages again."""
+        self._memory = None
         self.sessions.clear()
         self.release()
-        self._memory = None
 
 
 class PageAdmission:

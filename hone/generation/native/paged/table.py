@@ -144,10 +144,6 @@ class RowTable:
         row, place, page = to_device(added, torch.int64, self._device).unbind(1)
         self._pages.index_put_((row, place), page.to(torch.int32))
 
-    def clear(self, before: int) -> None:
-        """Remove all of ``before`` rows."""
-        self.keep([], before)
-
     def _fit_stops(self, widest: int) -> None:
         """Make columns for this many stop tokens."""
         present = len(self._integers) - _STOPS
