@@ -42,8 +42,8 @@ def test_64_ranks_train_a_batch(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler for the driver of the simulated GPU (CXX, c++, g++)")
-def test_the_sharded_backend_trains_on_the_simulated_gpu(tmp_path: Path) -> None:
-    """One rank: its losses and gradient norms are those of the unsharded backend on the CPU."""
+def test_a_single_rank_trains_on_the_simulated_gpu(tmp_path: Path) -> None:
+    """The strategy fsdp2 shards nothing over one rank: losses and gradient norms are those of the CPU."""
     case = Case(save_model(tmp_path / "model", "qwen3"), updates=2)
     _, _, losses, norms = trained(case, range(case.updates))
     sharded = {"model": str(case.model), "updates": 2, "device": "cuda", "parallel": {"strategy": "fsdp2"}}

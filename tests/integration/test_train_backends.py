@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.backend_cases import Case, dtypes, held, train, train_with_prefetch
+from support.backend_cases import Case, dtypes, held, train, train_with_fused_layers, train_with_prefetch
 from support.plain_training import alone
 from support.ranks import Ranks
 from support.train_backend_suite import LORA, STEADY, TrainBackendConformance, Ways, assert_trains_as_one
@@ -113,3 +113,25 @@ def test_early_gathering_changes_no_number(checkpointing: bool, two_ranks: Ranks
     for outcome, other in zip(two_ranks.run(train_with_prefetch, case), expected, strict=True):
         assert (outcome.losses, outcome.norms) == (other.losses, other.norms)
         assert all(torch.equal(value, other.weights[name]) for name, value in outcome.weights.items())
+
+
+@pytest.mark.parametrize("kept", [None, "nothing", "attention"])
+def test_fused_layers_of_sharded_models_train_as_one_process(kept: str | None, two_ranks: Ranks, tiny_models) -> None:
+    """Also under gradient checkpointing, whose backward pass computes a layer from parameters that FSDP gathered again."""
+    settings = {} if kept is None else {"enable_gradient_checkpointing": True, "gradient_checkpointing_keeps": kept}
+    case = Case(tiny_models["tied"], model_settings=settings)
+    expected = alone(case)
+    for outcome in two_ranks.run(train_with_fused_layers, case):
+        assert outcome.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert outcome.norms == pytest.approx(expected.norms, rel=1e-5)
+        for name, value in outcome.weights.items():
+            torch.testing.assert_close(value, expected.weights[name], rtol=1e-4, atol=1e-6)
+
+
+def test_fused_layers_in_bfloat16_stay_near_float32(two_ranks: Ranks, tiny_models) -> None:
+    narrow = {"fsdp_config": {"mixed_precision": {"param_dtype": "bfloat16"}}}
+    expected = alone(Case(tiny_models["tied"]))
+    plain = two_ranks.run(train, Case(tiny_models["tied"], parallel=narrow))[0]
+    fused = two_ranks.run(train_with_fused_layers, Case(tiny_models["tied"], parallel=narrow))[0]
+    errors = [max(abs(a - b) for a, b in zip(one.losses, expected.losses, strict=True)) for one in (plain, fused)]
+    assert errors[1] <= max(2 * errors[0], 5e-3), errors

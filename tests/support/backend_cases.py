@@ -209,6 +209,17 @@ def train_with_prefetch(case: Case) -> Outcome:
     return Outcome(losses, norms, weights_of(backend), {})
 
 
+def train_with_fused_layers(case: Case) -> Outcome:
+    """Train as ``case`` says, the layers computed by the operators for CUDA, whose references run here."""
+    from hone.models.llama import cuda as llama_cuda
+    from hone.models.loading import causal_lm
+
+    backend, layout = backend_of(case)
+    llama_cuda.replace_layer_forwards(causal_lm(backend.model))  # type: ignore[attr-defined]
+    losses, norms = continued(backend, layout, case, range(case.updates))
+    return Outcome(losses, norms, weights_of(backend), {})
+
+
 def weights_of(backend: TrainBackend, which: Any = "all") -> dict[str, Tensor]:
     """A copy of the weights that a backend exports."""
     return {name: value.detach().clone() for name, value in backend.export_weights(which)}
