@@ -17,7 +17,7 @@ import torch
 from transformers import Qwen3Config
 
 from hone.preflight.plan.devices import MATMUL_SHARE, Device, device_named
-from hone.preflight.plan.roofline.kernels import Kernel, launches_of, waits_of
+from hone.preflight.plan.roofline.kernels import Kernel, host_launches_of, launches_of, waits_of
 from hone.preflight.plan.roofline.passes import (
     Group,
     batch_of,
@@ -101,9 +101,11 @@ def report(size: str, devices: Sequence[Device], prompts: int, top: int, keeps: 
         (launches_of(r.two) - launches_of(r.one)) / count
         for r, count in ((update, steps), (scoring, steps), (decode[64], 1))
     ]
-    print(f"\n{size}: {len(batch)} rows, {tokens:,} tokens, {steps} micro-batches; launches a layer: ", end="")
+    print(f"\n{size}: {len(batch)} rows, {tokens:,} tokens, {steps} micro-batches; kernels a layer: ", end="")
     print(f"{a_layer[0]:.0f} in an update's micro-batch, {a_layer[1]:.0f} for log-probs, ", end="")
-    print(f"{a_layer[2]:.0f} in a decode step; ", end="")
+    print(
+        f"{a_layer[2]:.0f} in a decode step, which the host launches {host_launches_of(decode[64].one)} times; ", end=""
+    )
     print(f"the host waits {waits_of(kernels['update'])} times an update, {waits_of(decode[64].one)} a decode step")
     for words, part in kernels.items():
         _print_most_expensive(f"{size} {words}", part, devices[0], top)

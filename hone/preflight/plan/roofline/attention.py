@@ -66,6 +66,25 @@ def record_varlen(add: Add, name: str, arguments: Sequence[Any], ends: tuple[Ten
     add("attention", moved=moved, operations=operations, work=Work.ATTENTION)
 
 
+def record_paged(add: Add, arguments: Sequence[Any], query_ends: Tensor, lengths: Tensor) -> None:
+    """Record a call over pages; each sequence reads its keys and values, also those in pages that it shares.
+
+    Args:
+        add: records a kernel.
+        arguments: of torch's variable-length attention.
+        query_ends: ``[B + 1]`` on the CPU.
+        lengths: ``[B]`` keys of each sequence, on the CPU.
+    """
+    query, key = arguments[:2]
+    window = arguments[9][0]
+    key_ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    operations = 4.0 * query.shape[1] * query.shape[2] * varlen_pairs(query_ends, key_ends, window)
+    read = lengths if window < 0 else torch.minimum(lengths, window + query_ends.diff())
+    keys = float(read.sum()) * key.shape[2] * key.shape[3] * key.element_size()
+    moved = 2 * size_of(query) + 2 * keys + 4 * query.shape[0] * query.shape[1]
+    add("attention", moved=moved, operations=operations, work=Work.ATTENTION)
+
+
 def fused_attention(
     add: Add, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False
 ) -> Tensor:

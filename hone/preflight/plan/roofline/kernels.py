@@ -33,6 +33,7 @@ class Kernel:
         work: the unit that computes them.
         launches: CUDA kernels that it consists of.
         waits: whether the host waits until the GPU has done all before it.
+        in_graph: whether it is part of a CUDA graph, which the host launches once.
     """
 
     name: str
@@ -42,11 +43,21 @@ class Kernel:
     work: Work = Work.MEMORY
     launches: int = 1
     waits: bool = False
+    in_graph: bool = False
 
 
 def launches_of(kernels: Iterable[Kernel]) -> int:
     """Return the number of CUDA kernels."""
     return sum(kernel.launches for kernel in kernels)
+
+
+def host_launches_of(kernels: Iterable[Kernel]) -> int:
+    """Return how often the host launches something; consecutive kernels of a graph are one launch."""
+    launches, in_graph = 0, False
+    for kernel in kernels:
+        launches += kernel.launches if not kernel.in_graph else not in_graph
+        in_graph = kernel.in_graph
+    return launches
 
 
 def waits_of(kernels: Iterable[Kernel]) -> int:

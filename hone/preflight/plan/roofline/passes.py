@@ -18,7 +18,7 @@ from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.generation.native.contiguous import ContiguousRows
 from hone.generation.native.paged.rows import PagedRows
-from hone.generation.native.rows import CacheLimits
+from hone.generation.native.rows import CacheLimits, RowStore
 from hone.generation.native.runner import Runner
 from hone.generation.native.scheduler import Job, Sampled
 from hone.generation.protocol import GenerationRequest, SamplingParams
@@ -126,7 +126,7 @@ def log_prob_kernels(model: nn.Module, batch: Batch, *, bf16: bool, max_tokens: 
 
 
 def decode_kernels(model: nn.Module, groups: Sequence[Group], *, bf16: bool) -> list[Kernel]:
-    """Return the kernels of one decode step of the native engine, in which no row ends.
+    """Return the kernels of one decode step of the native engine, in which no row ends: of a CUDA graph where it decodes from pages.
 
     Args:
         groups: the rows, with the tokens sampled so far.
@@ -150,21 +150,27 @@ def decode_kernels(model: nn.Module, groups: Sequence[Group], *, bf16: bool) -> 
                     job.sampled = Sampled([0] * length, [0.0] * length, [0.0] * length)
             runner.enter(jobs)
             runner.step()  # builds what later steps use again
-            if isinstance(runner.rows, ContiguousRows):
-                _lengthen(runner.rows, sampled)
+            paged = isinstance(runner.rows, PagedRows)
+            _lengthen(runner.rows, sampled)
             gpu.take()
             runner.step()
-        return gpu.take()
+        return [replace(kernel, in_graph=paged and not kernel.waits) for kernel in gpu.take()]
 
 
-def _lengthen(rows: ContiguousRows, sampled: Sequence[int]) -> None:
-    """Let rows have sampled this many tokens."""
-    assert rows.state is not None
-    for job, length in zip(rows.running, sampled, strict=True):
-        job.entered = rows.steps - length
-    rows._extent_before = None
-    state = {"length": [rows.row_tokens(job) for job in rows.running], "generated": sampled}
-    rows.state = replace(rows.state, **{name: torch.tensor(values, device=META) for name, values in state.items()})
+def _lengthen(rows: RowStore, sampled: Sequence[int]) -> None:
+    """Let rows have sampled this many tokens, in tensors whose values the simulated GPU knows."""
+    if isinstance(rows, PagedRows):
+        assert rows._memory is not None
+        lengths = [len(job.request.prompt_ids) - 1 + length for job, length in zip(rows.running, sampled, strict=True)]
+        columns = [lengths, [0] * len(lengths), list(sampled), *[[1 << 20] * len(lengths)] * 4]
+        rows._memory.table._integers = torch.tensor(columns, device=META)
+    elif isinstance(rows, ContiguousRows):
+        assert rows.state is not None
+        for job, length in zip(rows.running, sampled, strict=True):
+            job.entered = rows.steps - length
+        rows._extent_before = None
+        state = {"length": [rows.row_tokens(job) for job in rows.running], "generated": sampled}
+        rows.state = replace(rows.state, **{name: torch.tensor(values, device=META) for name, values in state.items()})
 
 
 def _backend(model: nn.Module, bf16: bool, max_tokens: int) -> LocalBackend:

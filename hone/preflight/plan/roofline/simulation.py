@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hone.preflight.plan.roofline.attention import VARLEN, VARLEN_BACKWARD, fused_attention, record_varlen
+from hone.preflight.plan.roofline.attention import VARLEN, VARLEN_BACKWARD, fused_attention, record_paged, record_varlen
 from hone.preflight.plan.roofline.kernels import Kernel
 from hone.preflight.plan.roofline.operators import ALLOCATIONS, VIEWS, caller, cost_of, is_composite
 
@@ -199,6 +199,10 @@ class _Kernels(TorchDispatchMode):
             args = self._with_places(name, args)
             if name == "nonzero":
                 return self._remembered(torch.empty(args.shape, dtype=args.dtype, device=META), args)
+        if name == VARLEN and len(args) > 12:  # arguments that have their default are left out
+            lengths, ends = self._values[args[11]], self._values[args[3]]
+            record_paged(self._recorder.add, args, ends, lengths)
+            return func(*args, **kwargs)
         if name in (VARLEN, VARLEN_BACKWARD):
             query_ends, key_ends = (self._values[x] for x in args if isinstance(x, Tensor) and x.dtype == torch.int32)
             record_varlen(self._recorder.add, name, args, (query_ends, key_ends))

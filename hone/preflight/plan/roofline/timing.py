@@ -42,10 +42,13 @@ def duration(kernel: Kernel, device: Device) -> float:
 def timeline(kernels: Iterable[Kernel], device: Device) -> Timeline:
     """Return the seconds of kernels in order. The host runs ahead of the GPU, except where it waits for it."""
     host = finished = busy = launching = 0.0
+    in_graph = False
     for kernel in kernels:
         seconds = duration(kernel, device)
-        host += kernel.launches * device.launch
-        launching += kernel.launches * device.launch
+        launches = kernel.launches if not kernel.in_graph else not in_graph
+        in_graph = kernel.in_graph
+        host += launches * device.launch
+        launching += launches * device.launch
         if kernel.launches:
             finished = max(finished, host) + seconds
             busy += seconds
