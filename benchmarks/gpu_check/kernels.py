@@ -7,7 +7,7 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +74,29 @@ def known_device(result: Result) -> Device | None:
         return None
 
 
+def _updated(result: Result) -> Iterator[tuple[str, str]]:
+    """Yield the sizes with what gradient checkpointing keeps; models without checkpointing come once."""
+    for size in SIZES if result.device != "cpu" else ["0.6B"]:
+        yield size, "nothing"
+        if size in CHECKPOINTED:
+            yield size, "attention"
+
+
 def updates(result: Result, folder: Path) -> None:
     """Measure updates of Qwen3 0.6B to 8B with random weights: tokens a second, MFU, peak memory, and the prediction."""
     del folder
     device = known_device(result)
-    for size in SIZES if result.device != "cpu" else ["0.6B"]:
+    for size, keeps in _updated(result):
         config, checkpointing = config_of(result, size), size in CHECKPOINTED
+        name = size if keeps == "nothing" else f"{size}, {keeps} kept"
         groups = long_tailed(2) if result.device != "cpu" else long_tailed(1, mean=32, longest=64)
         batch, needed = batch_of(groups), needed_operations(config, groups)
         tokens = sum(group.prompt + sum(group.responses) for group in groups)
         release(result)
         try:
             model = on_device(result, config)
-            prepare(model, ModelConfig(enable_gradient_checkpointing=checkpointing))
+            memory = {"enable_gradient_checkpointing": checkpointing, "gradient_checkpointing_keeps": keeps}
+            prepare(model, ModelConfig(**memory))
             settings = TrainSettings(torch.device(result.device), OptimConfig(lr=1e-6), "bfloat16", total_steps=10)
             backend, actor = LocalBackend(model, PolicyHead(learns_entropy=False), settings), ActorConfig()
             objective = PolicyObjective(actor, {"bypass_mode": False}, max_response_length=8192)
@@ -101,18 +111,18 @@ def updates(result: Result, folder: Path) -> None:
                 wait(result)
                 seconds.append(time.perf_counter() - began)
         except torch.OutOfMemoryError as error:
-            result.notes.append(f"{size}: does not fit: {str(error).splitlines()[0]}")
+            result.notes.append(f"{name}: does not fit: {str(error).splitlines()[0]}")
             model = backend = None
             continue
         taken = statistics.median(seconds[1:])
-        result.add(f"{size}: tokens per second of an update", tokens / taken)
+        result.add(f"{name}: tokens per second of an update", tokens / taken)
         if result.device != "cpu":
-            result.add(f"{size}: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+            result.add(f"{name}: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
         if device is not None:
-            result.add(f"{size}: MFU", 3 * needed / taken / (device.narrow_rate / MATMUL_SHARE))
-            predicted = record(size, lambda model, batch=batch: update_kernels(model, batch, bf16=True))
+            result.add(f"{name}: MFU", 3 * needed / taken / (device.narrow_rate / MATMUL_SHARE))
+            predicted = record(size, lambda model, batch=batch: update_kernels(model, batch, bf16=True), keeps)
             result.add(
-                f"{size}: measured over predicted seconds", taken / predicted.seconds(device, config.num_hidden_layers)
+                f"{name}: measured over predicted seconds", taken / predicted.seconds(device, config.num_hidden_layers)
             )
         model = backend = None
 
