@@ -56,6 +56,8 @@ def build_engine(
     if is_served(rollout):
         return served_pool(config, number=number, world=world, devices=devices)
     arguments: dict[str, Any] = {} if shares_weights else {"shares_weights": False}
+    if rollout.name == "native":
+        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     if not shares_weights and rollout.name != "native":
         raise ConfigError(
             f"engine '{rollout.name}' can only read the trainer's weights, but here it needs a copy",

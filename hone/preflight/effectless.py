@@ -137,12 +137,13 @@ def _engine_switches(config: RLConfig) -> list[Switch]:
     every_engine |= {"devices", "free_cache_engine"}
     local = config.trainer.runtime == "local"
     turns = RunSpec(config).engines_take_turns
+    memory, of_served = "gpu_memory_utilization", started and rollout.name in SERVED
+    has_pages = rollout.name == "native" and not is_served(rollout) and config.trainer.device != "cpu"
     external = set(EngineConfig.__dataclass_fields__) - set(OwnPoolConfig.__dataclass_fields__) - every_engine
     pool = [key.path for key in documentation(RLConfig) if key.path.startswith(f"{block}.server_pool.")]
     return [
-        Switch(
-            tuple(f"{block}.{key}" for key in sorted(external)), started and rollout.name in SERVED, reason, switch_on
-        ),
+        Switch(tuple(f"{block}.{key}" for key in sorted(external - {memory})), of_served, reason, switch_on),
+        Switch((f"{block}.{memory}",), of_served or has_pages, reason, switch_on),
         Switch((f"{block}.engine_start_seconds",), started, reason, switch_on),
         Switch(
             (f"{block}.devices",),

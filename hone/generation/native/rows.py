@@ -1,4 +1,4 @@
-"""What the runner asks of the rows that are decoded: entry, one token a step, removal.
+"""Interface of the rows that the runner decodes: entry, one token a step, removal.
 
 Two implementations keep the KV cache in different ways: :class:`~hone.generation.native.contiguous.ContiguousRows` gives each row a
 part of one tensor, :class:`~hone.generation.native.paged.rows.PagedRows` gives it pages of a pool.
@@ -19,7 +19,7 @@ from hone.generation.native.scheduler import Admission, Job, Sampled
 
 @dataclass(frozen=True)
 class HostWork:
-    """What the host does in every step for some rows; None where no row needs it.
+    """Work of the host in every step for some rows; None where no row needs it.
 
     Attributes:
         allowed: returns the tokens that constraints allow.

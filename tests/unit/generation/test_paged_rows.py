@@ -14,8 +14,12 @@ from support.examples import examples
 from support.paged import PAGE, paged_engine
 
 from hone.data.types import StopReason
+from hone.errors import GenerationError
 from hone.generation.native.paged.pages import OutOfPages, Pages
+from hone.generation.native.paged.pool import PageShape
 from hone.generation.native.paged.rows import PagedRows
+from hone.generation.native.paged.support import number_of_pages
+from hone.generation.native.rows import CacheLimits
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 
 
@@ -191,6 +195,33 @@ def test_sleep_gives_the_pages_back(make_model, serve, monkeypatch):
     assert rows_of(engine)._memory is None and engine.describe().stats["cache_tokens"] == 0
     asyncio.run(engine.wake())
     assert_same(serve(engine, one), first)
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "expected"),
+    [
+        (1.0, 80, 1 + 64 * 32),  # all sequences of full length
+        (0.5, 80, (40 - 16) * 1024),  # half of 80 GiB, less 16 GiB of weights, in pages of 1 MiB
+        (0.9, 20, 18 * 1024),  # no more than 90 % of what is free
+        (0.2, 80, None),  # the weights take the share
+    ],
+)
+def test_pages_are_as_many_as_the_memory_has(monkeypatch, share, free, expected):
+    gib, tokens = 2**30, 256
+    shape = PageShape(layers=4, kv_heads=2, head_dim=128, dtype=torch.bfloat16, tokens=tokens)
+    assert shape.bytes == 2**20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * gib - gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * gib)
+    sequences = 64 if expected == 1 + 64 * 32 else 4096
+    limits = CacheLimits(sequences, 32 * tokens, None, share)
+    weights, device = (0 if share == 0.9 else 16 * gib), torch.device("cuda", 0)
+    if expected is None:
+        with pytest.raises(GenerationError) as raised:
+            number_of_pages(shape, limits, weights, device)
+        assert "gpu_memory_utilization" in str(raised.value.fix)
+    else:
+        assert number_of_pages(shape, limits, weights, device) == expected
 
 
 @examples(60)

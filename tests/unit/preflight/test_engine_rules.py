@@ -60,6 +60,11 @@ def test_keys_of_an_engine_that_is_not_started_have_no_effect(rl: RLConfig, chan
     assert [error.where for error in idle] == [f"{ROLLOUT}.{key}"]
 
 
+def test_a_native_engine_on_a_gpu_has_its_share_of_the_memory(rl: RLConfig):
+    change(rl, {"trainer.device": "cuda", f"{ROLLOUT}.gpu_memory_utilization": 0.7})
+    assert [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"] == []
+
+
 @pytest.mark.parametrize("key", ["engine_env", "gpu_memory_utilization"])
 def test_a_native_engine_with_replicas_has_no_environment_and_no_share_of_a_gpu(rl: RLConfig, key: str):
     keys = {"num_replicas": 2, "engine_start_seconds": 30.0, "server_pool.request_timeout": 5.0}

@@ -14,7 +14,7 @@ from hone.models.attention.paged import PAGE
 
 @dataclass(frozen=True)
 class PageShape:
-    """What a page holds.
+    """Sizes of a page.
 
     Attributes:
         layers: of the model.

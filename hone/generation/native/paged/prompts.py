@@ -1,4 +1,4 @@
-"""Where the tokens of entering rows come from: pages of another row, of an earlier turn, or a forward pass.
+"""Prompts of entering rows: from pages of another row, of an earlier turn, or by a forward pass.
 
 Full pages are shared. The page in which a sequence ends is copied, because each row writes its next tokens there.
 """
@@ -51,7 +51,7 @@ class Prompts:
         self._forward, self._sessions, self._stats, self._max_tokens = forward, sessions, stats, max_tokens
 
     def fill(self, pool: PagePool, pages: Pages, running: Sequence[Job], jobs: Sequence[Job], version: int) -> None:
-        """Give each job pages with all of its tokens but the last, and room for the last.
+        """Give each job pages with all of its tokens but the last, and space for the last.
 
         Args:
             pool: keys and values.

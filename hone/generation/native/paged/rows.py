@@ -55,7 +55,7 @@ _NEVER = 1 << 62
 
 
 class _Memory(NamedTuple):
-    """What exists while the cache has memory."""
+    """The objects of a cache that has memory."""
 
     pool: PagePool
     pages: Pages

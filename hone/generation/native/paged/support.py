@@ -1,4 +1,4 @@
-"""Whether a model is decoded from pages, and how many pages a device has memory for."""
+"""Checks of whether a model can be decoded from pages, and the number of pages that a device has memory for."""
 
 from __future__ import annotations
 
