@@ -43,13 +43,11 @@ def checked_config(
 
 def announce(config: AnyConfig) -> None:
     """Print the plan of the run's batches, and the dtype that it computes in."""
-    from hone.config.dtypes import dtype_keys
     from hone.preflight import batch_plan, training_rows
-    from hone.preflight.device import computes_bfloat16, on_cpu
+    from hone.preflight.device import describe_dtype, on_cpu
 
     typer.echo(batch_plan(config, training_rows(config), on_cpu=on_cpu(config)))
-    key, bfloat16 = dtype_keys(config)[0], computes_bfloat16(config)
-    typer.echo(f"dtype: {key.resolved(bfloat16=bfloat16)} ({key.source(bfloat16=bfloat16)})")
+    typer.echo(f"dtype: {describe_dtype(config)}")
 
 
 def local_config(

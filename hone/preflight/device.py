@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hone.config.derived import dtype_line
 from hone.config.dtypes import dtype_keys
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
@@ -64,6 +65,15 @@ def computes_bfloat16(config: AnyConfig) -> bool:
     from hone.models.devices import computes_bfloat16, run_device
 
     return computes_bfloat16(run_device(config.trainer.device))
+
+
+def describe_dtype(config: AnyConfig) -> str:
+    """Return the compute dtype of the trained model and where it comes from; on a cluster each worker's device decides."""
+    if isinstance(config, RLConfig) and config.trainer.runtime == "ray" and config.ray.address is not None:
+        line = dtype_line(config)
+        return f"{line.value} ({line.reason})"
+    key, bfloat16 = dtype_keys(config)[0], computes_bfloat16(config)
+    return f"{key.resolved(bfloat16=bfloat16)} ({key.source(bfloat16=bfloat16)})"
 
 
 def _bfloat16_keys(config: AnyConfig) -> list[str]:

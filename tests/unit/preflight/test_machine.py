@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hone.config import RLConfig
 from hone.preflight import machine
+from hone.preflight.device import describe_dtype
 from hone.preflight.rules import findings
 
 measured = machine.bfloat16_cost  # before the fixture of all these tests replaces it
@@ -75,3 +76,21 @@ def test_slow_bfloat16_is_a_warning_on_a_cpu(
         assert (
             "6.1 times" in warnings[0].error.what and warnings[0].error.fix == "actor_rollout_ref.actor.dtype=float32"
         )
+
+
+@pytest.mark.parametrize(
+    ("supported", "address", "device", "begins"),
+    [
+        (True, None, "auto", "bfloat16 (actor_rollout_ref.actor.dtype=auto"),
+        (False, None, "auto", "float32 (actor_rollout_ref.actor.dtype=auto"),
+        (False, "head:6379", "auto", "bfloat16 on a GPU that computes in it, else float32 ("),
+        (True, "head:6379", "cpu", "float32 ("),
+    ],
+)
+def test_the_start_names_the_dtype_and_on_a_cluster_leaves_it_to_the_workers(
+    rl: RLConfig, monkeypatch: pytest.MonkeyPatch, supported: bool, address: str | None, device: str, begins: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
+    rl.trainer.runtime, rl.trainer.device, rl.ray.address = "ray", device, address
+    assert describe_dtype(rl).startswith(begins)
