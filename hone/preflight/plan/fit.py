@@ -55,6 +55,7 @@ class Fitting:
         knobs: that were turned, in order.
         fits: whether all processes fit now.
         largest_budget: most tokens of a micro-batch that fit with these settings, None where not even one sequence does.
+        faster: a key that saves time and fits too, as ``key=value``; None without one.
     """
 
     config: AnyConfig
@@ -63,6 +64,7 @@ class Fitting:
     knobs: tuple[Knob, ...]
     fits: bool
     largest_budget: int | None
+    faster: str | None = None
 
     @property
     def fullest(self) -> Memory:
@@ -131,7 +133,21 @@ class Fitter:
     def _fitting(self, config: AnyConfig, knobs: list[tuple[Turn, Knob]]) -> Fitting:
         work, fits = self.work(config), self.peak(config) <= self.limit
         turned = tuple(knob for _, knob in knobs)
-        return Fitting(config, work, self.memories(work), turned, fits, self.largest_budget(config))
+        faster = self._faster(config) if fits else None
+        return Fitting(config, work, self.memories(work), turned, fits, self.largest_budget(config), faster)
+
+    def _faster(self, config: AnyConfig) -> str | None:
+        """Return the setting that keeps attention under gradient checkpointing, if it fits."""
+        path, block = model_block(config)
+        if (
+            self.device.on_cpu
+            or not block.enable_gradient_checkpointing
+            or block.gradient_checkpointing_keeps != "nothing"
+        ):
+            return None
+        changed = copy.deepcopy(config)
+        setting = set_key(changed, f"{path}.gradient_checkpointing_keeps", "attention")
+        return setting if self.peak(changed) <= self.limit else None
 
     def _turned(self, config: AnyConfig, turns: Sequence[Turn]) -> tuple[AnyConfig, list[tuple[Turn, Knob]]]:
         """Return a copy of the configuration after as many of the turns as needed, and what each of them saved."""

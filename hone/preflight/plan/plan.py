@@ -126,6 +126,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "largest_micro_batch": plan.fitting.largest_budget,
         "fits_with_knobs": plan.fitting.fits,
         "knobs": [dataclasses.asdict(knob) for knob in plan.fitting.knobs],
+        "faster": plan.fitting.faster,
         "activation_scale": plan.work.activation_scale,
         "placements": [_placement(placement) for placement in plan.placements],
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hone.config.tree import RLConfig
 from hone.preflight.plan.devices import GIB
-from hone.preflight.plan.fit import budget_key
+from hone.preflight.plan.fit import Fitting, budget_key
 from hone.preflight.plan.memory import Memory, Phase
 from hone.preflight.plan.plan import Plan, dtype_of
 from hone.preflight.plan.search import Placement
@@ -103,15 +103,22 @@ def _fit_lines(plan: Plan) -> Iterator[str]:
     if plan.fits:
         key = budget_key(plan.config).rpartition(".")[2]
         yield f"largest micro-batch that fits: {key}={fitting.largest_budget} tokens"
+        yield from _faster_lines(fitting)
         return
     yield "to make it fit, in this order:" if fitting.knobs else "no key makes it fit:"
     for knob in fitting.knobs:
         yield f"  {knob.setting}  saves {size(knob.saved)}, leaves {size(knob.peak)}"
+    yield from _faster_lines(fitting)
     if not fitting.fits:
         peak = fitting.fullest.peak
         more = "more devices (tensor_model_parallel_size, trainer.n_gpus_per_node), "
         more = more if isinstance(plan.config, RLConfig) else ""
         yield f"  still {size(peak.total - plan.limit)} too much in {describe_phase(peak)}: {more}shorter responses or a smaller model"
+
+
+def _faster_lines(fitting: Fitting) -> Iterator[str]:
+    if fitting.faster is not None:
+        yield f"fits too, and takes less time: {fitting.faster}"
 
 
 def _placement_lines(plan: Plan) -> Iterator[str]:

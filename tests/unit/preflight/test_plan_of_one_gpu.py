@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 from support.preflight import change
 
 from hone.config import RLConfig, load_config
 from hone.models.registry import CacheSize
-from hone.preflight.plan.devices import device_named
-from hone.preflight.plan.fit import Fitter
+from hone.preflight.plan.devices import GIB, device_named
+from hone.preflight.plan.fit import TIGHT, Fitter
 from hone.preflight.plan.model import ModelShape
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -40,6 +43,21 @@ def test_eight_billion_parameters_train_by_lora_on_one_gpu_of_80_gb() -> None:
         f"{MODEL}.enable_gradient_checkpointing": True,
         f"{MODEL}.gradient_checkpointing_keeps": "attention",
     }
-    assert fitter.fit(change(config, checkpointed)).knobs == (), "it fits as it is"
+    assert fitting.faster is None, "without checkpointing nothing is recomputed"
+    fitting = fitter.fit(change(config, checkpointed))
+    assert fitting.knobs == () and fitting.faster is None, "it fits as it is, and attention is kept already"
     change(config, {f"{ACTOR}.dtype": "float32"})
     assert fitter.peak(config) > fitter.limit, "a base in float32 does not"
+
+
+def test_keeping_attention_is_offered_where_it_fits() -> None:
+    words = [f"{MODEL}.path=x", "data.train_files=y", f"{MODEL}.enable_gradient_checkpointing=true"]
+    config = load_config(RLConfig, words, preset="grpo")
+    fitter = Fitter(replace(device_named("H200-141GB"), memory=300 * GIB), EIGHT_BILLION, {})
+    setting = f"{MODEL}.gradient_checkpointing_keeps"
+    assert fitter.fit(config).faster == f"{setting}=attention"
+    kept = change(copy.deepcopy(config), {setting: "attention"})
+    assert fitter.fit(kept).faster is None and fitter.peak(kept) > fitter.peak(config)
+    between = (fitter.peak(config) + fitter.peak(kept)) / 2 / TIGHT
+    fitting = Fitter(replace(fitter.device, memory=between), EIGHT_BILLION, {}).fit(config)
+    assert fitting.knobs == () and fitting.faster is None, "there is no room for it"
