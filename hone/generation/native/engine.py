@@ -228,9 +228,9 @@ class NativeEngine:
             jobs = [*scheduler.waiting, *self._entering, *runner.running, *runner.preempted]
             self._entering = []
             scheduler.waiting.clear()
-            runner.clear()
-            for job in jobs:
+            for job in jobs:  # first: on a broken device the next line may fail
                 job.answer.put_nowait(error)
+            runner.clear()
             if not isinstance(error, Exception):
                 raise
 
