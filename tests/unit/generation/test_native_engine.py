@@ -340,6 +340,8 @@ def test_an_error_in_a_step_reaches_every_caller(make_model, make_engine, serve,
         assert [type(error) for error in asyncio.run(within_seconds())] == [IndexError] * 2
     if clears:
         assert len(serve(engine, [request("next", [9])])["next"].token_ids) == 12
+    else:
+        assert isinstance(engine._task.exception(), IndexError)
 
 
 def test_shared_weights_are_read_in_place_and_others_are_copied(make_model, make_engine, serve):
