@@ -67,10 +67,8 @@ def decoding(rows: int) -> list[Group]:
 
 def record(size: str, kernels_of: Callable[[Any], Sequence[Kernel]], keeps: str = "nothing") -> Recording:
     """Record a pass of a model's first layer, and of its first two; ``keeps`` is what gradient checkpointing keeps."""
-    configs, settings = (
-        [qwen3(size, layers) for layers in (1, 2)],
-        {"checkpointing": size in CHECKPOINTED, "keeps": keeps},
-    )
+    configs: list[Any] = [qwen3(size, layers) for layers in (1, 2)]
+    settings: dict[str, Any] = {"checkpointing": size in CHECKPOINTED, "keeps": keeps}
     one, two = (kernels_of(model_without_storage(config, **settings)) for config in configs)
     return Recording(one, two)
 

@@ -17,7 +17,8 @@ import torch
 
 from hone.cluster.context import RoleSpec, WorkerContext, prepare_torch
 from hone.cluster.dispatch import Answer, Split, dispatch_of
-from hone.config.derived import RunSpec, check_local
+from hone.config.derived import RunSpec
+from hone.config.pools import check_local
 from hone.config.tree import RLConfig
 from hone.generation.build import divided_cores
 from hone.models.kernels.cpu.memory import MemoryUse

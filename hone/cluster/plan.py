@@ -10,7 +10,8 @@ from hone.cluster.generative_reward_model import GenerativeRewardModelWorker
 from hone.cluster.reward_model import RewardModelWorker
 from hone.cluster.roles import CriticWorker, PolicyWorker, ReferenceWorker
 from hone.cluster.rollout import RolloutWorker
-from hone.config.derived import MAIN_POOL, Pool, RunSpec
+from hone.config.derived import RunSpec
+from hone.config.pools import MAIN_POOL, Pool, engine_devices
 from hone.config.tree import RLConfig
 
 _CLASSES: dict[str, type] = {
@@ -24,12 +25,12 @@ _CLASSES: dict[str, type] = {
 
 def model_roles(config: RLConfig) -> list[RoleSpec]:
     """Return the roles with a model that the algorithm needs, in the order of their construction."""
-    roles, spec = [], RunSpec(config)
-    for role in spec.roles:
+    roles = []
+    for role in RunSpec(config).roles:
         cls = _CLASSES[role.name]
         if role.name == "reward_model" and config.reward.reward_model.kind == "generative":
             cls = GenerativeRewardModelWorker
-        group = spec.engine_devices if role.name == "rollout" else 1
+        group = engine_devices(config) if role.name == "rollout" else 1
         roles.append(RoleSpec(role.name, cls, replicated=role.replicated, group=group))
     return roles
 

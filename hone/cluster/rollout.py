@@ -17,6 +17,7 @@ from hone.agents.player import Player
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
 from hone.config.derived import RunSpec
+from hone.config.pools import engine_devices
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
 from hone.data.trajectories import to_batch
@@ -82,7 +83,7 @@ class RolloutWorker:
     def __init__(self, context: WorkerContext, engine: Engine | None = None) -> None:
         self.context, self.tokenizer = context, context.tokenizer
         self.weights = self._source()
-        group = RunSpec(context.config).engine_devices
+        group = engine_devices(context.config)
         self._worker, self._workers = context.rank // group, context.world // group
         self._lends = context.rank % group != 0
         if not self._lends:
@@ -164,12 +165,13 @@ class RolloutWorker:
 
     @dispatch(Split.ZERO)
     def sleeps(self) -> bool:
-        """Return whether the engine frees its memory while the policy trains."""
+        """Return whether the engine frees its memory while the policy trains; never one that generates meanwhile."""
         rollout = self.context.config.actor_rollout_ref.rollout
+        if not RunSpec(self.context.config).engines_take_turns or rollout.engine_url is not None:
+            return False
         if rollout.free_cache_engine is not None:
             return rollout.free_cache_engine
-        shares = RunSpec(self.context.config).engines_take_turns and rollout.engine_url is None
-        return shares and self.context.device.type == "cuda"
+        return self.context.device.type == "cuda"
 
     @dispatch(Split.ZERO)
     def replicas(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -18,21 +18,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hone.config.correction import correction_settings, corrects, policy_loss_name
 from hone.config.dtypes import dtype_keys
-from hone.config.engines import SERVED
 from hone.config.limits import CPU_MICRO_BATCH_TOKENS, micro_batch_tokens
 from hone.config.parallel import ParallelConfig
-from hone.config.parallel_layout import Layout
+from hone.config.pools import MAIN_POOL, POOL_BLOCKS, Pool, engine_devices, own_pools
 from hone.config.preference import PreferenceConfig
-from hone.config.ray import OwnPoolConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
-from hone.errors import ConfigError
 from hone.methods import COMPARES_ACROSS_MINI_BATCH, ESTIMATOR_INPUTS, PREFERENCE_LOSS_NEEDS, EstimatorInputs
 
 T = TypeVar("T")
-
-MAIN_POOL = "main"
-"""Name of the pool of the actor, and of every role without a pool of its own."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
@@ -70,84 +64,6 @@ class RoleNeed:
     name: str
     replicated: bool
     reason: str
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Devices and the roles that share them: one process per device holds all of these roles.
-
-    Attributes:
-        name: main, or the name of the only role of the pool.
-        block: configuration block with the sizes of the pool.
-        nodes: nodes of the pool.
-        per_node: processes per node.
-        roles: names of the roles, in order of creation.
-        replicated: whether every process holds whole models.
-        parallel: parallel sizes of a sharded model.
-    """
-
-    name: str
-    block: str
-    nodes: int
-    per_node: int
-    roles: tuple[str, ...]
-    replicated: bool
-    parallel: ParallelConfig
-
-    @property
-    def world(self) -> int:
-        """Processes of the pool."""
-        return self.nodes * self.per_node
-
-    @property
-    def divided(self) -> bool:
-        """True when a model is sharded over the processes."""
-        return self.world > 1 and not self.replicated
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Layout of a model over the processes.
-
-        Raises:
-            ConfigError: the parallel sizes do not divide the processes.
-        """
-        if self.replicated:
-            return Layout(self.world, dp_shard=self.world)
-        return Layout.plan(self.world, self.parallel)
-
-
-def check_layouts(pools: Iterable[Pool]) -> None:
-    """Check that the parallel sizes divide the processes of every pool.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    for pool in pools:
-        _ = pool.layout
-
-
-def check_engines(config: RLConfig) -> None:
-    """Check that the rollout workers of every node divide into whole engines.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    rollout, size = config.actor_rollout_ref.rollout, RunSpec(config).engine_devices
-    block, sizes_of_pool = (
-        ("actor_rollout_ref.rollout", rollout) if rollout.enable_resource_pool else ("trainer", config.trainer)
-    )
-    workers = sizes_of_pool.n_gpus_per_node
-    if workers % size:
-        sizes = [str(number) for number in range(1, workers + 1) if workers % number == 0]
-        raise ConfigError(
-            f"an engine of {rollout.tensor_model_parallel_size} tensor x {rollout.data_parallel_size} data parallel devices "
-            f"does not divide the {workers} rollout workers of a node",
-            why="an engine takes the devices of whole workers on one node, and every worker belongs to one engine",
-            fix=f"actor_rollout_ref.rollout.tensor_model_parallel_size=<one of {', '.join(sizes)}>, or "
-            f"{block}.n_gpus_per_node=<a multiple of {size}>",
-            where="actor_rollout_ref.rollout.tensor_model_parallel_size",
-            code="R79",
-        )
 
 
 class Derived(NamedTuple):
@@ -329,17 +245,10 @@ class RunSpec:
         pools = [Pool(MAIN_POOL, "trainer", trainer.nnodes, trainer.n_gpus_per_node, names, replicated, parallel)]
         for role in self.roles:
             if role.name in separate:
-                keys, block = separate[role.name], _POOL_BLOCKS[role.name]
+                keys, block = separate[role.name], POOL_BLOCKS[role.name]
                 size = keys.nnodes, keys.n_gpus_per_node
                 pools.append(Pool(role.name, block, *size, (role.name,), role.replicated, parallel))
         return tuple(pools)
-
-    @property
-    def engine_devices(self) -> int:
-        """Number of workers whose devices one engine takes; 1 if each worker has engines of its own."""
-        rollout = self.config.actor_rollout_ref.rollout
-        starts_servers = rollout.name in SERVED and rollout.engine_url is None
-        return rollout.devices_per_engine if starts_servers and self.config.trainer.runtime == "ray" else 1
 
     @property
     def engines_take_turns(self) -> bool:
@@ -383,10 +292,10 @@ class RunSpec:
                 f"{pool.world} process{'es' if pool.world > 1 else ''}: {', '.join(pool.roles)}",
                 f"{pool.block}.nnodes={pool.nodes} x n_gpus_per_node={pool.per_node}" + (f"; {cut}" if cut else ""),
             )
-            if "rollout" in pool.roles and self.engine_devices > 1:
+            if "rollout" in pool.roles and engine_devices(self.config) > 1:
                 yield Derived(
                     "engines",
-                    f"{pool.world // self.engine_devices} of {self.engine_devices} devices",
+                    f"{pool.world // engine_devices(self.config)} of {engine_devices(self.config)} devices",
                     f"tensor_model_parallel_size={rollout.tensor_model_parallel_size} x "
                     f"data_parallel_size={rollout.data_parallel_size}",
                 )
@@ -439,49 +348,6 @@ def holds_reference(config: AnyConfig) -> bool:
     if not isinstance(config, PreferenceConfig) or config.ref.mode not in ("auto", "copy"):
         return False
     return "reference" in PREFERENCE_LOSS_NEEDS.get(config.loss.name, frozenset())
-
-
-_POOL_BLOCKS = {
-    "rollout": "actor_rollout_ref.rollout",
-    "reference": "actor_rollout_ref.ref",
-    "critic": "critic",
-    "reward_model": "reward.reward_model",
-}
-"""Roles that may have a separate pool, with the configuration block of its sizes."""
-
-
-def own_pools(config: RLConfig) -> dict[str, OwnPoolConfig]:
-    """Return the pool settings of every role with a separate pool, whether or not the run has the role."""
-    shared = config.actor_rollout_ref
-    blocks = (shared.rollout, shared.ref, config.critic, config.reward.reward_model)
-    return {role: keys for role, keys in zip(_POOL_BLOCKS, blocks, strict=True) if keys.enable_resource_pool}
-
-
-def check_local(config: RLConfig) -> None:
-    """Check that the local runtime's single process is enough.
-
-    Raises:
-        ConfigError: several processes, or a role with a separate pool, without Ray.
-    """
-    processes = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    if processes > 1:
-        raise ConfigError(
-            f"trainer.runtime=local is 1 process, but the configuration needs {processes} "
-            f"(nnodes={config.trainer.nnodes} x n_gpus_per_node={config.trainer.n_gpus_per_node})",
-            why="the other processes would not exist",
-            fix="trainer.runtime=ray, or trainer.nnodes=1 trainer.n_gpus_per_node=1",
-            where="trainer.runtime",
-            code="R02",
-        )
-    separate = list(own_pools(config))
-    if separate:
-        raise ConfigError(
-            f"trainer.runtime=local is 1 process, but enable_resource_pool=true for {' and '.join(separate)} needs more",
-            why="the key would have no effect",
-            fix="trainer.runtime=ray, or enable_resource_pool=false",
-            where="trainer.runtime",
-            code="R02",
-        )
 
 
 def _loss_takes_reference(name: str | None) -> bool:

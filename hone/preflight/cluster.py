@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
 
-from hone.config.derived import Pool, RunSpec, check_local
+from hone.config.derived import RunSpec
 from hone.config.parallel_layout import Layout
+from hone.config.pools import Pool, check_local
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 from hone.preflight.batches import mini_batches

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from hone.config.derived import RunSpec, check_engines
+from hone.config.derived import RunSpec
 from hone.config.parallel_layout import Layout
+from hone.config.pools import check_engines
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError, ModelError
 from hone.preflight.cluster import actor_processes

@@ -618,17 +618,22 @@ def test_weights_come_in_any_order_and_none_may_be_missing(subject, models):
         assert_greedy(new, one, found[one.request_id])
 
 
+def assert_takes_new_weights(subject, old, new, asked):
+    """The engine answers as the old policy, and after an update as the new one; returns those answers."""
+    before = serve(subject.engine, asked)
+    asyncio.run(subject.take(new, 1))
+    after = serve(subject.engine, asked)
+    for one in asked:
+        assert_greedy(old, one, before[one.request_id])
+        assert_greedy(new, one, after[one.request_id])
+    return after
+
+
 def test_an_untied_head_takes_new_weights_too(kind, models, tmp_path):
     old, new, path = models["untied"]
     subject = start(kind, path, tmp_path / "untied.log")
     try:
-        asked = requests(GREEDY, 3)
-        before = serve(subject.engine, asked)
-        asyncio.run(subject.take(new, 1))
-        after = serve(subject.engine, asked)
-        for one in asked:
-            assert_greedy(old, one, before[one.request_id])
-            assert_greedy(new, one, after[one.request_id])
+        assert_takes_new_weights(subject, old, new, requests(GREEDY, 3))
     finally:
         subject.engine.close()
 
@@ -640,13 +645,7 @@ def test_a_model_divided_over_two_processes_takes_new_weights(kind, which, model
     old, new, path = models[which]
     subject = start(kind, path, tmp_path / "divided.log", tensor_parallel_size=2)
     try:
-        asked = requests(GREEDY, 3)
-        before = serve(subject.engine, asked)
-        asyncio.run(subject.take(new, 1))
-        after = serve(subject.engine, asked)
-        for one in asked:
-            assert_greedy(old, one, before[one.request_id])
-            assert_greedy(new, one, after[one.request_id])
+        assert_takes_new_weights(subject, old, new, requests(GREEDY, 3))
         with raises(GenerationError, "have not arrived"):
             asyncio.run(subject.engine.load_weights(list(old.named_parameters())[:-1], 2))
     finally:
@@ -660,12 +659,7 @@ def test_two_copies_in_one_engine_take_new_weights_and_share_the_requests(kind, 
     subject = start(kind, path, tmp_path / "copies.log", data_parallel_size=2)
     try:
         asked = requests(GREEDY, 6)
-        before = serve(subject.engine, asked)
-        asyncio.run(subject.take(new, 1))
-        after = serve(subject.engine, asked)
-        for one in asked:
-            assert_greedy(old, one, before[one.request_id])
-            assert_greedy(new, one, after[one.request_id])
+        after = assert_takes_new_weights(subject, old, new, asked)
         asyncio.run(_sleep_and_wake(subject.engine))
         again = serve(subject.engine, asked)
         assert {name: answer.token_ids for name, answer in again.items()} == {

@@ -211,11 +211,12 @@ def train_with_prefetch(case: Case) -> Outcome:
 
 def train_with_fused_layers(case: Case) -> Outcome:
     """Train as ``case`` says, the layers computed by the operators for CUDA, whose references run here."""
-    from hone.models.llama import cuda as llama_cuda
+    from hone.models.llama.cuda import layer_forward
+    from hone.models.llama.spec import replace_layer_forwards
     from hone.models.loading import causal_lm
 
     backend, layout = backend_of(case)
-    llama_cuda.replace_layer_forwards(causal_lm(backend.model))  # type: ignore[attr-defined]
+    replace_layer_forwards(causal_lm(backend.model), layer_forward)  # type: ignore[attr-defined]
     losses, norms = continued(backend, layout, case, range(case.updates))
     return Outcome(losses, norms, weights_of(backend), {})
 

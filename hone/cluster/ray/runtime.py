@@ -21,7 +21,7 @@ from hone.cluster.ray.connection import Connection, capacity, connect
 from hone.cluster.ray.failures import Failures, PendingCall
 from hone.cluster.ray.group import WorkerGroup
 from hone.cluster.ray.host import WorkerHost, WorkerPlace, versions
-from hone.config.derived import Pool, check_engines, check_layouts
+from hone.config.pools import Pool, check_engines, check_layouts
 from hone.config.tree import RLConfig
 from hone.data.balance import CostModel
 from hone.errors import ConfigError, ProcessError

@@ -11,7 +11,6 @@ both, gradients included.
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
@@ -57,16 +56,7 @@ def hidden_states(causal: nn.Module, ids: Tensor, context: AttentionContext) -> 
     return add_rms_norm(residual, delta, decoder.norm.weight, decoder.norm.variance_epsilon, dtype)[1][None]
 
 
-def replace_layer_forwards(causal: nn.Module) -> None:
-    """Replace ``forward`` of every layer of a supported model by this executor.
-
-    The decoder still calls each layer as a module, so hooks on layers (FSDP gathers parameters in one) stay in force.
-    """
-    for layer in layers_of(causal):
-        layer.module.forward = types.MethodType(_layer_forward, layer.module)
-
-
-def _layer_forward(
+def layer_forward(
     module: Any,
     hidden_states: Tensor,
     *,
@@ -74,6 +64,7 @@ def _layer_forward(
     context: AttentionContext,
     **_: Any,
 ) -> Tensor:
+    """Compute a layer as its ``forward``, for :func:`~hone.models.llama.spec.replace_layer_forwards`: ``[1, N, H]`` to the same."""
     states, rotary = hidden_states.squeeze(0), _rotary(*position_embeddings)
     residual, delta = _layer(LlamaLayer(module), states, None, rotary, context, compute_dtype(states))
     return (residual + delta)[None]

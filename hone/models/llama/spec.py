@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +95,15 @@ class LlamaLayer:
 def layers_of(causal: nn.Module) -> list[LlamaLayer]:
     """The layers of a supported model."""
     return [LlamaLayer(module) for module in causal.get_decoder().layers]  # type: ignore[operator]
+
+
+def replace_layer_forwards(causal: nn.Module, forward: Callable[..., Tensor]) -> None:
+    """Replace ``forward`` of every layer of a supported model by an executor's, a function with the module as first argument.
+
+    The decoder still calls each layer as a module, so hooks on layers (FSDP gathers parameters in one) stay in force.
+    """
+    for layer in layers_of(causal):
+        layer.module.forward = types.MethodType(forward, layer.module)
 
 
 def supports(causal: nn.Module) -> bool:

@@ -7,7 +7,6 @@ their own module; a test compares both, gradients included.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -42,16 +41,7 @@ def hidden_states(causal: nn.Module, ids: Tensor, context: AttentionContext) -> 
     return _norm(decoder.norm, hidden)[None]
 
 
-def replace_layer_forwards(causal: nn.Module) -> None:
-    """Replace ``forward`` of every layer of a supported model by this executor.
-
-    The decoder still calls each layer as a module, so hooks on layers (FSDP gathers parameters in one) stay in force.
-    """
-    for layer in layers_of(causal):
-        layer.module.forward = types.MethodType(_layer_forward, layer.module)
-
-
-def _layer_forward(
+def layer_forward(
     module: Any,
     hidden_states: Tensor,
     *,
@@ -59,6 +49,7 @@ def _layer_forward(
     context: AttentionContext,
     **_: Any,
 ) -> Tensor:
+    """Compute a layer as its ``forward``, for :func:`~hone.models.llama.spec.replace_layer_forwards`: ``[1, N, H]`` to the same."""
     layer, rotary = LlamaLayer(module), _rotary(*position_embeddings)
 
     def compute(states: Tensor) -> Tensor:

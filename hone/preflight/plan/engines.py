@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hone.config.derived import Pool
 from hone.config.engines import SERVED
 from hone.config.limits import FROZEN_BYTES, PREFILL_TOKENS
+from hone.config.pools import Pool
 from hone.config.rollout import RolloutConfig
 from hone.config.tree import RLConfig
 from hone.models.registry import family_of

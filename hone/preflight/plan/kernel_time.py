@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hone.config.derived import Pool
+from hone.config.pools import Pool
 from hone.models.registry import family_of
 from hone.preflight.plan.devices import Device
 from hone.preflight.plan.model import ModelShape

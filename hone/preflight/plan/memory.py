@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.derived import Pool
 from hone.config.limits import FROZEN_BYTES, GATHER_BUCKET_BYTES, GRADIENT_BYTES
 from hone.config.model import OptimConfig
+from hone.config.pools import Pool
 from hone.preflight.plan.engines import cache_bytes, decoding, engine_bytes, frees_memory
 from hone.preflight.plan.model import ModelShape
 from hone.preflight.plan.work import TrainedModel, Work

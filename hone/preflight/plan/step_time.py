@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hone.config.derived import Pool
+from hone.config.pools import Pool, engine_devices
 from hone.preflight.plan import kernel_time
 from hone.preflight.plan.devices import Device
 from hone.preflight.plan.engines import cache_shape, served_rows, token_bytes
@@ -121,14 +121,11 @@ def _generation(work: Work, pool: Pool, device: Device) -> float:
     """Return the seconds of the prompts and of decode steps: matmuls, or reading weights and cache, then sampling."""
     shape, rollout = work.actor.shape, work.rollout
     assert rollout is not None
-    sequences, tensor = math.ceil(work.batch * work.samples / pool.world), 1
+    sequences, tensor, rows = math.ceil(work.batch * work.samples / pool.world), 1, cache_shape(work, pool).rows
     if work.served and work.spec is not None:
-        sequences *= (
-            work.spec.engine_devices // rollout.data_parallel_size
-        )  # what the devices of an engine get together
-    rows = cache_shape(work, pool).rows
-    if work.served:
-        tensor = 1 if work.on_cpu else rollout.tensor_model_parallel_size
+        together = engine_devices(work.spec.config) // rollout.data_parallel_size  # workers of one copy of the model
+        sequences *= together
+        tensor = together if work.on_cpu else rollout.tensor_model_parallel_size
         rows = (rollout.num_replicas or 1) * served_rows(work, device.memory, device.overhead)
     rows, rate = min(rows, sequences), device.rate(bf16=work.rollout_bf16)
     prompts = 2 * shape.multiplications * math.ceil(sequences / work.samples) * work.prompt / rate

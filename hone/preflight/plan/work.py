@@ -10,11 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from hone.config.derived import MAIN_POOL, OldLogProbs, Pool, RunSpec, check_layouts, holds_reference
+from hone.config.derived import OldLogProbs, RunSpec, holds_reference
 from hone.config.dtypes import resolve_dtype
 from hone.config.limits import micro_batch_tokens
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.parallel import ParallelConfig
+from hone.config.pools import MAIN_POOL, Pool, check_layouts
 from hone.config.rollout import RolloutConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig

@@ -176,7 +176,7 @@ class TrainBackend(Protocol):
 
         Args:
             which: all parameters, those of the adapter, or those of the model with a merged adapter.
-            dtype: of matrices, such as that of an engine which computes in bfloat16; None leaves them as they are.
+            dtype: of matrices, such as that of an engine which computes in bfloat16; None keeps the dtype of the parameters.
         """
         ...
 

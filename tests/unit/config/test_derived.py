@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from hone.algorithms import advantage_estimators, policy_losses, preference_losses
 from hone.cli.main import app
 from hone.config import TREES, RLConfig, load_config
-from hone.config.derived import MAIN_POOL, OldLogProbs, RunSpec, dtype_line
+from hone.config.derived import OldLogProbs, RunSpec, dtype_line
 from hone.config.dtypes import dtype_keys
+from hone.config.pools import MAIN_POOL
 from hone.errors import UnknownMethod
 from hone.methods import COMPARES_ACROSS_MINI_BATCH, ESTIMATOR_INPUTS, PREFERENCE_LOSS_NEEDS
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hone.models.attention.packed import PackedContext
 from hone.models.llama import train
+from hone.models.llama.spec import replace_layer_forwards
 from hone.models.routing import use_hone_attention
 
 SHAPE = {
@@ -127,7 +128,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_bit(as_modules):
 
     model = model_of("qwen3").train()
     if as_modules:
-        train.replace_layer_forwards(model)
+        replace_layer_forwards(model, train.layer_forward)
     hidden, gradients, kept = outcome_and_kept(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     again, same, less = outcome_and_kept(model)

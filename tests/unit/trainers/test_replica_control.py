@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from support.pools import Fake, Makers, run, until
 
 from hone.cluster.local import LocalGroup
@@ -108,3 +110,31 @@ def test_the_limit_is_what_the_machine_has(
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
         count = configured(*keys).actor_rollout_ref.rollout.num_replicas
         assert replica_limit(configured(*keys), world=world)[0] == count
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "sleeps"),
+    [
+        ((), "cpu", False),
+        ((), "cuda", True),
+        (("actor_rollout_ref.rollout.free_cache_engine=false",), "cuda", False),
+        (("actor_rollout_ref.rollout.free_cache_engine=true",), "cpu", True),
+        # engines that generate during training, or that are not the run's, are never put to sleep
+        (("actor_rollout_ref.rollout.free_cache_engine=true", "trainer.async.max_staleness=1"), "cuda", False),
+        (("actor_rollout_ref.rollout.free_cache_engine=true", "trainer.async.stream=true"), "cuda", False),
+        (("actor_rollout_ref.rollout={free_cache_engine: true, enable_resource_pool: true}",), "cuda", False),
+        (("actor_rollout_ref.rollout={free_cache_engine: true, engine_url: tcp://other:7777}",), "cuda", False),
+    ],
+)
+def test_only_engines_that_take_turns_with_training_sleep(words, device, sleeps):
+    context = SimpleNamespace(
+        config=load_config(RLConfig, list(words)),
+        tokenizer=None,
+        roles={},
+        rank=0,
+        world=1,
+        engine_devices=None,
+        device=torch.device(device),
+    )
+    engine: Any = object()
+    assert RolloutWorker(context, engine=engine).sleeps() is sleeps  # type: ignore[arg-type]

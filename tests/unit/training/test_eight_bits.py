@@ -26,7 +26,7 @@ EIGHT_BITS = OptimConfig(lr=1e-2, optimizer="AdamW8bit")
 
 @pytest.fixture
 def torchao(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package, with steps that run as they are written instead of being compiled."""
+    """The package, with steps that are not compiled."""
     package = pytest.importorskip("torchao.optim")
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     return package

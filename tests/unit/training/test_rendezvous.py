@@ -12,7 +12,7 @@ from hone.training.rendezvous import require_separate_gpus
 
 
 def outcomes(gpus: list[str]) -> list[ConfigError | None]:
-    """What each rank is told, with these GPUs."""
+    """The error of each rank, or None, with these GPUs."""
     store = HashStore()
 
     def check(rank: int) -> ConfigError | None:

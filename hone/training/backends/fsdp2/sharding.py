@@ -16,7 +16,7 @@ from hone.models.inputs import PackedSequences
 from hone.models.kernels import cuda as kernels
 from hone.models.llama import cuda as llama_cuda
 from hone.models.llama import train as llama_train
-from hone.models.llama.spec import supports
+from hone.models.llama.spec import replace_layer_forwards, supports
 from hone.models.loading import causal_lm, layers_of
 from hone.training.backends.fsdp2.expert_parallel import apply_expert_parallel
 from hone.training.backends.fsdp2.sequence_parallel import check_heads, gather_outputs, local_tokens
@@ -113,9 +113,9 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
 def _fuse_layers(model: PreTrainedModel, device: torch.device, narrow: torch.dtype | None) -> None:
     """Let Hone's executors compute the layers of a Llama-shaped model; other models keep their forward passes."""
     if device.type == "cpu" and narrow is None and supports(model):
-        llama_train.replace_layer_forwards(model)
+        replace_layer_forwards(model, llama_train.layer_forward)
     elif device.type == "cuda" and kernels.available(device) and llama_cuda.is_supported_model(model):
-        llama_cuda.replace_layer_forwards(model)
+        replace_layer_forwards(model, llama_cuda.layer_forward)
 
 
 def prefetch_neighbours(root: nn.Module, layers: list[nn.Module]) -> None:
