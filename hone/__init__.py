@@ -9,12 +9,14 @@ used. For the parts, import the package you need, for example ``from hone.algori
 
 from typing import TYPE_CHECKING, Any
 
+from hone.errors import NoVerdict
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hone.api import Run, evaluate, generate, prefer, serve, sft, train, train_reward_model
 
-__all__ = ["Run", "evaluate", "generate", "prefer", "serve", "sft", "train", "train_reward_model"]
+__all__ = ["NoVerdict", "Run", "evaluate", "generate", "prefer", "serve", "sft", "train", "train_reward_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -130,6 +130,26 @@ class ProcessError(HoneError):
     exit_code = EXIT_FAILED
 
 
+class NoVerdict(Exception):
+    """A missing verdict on a response: what should have judged it failed, so nothing is known about its worth.
+
+    A reward function may return or raise it; a tool, an environment or an agent loop may raise it. The response is tried again,
+    and then left out of its group and of training. It never counts as 0.
+
+    Args:
+        reason: what failed, such as "the sandbox did not start".
+
+    Attributes:
+        cause: kind of failure, a value of :class:`hone.rewards.score.Cause`.
+    """
+
+    cause = "infrastructure"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Finding:
     """Result of a check: the message, and whether it stops the run or is a warning."""

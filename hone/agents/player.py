@@ -18,7 +18,7 @@ from hone.agents.episode import Episode
 from hone.data.episode_log import EpisodeEnd
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample, StopReason, Trajectory
-from hone.errors import ConfigError, EpisodeError, HoneError
+from hone.errors import ConfigError, EpisodeError, HoneError, NoVerdict
 from hone.generation.protocol import Engine, SamplingParams
 from hone.insight import activity
 
@@ -107,7 +107,7 @@ class Player:
             attempt += 1
             episode = self._episode(sample, index, sampling, seed, attempt)
             await self._play(episode)
-        if episode.log.error is not None and self.context.agent.on_error == "stop":
+        if episode.log.error is not None and not episode.log.no_verdict and self.context.agent.on_error == "stop":
             raise failed_episode_error(episode, retries)
         activity.tick()
         return episode.trajectories(self._decode) or [failed_trajectory(episode)]
@@ -143,7 +143,7 @@ class Player:
         except HoneError:
             raise
         except Exception as error:  # noqa: BLE001 - any error of a tool, environment or loop fails only its episode
-            episode.log.end = EpisodeEnd.ERROR
+            episode.log.end, episode.log.no_verdict = EpisodeEnd.ERROR, isinstance(error, NoVerdict)
             episode.log.error = "".join(traceback.format_exception(error)).rstrip()
         finally:
             if episode.session is not None:

@@ -91,10 +91,8 @@ class AgentConfig:
     max_retries: int = number(1, low=0)
     """Retries of a failed episode, with other random draws."""
     on_error: str = choice("stop", "stop", "drop")
-    """Action when all retries fail: stop ends the run with the traceback; drop replaces the whole group by the next prompt and
-    counts it (in validation the episode has score 0 and an error)."""
-    max_error_rate: float = number(0.2, low=0, high=1)
-    """With on_error=drop: largest share of failed groups per step; above it the run stops."""
+    """Action when an episode failed in all retries: stop ends the run with the traceback; drop leaves the episode out of its group and
+    counts it, up to reward.max_no_verdict_rate. A failure that a tool or environment reports as NoVerdict is always left out."""
     program: ProgramConfig = block(ProgramConfig)
     """Settings of the loop `program`."""
     verifiers: VerifiersConfig = block(VerifiersConfig)

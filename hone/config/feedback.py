@@ -21,7 +21,7 @@ class RewardModelUseConfig(OwnPoolConfig):
     kind: str = choice("discriminative", "discriminative", "generative")
     """discriminative: the score is the output after the last token. generative: the model writes a judgement with the rubric of
     reward.judge (prompt, max_score, temperature, max_tokens) in a separate native engine, and the score, 0 to 1, is read from
-    the text; a judgement without a score is an error of the reward (on_error, max_error_rate)."""
+    the text; a judgement without a score gives no verdict (reward.max_no_verdict_rate)."""
     combine: str = choice("replace", "replace", "add")
     """replace: the model's score is the reward, and the scorer of the data_source is logged as reward/rule/mean; add: the
     two are added."""

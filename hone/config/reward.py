@@ -80,8 +80,8 @@ class RewardConfig:
     max_output_kb: int | None = number(64, low=0)
     """KiB of printed text that each worker process may write to the log a minute; the rest is counted and not shown. null means no
     limit."""
-    on_error: str = choice("count", "count", "stop")
-    """Action when a call raises, times out or does not return a number: count it (score 0, reward/error_rate, first traceback in
-    the log) or stop the run."""
-    max_error_rate: float = number(0.5, low=0, high=1)
-    """With on_error=count: largest share of failed calls in a batch; above it the run stops."""
+    max_retries: int = number(1, low=0)
+    """Further tries of a response without a verdict, where the cause may pass: a time limit, a lost process, a judge, a sandbox."""
+    max_no_verdict_rate: float = number(0.5, low=0, high=1)
+    """Largest share of responses without a verdict, over the latest ones; above it the run stops. Such a response (its scoring
+    failed, its episode broke, or the function returned None) is left out of its group and of training. 0 stops at the first."""

@@ -91,6 +91,7 @@ class EpisodeLog:
         reward: reward that the environment, tools or user gave the episode; None leaves it to the scorer.
         facts: named numbers that an environment reports at its end (``solved``, for example).
         error: type, message and trace of an error, None without one.
+        no_verdict: whether the error is a failure of infrastructure (:class:`~hone.errors.NoVerdict`).
         tokenization: how its tokens differ from its conversation rendered again, None if they are equal or were not compared.
         retries: times it was played again after an error.
         generate_seconds: wait for the engine.
@@ -106,6 +107,7 @@ class EpisodeLog:
     reward: float | None = None
     facts: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    no_verdict: bool = False
     tokenization: str | None = None
     retries: int = 0
     generate_seconds: float = 0.0

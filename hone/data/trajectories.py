@@ -15,8 +15,7 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
     """Build a batch with one row per trajectory.
 
     Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs``,
-    ``token_versions`` (the last three aligned with ``response_ids``); tensors ``part`` (0 for the first trajectory of an episode) and ``broken`` (1 if the episode failed);
-    objects ``uid``, ``index``, ``data_source``, ``trajectory``.
+    ``token_versions`` (the last three aligned with ``response_ids``); tensor ``part`` (0 for the first trajectory of an episode); objects ``uid``, ``index``, ``data_source``, ``trajectory``.
     """
     ids = Ragged.from_rows([t.response_ids for t in trajectories], torch.int64)
     return Batch(
@@ -29,7 +28,6 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
                 [t.token_versions or [0] * len(t.response_ids) for t in trajectories], torch.int64
             ),
             "part": torch.tensor([t.part for t in trajectories], dtype=torch.int64),
-            "broken": torch.tensor([is_broken(t) for t in trajectories], dtype=torch.int64),
             "uid": [t.uid for t in trajectories],
             "index": [t.index for t in trajectories],
             "data_source": [t.sample.data_source for t in trajectories],

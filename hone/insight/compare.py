@@ -25,9 +25,9 @@ _LESS_IS_BETTER = (
         "train/loss",
         "val/loss",
         "critic/vf_loss",
-        "reward/error_rate",
-        "reward/timeout_rate",
-        "val-aux/reward/error_rate",
+        "reward/no_verdict_rate",
+        "training/no_verdict_groups",
+        "val-aux/no_verdict_rate",
     ),
     *("reward/zero_std_group_ratio", "timing_s/", "perf/time_per_step"),
 )

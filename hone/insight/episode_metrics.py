@@ -31,7 +31,6 @@ EPISODE_METRICS = (
         "> 0: read the trace in the log",
     ),
     MetricSpec("episode/retries", "episodes", _SUM, "Episodes that were played again after an error."),
-    MetricSpec("episode/dropped_groups", "groups", _SUM, "Groups replaced by other prompts because an episode failed."),
     MetricSpec(
         "episode/parts/mean", "parts", _MEAN, "Segments per episode: more than 1 where its history was rewritten."
     ),
@@ -123,12 +122,12 @@ _RATES = {
 }
 
 
-def episode_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> dict[str, float]:
+def episode_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[float | None]) -> dict[str, float]:
     """Return the metrics of a batch of episodes; empty if all are one answer to one prompt.
 
     Args:
         trajectories: trajectories of the batch, segments of an episode next to each other.
-        rewards: reward of each trajectory.
+        rewards: reward of each trajectory, None without a verdict.
     """
     first = [(t, reward) for t, reward in zip(trajectories, rewards, strict=True) if t.part == 0]
     logged = [(t, t.episode, reward) for t, reward in first if t.episode is not None]
@@ -155,11 +154,11 @@ def episode_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[float]
     return metrics | _calls(logged) | _times([(t, log) for t, log, _ in logged])
 
 
-def _calls(logged: Sequence[tuple[Trajectory, EpisodeLog, float]]) -> dict[str, float]:
+def _calls(logged: Sequence[tuple[Trajectory, EpisodeLog, float | None]]) -> dict[str, float]:
     counts = [float(len(log.calls)) for _, log, _ in logged]
     calls = [call for _, log, _ in logged for call in log.calls]
     metrics = {"tool/calls/mean": _mean(counts), "tool/calls/max": max(counts)}
-    solved = [log for _, log, reward in logged if reward > 0]
+    solved = [log for _, log, reward in logged if reward is not None and reward > 0]
     if solved:
         metrics["tool/calls_per_solved"] = _mean([float(len(log.calls)) for log in solved])
         metrics["tool/turns_per_solved"] = _mean([float(log.assistant_turns) for log in solved])

@@ -288,13 +288,26 @@ _SAMPLES = (
     MetricSpec("prompt_length/clip_ratio", "share of prompts", _MEAN, "Prompts that fill data.max_prompt_length."),
     MetricSpec("rollout/stop_reason/<reason>", "share of responses", _MEAN, "Responses that ended for this reason."),
     MetricSpec(
-        "reward/error_rate",
+        "reward/no_verdict_rate",
         "share of responses",
         _MEAN,
-        "Responses whose scoring raised, timed out or returned an invalid value; they count as reward 0.",
-        "> 0: read the first traceback in the log",
+        "Responses without a verdict, which are left out of their groups and of training: scoring failed, the episode broke, or "
+        "the function returned None.",
+        "> 0: read the first traceback in the log, and reward/no_verdict/<cause>",
     ),
-    MetricSpec("reward/timeout_rate", "share of responses", _MEAN, "Responses whose scoring timed out."),
+    MetricSpec(
+        "reward/no_verdict/<cause>",
+        "responses",
+        _SUM,
+        "Responses without a verdict by cause: declined, infrastructure, raised, invalid, timeout, memory, crash, service, sandbox, "
+        "episode.",
+    ),
+    MetricSpec(
+        "training/no_verdict_groups",
+        "groups",
+        _SUM,
+        "Groups replaced by other prompts: fewer than two verdicts in them.",
+    ),
     MetricSpec(
         "reward/zero_std_group_ratio",
         "share of groups",
@@ -366,6 +379,12 @@ _VALIDATION = (
     ),
     MetricSpec("val-core/<data_source>/<metric>/best@<n>/mean", "score", _LAST, "Expected best of all n responses."),
     MetricSpec("val-core/<data_source>/<metric>/maj@<n>/mean", "score", _LAST, "Score of the majority answer of n."),
+    MetricSpec(
+        "val-aux/no_verdict_rate",
+        "share of responses",
+        _LAST,
+        "Validation responses without a verdict; they count nowhere else.",
+    ),
     MetricSpec("val-aux/<data_source>/<metric>/mean@<n>", "score", _LAST, "As in val-core, for the other metrics."),
     MetricSpec(
         "val-aux/<data_source>/<metric>/std@<n>",

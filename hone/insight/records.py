@@ -11,7 +11,7 @@ from hone.data.types import Trajectory
 def trajectory_record(
     trajectory: Trajectory,
     *,
-    score: float,
+    score: float | None,
     terms: Mapping[str, float] | None = None,
     extra: Mapping[str, Any] | None = None,
     error: str | None = None,
@@ -21,10 +21,10 @@ def trajectory_record(
 
     Args:
         trajectory: the episode.
-        score: its reward.
+        score: its reward, None without a verdict.
         terms: named parts of the reward.
         extra: other values that the scorer returned.
-        error: reason for a failed scoring.
+        error: why there is no verdict, or None.
         prompt_text: the decoded prompt.
     """
     return {
@@ -49,3 +49,8 @@ def trajectory_record(
         "weight_versions": list(trajectory.weight_versions),
         "seconds": trajectory.seconds,
     }
+
+
+def shown_score(record: Mapping[str, Any]) -> str:
+    """Return the score of a record for display."""
+    return "no verdict" if record["score"] is None else f"score {record['score']:g}"

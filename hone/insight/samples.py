@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,11 @@ def _chosen(records: list[dict[str, Any]], query: SampleQuery) -> list[dict[str,
     if query.worst is None and query.best is None:
         return spread(records, query.limit)
     chosen: list[dict[str, Any]] = []
-    score: Callable[[dict[str, Any]], float] = lambda record: float(record["score"])  # noqa: E731
+    judged = sorted((record for record in records if record["score"] is not None), key=lambda record: record["score"])
     if query.worst:
-        chosen += sorted(records, key=score)[: query.worst]
+        chosen += judged[: query.worst]
     if query.best:
-        chosen += sorted(records, key=score, reverse=True)[: query.best]
+        chosen += judged[::-1][: query.best]
     return chosen
 
 

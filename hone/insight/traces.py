@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hone.insight.records import shown_score
+
 SHOWN = 8
 """Number of episodes of a step that are written as text."""
 _LINE = "-" * 100
@@ -49,9 +51,9 @@ def trace(record: Mapping[str, Any]) -> str:
 
 def _head(record: Mapping[str, Any]) -> str:
     terms = ", ".join(f"{name} {value:g}" for name, value in record["terms"].items())
-    failure = f", not scored: {record['error']}" if record["error"] else ""
+    failure = f": {record['error']}" if record["error"] else ""
     return (
-        f"row {record['uid']}, episode {record['index']}: score {record['score']:g}"
+        f"row {record['uid']}, episode {record['index']}: {shown_score(record)}"
         + (f" ({terms})" if terms else "")
         + failure
     )

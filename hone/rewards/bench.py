@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from hone.config.reward import RewardConfig
 from hone.data.scored_rows import ScoredRow
 from hone.data.types import StopReason, Trajectory
-from hone.rewards.manager import RewardManager, is_timeout, logger
+from hone.rewards.manager import RewardManager, logger
 from hone.rewards.probes import Probe, ordinary, traps
-from hone.rewards.process import ENDED, MEMORY
-from hone.rewards.score import Score
+from hone.rewards.score import Cause, Score
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def run_bench(
         RewardError: the function cannot be loaded or called, or a row's data source has no scorer.
     """
     bench = Bench()
-    manager = RewardManager(replace(config, on_error="count", max_error_rate=1.0))
+    manager = RewardManager(replace(config, max_no_verdict_rate=1.0, max_retries=0))
     begun, calls, busy = time.monotonic(), 0, 0.0
     try:
         for number, row in enumerate(rows):
@@ -109,7 +108,7 @@ def _score(manager: RewardManager, probes: Sequence[Probe]) -> list[Trial]:
 
 def _ended_its_process(score: Score) -> bool:
     """Return whether the call cost a worker process; replacing hundreds of them would take minutes."""
-    return is_timeout(score) or (score.error is not None and score.error.startswith((ENDED, MEMORY)))
+    return score.cause in (Cause.TIMEOUT, Cause.CRASH, Cause.MEMORY)
 
 
 def _trajectory(probe: Probe, index: int) -> Trajectory:

@@ -8,8 +8,8 @@ from hone.config.reward import RewardConfig
 from hone.data.checks.rewards import is_missing
 from hone.errors import Finding, RewardError
 from hone.rewards.bench import Bench, Trial
-from hone.rewards.manager import is_timeout
 from hone.rewards.probes import FORMS
+from hone.rewards.score import Cause
 
 LARGE = 10.0
 """Absolute reward above which a warning is given."""
@@ -36,42 +36,35 @@ def bench_findings(bench: Bench, config: RewardConfig, sequences: int = 0) -> It
 
 def _failures(bench: Bench, config: RewardConfig) -> Iterator[Finding]:
     tried = bench.of_kinds(*ORDINARY)
-    late = [trial for trial in bench.trials if is_timeout(trial.score)]
+    late = [trial for trial in bench.trials if trial.score.cause is Cause.TIMEOUT]
     if late:
         yield _finding(
             "R52",
             f"a call exceeded the time limit: {_described(late[0])}",
-            why="each such response blocks the run for reward.timeout seconds and counts as a wrong 0",
+            why="each such response blocks the run for reward.timeout seconds, and is then left out of training",
             fix="make the function faster or raise reward.timeout=SECONDS; preflight.reward_rows=0 skips this check",
         )
     raised = [trial for trial in tried if _raised(trial)]
     if not raised:
         return
-    stops = config.on_error == "stop" or len(raised) > config.max_error_rate * len(tried)
+    stops = len(raised) > config.max_no_verdict_rate * len(tried)
     yield _finding(
         "R52",
         f"{len(raised)} of {len(tried)} calls in a worker process failed; the first: {_described(raised[0])}",
-        why="a response that cannot be scored counts as 0, which is wrong"
-        + (
-            f", and the run would stop (reward.on_error={config.on_error}, max_error_rate={config.max_error_rate:g})"
-            * stops
-        ),
+        why="a response that cannot be scored is left out, so the policy never learns that it was bad"
+        + f", and the run would stop (reward.max_no_verdict_rate={config.max_no_verdict_rate:g})" * stops,
         fix="return a score for every text, including an empty one",
         stops=stops,
     )
 
 
 def _returns(bench: Bench) -> Iterator[Finding]:
-    bad = [
-        trial
-        for trial in bench.of_kinds(*ORDINARY)
-        if trial.score.error and not _raised(trial) and not is_timeout(trial.score)
-    ]
+    bad = [trial for trial in bench.of_kinds(*ORDINARY) if trial.score.cause in (Cause.INVALID, Cause.DECLINED)]
     if bad:
         yield _finding(
             "R51",
             f"{len(bad)} of {len(bench.of_kinds(*ORDINARY))} calls returned no finite number: {_described(bad[0])}",
-            why="a response without a score counts as 0, which is wrong",
+            why="a response without a score is left out, so the policy never learns that it was bad",
             fix='return a number, or {"score": number, ...}, for one response',
         )
     kinds = {tuple(sorted(trial.score.terms)) for trial in bench.of_kinds(*ORDINARY) if trial.score.error is None}
@@ -150,12 +143,14 @@ def _traps(bench: Bench) -> Iterator[Finding]:
             fix="read only one marked answer, and reject lists of guesses",
             stops=False,
         )
-    failed = [trial for trial in bench.of_kinds("adversarial") if trial.score.error and not is_timeout(trial.score)]
+    failed = [
+        trial for trial in bench.of_kinds("adversarial") if trial.score.error and trial.score.cause is not Cause.TIMEOUT
+    ]
     if failed:
         yield _finding(
             "R52",
             f"{len(failed)} of {len(bench.of_kinds('adversarial'))} adversarial answers make the function fail; the first: {_described(failed[0])}",
-            why="policies write such text, which would count as a wrong 0",
+            why="policies write such text, and would never see that it was bad",
             fix="return a low score for unreadable text",
             stops=False,
         )
@@ -193,9 +188,8 @@ def _worst(bench: Bench, uid: str) -> Iterator[float]:
 
 
 def _raised(trial: Trial) -> bool:
-    """Return whether the function raised or its process ended, as opposed to returning an invalid score."""
-    error = trial.score.error
-    return bool(error) and not is_timeout(trial.score) and not error.startswith(("returned", "'score' is", "term "))
+    """Return whether the function raised or its process ended, as opposed to returning no usable score."""
+    return trial.score.error is not None and trial.score.cause not in (Cause.INVALID, Cause.DECLINED, Cause.TIMEOUT)
 
 
 def _described(trial: Trial) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
+from hone.errors import NoVerdict
 from hone.text import valid_data
 
 if TYPE_CHECKING:
@@ -16,8 +17,10 @@ FIRST_PAUSE, MAX_PAUSE = 0.5, 30.0
 _BUSY = {408, 409, 425, 429}
 
 
-class ServiceError(Exception):
+class ServiceError(NoVerdict):
     """Error of a service that gave no usable answer after all retries."""
+
+    cause = "service"
 
 
 class JsonService:

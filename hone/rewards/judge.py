@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone.config.reward_services import JudgeConfig
-from hone.errors import RewardError
+from hone.errors import NoVerdict, RewardError
 from hone.rewards.http import JsonService, ServiceError
 from hone.rewards.rubric import Rubric
 
 
-class JudgementError(RuntimeError):
+class JudgementError(NoVerdict):
     """Error of a judge that gave no usable judgement."""
+
+    cause = "service"
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError
-from hone.rewards.outcome import TIMEOUT, failed, is_usable, shown_number
+from hone.rewards.no_verdict import NoVerdictRate
+from hone.rewards.outcome import failed, is_usable, shown_number
 from hone.rewards.placement import first_turns, place, place_rewards, turn_ends
-from hone.rewards.score import Score
+from hone.rewards.score import Cause, Score
 from hone.rewards.scorers import SCORERS
 from hone.rewards.services import Services
 from hone.rewards.sources import ScorerSource, Source, function_source
@@ -27,8 +29,8 @@ class RewardManager:
 
     Reward functions, and built-in scorers that may hang (symbolic mathematics, verifiers of other packages), run in worker
     processes. Scorers that only read text run in this process. Scorers that use a sandbox, a judge or a server run concurrently. A
-    call that raises, times out, ends its process or returns no finite number is an error: it is counted, or ends the run
-    (``reward.on_error``).
+    call that raises, times out, ends its process or returns no finite number gives no verdict: it is tried again where the cause may
+    pass (``reward.max_retries``), then counted, up to ``reward.max_no_verdict_rate``.
 
     Args:
         config: config block ``reward``.
@@ -42,7 +44,7 @@ class RewardManager:
         self.config = config
         self.services = Services(config)
         self.terms = read_terms(config.terms)
-        self._traceback_logged = False
+        self._rate, self._traceback_logged = NoVerdictRate(config.max_no_verdict_rate), False
         self._custom = config.custom_reward_function.path is not None
         _check_exclusive(config, bool(self.terms))
         self.sources: list[Source] = []
@@ -90,10 +92,9 @@ class RewardManager:
             training: True to normalise terms as ``reward.terms`` configures; validation leaves them unchanged.
 
         Raises:
-            RewardError: a call failed and ``on_error`` is ``stop``, more than ``max_error_rate`` of these failed, or a
-                trajectory's data source has no scorer.
+            RewardError: more responses than ``max_no_verdict_rate`` have no verdict, or a trajectory's data source has no scorer.
         """
-        allowed = self._allowed(len(trajectories))
+        allowed = self._rate.allowed(len(trajectories))
         episode_rewards = [None if self._is_global else _episode_reward(trajectory) for trajectory in trajectories]
         unscored = [
             t
@@ -105,13 +106,13 @@ class RewardManager:
         for trajectory, reward, turn in zip(trajectories, episode_rewards, first_turns(trajectories), strict=True):
             error = _episode_error(trajectory)
             if error is not None:
-                outcomes.append(Outcome(failed(f"the episode failed: {error}")))
+                outcomes.append(Outcome(failed(f"the episode failed: {error}", Cause.EPISODE)))
                 continue
             outcome = next(answered) if reward is None else Outcome(Score(reward))
             if outcome is not None:
                 outcome.score = _checked(_with_episode(outcome.score, trajectory, turn))
             outcomes.append(outcome)
-        self._tolerate(trajectories, outcomes)
+        self._tolerate(trajectories, outcomes, self._rate)
         return [outcome.score for outcome in outcomes if outcome is not None]
 
     def close(self) -> None:
@@ -134,7 +135,7 @@ class RewardManager:
         return ScorerSource(SCORERS.get(str(term.scorer)), term.options, self.config, self.services)
 
     async def _outcomes(self, trajectories: Sequence[Trajectory], allowed: int, training: bool) -> list[Outcome | None]:
-        columns = await asyncio.gather(*(source.outcomes(trajectories, allowed) for source in self.sources))
+        columns = await asyncio.gather(*(self._tried(source, trajectories, allowed) for source in self.sources))
         for column in columns:
             for outcome, trajectory in zip(column, trajectories, strict=True):
                 if outcome is not None and outcome.score.error is None:
@@ -155,37 +156,52 @@ class RewardManager:
             outcomes[number] = Outcome(score, next((o.traceback for o in complete_rows[number] if o.traceback), None))
         return outcomes
 
-    # errors ----------------------------------------------------------------------------------------------------------
+    async def _tried(self, source: Source, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
+        """Return a source's outcomes; responses without a verdict are tried again where the cause may pass."""
+        outcomes = await source.outcomes(trajectories, allowed)
+        for _ in range(self.config.max_retries):
+            rows = [row for row, outcome in enumerate(outcomes) if outcome is not None and _may_pass(outcome.score)]
+            if not rows:
+                break
+            again = await source.outcomes([trajectories[row] for row in rows], allowed)
+            for row, outcome in zip(rows, again, strict=True):
+                outcomes[row] = outcome or outcomes[row]
+        return outcomes
 
-    def _allowed(self, count: int) -> int:
-        """Return how many of ``count`` responses may fail to be scored."""
-        return 0 if self.config.on_error == "stop" else int(self.config.max_error_rate * count + 1e-9)
+    # missing verdicts ------------------------------------------------------------------------------------------------
 
     def _tolerate(
-        self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None], scorer: str | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        outcomes: Sequence[Outcome | None],
+        rate: NoVerdictRate,
+        scorer: str | None = None,
     ) -> None:
-        """Log failures; raise if more than the allowed number failed. ``scorer`` names a scorer that is not a source."""
+        """Log missing verdicts; raise if there are more than allowed. ``scorer`` names a scorer that is not a source."""
         bad = [
             (t, o) for t, o in zip(trajectories, outcomes, strict=True) if o is not None and o.score.error is not None
         ]
+        too_many = rate.add(len(bad), len(outcomes))
         if not bad:
             return
         trajectory, first = bad[0]
-        slow = sum(is_timeout(outcome.score) for _, outcome in bad)
+        causes = Counter(str(outcome.score.cause) for _, outcome in bad)
         scorer = scorer or " and ".join(source.name_of(trajectory) for source in self.sources)
         where = f"data_source '{trajectory.sample.data_source}', row {trajectory.sample.uid}, by {scorer}"
         at_least = "at least " if any(outcome is None for outcome in outcomes) else ""
-        summary = f"{at_least}{len(bad)} of {len(outcomes)} responses could not be scored ({slow} timed out)"
+        shown = ", ".join(f"{count} {cause}" for cause, count in causes.most_common())
+        summary = f"{at_least}{len(bad)} of {len(outcomes)} responses have no verdict ({shown})"
         logger.warning("%s; the first (%s): %s", summary, where, first.score.error)
         self._log_traceback(outcome.traceback for _, outcome in bad)
-        if len(bad) <= self._allowed(len(outcomes)):
+        if not too_many:
             return
         repair = "fix the reward function" if self._custom else "see the first error"
+        longer = f", or reward.timeout={2 * self.config.timeout:g}" if Cause.TIMEOUT in causes else ""
         raise RewardError(
             f"{summary}; the first ({where}): {first.score.error}",
-            why="a missing score counts as 0, which trains the policy on a wrong reward",
-            fix=f"{repair}{f', or reward.timeout={2 * self.config.timeout:g}' if slow else ''}, or accept failures: "
-            "reward.on_error=count reward.max_error_rate=<share>",
+            why=f"reward.max_no_verdict_rate={self.config.max_no_verdict_rate:g} of the latest {rate.counted} responses may lack one; "
+            "the rest would be a biased selection",
+            fix=f"{repair}{longer}, or accept more: reward.max_no_verdict_rate=<share>",
             where="reward",
         )
 
@@ -196,18 +212,8 @@ class RewardManager:
             logger.error("the first traceback of the reward function (later ones are only counted):\n%s", trace)
 
 
-def is_timeout(score: Score) -> bool:
-    """Return whether scoring timed out."""
-    return score.error is not None and score.error.startswith(TIMEOUT)
-
-
-def error_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """Return ``reward/error_rate`` and ``reward/timeout_rate`` of a batch."""
-    count = max(len(scores), 1)
-    return {
-        "reward/error_rate": sum(score.error is not None for score in scores) / count,
-        "reward/timeout_rate": sum(map(is_timeout, scores)) / count,
-    }
+def _may_pass(score: Score) -> bool:
+    return score.cause is not None and Cause(score.cause).may_pass
 
 
 def _check_exclusive(config: RewardConfig, terms: bool) -> None:

@@ -1,4 +1,4 @@
-"""Conversion of a scorer's return value to a :class:`Score`."""
+"""Conversion of a scorer's return value, or of the exception that it raised, to a :class:`Score`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from hone.rewards.score import Score
+from hone.errors import NoVerdict
+from hone.rewards.score import Cause, Score
 from hone.text import valid_data, valid_text
 
-TIMEOUT = "timeout"
-"""First word of ``Score.error`` if scoring timed out."""
 LARGEST = 1e16
 """Largest absolute reward or term: the sum of a million squares of it is finite in float32, in which advantages are computed."""
 MAX_NESTING = 32
@@ -23,9 +22,13 @@ PLACED = ("turn_rewards", "token_rewards")
 def to_score(value: Any) -> Score:
     """Convert the return value of a scorer: a number, or a dict with ``score``.
 
-    Other numeric entries of the dict become terms, the rest is kept as extra. A value that is not a finite number of at most
-    :data:`LARGEST` is an error, never a silent 0.
+    Other numeric entries of the dict become terms, the rest is kept as extra. None, :class:`NoVerdict` and a value that is not a
+    finite number of at most :data:`LARGEST` are no verdict, never a silent 0.
     """
+    if value is None:
+        return failed("returned None", Cause.DECLINED)
+    if isinstance(value, NoVerdict):
+        return failed(f"returned NoVerdict: {value.reason}", Cause(value.cause))
     if isinstance(value, Mapping):
         return _from_mapping(value)
     number = as_number(value)
@@ -37,7 +40,7 @@ def to_score(value: Any) -> Score:
 def to_scores(value: Any, count: int) -> list[Score]:
     """Convert the return value of a function that scored ``count`` responses in one call.
 
-    It must be a sequence of values for :func:`to_score`; otherwise every response is an error.
+    It must be a sequence of values for :func:`to_score`; otherwise no response has a verdict.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, list | tuple) or len(value) != count:
@@ -45,9 +48,14 @@ def to_scores(value: Any, count: int) -> list[Score]:
     return [to_score(entry) for entry in value]
 
 
-def failed(error: str) -> Score:
-    """Return the score of a response whose scoring failed."""
-    return Score(0.0, error=valid_text(error))
+def failed(error: str, cause: Cause = Cause.INVALID) -> Score:
+    """Return the score of a response without a verdict."""
+    return Score(0.0, error=valid_text(error), cause=cause)
+
+
+def failed_by(error: BaseException, shown: str) -> Score:
+    """Return the score of a response whose scoring raised; ``shown`` is the error in one line."""
+    return failed(shown, Cause(error.cause) if isinstance(error, NoVerdict) else Cause.RAISED)
 
 
 def is_usable(number: float) -> bool:
@@ -82,7 +90,8 @@ def _from_mapping(value: Mapping[Any, Any]) -> Score:
         return failed(f"returned a dict without 'score'; it has {sorted(map(str, value))}")
     score = to_score(value["score"]) if not isinstance(value["score"], Mapping) else failed("'score' is a dict")
     if score.error is not None:
-        return failed(score.error.replace("returned", "'score' is", 1))
+        score.error = score.error.replace("returned", "'score' is", 1)
+        return score
     for key, entry in value.items():
         name, number = valid_text(str(key)), as_number(entry)
         if name == "score":

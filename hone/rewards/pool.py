@@ -26,6 +26,7 @@ from hone.errors import ProcessError
 from hone.insight import activity
 from hone.rewards.outcome import failed
 from hone.rewards.process import CallFailed, PoolClosed, WorkerFailed, WorkerLimits, WorkerProcess
+from hone.rewards.score import Score
 from hone.rewards.target import Outcome, Target
 
 MAX_CHUNK = 64
@@ -179,14 +180,14 @@ class WorkerPool:
                     raise WorkerFailed(f"{process.name} answered call {number}, which does not wait for an answer")
                 self._settle(task.job, task.index, outcome)
         except CallFailed as failure:
-            self._blame(list(waiting.values()), process, str(failure))
+            self._blame(list(waiting.values()), process, failed(failure.error, failure.cause))
             return False
         except WorkerFailed as failure:
             self._try_again(list(waiting.values()), process, str(failure))
             return False
         return True
 
-    def _blame(self, tasks: list[_Task], process: WorkerProcess, error: str) -> None:
+    def _blame(self, tasks: list[_Task], process: WorkerProcess, score: Score) -> None:
         """Fail the running call and queue the others again at the front.
 
         Synchronous calls run in order: the first one without a result was running. Any of several asynchronous calls may have
@@ -194,7 +195,7 @@ class WorkerPool:
         """
         if not process.is_async or len(tasks) == 1:
             culprit = tasks.pop(0)
-            self._settle(culprit.job, culprit.index, Outcome(failed(error)))
+            self._settle(culprit.job, culprit.index, Outcome(score))
         self._queue_again([replace(task, single=process.is_async) for task in tasks])
 
     def _try_again(self, tasks: list[_Task], process: WorkerProcess, problem: str) -> None:

@@ -21,16 +21,12 @@ from hone.errors import RewardError
 from hone.insight import activity
 from hone.insight.environment import usable_memory
 from hone.rewards.frames import MAX_ANSWER, NONCE_BYTES, Channel, ChannelError, socket_pair
-from hone.rewards.outcome import TIMEOUT
 from hone.rewards.output import CapturedOutput
+from hone.rewards.score import Cause
 from hone.rewards.target import BROKEN, LoadFailure, Outcome, Ready, Target, decode_result, decode_start
 
 START_TIMEOUT = 180.0
 """Seconds a worker may take to import the reward function's file."""
-ENDED = "the worker process ended"
-"""Beginning of ``Score.error`` if a call ended its process."""
-MEMORY = "memory"
-"""First word of ``Score.error`` if a call needed more memory than allowed."""
 ASYNC_GRACE = 1.0
 """Seconds beyond the limit that a worker gets to cancel its asynchronous calls."""
 _POLL_SECONDS = 0.1
@@ -49,6 +45,10 @@ logger = logging.getLogger("hone.rewards")
 
 class CallFailed(Exception):
     """Error of the running call, which its function caused: a timeout, too much memory, the end of its process."""
+
+    def __init__(self, cause: Cause, error: str) -> None:
+        super().__init__(error)
+        self.cause, self.error = cause, error
 
 
 class WorkerFailed(Exception):
@@ -153,9 +153,9 @@ class WorkerProcess:
                 ) from None
             if code == -signal.SIGKILL:
                 raise WorkerFailed(f"{self.name} was killed from outside, perhaps because memory was out") from None
-            raise CallFailed(f"{ENDED} (exit code {code})") from None
+            raise CallFailed(Cause.CRASH, f"the worker process ended (exit code {code})") from None
         if body is None:
-            raise CallFailed(f"{TIMEOUT}: no answer within {self.target.timeout:g} s")
+            raise CallFailed(Cause.TIMEOUT, f"timeout: no answer within {self.target.timeout:g} s")
         try:
             return decode_result(body)
         except ValueError as error:
@@ -256,8 +256,9 @@ class WorkerProcess:
         used = _resident_bytes(self._popen.pid) + self._child_bytes
         if used > self._memory_bytes:
             raise CallFailed(
-                f"{MEMORY}: the call and its process hold {used / 2**20:.0f} MiB, more than the "
-                f"{self._memory_bytes / 2**20:.0f} MiB of reward.memory_mb"
+                Cause.MEMORY,
+                f"memory: the call and its process hold {used / 2**20:.0f} MiB, more than the "
+                f"{self._memory_bytes / 2**20:.0f} MiB of reward.memory_mb",
             )
 
     def _exit_code(self) -> int | None:

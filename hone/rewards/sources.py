@@ -12,11 +12,11 @@ from typing import Any
 
 from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.data.types import Trajectory
-from hone.errors import RewardError, did_you_mean
+from hone.errors import NoVerdict, RewardError, did_you_mean
 from hone.insight import activity
 from hone.rewards.calls import arguments, batched, batched_with_prompts, run_calls, split, with_prompt
 from hone.rewards.http import JsonService, ServiceError
-from hone.rewards.outcome import failed, to_score, to_scores
+from hone.rewards.outcome import failed, failed_by, to_score, to_scores
 from hone.rewards.pool import WorkerPool
 from hone.rewards.process import ASYNC_GRACE, WorkerLimits
 from hone.rewards.scorers import SCORERS, Scorer, scorer_for
@@ -174,7 +174,7 @@ class RemoteSource(Source):
         try:
             answer = await self.service.post("", {**call, **self.kwargs})
         except ServiceError as error:
-            return Outcome(failed(f"ServiceError: {error}"))
+            return Outcome(failed_by(error, f"ServiceError: {error}"))
         except (TypeError, ValueError) as error:
             return Outcome(failed(f"the arguments are not JSON: {error}"))
         if count is None:
@@ -319,15 +319,15 @@ def _score_here(scorer: Scorer, call: dict[str, Any]) -> Outcome:
     try:
         return Outcome(to_score(scorer.compute(**call)))
     except UNSCORABLE as error:
-        return Outcome(failed(f"{type(error).__name__}: {error}"))
+        return Outcome(failed_by(error, f"{type(error).__name__}: {error}"))
 
 
 async def _score_async(scorer: Scorer, call: dict[str, Any]) -> Outcome:
     try:
         return Outcome(to_score(await scorer.compute(**call)))
     except UNSCORABLE as error:
-        return Outcome(failed(f"{type(error).__name__}: {error}"))
+        return Outcome(failed_by(error, f"{type(error).__name__}: {error}"))
 
 
-UNSCORABLE = (ValueError, TypeError, KeyError, RuntimeError, ArithmeticError)
+UNSCORABLE = (NoVerdict, ValueError, TypeError, KeyError, RuntimeError, ArithmeticError)
 """Exceptions of a built-in scorer for an invalid ground truth or an unavailable service."""

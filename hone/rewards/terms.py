@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
 from hone.config.reward import CustomRewardConfig
 from hone.data.types import Trajectory
 from hone.errors import ConfigError, did_you_mean
-from hone.rewards.outcome import as_number, failed
+from hone.rewards.outcome import as_number
 from hone.rewards.score import Score
 
 NORMALIZATIONS = ("group", "batch")
@@ -89,7 +89,7 @@ def combine(
 def _combined(terms: Sequence[Term], scores: Sequence[Score], values: Sequence[float]) -> Score:
     bad = next(((term, score) for term, score in zip(terms, scores, strict=True) if score.error is not None), None)
     if bad is not None:
-        return failed(_with_term(bad[0].name, str(bad[1].error)))
+        return replace(bad[1], error=_with_term(bad[0].name, str(bad[1].error)))
     combined = Score(0.0)
     for term, score, value in zip(terms, scores, values, strict=True):
         low, high = term.clip or (value, value)

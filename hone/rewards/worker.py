@@ -33,8 +33,8 @@ from typing import Any, NoReturn
 from hone.errors import did_you_mean
 from hone.insight import activity
 from hone.rewards.frames import Channel
-from hone.rewards.outcome import TIMEOUT, failed
-from hone.rewards.score import Score
+from hone.rewards.outcome import failed, failed_by
+from hone.rewards.score import Cause, Score
 from hone.rewards.signatures import Adapted
 from hone.rewards.target import BROKEN, LoadFailure, Ready, Target, encode_result
 from hone.user_code import UserCodeError, last_line, load_file
@@ -255,8 +255,9 @@ async def _run_together(channel: Channel, function: Callable[..., Any], payloads
 
 def _failure(error: BaseException, seconds: float, timeout: float) -> tuple[Score, str | None]:
     if isinstance(error, TimeoutError) and seconds >= timeout:
-        return failed(f"{TIMEOUT}: no answer within {timeout:g} s"), None
-    return failed(last_line(error)), "".join(traceback.format_exception(error))
+        return failed(f"timeout: no answer within {timeout:g} s", Cause.TIMEOUT), None
+    score = failed_by(error, last_line(error))
+    return score, "".join(traceback.format_exception(error)) if score.cause is Cause.RAISED else None
 
 
 def _reply(channel: Channel, number: int, score: Score | list[Score], trace: str | None) -> None:

@@ -27,6 +27,7 @@ from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
 from hone.models.devices import dtype_on
+from hone.rewards.no_verdict import no_verdict_metrics
 from hone.rewards.placement import share_rewards, token_rewards
 from hone.trainers.estimates import estimate
 from hone.trainers.group_filter import GroupMeans
@@ -36,6 +37,7 @@ from hone.trainers.saved_groups import load_groups, save_groups
 from hone.trainers.scoring import TrainingRewards
 from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
+from hone.trainers.verdicts import sort_rows
 from hone.training.preferences import own_pairs
 
 
@@ -82,24 +84,26 @@ class BatchOps:
 
     @dispatch(Split.ZERO, objects=True)
     async def score(self, batch: Batch, *, training: bool) -> Batch:
-        """Return ``score`` of every episode, equal for all its segments; in training with the length penalty."""
+        """Return ``score`` of every episode, equal for all its segments, and ``verdict`` (1 or 0); in training with the length penalty."""
         rewards = self.training_rewards if training else self.rewards
         judged = batch.tensor(JUDGED).tolist() if JUDGED in batch else None
         judgements = batch.objects(JUDGEMENT) if JUDGEMENT in batch else None
         trajectories = batch.objects("trajectory")
-        return Batch(
-            {"score": share_rewards(trajectories, await rewards.score(trajectories, judged, judgements=judgements))}
-        )
+        scores = share_rewards(trajectories, await rewards.score(trajectories, judged, judgements=judgements))
+        if training:
+            answers = [score for score, trajectory in zip(scores, trajectories, strict=True) if trajectory.part == 0]
+            for name, value in no_verdict_metrics(answers).items():
+                self.metrics.add(name, value, **({"weight": len(answers)} if name.endswith("rate") else {}))
+        verdicts = torch.tensor([score.error is None for score in scores], dtype=torch.int64)
+        return Batch({"score": scores, "verdict": verdicts})
 
     @dispatch(Split.ZERO)
-    def broken_groups(self, batch: Batch) -> list[str]:
-        """Return the groups with a failed episode."""
-        return list(
-            dict.fromkeys(uid for uid, broken in zip(batch.uids, batch.tensor("broken"), strict=True) if broken)
-        )
+    def verdicts(self, batch: Batch) -> tuple[list[int], list[int], list[str]]:
+        """Return the rows with and without a verdict, and the groups with too few; see :func:`~hone.trainers.verdicts.sort_rows`."""
+        return sort_rows(batch, max(min(2, self.config.actor_rollout_ref.rollout.n), self.estimator.min_group))
 
     @dispatch(Split.ZERO, objects=True)
-    def values_of(self, batch: Batch, metric: str | None) -> tuple[list[float], list[str] | None]:
+    def values_of(self, batch: Batch, metric: str | None) -> tuple[list[float | None], list[str] | None]:
         """Return the values that dynamic sampling compares; see :func:`values_of`."""
         return values_of(batch, metric)
 
@@ -239,24 +243,31 @@ class BatchOps:
     # reports ---------------------------------------------------------------------------------------------------------
 
     @dispatch(Split.ZERO, objects=True)
-    def report(self, batch: Batch) -> MetricStore:
+    def report(self, batch: Batch, left_out: Batch | None) -> MetricStore:
         """Return all metrics of the batch and those collected during the step."""
         metrics, self.metrics, data = self.metrics, MetricStore(), self.config.data
         batch_metrics(
-            metrics, batch, max_prompt_length=data.max_prompt_length, max_response_length=data.max_response_length
+            metrics,
+            batch,
+            max_prompt_length=data.max_prompt_length,
+            max_response_length=data.max_response_length,
+            left_out=left_out.objects("trajectory") if left_out is not None else (),
         )
         self.invariants.report(metrics)
         return metrics
 
     @dispatch(Split.ZERO, objects=True)
-    def write_rollouts(self, batch: Batch, step: int) -> None:
-        """Write every sample of the step to ``rollouts/``."""
-        self.directory.write_rollouts(step, rollout_records(batch))
+    def write_rollouts(self, batch: Batch, left_out: Batch | None, step: int) -> None:
+        """Write every sample of the step to ``rollouts/``, those without a verdict last."""
+        self.directory.write_rollouts(step, self._records(batch, left_out))
 
     @dispatch(Split.ZERO, objects=True)
-    def records(self, batch: Batch) -> list[dict[str, Any]]:
-        """Return every sample of the step as a record of ``rollouts/``."""
-        return rollout_records(batch)
+    def records(self, batch: Batch, left_out: Batch | None) -> list[dict[str, Any]]:
+        """Return every sample of the step as a record of ``rollouts/``, those without a verdict last."""
+        return self._records(batch, left_out)
+
+    def _records(self, batch: Batch, left_out: Batch | None) -> list[dict[str, Any]]:
+        return rollout_records(batch) + (rollout_records(left_out) if left_out is not None else [])
 
     def _dump(self, name: str, batch: Batch) -> Path:
         """Write a batch that violated an invariant to ``dumps/``."""
@@ -291,13 +302,16 @@ class BatchOps:
         self.published.load_state_dict(state["published"])
 
 
-def values_of(batch: Batch, metric: str | None) -> tuple[list[float], list[str] | None]:
-    """Return the reward (without length penalty) or the term ``metric`` of each row.
+def values_of(batch: Batch, metric: str | None) -> tuple[list[float | None], list[str] | None]:
+    """Return the reward (without length penalty) or the term ``metric`` of each row; None without a verdict.
 
     If no score has that term, also return the names of the existing ones, else None.
     """
     scores = batch.objects("score")
-    values = [score.quality if metric is None else score.terms.get(metric, 0.0) for score in scores]
+    values = [
+        None if score.error is not None else score.quality if metric is None else score.terms.get(metric, 0.0)
+        for score in scores
+    ]
     valid = [score for score in scores if score.error is None]
     if metric is None or not valid or any(metric in score.terms for score in valid):
         return values, None
@@ -305,22 +319,33 @@ def values_of(batch: Batch, metric: str | None) -> tuple[list[float], list[str] 
 
 
 def group_means(batch: Batch) -> dict[str, GroupMeans]:
-    """Return mean reward (None before scoring) and mean response length of each group."""
-    rewards = [score.quality for score in batch.objects("score")] if "score" in batch else None
+    """Return mean reward (None without a verdict) and mean response length of each group."""
+    scores = batch.objects("score") if "score" in batch else [None] * len(batch)
+    rewards = [None if score is None or score.error is not None else score.quality for score in scores]
     lengths = batch.ragged("response_ids").lengths.tolist()
     rows: dict[str, list[int]] = {}
     for row, uid in enumerate(batch.uids):
         rows.setdefault(uid, []).append(row)
     return {
         uid: GroupMeans(
-            None if rewards is None else fmean(rewards[row] for row in members),
+            _mean([rewards[row] for row in members]),
             fmean(lengths[row] for row in members),
         )
         for uid, members in rows.items()
     }
 
 
+def _mean(values: list[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
+
+
 def baselines(batch: Batch, greedy: Batch) -> Tensor:
-    """Return the reward of the greedy response to each row's prompt, ``[B]``."""
-    totals = {uid: score.total for uid, score in zip(greedy.uids, greedy.objects("score"), strict=True)}
-    return torch.tensor([totals[uid] for uid in batch.uids], dtype=torch.float32)
+    """Return the reward of the greedy response to each row's prompt, ``[B]``.
+
+    Without a verdict on it the mean of the other prompts' is the baseline: unbiased too, because it depends on no sampled response.
+    """
+    pairs = zip(greedy.uids, greedy.objects("score"), strict=True)
+    totals = {uid: score.total for uid, score in pairs if score.error is None}
+    mean = fmean(totals.values()) if totals else 0.0
+    return torch.tensor([totals.get(uid, mean) for uid in batch.uids], dtype=torch.float32)

@@ -33,6 +33,7 @@ from hone.generation import ENGINES
 from hone.generation.protocol import Constraint, Engine, SamplingParams
 from hone.hub.resolve import local_files
 from hone.insight.episode_metrics import episode_metrics
+from hone.insight.records import shown_score
 from hone.insight.traces import trace
 from hone.models.devices import dtype_on
 from hone.models.loading import load_policy
@@ -101,7 +102,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         )
         played = answer(samples, engine, context, sampling, n=request.n, seeding=(request.seed, "validation"))
         evaluation = evaluate_answers(played, share_rewards(played, asyncio.run(rewards.score(played))), request.n)
-        evaluation.metrics |= episode_metrics(played, [score.total for score in evaluation.scores])
+        evaluation.metrics |= episode_metrics(played, [score.verdict for score in evaluation.scores])
         return evaluation
     finally:
         rewards.close()
@@ -195,7 +196,9 @@ def report(evaluation: Evaluation, *, show: int, as_json: bool, output: Path | N
     console.print(table)
     errors = sum(score.error is not None for score in evaluation.scores)
     if errors:
-        console.print(f"{errors} of {len(evaluation.scores)} answers could not be scored", style="bold red")
+        console.print(
+            f"{errors} of {len(evaluation.scores)} answers have no verdict, and count nowhere", style="bold red"
+        )
 
 
 def print_answers(answers: Sequence[Trajectory], *, as_json: bool) -> None:
@@ -218,5 +221,5 @@ def print_answers(answers: Sequence[Trajectory], *, as_json: bool) -> None:
 
 def _answer_panel(record: dict[str, Any]) -> Panel:
     body = trace(record) if record["episode"] else f"{record['prompt'] or ''}\n\n{record['text']}"
-    title = f"{record['uid']}  score {record['score']:g}  expected {record['ground_truth']}"
+    title = f"{record['uid']}  {shown_score(record)}  expected {record['ground_truth']}"
     return Panel(Text(body), title=Text(title), title_align="left")

@@ -153,6 +153,17 @@ class GroupBuffer:
             del self._waiting[uid]
         return [self._finished.pop(uid) for uid in self._training]
 
+    def withdraw(self, uid: str) -> None:
+        """Remove a group from the taken batch and free its slot.
+
+        Raises:
+            KeyError: the group is not in the taken batch.
+        """
+        if uid not in self._training:
+            raise KeyError(f"group '{uid}' is not in the taken batch")
+        self._training.remove(uid)
+        del self._admitted_at[uid]
+
     def part_ready(self, count: int) -> bool:
         """Return whether the first ``count`` groups that are not taken yet have finished (``ready_first``: any of them)."""
         return len(self._part(count)) == count

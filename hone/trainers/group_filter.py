@@ -32,8 +32,8 @@ class GroupFilter:
     Args:
         config: config block ``algorithm.filter_groups``.
         score: function that adds the scores to a batch.
-        values_of: function of a scored batch and a metric's name that returns the value of each row. If no score has the metric,
-            it also returns the names of the existing ones.
+        values_of: function of a scored batch and a metric's name that returns the value of each row, None without a verdict. If no
+            score has the metric, it also returns the names of the existing ones.
         batch_size: groups per step.
     """
 
@@ -41,7 +41,7 @@ class GroupFilter:
         self,
         config: FilterGroupsConfig,
         score: Callable[[AnyBatch], Awaitable[AnyBatch]],
-        values_of: Callable[[AnyBatch, str | None], Awaitable[tuple[list[float], list[str] | None]]],
+        values_of: Callable[[AnyBatch, str | None], Awaitable[tuple[list[float | None], list[str] | None]]],
         batch_size: int,
     ) -> None:
         self.config, self.score, self.values_of, self.batch_size = config, score, values_of, batch_size
@@ -67,11 +67,13 @@ class GroupFilter:
         batch = await self.score(batch)
         values, alternatives = await self.values_of(batch, self.config.metric)
         self._check_metric(alternatives)
-        self.judged = list(batch.uids), values
+        pairs = [(uid, value) for uid, value in zip(batch.uids, values, strict=True) if value is not None]
+        self.judged = [uid for uid, _ in pairs], [value for _, value in pairs]
         groups: dict[str, list[float]] = {}
-        for uid, value in zip(batch.uids, values, strict=True):
+        for uid, value in pairs:
             groups.setdefault(uid, []).append(value)
-        evicted = [uid for uid, group_values in groups.items() if len(set(group_values)) == 1]
+        equal = {uid for uid, group_values in groups.items() if len(set(group_values)) == 1 and len(group_values) > 1}
+        evicted = [uid for uid in groups if uid in equal]
         self._evicted.update(groups[uid][0] for uid in evicted)
         self._samples += sum(len(groups[uid]) for uid in evicted)
         self.tried += len(groups)

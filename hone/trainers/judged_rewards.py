@@ -12,9 +12,10 @@ from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.errors import RewardError
 from hone.rewards.manager import RewardManager
+from hone.rewards.no_verdict import NoVerdictRate
 from hone.rewards.outcome import failed
 from hone.rewards.rubric import Rubric
-from hone.rewards.score import Score
+from hone.rewards.score import Cause, Score
 from hone.rewards.scorers import scorer_for
 from hone.rewards.target import Outcome
 
@@ -34,6 +35,7 @@ class JudgedRewards(RewardManager):
     def __init__(self, config: RewardConfig) -> None:
         super().__init__(config)
         self.settings, self.with_rules = config.reward_model, True
+        self._judge_rate = NoVerdictRate(config.max_no_verdict_rate)
 
     @functools.cached_property
     def rubric(self) -> Rubric:
@@ -70,7 +72,7 @@ class JudgedRewards(RewardManager):
         Args:
             trajectories: trajectories to score.
             judged: reward model's score of each; None without a reward model.
-            judgements: texts of a generative reward model; a text without a score is an error.
+            judgements: texts of a generative reward model; a text without a score gives no verdict.
             training: True to normalise terms.
 
         Raises:
@@ -99,15 +101,16 @@ class JudgedRewards(RewardManager):
         judged: Sequence[float],
         judgements: Sequence[str],
     ) -> list[Score]:
-        """Add the judgements to the scores; a judgement without a score is an error, as for a failing scorer."""
+        """Add the judgements to the scores; a judgement without a score gives no verdict, as for a failing scorer."""
         results, outcomes = [], []
         for score, value, judgement in zip(scores, judged, judgements, strict=True):
             result = dataclasses.replace(score, extra=score.extra | {"judgement": judgement[-500:]})
             if not math.isfinite(value):
-                result = failed(score.error or f"the reward model gave {self.rubric.missing(judgement)}")
+                result = failed(f"the reward model gave {self.rubric.missing(judgement)}", Cause.SERVICE)
+                result = result if score.error is None else score
             results.append(result)
             outcomes.append(Outcome(result if score.error is None else Score(0.0)))  # other errors are already counted
-        self._tolerate(trajectories, outcomes, "the reward model")
+        self._tolerate(trajectories, outcomes, self._judge_rate, "the reward model")
         return results
 
     def _combined(self, value: float, rule: Score) -> Score:

@@ -166,11 +166,12 @@ def summarise(
     played: Sequence[Trajectory], scores: Sequence[Score], n: int, generation_seconds: float, reward_seconds: float
 ) -> Pilot:
     """Summarise answers that are ordered in groups of ``n`` per prompt."""
-    passed = [is_right(score) for score in scores]
+    judged = [score for score in scores if score.error is None]
     groups = [
-        [is_pass for _, is_pass in group] for _, group in groupby(zip(played, passed, strict=True), lambda p: p[0].uid)
+        [is_right(score) for _, score in group if score.error is None]
+        for _, group in groupby(zip(played, scores, strict=True), lambda pair: pair[0].uid)
     ]
-    passes = [sum(group) for group in groups]
+    passes = [round(n * sum(group) / len(group)) for group in groups if group] or [0]
     lengths = [len(t.response_ids) for t in played]
     return Pilot(
         prompts=len(groups),
@@ -178,8 +179,8 @@ def summarise(
         prompt_lengths=mean_and_quantiles([len(t.prompt_ids) for t in played]),
         response_lengths=mean_and_quantiles(lengths),
         cut=sum(t.stop_reason is StopReason.LENGTH for t in played) / len(played),
-        pass_rate=sum(passed) / len(passed),
-        reward=sum(score.total for score in scores) / len(scores),
+        pass_rate=sum(map(is_right, judged)) / max(1, len(judged)),
+        reward=sum(score.total for score in judged) / max(1, len(judged)),
         failed=sum(score.error is not None for score in scores) / len(scores),
         dead_groups={size: dead_probability(passes, n, size) for size in GROUP_SIZES},
         generation_seconds=generation_seconds,
@@ -295,7 +296,7 @@ def describe(pilot: Pilot, config: RLConfig) -> str:
             f"pilot: {pilot.prompts} prompts x {pilot.answers} = {count} responses",
             f"  prompt tokens      {shown(pilot.prompt_lengths)}",
             f"  response tokens    {shown(pilot.response_lengths)}; {pilot.cut:.0%} reach the limit",
-            f"  reward             mean {pilot.reward:.3g}, {pilot.pass_rate:.1%} pass (acc is 1, or the reward is above 0), {pilot.failed:.0%} not scored",
+            f"  reward             mean {pilot.reward:.3g}, {pilot.pass_rate:.1%} pass (acc is 1, or the reward is above 0), {pilot.failed:.0%} without a verdict",
             f"  equal rewards      in all n answers to a prompt, which then teaches nothing: {dead}",
             *tools,
             f"  generation         {pilot.generation_seconds:.1f} s, {rate:,.0f} tokens/s",

@@ -16,15 +16,28 @@ from hone.data.types import StopReason, Trajectory
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import trajectory_record
-from hone.rewards.manager import error_metrics
 from hone.rewards.score import Score
 from hone.trainers.split_episodes import is_split
 from hone.training.objectives import declared_metrics
 from hone.training.updates import UpdateResult
 
 
-def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int, max_response_length: int) -> None:
-    """Add metrics of lengths, rewards, advantages, stop reasons, and the gap between engine and trainer."""
+def batch_metrics(
+    metrics: MetricStore,
+    batch: Batch,
+    *,
+    max_prompt_length: int,
+    max_response_length: int,
+    left_out: Sequence[Trajectory] = (),
+) -> None:
+    """Add metrics of lengths, rewards, advantages, stop reasons, and the gap between engine and trainer.
+
+    Args:
+        metrics: store that receives them.
+        batch: trained rows.
+        max_prompt_length, max_response_length: limits in tokens.
+        left_out: trajectories without a verdict, which count in the metrics of episodes and tools alone.
+    """
     mask = batch.ragged("response_mask").values.bool()
     _spread(metrics, "prompt_length", batch.ragged("prompt_ids").lengths.float(), limit=max_prompt_length)
     _spread(metrics, "response_length", batch.ragged("response_ids").lengths.float(), limit=max_response_length)
@@ -45,7 +58,8 @@ def batch_metrics(metrics: MetricStore, batch: Batch, *, max_prompt_length: int,
     episode_scores = [batch.objects("score")[row] for row in first]
     _reward_metrics(metrics, episode_scores, [batch.uids[row] for row in first], scores[first])
     _stop_metrics(metrics, batch.objects("trajectory"))
-    metrics.update(episode_metrics(batch.objects("trajectory"), scores.tolist()))
+    played = [*batch.objects("trajectory"), *left_out]
+    metrics.update(episode_metrics(played, [*scores.tolist(), *[None] * len(left_out)]))
     _mismatch_metrics(metrics, batch, mask)
     metrics.add(
         "perf/total_num_tokens",
@@ -139,7 +153,7 @@ def sample_record(trajectory: Trajectory, score: Score) -> dict[str, Any]:
     messages = trajectory.sample.messages
     return trajectory_record(
         trajectory,
-        score=score.total,
+        score=score.verdict,
         terms=score.terms,
         extra=score.extra,
         error=score.error,
@@ -164,8 +178,6 @@ def _reward_metrics(metrics: MetricStore, scores: Sequence[Score], uids: Sequenc
             terms[name].append(value)
     for name, values in terms.items():
         metrics.add(f"reward/{name}/mean", sum(values) / len(values))
-    for name, share in error_metrics(scores).items():
-        metrics.add(name, share)
     groups: dict[str, set[float]] = defaultdict(set)
     for uid, reward in zip(uids, rewards.tolist(), strict=True):
         groups[uid].add(reward)

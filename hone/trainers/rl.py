@@ -17,6 +17,7 @@ holds its columns; with ``ray`` they are processes on a cluster and a batch hold
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ from hone.trainers.streaming import streamed_stages
 from hone.trainers.update_view import learnt_tokens
 from hone.trainers.validation_task import ValidationTask
 from hone.trainers.validator import Validator
+from hone.trainers.verdicts import too_few_in, with_verdicts
 
 
 def train(config: RLConfig, program: type[RLTrainer] | None = None) -> int:
@@ -125,11 +127,11 @@ class RLTrainer:
         if filtering.enable:
             score, values_of = self.episodes.score, self.batch_ops.values_of
             self.group_filter = GroupFilter(filtering, score, values_of, config.data.train_batch_size)
-        n, agent = config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.rollout.agent
         self.validation: ValidationTask | None = None
         if self.spec.asynchronous and keys.validation_share and self.validator.dataset is not None:
             limit = self.episodes.limit_validation
             self.validation = ValidationTask(self._validate_and_log, limit, keys.validation_share)
+        self.left_out: list[AnyBatch] = []  # rows of the step without a verdict
         self._validation_missing = False  # the checkpoint is of a step whose validation had not ended
         self.rollouter = Rollouter(
             dataset,
@@ -137,13 +139,13 @@ class RLTrainer:
             self._play,
             self.buffer,
             CoverageLedger(self.session.directory.coverage),
-            n=n,
+            n=config.actor_rollout_ref.rollout.n,
             seed=config.trainer.seed,
             means=self.batch_ops.group_means,
             group_filter=self.group_filter,
-            broken_in=self.broken_groups if agent.on_error == "drop" else None,
-            max_error_rate=agent.max_error_rate,
-            score=self._scored if self.spec.asynchronous else None,
+            too_few_in=functools.partial(too_few_in, self.batch_ops),
+            max_no_verdict_rate=config.reward.max_no_verdict_rate,
+            score=self.scored if self.spec.asynchronous else None,
             partial_rollouts=keys.partial_rollouts,
             validation=self.validation,
         )
@@ -156,10 +158,6 @@ class RLTrainer:
         """Return the roles of the run in order of creation."""
         return [*model_roles(self.config), RoleSpec("work", BatchOps)]
 
-    async def broken_groups(self, batch: AnyBatch) -> list[str]:
-        """Return the groups with a failed episode."""
-        return await self.batch_ops.broken_groups(batch.select("uid", "broken"))
-
     async def _play(self, samples: Sequence[Sample], seeding: tuple[Any, ...]) -> AnyBatch:
         """Play ``rollout.n`` episodes of each sample."""
         n = self.config.actor_rollout_ref.rollout.n
@@ -168,11 +166,13 @@ class RLTrainer:
             return await self.episodes.play_group(sample, self.sampling, n=n, seeding=seeding)
         return await self.episodes.play(samples, self.sampling, n=n, seeding=seeding)
 
-    async def _scored(self, batch: AnyBatch) -> AnyBatch:
+    async def scored(self, batch: AnyBatch) -> AnyBatch:
         """Score every trajectory, and report the rewards to a sampler that learns from them."""
         batch = await self.episodes.score(batch)
         if self.sampler.learns:
-            self.rollouter.report(batch.uids, (await self.batch_ops.values_of(batch, None))[0])
+            values, _ = await self.batch_ops.values_of(batch, None)
+            pairs = [(uid, value) for uid, value in zip(batch.uids, values, strict=True) if value is not None]
+            self.rollouter.report([uid for uid, _ in pairs], [value for _, value in pairs])
         return batch
 
     def _optional(self, role: str) -> Group | None:
@@ -252,13 +252,15 @@ class RLTrainer:
         self.metrics.add("training/staleness", max(self.buffer.staleness(group) for group in self.groups))
         if self.group_filter is not None:
             self.group_filter.report(self.metrics)
-        if self.rollouter.broken_in is not None:
-            self.metrics.add("episode/dropped_groups", self.rollouter.dropped)
+        self.metrics.add("training/no_verdict_groups", self.rollouter.dropped)
 
     async def score(self, batch: AnyBatch) -> AnyBatch:
-        """Score every trajectory, unless its group has been scored already; the reward is placed on its last token."""
-        if "score" not in batch:
-            batch = await self._scored(batch)
+        """Score every trajectory, unless its group has been scored already; rows without a verdict leave the batch.
+
+        The reward is placed on a response's last token.
+        """
+        batch, left_out = await with_verdicts(self, batch)
+        self.left_out += left_out
         return batch.updated(await self.batch_ops.place_rewards(batch))
 
     async def greedy_baseline(self, batch: AnyBatch) -> AnyBatch:
@@ -408,13 +410,14 @@ class RLTrainer:
         """Run the stages of a step, then validation if due and not a task of its own; return the metrics."""
         started, trainer = time.perf_counter(), self.config.trainer
         self.runtime.begin_step(derive_seed(trainer.seed, "step", self.step))
-        self.metrics = MetricStore()
+        self.metrics, self.left_out = MetricStore(), []
         batch = await run_stages(self.stages(), self.metrics)
-        self.metrics.merge(await self.batch_ops.report(batch))
+        left_out = concat_batches(self.left_out) if self.left_out else None
+        self.metrics.merge(await self.batch_ops.report(batch, left_out))
         if trainer.rollout_dump_freq and (self.step == 1 or self.step % trainer.rollout_dump_freq == 0):
-            await self.batch_ops.write_rollouts(batch, self.step)
+            await self.batch_ops.write_rollouts(batch, left_out, self.step)
         if self.session.wants_samples:
-            self.session.samples(self.step, await self.batch_ops.records(batch))
+            self.session.samples(self.step, await self.batch_ops.records(batch, left_out))
         self.rollouter.ledger.write(self.step)
         self.metrics.update(coverage_metrics(self.rollouter.ledger))
         self.metrics.add("training/global_step", self.step)

@@ -28,9 +28,9 @@ from hone.cluster.runtime import AnyBatch
 from hone.data.prompts import PromptDataset
 from hone.data.sampler import EpochSampler
 from hone.data.types import Sample
-from hone.errors import EpisodeError
+from hone.errors import RewardError
 from hone.insight import activity
-from hone.insight.coverage import EQUAL_ANSWERS, CoverageLedger, Stage
+from hone.insight.coverage import EQUAL_ANSWERS, NO_VERDICT, CoverageLedger, Stage
 from hone.trainers.group_buffer import Group, GroupBuffer
 from hone.trainers.group_filter import GroupFilter, GroupMeans
 from hone.trainers.validation_task import ValidationTask
@@ -54,16 +54,15 @@ class Rollouter:
         n: responses per prompt.
         seed: run seed; every response draws from (seed, step, row, index).
         group_filter: filter that selects finished groups to replace by new prompts; None keeps all.
-        broken_in: function that returns the groups of a batch with a failed episode, which are replaced by new prompts. None if a
-            failed episode ends the run.
-        max_error_rate: largest share of a step's groups that may be replaced this way. Asynchronous rollout may finish more groups in
-            a step than a batch has; then it is a share of those.
+        too_few_in: function that returns the groups of a scored batch with too few verdicts, which are replaced by new prompts.
+        max_no_verdict_rate: largest share of a step's groups that may be replaced this way. Asynchronous rollout may finish more groups
+            in a step than a batch has; then it is a share of those.
         score: function that scores finished groups in asynchronous training.
         partial_rollouts: let new weights interrupt the groups under way instead of waiting for them.
         validation: validation during training, for which new weights wait.
 
     Attributes:
-        dropped: number of groups replaced in this step because of a failed episode.
+        dropped: number of groups replaced in this step because they had too few verdicts.
     """
 
     def __init__(
@@ -77,9 +76,9 @@ class Rollouter:
         n: int,
         seed: int,
         means: Callable[[AnyBatch], Awaitable[dict[str, GroupMeans]]],
+        too_few_in: Callable[[AnyBatch], Awaitable[list[str]]],
+        max_no_verdict_rate: float,
         group_filter: GroupFilter | None = None,
-        broken_in: Callable[[AnyBatch], Awaitable[list[str]]] | None = None,
-        max_error_rate: float = 0.0,
         score: Score | None = None,
         partial_rollouts: bool = False,
         validation: ValidationTask | None = None,
@@ -87,8 +86,8 @@ class Rollouter:
         self.dataset, self.sampler, self.play, self.buffer = dataset, sampler, play, buffer
         self.ledger, self._means, self._partial_rollouts = ledger, means, partial_rollouts
         self.n, self.seed = n, seed
-        self.group_filter, self.broken_in, self.max_error_rate = group_filter, broken_in, max_error_rate
-        self.dropped = self._unbroken = 0
+        self.group_filter, self._too_few_in, self._max_no_verdict_rate = group_filter, too_few_in, max_no_verdict_rate
+        self.dropped = self._judged = 0
         self._score, self._validation = score, validation
         self._row_of: dict[str, int] = {}  # row of each uid, filled on first use
         self._drawn: deque[tuple[int, int]] = deque()  # row and draw of the ledger, not played yet
@@ -106,9 +105,9 @@ class Rollouter:
 
         Raises:
             ConfigError: too many groups without learning signal had to be replaced.
-            EpisodeError: too many groups had a failed episode.
+            RewardError: too many groups had too few verdicts.
         """
-        self.dropped = self._unbroken = 0
+        self.dropped = self._judged = 0
         if self.group_filter:
             self.group_filter.begin()
         if self._score is None:
@@ -266,45 +265,71 @@ class Rollouter:
 
     async def _produce(self, samples: Sequence[Sample], seeding: tuple[Any, ...]) -> None:
         """Play prompts, and store their groups in the buffer; those without use free their slots."""
-        batch = await self._without_broken(samples, await self.play(samples, seeding))
-        samples, evicted = [sample for sample in samples if sample.uid in set(batch.uids)], []
-        if self.group_filter is not None and samples:
+        batch, evicted = await self.play(samples, seeding), []
+        if self.group_filter is not None:
             batch, evicted = await self.group_filter.judge(batch)
             if self.sampler.learns:
                 self.report(*self.group_filter.judged)
-        elif self._score is not None and samples:
+        elif self._score is not None:
             batch = await self._score(batch)
+        dropped = await self._too_few(batch) if self.group_filter is not None or self._score is not None else []
         rows = rows_by_uid(batch.uids)
-        means = await self._means(batch) if evicted else {}
+        means = await self._means(batch) if evicted or dropped else {}
         for sample in samples:
             self.buffer.put(sample, batch.reorder(rows[sample.uid]))
             self.ledger.finish(self.ledger.admitted(sample.uid))
-        for uid in evicted:
+        for uid in dropped:
+            self.buffer.evict(uid)
+            self.ledger.failed(self.ledger.admitted(uid), NO_VERDICT, *means[uid])
+        for uid in set(evicted) - set(dropped):
             self.buffer.evict(uid)
             self.ledger.filtered(self.ledger.admitted(uid), EQUAL_ANSWERS, *means[uid])
 
-    async def _without_broken(self, samples: Sequence[Sample], batch: AnyBatch) -> AnyBatch:
-        """Remove groups with failed episodes from a batch and free their slots for the next prompts."""
-        broken = set(await self.broken_in(batch)) if self.broken_in is not None else set()
-        self._unbroken += len(samples) - len(broken)
-        if not broken:
-            return batch
-        self.dropped += len(broken)
-        if self.dropped > self.max_error_rate * max(self.buffer.groups_per_batch, self._unbroken):
-            raise EpisodeError(
-                f"{self.dropped} groups had a failed episode in one step of {self.buffer.groups_per_batch} groups",
-                why=f"agent.max_error_rate={self.max_error_rate:g} of a step's groups may be replaced; beyond that the rest would be a "
-                "biased selection of easy prompts",
-                fix="fix the cause (the log has each error), or raise actor_rollout_ref.rollout.agent.max_error_rate",
-                where="actor_rollout_ref.rollout.agent",
+    async def replace(self, batch: AnyBatch, step: int) -> tuple[list[str], list[Group]] | None:
+        """Replace the groups of the taken batch that have too few verdicts; the new ones are not scored yet.
+
+        Args:
+            batch: scored groups of the taken batch.
+            step: number of the step.
+
+        Returns:
+            Uids of the replaced groups, and the new groups; None if no group had to be replaced.
+
+        Raises:
+            RewardError: too many groups had too few verdicts.
+        """
+        dropped = await self._too_few(batch)
+        if not dropped:
+            return None
+        means = await self._means(batch)
+        for uid in dropped:
+            self.buffer.withdraw(uid)
+            self.ledger.failed(self.ledger.admitted(uid), NO_VERDICT, *means[uid])
+        samples = self._draw(len(dropped))
+        self.buffer.admit([sample.uid for sample in samples])
+        await self._produce(samples, (self.seed, "rollout", step))
+        groups = self.buffer.take_part(len(samples))
+        self._training = [group for group in self._training if group.uid not in dropped] + groups
+        return dropped, groups
+
+    async def _too_few(self, batch: AnyBatch) -> list[str]:
+        """Return the groups of a scored batch with too few verdicts, and count them.
+
+        Raises:
+            RewardError: too many groups had too few verdicts.
+        """
+        dropped = await self._too_few_in(batch)
+        self.dropped += len(dropped)
+        self._judged += len(set(batch.uids)) - len(dropped)
+        if self.dropped > self._max_no_verdict_rate * max(self.buffer.groups_per_batch, self._judged):
+            raise RewardError(
+                f"{self.dropped} groups had too few responses with a verdict in one step of {self.buffer.groups_per_batch} groups",
+                why=f"reward.max_no_verdict_rate={self._max_no_verdict_rate:g} of a step's groups may be replaced; beyond that the rest "
+                "would be a biased selection of easy prompts",
+                fix="fix the cause (the log has each error), or raise reward.max_no_verdict_rate",
+                where="reward.max_no_verdict_rate",
             )
-        rows, means = rows_by_uid(batch.uids), await self._means(batch)
-        for sample in samples:
-            if sample.uid in broken:
-                self.buffer.put(sample, batch.reorder(rows[sample.uid]))
-                self.buffer.evict(sample.uid)
-                self.ledger.failed(self.ledger.admitted(sample.uid), "failed episode", *means[sample.uid])
-        return batch.reorder([row for uid, group_rows in rows.items() if uid not in broken for row in group_rows])
+        return dropped
 
     def report(self, uids: Sequence[str], rewards: Sequence[float]) -> None:
         """Report the mean reward of each row, clamped to 0..1, to the sampler."""

@@ -37,13 +37,14 @@ def evaluate_answers(trajectories: Sequence[Trajectory], scores: Sequence[Score]
     answers = [(t, score) for t, score in zip(trajectories, scores, strict=True) if t.part == 0]
     sources, uids = [t.sample.data_source for t, _ in answers], [t.uid for t, _ in answers]
     metrics = validation_metrics(sources, uids, score_columns([score for _, score in answers]), n)
+    metrics["val-aux/no_verdict_rate"] = sum(score.error is not None for _, score in answers) / max(1, len(answers))
     return Evaluation(metrics, trajectories, scores)
 
 
 def score_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
-    """Return column ``reward`` and one for every term and extra, with None for missing values."""
+    """Return column ``reward`` and one for every term and extra, with None for missing values and without a verdict."""
     names = {name for score in scores for name in (*score.terms, *score.extra)}
-    columns: dict[str, list[Any]] = {"reward": [score.total for score in scores]}
+    columns: dict[str, list[Any]] = {"reward": [None if score.error is not None else score.total for score in scores]}
     for name in sorted(names - {"reward"}):
         columns[name] = [score.terms.get(name, score.extra.get(name)) for score in scores]
     return columns

@@ -142,7 +142,7 @@ def test_tools_are_called_and_a_broken_one_drops_its_group(game: Path, run, tmp_
         "data.max_response_length=100",
         "actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=12",
         "actor_rollout_ref.rollout.agent.on_error=drop",
-        "actor_rollout_ref.rollout.agent.max_error_rate=0.5",
+        "reward.max_no_verdict_rate=0.5",
         f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path}/tools.yaml",
         "data.train_batch_size=6",
         "actor_rollout_ref.actor.ppo_mini_batch_size=6",
@@ -156,8 +156,10 @@ def test_tools_are_called_and_a_broken_one_drops_its_group(game: Path, run, tmp_
     ended = run(*arguments)
     assert ended.code == 0, ended.output
     rows = metrics(tmp_path / "run")
-    assert sum(row["episode/dropped_groups"] for row in rows) == 2 and "no connection" in ended.output
+    assert sum(row["training/no_verdict_groups"] for row in rows) == 2 and "no connection" in ended.output
     assert all(row["tool/success_rate"] == 1 and row["tool/calls/mean"] == 1 for row in rows)
     first = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
-    assert [record["uid"] for record in first[::2]] == [f"rows:{n}" for n in (0, 1, 2, 4, 5, 6)]
+    trained = [record for record in first if record["error"] is None]
+    assert [record["uid"] for record in trained[::2]] == [f"rows:{n}" for n in (0, 1, 2, 4, 5, 6)]
+    assert {record["uid"] for record in first if record["error"] is not None} == {"rows:3"}
     assert all(record["episode"]["tool_calls"][0]["result"] == "42" for record in first)

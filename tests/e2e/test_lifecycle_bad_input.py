@@ -140,13 +140,15 @@ def test_a_reward_function_that_fails_now_and_then_is_counted(train, tmp_path):
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{body}\n"
     )
     path = "reward.custom_reward_function.path=reward.py"
-    ended = train(path, "reward.max_error_rate=1.0")
+    ended = train(path, "reward.max_no_verdict_rate=1.0")
     assert ended.code == 0, ended.output
-    assert 0 < metrics(tmp_path / "run")[-1]["reward/error_rate"] < 1
+    assert 0 < metrics(tmp_path / "run")[-1]["reward/no_verdict_rate"] < 1
     assert "ill" in ended.output, "the first traceback is in the log"
-    stopped = train(path, "reward.on_error=stop", "preflight.reward_rows=0", "trainer.default_local_dir=stopped")
+    stopped = train(
+        path, "reward.max_no_verdict_rate=0", "preflight.reward_rows=0", "trainer.default_local_dir=stopped"
+    )
     assert stopped.code == 2
-    assert "reward.on_error=count" in stopped.message
+    assert "reward.max_no_verdict_rate=" in stopped.message
 
 
 def can_mount() -> bool:

@@ -289,7 +289,7 @@ def test_a_language_model_judges_in_words(world: World, run, tmp_path: Path):
     assert ended.code == 0, ended.output
     (row,) = (row for row in metrics(tmp_path / "run") if "reward/rm/mean" in row)
     assert row["reward/rm/mean"] == pytest.approx(0.7) and row["critic/score/mean"] == pytest.approx(1.4)
-    assert row["reward/error_rate"] == 0 and "reward/rule/mean" in row
+    assert row["reward/no_verdict_rate"] == 0 and "reward/rule/mean" in row
     assert all("Score: 7" in json.dumps(record) for record in records(tmp_path / "run", 1))
 
 

@@ -58,7 +58,7 @@ def chat(text: str) -> tuple[int, Any]:
 
 def judged(url: str, **settings: Any) -> RewardConfig:
     judge = JudgeConfig(base_url=f"{url}/v1", model="grader", **settings)
-    return RewardConfig(scorer="llm_judge", judge=judge, timeout=10.0, max_error_rate=1.0)
+    return RewardConfig(scorer="llm_judge", judge=judge, timeout=10.0, max_no_verdict_rate=1.0, max_retries=0)
 
 
 def test_a_judge_is_asked_once_for_each_thing_and_its_cost_is_counted(tmp_path: Path, monkeypatch) -> None:
@@ -108,7 +108,7 @@ def test_a_busy_judge_is_asked_again_and_one_that_is_away_is_a_counted_error() -
         raises(RewardError, "1 of 1"),
     ):
         config = judged(url)
-        config.on_error = "stop"
+        config.max_no_verdict_rate = 0.0
         score(config, [trajectory("a")])
 
 
@@ -148,7 +148,8 @@ def test_a_remote_function_gets_the_arguments_and_answers_as_a_function_would() 
     with serve(answer) as (url, seen):
         custom = CustomRewardConfig(path=f"{url}/score", reward_kwargs={"scale": 0.5})
         results = score(
-            RewardConfig(custom_reward_function=custom, max_error_rate=1.0), [trajectory("abc"), trajectory("bad")]
+            RewardConfig(custom_reward_function=custom, max_no_verdict_rate=1.0, max_retries=0),
+            [trajectory("abc"), trajectory("bad")],
         )
     assert results[0].total == 1.5 and results[0].terms == {"acc": 1.0} and results[0].extra == {"pred": "1"}
     assert "without 'score'" in str(results[1].error)
@@ -206,7 +207,7 @@ def test_one_call_scores_a_batch_and_fails_as_one(tmp_path: Path) -> None:
         "            for s in solution_strs]\n"
     )
     custom = CustomRewardConfig(path=str(path), reward_kwargs={"scale": 2})
-    config = RewardConfig(custom_reward_function=custom, reward_manager="batch", max_error_rate=1.0)
+    config = RewardConfig(custom_reward_function=custom, reward_manager="batch", max_no_verdict_rate=1.0, max_retries=0)
     manager = RewardManager(config)
     try:
 
@@ -276,7 +277,9 @@ def test_code_is_scored_by_its_tests_and_does_not_score_itself() -> None:
     by_name = dict(zip(CASES, results, strict=True))
     assert by_name["never ends"].terms["timeout"] == 1.0 and by_name["never ends"].error is None
     assert by_name["half right"].terms["acc"] == 0.0 and "not '16'" in by_name["half right"].extra["fault"]
-    (result,) = score(RewardConfig(scorer="code", max_error_rate=1.0), [trajectory(fenced("1"), None)])
+    (result,) = score(
+        RewardConfig(scorer="code", max_no_verdict_rate=1.0, max_retries=0), [trajectory(fenced("1"), None)]
+    )
     assert "ground_truth" in str(result.error)
 
 
@@ -324,7 +327,9 @@ def fusion(path: str, body: Any) -> tuple[int, Any]:
 def test_a_sandbox_server_runs_the_same_tests() -> None:
     with serve(fusion) as (url, seen):
         config = RewardConfig(
-            sandbox_fusion=SandboxFusionConfig(url=f"{url}/run_code", memory_limit_mb=256), max_error_rate=1.0
+            sandbox_fusion=SandboxFusionConfig(url=f"{url}/run_code", memory_limit_mb=256),
+            max_no_verdict_rate=1.0,
+            max_retries=0,
         )
         names = ("right program", "a function", "assertions", "no program")
         truth = {"inputs": [""], "outputs": ["1"]}

@@ -19,7 +19,8 @@ from support.patience import SOON
 from hone.config.reward import CustomRewardConfig, RewardConfig
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
-from hone.rewards.manager import RewardManager, error_metrics
+from hone.rewards.manager import RewardManager
+from hone.rewards.no_verdict import no_verdict_metrics
 from hone.rewards.score import Score
 
 FUNCTIONS = """
@@ -84,7 +85,7 @@ def config(tmp_path: Path, name: str, code: str = FUNCTIONS, **changes: Any) -> 
     path = tmp_path / "my_reward.py"
     path.write_text(code)
     kwargs = changes.pop("reward_kwargs", {})
-    settings = {"timeout": TIMEOUT, "max_error_rate": 1.0} | changes
+    settings = {"timeout": TIMEOUT, "max_no_verdict_rate": 1.0, "max_retries": 0} | changes
     return RewardConfig(custom_reward_function=CustomRewardConfig(str(path), name, kwargs), **settings)
 
 
@@ -132,9 +133,16 @@ def test_each_failure_costs_one_counted_error_and_the_rest_is_right(tmp_path: Pa
             number = float(word)
             assert (result.total, result.terms, result.error) == (number, {"double": 2 * number}, None)
             assert result.extra["pred"] == word and result.extra["thing"].startswith("<module 'threading'")
-    assert error_metrics(scores) == {"reward/error_rate": 12 / 52, "reward/timeout_rate": 3 / 52}
+    assert no_verdict_metrics(scores) == {
+        "reward/no_verdict_rate": 12 / 52,
+        "reward/no_verdict/declined": 1,
+        "reward/no_verdict/raised": 2,
+        "reward/no_verdict/invalid": 4,
+        "reward/no_verdict/timeout": 3,
+        "reward/no_verdict/crash": 2,
+    }
     assert time.monotonic() - begun < 6 * TIMEOUT  # two workers, three time-outs
-    assert mentioned("12 of 52", caplog.text) and mentioned("(3", caplog.text)
+    assert mentioned("12 of 52", caplog.text) and mentioned("3 timeout", caplog.text)
     assert caplog.text.count("Traceback") == 1 and "boom" in caplog.text
 
 
@@ -182,20 +190,20 @@ def test_a_manager_serves_many_event_loops_and_empty_batches(tmp_path: Path) -> 
         assert asyncio.run(rewards.score([])) == []
 
 
-def test_on_error_stop_ends_at_the_first_error(tmp_path: Path) -> None:
+def test_a_rate_of_zero_ends_the_run_at_the_first_error(tmp_path: Path) -> None:
     words = ["1", "raise", *["sleep"] * 50]
     begun = time.monotonic()
     with raises(RewardError, "ValueError: boom") as caught:
-        score(config(tmp_path, "sync", on_error="stop", timeout=100.0, num_workers=2), words)
+        score(config(tmp_path, "sync", max_no_verdict_rate=0.0, timeout=100.0, num_workers=2), words)
     assert time.monotonic() - begun < 15
-    assert "row val:1" in str(caught.value) and "reward.on_error=count" in caught.value.fix
+    assert "row val:1" in str(caught.value) and "reward.max_no_verdict_rate=" in caught.value.fix
 
 
 def test_too_many_errors_end_the_run(tmp_path: Path) -> None:
-    words = ["1"] * 5 + ["nan"] * 5
-    assert sum(s.error is not None for s in score(config(tmp_path, "sync", max_error_rate=0.5), words)) == 5
-    with raises(RewardError, "6 of 11"):
-        score(config(tmp_path, "sync", max_error_rate=0.5), [*words, "nan"])
+    words = ["1"] * 10 + ["nan"] * 10
+    assert sum(s.error is not None for s in score(config(tmp_path, "sync", max_no_verdict_rate=0.5), words)) == 10
+    with raises(RewardError, "11 of 21"):
+        score(config(tmp_path, "sync", max_no_verdict_rate=0.5), [*words, "nan"])
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.errors import ConfigError
+from hone.errors import ConfigError, NoVerdict
 
 OPEN_SECONDS = 10.0
 """Seconds that a server has to accept a connection."""
@@ -21,7 +21,7 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 WHERE = "extra_info.environment.options"
 
 
-class OpenEnvError(Exception):
+class OpenEnvError(NoVerdict):
     """Error of an OpenEnv server or of the connection to it."""
 
 

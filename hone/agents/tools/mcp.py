@@ -11,7 +11,7 @@ from typing import Any
 
 from hone.agents.messages import text_of_parts
 from hone.agents.tools.base import Tool, ToolError, ToolResult
-from hone.errors import ConfigError, did_you_mean
+from hone.errors import ConfigError, NoVerdict, did_you_mean
 
 START_SECONDS = 30.0
 _OPTIONS = {"stdio": ("command", "args", "env", "cwd"), "http": ("url",)}
@@ -43,15 +43,23 @@ class McpServer:
         atexit.register(self.close)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call the server's tool ``name`` and return its answer."""
+        """Call the server's tool ``name`` and return its answer.
+
+        Raises:
+            NoVerdict: the connection is lost, or cannot be opened again.
+        """
         if self._holding is None or self._holding.done():
-            await asyncio.to_thread(self._connect)
+            try:
+                await asyncio.to_thread(self._connect)
+            except ConfigError as error:
+                raise NoVerdict(error.what) from error
         future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
         try:
             return await asyncio.wrap_future(future)
         except Exception as error:
             if _is_closed(error):
                 await asyncio.to_thread(self._disconnect)
+                raise NoVerdict(f"the connection to the MCP server '{self._name}' was closed") from error
             raise
 
     def close(self) -> None:

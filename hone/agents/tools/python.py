@@ -45,10 +45,11 @@ class PythonTool(Tool):
 
         Raises:
             ToolError: the program was stopped at a limit.
+            NoVerdict: the sandbox failed.
         """
-        result = await self.sandbox.run(arguments["code"])
+        result = (await self.sandbox.run(arguments["code"])).checked()
         if result.ending is not Ending.FINISHED:
-            raise ToolError(f"the program was stopped: {result.error or result.ending.value}")
+            raise ToolError(f"the program was stopped: {result.ending.value}")
         if result.succeeded:
             return result.stdout or "(nothing was printed)"
         return f"{result.stdout}\n{result.stderr}".strip()

@@ -21,7 +21,7 @@ from hone.agents.tools.base import Schema, Tool, ToolError, ToolResult
 from hone.agents.tools.truncation import truncate
 from hone.config.agents import MultiTurnConfig
 from hone.data.episode_log import CallRecord, CallStatus
-from hone.errors import ConfigError, DataError, HoneError, did_you_mean
+from hone.errors import ConfigError, DataError, HoneError, NoVerdict, did_you_mean
 from hone.text import valid_text
 
 log = logging.getLogger("hone.agents.tools")
@@ -245,6 +245,9 @@ class ToolSession:
                 answer = _Answer(CallStatus.TIMEOUT, f"error: no answer within {limit:g} seconds", None, attempt)
             except HoneError:
                 raise
+            except NoVerdict:  # the tool itself is broken: what the model would do next says nothing about it
+                if attempt == tries:
+                    raise
             except Exception as error:  # noqa: BLE001 - a tool may raise anything; the model receives the error, and it is counted
                 log.debug("tool %s", tool.name, exc_info=error)
                 answer = _Answer(CallStatus.ERROR, f"error: {type(error).__name__}: {error}", None, attempt)

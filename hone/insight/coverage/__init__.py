@@ -11,6 +11,14 @@ So the fates and the open draws always add up to the number of draws.
 checks it, :mod:`~.bias` compares dropped with trained prompts, :mod:`~.report` and :mod:`~.picture` show the result.
 """
 
-from hone.insight.coverage.ledger import EQUAL_ANSWERS, CoverageLedger, Fate, OpenDraw, Stage, coverage_metrics
+from hone.insight.coverage.ledger import (
+    EQUAL_ANSWERS,
+    NO_VERDICT,
+    CoverageLedger,
+    Fate,
+    OpenDraw,
+    Stage,
+    coverage_metrics,
+)
 
-__all__ = ["EQUAL_ANSWERS", "CoverageLedger", "Fate", "OpenDraw", "Stage", "coverage_metrics"]
+__all__ = ["EQUAL_ANSWERS", "NO_VERDICT", "CoverageLedger", "Fate", "OpenDraw", "Stage", "coverage_metrics"]

@@ -14,6 +14,9 @@ from hone.insight.step_lines import StepLines
 EQUAL_ANSWERS = "all answers equally good"
 """Filter reason of dynamic sampling. It selects by reward, so a difference in reward is by design."""
 
+NO_VERDICT = "too few verdicts"
+"""Reason of a failed draw: fewer than two of its episodes could be judged."""
+
 
 class Stage(StrEnum):
     """Stage of an open draw."""
@@ -135,7 +138,7 @@ class CoverageLedger:
         self._end(draw, Fate.FILTERED, reason=reason, reward=reward, tokens=tokens)
 
     def failed(self, draw: int, reason: str, reward: float | None = None, tokens: float | None = None) -> None:
-        """Record the fate of an admitted draw with a failed episode; give what is known of reward and tokens."""
+        """Record the fate of an admitted draw whose group failed, such as :data:`NO_VERDICT`; give what is known of reward and tokens."""
         self._end(draw, Fate.FAILED, reason=reason, reward=reward, tokens=tokens)
 
     def too_old(

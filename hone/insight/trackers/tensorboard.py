@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hone.insight.records import shown_score
 from hone.insight.samples import SampleQuery, read_samples, steps_with_samples
 from hone.insight.trackers.base import TRACKERS, RunInfo, require
 
@@ -64,7 +65,7 @@ def samples_table(folder: Path, step: int) -> str:
     """Return some samples of a step as a Markdown table."""
     samples = read_samples(folder, SampleQuery(step, limit=SHOWN))
     rows = [
-        [record.get("prompt") or "", record["text"], str(record["ground_truth"]), f"{record['score']:g}"]
+        [record.get("prompt") or "", record["text"], str(record["ground_truth"]), shown_score(record)]
         for record in samples.shown
     ]
     lines = ["| prompt | answer | expected | score |", "|---|---|---|---|"]

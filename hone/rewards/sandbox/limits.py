@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hone.errors import NoVerdict
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -50,6 +52,12 @@ class Ending(StrEnum):
     """The sandbox itself failed, so the program's result is unknown."""
 
 
+class SandboxFailed(NoVerdict):
+    """Error of a sandbox that failed itself, so that the program's result is unknown."""
+
+    cause = "sandbox"
+
+
 @dataclass(frozen=True)
 class Result:
     """Result of a program.
@@ -73,3 +81,13 @@ class Result:
     def succeeded(self) -> bool:
         """True if the program ended by itself with exit code 0."""
         return self.ending is Ending.FINISHED and self.exit_code == 0
+
+    def checked(self) -> Result:
+        """Return the result.
+
+        Raises:
+            SandboxFailed: the sandbox failed, not the program.
+        """
+        if self.ending is Ending.BROKEN:
+            raise SandboxFailed(f"the sandbox failed: {self.error}")
+        return self

@@ -173,7 +173,7 @@ async def _programs(services: Services, program: str, tests: Tests, *, first_onl
     """Test a program's printed output; return a failure per test, or None."""
 
     async def one(test_input: Any, expected: Any) -> str | None:
-        result = _checked(await services.sandbox.run(program, stdin=_text(test_input)))
+        result = (await services.sandbox.run(program, stdin=_text(test_input))).checked()
         return _run_failure(result) or (
             None if same_output(result.stdout, _text(expected)) else _difference(result.stdout, expected)
         )
@@ -189,7 +189,7 @@ async def _calls(services: Services, program: str, tests: Tests) -> list[str | N
     """Test a function's return values; return a failure per test, or None."""
     calls = [_arguments(request) for request in tests.inputs]
     request = json.dumps({"name": tests.function, "calls": calls})
-    result = _checked(await services.sandbox.run(_CALLS, stdin=request, files={SOLUTION: program}))
+    result = (await services.sandbox.run(_CALLS, stdin=request, files={SOLUTION: program})).checked()
     answers: list[Any] = []
     for line in result.stdout.splitlines():
         try:
@@ -217,17 +217,11 @@ async def _assertions(services: Services, program: str, tests: Tests) -> list[st
     token = secrets.token_hex(16)
     request = json.dumps({"token": token, "tests": tests.assertions}) + "\n"
     source = _ASSERTIONS.read_text(encoding="utf-8")
-    result = _checked(await services.sandbox.run(source, stdin=request, files={SOLUTION: program}))
+    result = (await services.sandbox.run(source, stdin=request, files={SOLUTION: program})).checked()
     line = next((line for line in result.stdout.splitlines() if line.startswith(f"{token} ")), None)
     if line is None:
         return [_run_failure(result) or "the tests ended early"] * len(tests.assertions)
     return json.loads(line.partition(" ")[2])
-
-
-def _checked(result: Result) -> Result:
-    if result.ending is Ending.BROKEN:
-        raise RuntimeError(f"the sandbox failed: {result.error}")
-    return result
 
 
 def _run_failure(result: Result) -> str | None:

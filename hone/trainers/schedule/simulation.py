@@ -63,7 +63,7 @@ class Schedule:
         sync_seconds: seconds of a weight sync in which the engines are paused.
         check_seconds: seconds in which the learner then waits for answers under the new weights.
         max_gen_batches: batches that dynamic sampling may try for a step; None: no dynamic sampling.
-        max_error_rate: share of a step's groups that may fail; None: a failed episode ends the run.
+        max_no_verdict_rate: share of a step's groups that may be replaced because an episode failed; None: a failed episode ends the run.
         losses: losses of replicas.
         seed: of the run.
     """
@@ -82,7 +82,7 @@ class Schedule:
     sync_seconds: float = 0.0
     check_seconds: float = 0.0
     max_gen_batches: int | None = None
-    max_error_rate: float | None = None
+    max_no_verdict_rate: float | None = None
     losses: tuple[Loss, ...] = ()
     seed: int = 0
 
@@ -153,6 +153,18 @@ class RecordedBuffer(GroupBuffer):
         self.events += [("trained", group.uid) for group in groups]
         return groups
 
+    def withdraw(self, uid: str) -> None:
+        """Record that a group of the batch is replaced instead of trained on."""
+        super().withdraw(uid)
+        latest = max(index for index, event in enumerate(self.events) if event == ("trained", uid))
+        self.events[latest] = "evicted", uid
+
+    def take_part(self, count: int) -> list[Group]:
+        """Record the groups of a part of the batch."""
+        groups = super().take_part(count)
+        self.events += [("trained", group.uid) for group in groups]
+        return groups
+
 
 class Simulation:
     """One simulated run.
@@ -183,7 +195,7 @@ class Simulation:
         self.steps: list[Step] = []
         self._player = self._make_player()
         self._drained = 0.0
-        asynchronous, drops = schedule.max_staleness > 0, schedule.max_error_rate is not None
+        asynchronous = schedule.max_staleness > 0
         self.rollouter = Rollouter(
             dataset,
             self.sampler,
@@ -193,9 +205,9 @@ class Simulation:
             n=schedule.n,
             seed=schedule.seed,
             means=self._means,
+            too_few_in=self._too_few_in,
+            max_no_verdict_rate=schedule.max_no_verdict_rate or 0.0,
             group_filter=self._group_filter(),
-            broken_in=self._broken_in if drops else None,
-            max_error_rate=schedule.max_error_rate or 0.0,
             score=self._score if asynchronous else None,
             partial_rollouts=schedule.partial_rollouts,
         )
@@ -205,7 +217,7 @@ class Simulation:
             self._load_state(state)
 
     def _make_player(self) -> Player:
-        on_error = "stop" if self.schedule.max_error_rate is None else "drop"
+        on_error = "stop" if self.schedule.max_no_verdict_rate is None else "drop"
         several, agent = MultiTurnConfig(enable=True), AgentConfig(on_error=on_error, max_retries=0)
         tokenizer: Any = _NoText()
         return Player(self.engine, SimulatedContext(tokenizer, several, agent, workload=self.schedule.workload))
@@ -234,7 +246,7 @@ class Simulation:
         await asyncio.sleep(max(seconds))
         return batch
 
-    async def _values_of(self, batch: Any, metric: str | None) -> tuple[list[float], None]:
+    async def _values_of(self, batch: Any, metric: str | None) -> tuple[list[float | None], None]:
         useful = {uid: self.schedule.workload.useful(self._generator("useful", uid)) for uid in batch.uids}
         self.buffer.events += [("useless", uid) for uid, differs in useful.items() if not differs]
         return [float(useful[uid] and row) for row, uid in enumerate(batch.uids)], None
@@ -248,7 +260,7 @@ class Simulation:
             tokens.setdefault(one.uid, []).append(sum(one.response_mask))
         return {uid: GroupMeans(None, sum(lengths) / len(lengths)) for uid, lengths in tokens.items()}
 
-    async def _broken_in(self, batch: Any) -> list[str]:
+    async def _too_few_in(self, batch: Any) -> list[str]:
         return list(dict.fromkeys(one.uid for one in batch.objects("trajectory") if is_broken(one)))
 
     # the learner -----------------------------------------------------------------------------------------------------
@@ -273,9 +285,9 @@ class Simulation:
         time = asyncio.get_running_loop().time
         begun = time()
         groups = await self.rollouter.next_batch(self._step)
-        batch: Any = concat_batches([group.batch for group in groups])
         if self.schedule.max_staleness == 0 and self.rollouter.group_filter is None:
-            await self._score(batch)
+            groups = await self._scored(groups)
+        batch: Any = concat_batches([group.batch for group in groups])
         complete, version = time(), self.buffer.version
         trajectories = tuple(batch.objects("trajectory"))
         await asyncio.sleep(self.schedule.update_seconds(sum(len(one.response_ids) for one in trajectories)))
@@ -284,6 +296,15 @@ class Simulation:
         admitted = tuple((group.uid, group.version) for group in groups)
         times = (begun, complete, updated, self._drained, time())
         self.steps.append(Step(*times, self.engine.busy, version, admitted, trajectories))
+
+    async def _scored(self, groups: list[Group]) -> list[Group]:
+        """Score the groups of a batch by turns, replacing those with too few verdicts."""
+        scored = await self._score(concat_batches([group.batch for group in groups]))
+        while replaced := await self.rollouter.replace(scored, self._step):
+            dropped, added = replaced
+            groups = [group for group in groups if group.uid not in dropped] + added
+            scored = await self._score(concat_batches([group.batch for group in added]))
+        return groups
 
     async def _sync(self) -> None:
         self._drained = asyncio.get_running_loop().time()

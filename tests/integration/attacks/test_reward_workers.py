@@ -87,7 +87,9 @@ def config(folder: Path, attack: str, name: str = "f", **settings: Any) -> Rewar
     path = folder / "my_reward.py"
     path.write_text(FUNCTIONS)
     function = CustomRewardConfig(str(path), name, {"attack": attack, "mark": str(folder / "mark")})
-    return RewardConfig(**{"custom_reward_function": function, "max_error_rate": 1.0, **settings})
+    return RewardConfig(
+        **{"custom_reward_function": function, "max_no_verdict_rate": 1.0, "max_retries": 0, **settings}
+    )
 
 
 def score(settings: RewardConfig, words: Sequence[str], batches: int = 1) -> list[Score]:
@@ -171,7 +173,7 @@ def test_a_number_beyond_float32_is_a_failure_like_nan(name: str) -> None:
 
 def test_the_message_names_row_data_source_and_function(tmp_path: Path) -> None:
     with pytest.raises(RewardError) as caught:
-        score(config(tmp_path, "", on_error="stop"), ["1", "1e308"])
+        score(config(tmp_path, "", max_no_verdict_rate=0.0), ["1", "1e308"])
     for part in ("'mine'", "val:1", "my_reward.py:f", "1e+308"):
         assert part in caught.value.what
     (counted, fine) = score(config(tmp_path, ""), ["1e308", "3"])
@@ -185,7 +187,7 @@ def test_rewards_of_episodes_are_checked_too(log: EpisodeLog) -> None:
     row = trajectory("1")
     row.episode = log
     row.sample.data_source = "exact_match"
-    rewards = RewardManager(RewardConfig(on_error="stop"))
+    rewards = RewardManager(RewardConfig(max_no_verdict_rate=0.0))
     with pytest.raises(RewardError):
         asyncio.run(rewards.score([row]))
     rewards.close()

@@ -129,7 +129,7 @@ def test_every_metric_is_declared_once():
 
 
 def test_an_exact_name_wins_over_a_pattern():
-    assert find_metric("reward/error_rate").name == "reward/error_rate"
+    assert find_metric("reward/no_verdict_rate").name == "reward/no_verdict_rate"
     assert find_metric("reward/format/mean").name == "reward/<term>/mean"
     assert find_metric("val-core/openai/gsm8k/acc/mean@16").name == "val-core/<data_source>/<metric>/mean@<n>"
     with raises(ValueError, "'val-core/x/acc/mean@many'"):

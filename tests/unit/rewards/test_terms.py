@@ -144,8 +144,8 @@ def test_a_failed_episode_is_an_error_and_not_a_silent_zero() -> None:
     broken = trajectory(log=EpisodeLog(error="ToolCrash: gone\ntraceback"))
     first, second = scored(RewardConfig(), [broken, trajectory("text")])
     assert first.error is not None and first.error.endswith(": ToolCrash: gone") and second.total == 1.0
-    with raises(RewardError, "1 of 1", "reward.on_error=count"):
-        scored(RewardConfig(on_error="stop"), [broken])
+    with raises(RewardError, "1 of 1", "reward.max_no_verdict_rate="):
+        scored(RewardConfig(max_no_verdict_rate=0.0), [broken])
 
 
 def test_a_self_scored_source_needs_no_scorer() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
@@ -20,16 +21,17 @@ from hone.config.tree import RLConfig
 from hone.data.batch import Batch
 from hone.data.sampler import EpochSampler
 from hone.data.types import Sample, StopReason
-from hone.errors import ConfigError
+from hone.errors import ConfigError, RewardError
 from hone.generation.protocol import Completion, SamplingParams
 from hone.insight.coverage import CoverageLedger
 from hone.insight.metrics import MetricStore
 from hone.insight.step_lines import StepLines
-from hone.rewards.score import Score
+from hone.rewards.score import Cause, Score
 from hone.trainers.batch_ops import group_means, values_of
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter, GroupMeans
 from hone.trainers.rollouter import Rollouter
+from hone.trainers.verdicts import sort_rows
 
 N = 3
 
@@ -92,10 +94,24 @@ def rollouter(
     async def means(batch):
         return group_means(batch)
 
+    async def too_few(batch):
+        verdicts = torch.tensor([score.error is None for score in batch.objects("score")], dtype=torch.int64)
+        return sort_rows(batch.with_columns(verdict=verdicts), 2)[2]
+
     filtering = GroupFilter(FilterGroupsConfig(True, metric, limit), scored, values, batch)
     ledger = CoverageLedger(StepLines(Path("none")))
     made = Rollouter(
-        dataset, sampler, play, GroupBuffer(batch), ledger, n=N, seed=5, means=means, group_filter=filtering
+        dataset,
+        sampler,
+        play,
+        GroupBuffer(batch),
+        ledger,
+        n=N,
+        seed=5,
+        means=means,
+        too_few_in=too_few,
+        max_no_verdict_rate=1.0,
+        group_filter=filtering,
     )
     made.asked = worker.engine.asked  # type: ignore[attr-defined]
     return made
@@ -203,11 +219,29 @@ def test_an_unknown_metric_names_those_there_are():
     assert caught.value.fix == "algorithm.filter_groups.metric=acc"
 
 
-def test_what_cannot_be_scored_is_equally_bad():
-    async def half(trajectories):
-        return [Score(0.0, error="raised") if t.index else Score(1.0, terms={"acc": 1.0}) for t in trajectories]
+@pytest.mark.parametrize(("others", "useful"), [((1.0, 0.0), 2), ((1.0, 1.0), 0)])
+def test_what_has_no_verdict_takes_no_part_in_the_comparison(others, useful):
+    async def scorer(trajectories):
+        lost = Score(0.0, error="raised", cause=Cause.RAISED)
+        return [lost if t.index == 2 else Score(1.0, terms={"acc": others[t.index]}) for t in trajectories]
 
-    assert len(step(rollouter(4, 2, metric="acc", scorer=half), 1)) == 2
+    one = rollouter(4, 2, metric="acc", scorer=scorer, limit=1)
+    if useful:
+        assert len(step(one, 1)) == useful
+    else:
+        with raises(ConfigError, "2 groups", "0 of them", code="E-filter-groups"):
+            step(one, 1)
+
+
+def test_groups_with_one_verdict_are_replaced_and_too_many_end_the_run():
+    async def scorer(trajectories):
+        lost = Score(0.0, error="raised", cause=Cause.RAISED)
+        return [lost if t.index and t.uid != "1" else Score(float(t.index)) for t in trajectories]
+
+    one = rollouter(9, 2, scorer=scorer, shuffle=False)
+    with raises(RewardError, "3 groups", where="reward.max_no_verdict_rate"):
+        step(one, 1)
+    assert one.ledger.counts()["failed"] == 2
 
 
 def test_metrics_of_a_step():

@@ -21,8 +21,8 @@ from hone.data.tokenizer import load_tokenizer
 from hone.data.train_tokenizer import train_tokenizer
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import ConfigError, RewardError
-from hone.rewards.manager import error_metrics
-from hone.rewards.score import Score
+from hone.rewards.no_verdict import no_verdict_metrics
+from hone.rewards.score import Cause, Score
 from hone.trainers.judged_rewards import JudgedRewards
 
 ASK = [{"role": "user", "content": "copy 12"}]
@@ -34,8 +34,9 @@ def answer(text: str, source: str = "digit_sequence", prompt=(1, 2), ids=(3,), m
     return Trajectory("u", 0, list(prompt), list(ids), [1] * len(ids), zeros, zeros, text, StopReason.STOP, sample)
 
 
-def rewards_of(**settings) -> JudgedRewards:
-    return JudgedRewards(RewardConfig(reward_model=RewardModelUseConfig(True, "x", **settings)))
+def rewards_of(*, max_no_verdict_rate: float = 0.5, **settings) -> JudgedRewards:
+    model = RewardModelUseConfig(True, "x", **settings)
+    return JudgedRewards(RewardConfig(reward_model=model, max_no_verdict_rate=max_no_verdict_rate))
 
 
 def scored(rewards: JudgedRewards, *judged: tuple[float, Trajectory]) -> list[Score]:
@@ -82,12 +83,14 @@ def test_a_judgement_without_a_score_is_an_error_and_the_others_count():
     good, bad = worded(rewards, (0.7, "Score: 7", answer("12")), (math.nan, "fine", answer("1")))
     assert good.total == 0.7 and good.terms["rm"] == 0.7 and good.extra["judgement"] == "Score: 7"
     assert bad.total == 0.0 and mentioned("fine", str(bad.error)) and mentioned("10", str(bad.error))
-    assert error_metrics([good, bad])["reward/error_rate"] == 0.5
-    with raises(RewardError, "3 of 4"):
-        worded(rewards, (0.7, "Score: 7", answer("12")), *[(math.nan, "fine", answer("1"))] * 3)
-    rewards.config.on_error = "stop"
+    assert no_verdict_metrics([good, bad])["reward/no_verdict_rate"] == 0.5
+    assert bad.cause == Cause.SERVICE
+    with raises(RewardError, "9 of 10"):
+        worded(rewards, (0.7, "Score: 7", answer("12")), *[(math.nan, "fine", answer("1"))] * 9)
+    strict = rewards_of(kind="generative", max_no_verdict_rate=0.0)
+    strict.check({"digit_sequence": 2})
     with raises(RewardError, "1 of 2"):
-        worded(rewards, (0.7, "Score: 7", answer("12")), (math.nan, "fine", answer("1")))
+        worded(strict, (0.7, "Score: 7", answer("12")), (math.nan, "fine", answer("1")))
 
 
 def test_judgements_of_problems_that_no_rule_knows():

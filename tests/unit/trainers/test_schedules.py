@@ -72,7 +72,7 @@ def schedules(draw: st.DrawFn, **fixed: Any) -> Schedule:
         "update_seconds": lambda tokens: update + 0.001 * tokens,
         "sync_seconds": draw(st.sampled_from([0.0, 0.3])),
         "max_gen_batches": PLENTY if useful < 1 else None,
-        "max_error_rate": PLENTY if fails else None,
+        "max_no_verdict_rate": PLENTY if fails else None,
         "losses": losses,
         "seed": draw(st.integers(0, 10_000)),
     }
@@ -199,11 +199,11 @@ def test_a_resumed_run_loses_no_prompt_and_trains_none_twice(schedule, share):
     resumed = simulated(schedule, state=crashed.saved)
     check(resumed, first_step=crashed.saved["step"])
     assert trace(crashed)[: crashed.saved["step"]] == trace(whole)[: crashed.saved["step"]]
-    if not schedule.ready_first and schedule.max_error_rate is None and schedule.max_gen_batches is None:
+    if not schedule.ready_first and schedule.max_no_verdict_rate is None and schedule.max_gen_batches is None:
         assert uids_of(resumed.steps) == uids_of(whole.steps[crashed.saved["step"] :])
 
 
-@given(schedules(max_error_rate=None), st.sampled_from([0.02, 0.5]))
+@given(schedules(max_no_verdict_rate=None), st.sampled_from([0.02, 0.5]))
 @examples(100)
 def test_a_failed_episode_ends_the_run_and_nothing_hangs(schedule, fails):
     failing = workload(8, 2, 1.0, fails, 1.0)
@@ -229,7 +229,7 @@ def test_an_engine_that_never_returns_is_a_deadlock():
 
 
 @pytest.mark.parametrize("staleness", [0, 3])
-@pytest.mark.parametrize("budget", [{"max_gen_batches": 3}, {"max_error_rate": 0.5}])
+@pytest.mark.parametrize("budget", [{"max_gen_batches": 3}, {"max_no_verdict_rate": 0.5}])
 def test_limits_on_replaced_groups_hold_for_a_step_that_finishes_several_batches(staleness, budget):
     replaced = workload(8, 1, 0.0, *((0.0, 0.5) if "max_gen_batches" in budget else (0.1, 1.0)))
     schedule = Schedule(replaced, Speed(0.1), groups_per_batch=40, steps=2, max_staleness=staleness, **budget)

@@ -88,10 +88,15 @@ class Run:
             n=2,
             seed=0,
             means=self._means,
+            too_few_in=self._too_few_in,
+            max_no_verdict_rate=0.0,
             score=self._score,
             partial_rollouts=partial_rollouts,
             validation=self.task,
         )
+
+    async def _too_few_in(self, batch: Any) -> list[str]:
+        return []
 
     def _limit(self) -> int | None:
         return None if self.share is None else int(self.share * PLACES)
