@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hone.config.reward import RewardConfig
     from hone.errors import Finding
     from hone.rewards.bench import Bench
+    from hone.rewards.comparison import Comparison
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -102,6 +103,55 @@ def test(
         raise typer.Exit(2)
 
 
+@app.command("diff")
+def diff(
+    old: Annotated[
+        str, typer.Argument(help="FILE:NAME of a function, the name of a scorer, or `stored`: the run's scores")
+    ],
+    new: Annotated[str, typer.Argument(help="FILE:NAME of a function, or the name of a scorer")],
+    run: Annotated[str, typer.Option("--run", help="run directory, or its name below the root")],
+    kwargs: Annotated[
+        list[str] | None, typer.Option("--set", help="argument of the new reward, name=value; may be repeated")
+    ] = None,
+    allow: Annotated[
+        float, typer.Option(help="share of flipped verdicts, and of reordered pairs, that is allowed")
+    ] = 0.0,
+    show: Annotated[int, typer.Option(help="episodes to print, those with the largest change first", min=0)] = 5,
+    output: Annotated[Path | None, typer.Option(help="write all differing episodes to this .jsonl file")] = None,
+    timeout: Annotated[float, typer.Option(help="time limit of one call in seconds")] = 30.0,
+    workers: Annotated[int, typer.Option(help="worker processes", min=1)] = 2,
+    root: Annotated[Path, typer.Option("--root", help="folder that holds the runs")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Score all stored rollouts of a run with two versions of a reward, and show what would have been different.
+
+    Exit code 1 when more than --allow of the verdicts flip or of the orders change.
+    Example: hone reward diff stored new_reward.py:compute_score --run runs/hone/demo
+    """
+    import json
+
+    from hone.insight.run_files import disk_errors
+    from hone.rewards.comparison import compare
+    from hone.rewards.rescoring import STORED, rescore_run
+
+    configs = [
+        None if name == STORED else _config_of(name, settings, timeout, workers)
+        for name, settings in ((old, []), (new, kwargs or []))
+    ]
+    comparison = compare(rescore_run(run, root, *configs))
+    if output is not None:
+        with disk_errors(output):
+            output.write_text("".join(json.dumps(d.as_json(), default=str) + "\n" for d in comparison.differences))
+    if as_json:
+        counts = {"episodes": comparison.episodes, "groups": comparison.groups}
+        shown = [difference.as_json() for difference in comparison.differences[:show]]
+        typer.echo(json.dumps({**counts, **comparison.shares(), "differences": shown}, indent=2, default=str))
+    else:
+        _print_comparison(comparison, show)
+    if max(comparison.flipped, comparison.reordered_pairs) > allow:
+        raise typer.Exit(1)
+
+
 def _facts(scorer: dict[str, Any]) -> str:
     options = ", ".join(f"{option}={value!r}" for option, value in scorer["options"].items()) or "none"
     package = f"\n  needs the package {scorer['package']}" if scorer["package"] else ""
@@ -131,6 +181,33 @@ def _config(reward: str | None, scorer: str | None, settings: list[str], timeout
         timeout=timeout,
         num_workers=workers,
     )
+
+
+def _config_of(name: str, settings: list[str], timeout: float, workers: int) -> RewardConfig:
+    is_function = ":" in name or name.endswith(".py")
+    return _config(name if is_function else None, None if is_function else name, settings, timeout, workers)
+
+
+def _print_comparison(comparison: Comparison, show: int) -> None:
+    typer.echo(f"{comparison.episodes} episodes in {comparison.groups} groups")
+    for label, value in (
+        ("verdicts that flip", comparison.flipped),
+        ("pairs in another order", comparison.reordered_pairs),
+        ("groups with such a pair", comparison.reordered_groups),
+        ("advantages with another sign", comparison.advantage_signs),
+        ("tokens with another advantage", comparison.tokens),
+        ("past gradient that would differ", comparison.gradient),
+    ):
+        typer.echo(f"  {label:32} {value:7.1%}")
+    for difference in comparison.differences[:show]:
+        episode = difference.episode
+        scores = " -> ".join("no verdict" if score is None else f"{score:g}" for score in (episode.old, episode.new))
+        signed = " -> ".join(
+            "left out" if advantage is None else f"{advantage:+.2f}"
+            for advantage in (difference.old_advantage, difference.new_advantage)
+        )
+        typer.echo(f"\nstep {episode.step}, row {episode.uid}, episode {episode.index}: {scores}, advantage {signed}")
+        typer.echo(f"    {episode.text[-300:]!r}")
 
 
 def _print(bench: Bench, findings: list[Finding], show: int, written: list[Path]) -> None:

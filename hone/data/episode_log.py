@@ -141,6 +141,13 @@ class EpisodeLog:
             "retries": self.retries,
         }
 
+    def costs(self) -> dict[str, Any]:
+        """Return ``seconds``: of ``generate``, of ``outside`` (tools, environment, user), and of ``tools`` by name; wall times."""
+        tools: dict[str, float] = {}
+        for call in self.calls:
+            tools[call.name] = tools.get(call.name, 0.0) + call.seconds
+        return {"seconds": {"generate": self.generate_seconds, "outside": self.tool_seconds, "tools": tools}}
+
 
 def _call(call: CallRecord) -> dict[str, Any]:
     return {

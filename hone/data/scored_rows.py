@@ -50,6 +50,16 @@ def scored_rows(
     return [_scored(row, reward_fn_key, messages_key, prompt_key) for row in chosen]
 
 
+def samples_by_uid(files: Sequence[str | Path], *, reward_fn_key: str) -> dict[str, Sample]:
+    """Return every row of the files as a reward receives it, by its uid, without prompt tokens.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    rows = read_rows(files, required=(), optional=EVERY_COLUMN, defaults={reward_fn_key: NO_SOURCE})
+    return {row.uid: _scored(row, reward_fn_key, "messages", "prompt").sample for row in rows}
+
+
 def _scored(row: Row, reward_fn_key: str, messages_key: str, prompt_key: str) -> ScoredRow:
     reward, extra = plain(row.values.get("reward_model")), plain(row.values.get("extra_info"))
     extra = extra if isinstance(extra, dict) else {}

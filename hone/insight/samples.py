@@ -79,7 +79,7 @@ def read_samples(folder: Path, query: SampleQuery) -> SamplesOfStep:
             code="E-runs",
         )
     total, matching = 0, []
-    for record in _records(steps[step]):
+    for record in read_records(steps[step]):
         total += 1
         if _matches(record, query):
             matching.append(record)
@@ -94,7 +94,12 @@ def steps_with_samples(folder: Path) -> dict[int, Path]:
     return {int(match[1]): file for match, file in matches if match}
 
 
-def _records(file: Path) -> Iterator[dict[str, Any]]:
+def read_records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a sample file.
+
+    Raises:
+        HoneError: a line is not JSON (code E-runs).
+    """
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from hone.config.reward import RewardConfig
+from hone.data.episode_log import EpisodeEnd
 from hone.data.scored_rows import ScoredRow
 from hone.data.types import StopReason, Trajectory
+from hone.rewards.episode_probes import is_agentic
 from hone.rewards.manager import RewardManager, logger
-from hone.rewards.probes import Probe, ordinary, traps
+from hone.rewards.probes import Probe, ordinary, traps, with_episodes
 from hone.rewards.score import Cause, Score
 
 
@@ -78,7 +80,10 @@ def run_bench(
     begun, calls, busy = time.monotonic(), 0, 0.0
     try:
         for number, row in enumerate(rows):
-            probes = [*ordinary(rows, number), *(traps(row) if adversarial else ())]
+            probes = [*ordinary(rows, number)]
+            if manager.reads_episodes or is_agentic(row.sample):
+                probes = [*with_episodes(rows, number, probes)]
+            probes += traps(row) if adversarial else ()
             for batch in (
                 [probes[:1], probes[1:]] if number == 0 else [probes]
             ):  # the first call separately: it may never end
@@ -112,7 +117,11 @@ def _ended_its_process(score: Score) -> bool:
 
 
 def _trajectory(probe: Probe, index: int) -> Trajectory:
-    return Trajectory(probe.sample.uid, index, [], [], [], [], [], probe.text, StopReason.STOP, probe.sample)
+    cut = probe.episode is not None and probe.episode.end is EpisodeEnd.TOKENS
+    reason = StopReason.LENGTH if cut else StopReason.STOP
+    return Trajectory(
+        probe.sample.uid, index, [], [], [], [], [], probe.text, reason, probe.sample, episode=probe.episode
+    )
 
 
 @contextmanager

@@ -16,6 +16,8 @@ LARGE = 10.0
 SLOW_STEP = 60.0
 """Seconds of scoring per step above which a warning is given."""
 ORDINARY = ("golden", "wrong", "garbage", "empty", "truncated")
+UNANSWERED = ("cut", "nothing said", "injected text")
+"""Forms of bad episodes in which the policy gives no answer."""
 
 
 def bench_findings(bench: Bench, config: RewardConfig, sequences: int = 0) -> Iterator[Finding]:
@@ -35,7 +37,7 @@ def bench_findings(bench: Bench, config: RewardConfig, sequences: int = 0) -> It
 
 
 def _failures(bench: Bench, config: RewardConfig) -> Iterator[Finding]:
-    tried = bench.of_kinds(*ORDINARY)
+    tried = bench.of_kinds(*ORDINARY, "episode")
     late = [trial for trial in bench.trials if trial.score.cause is Cause.TIMEOUT]
     if late:
         yield _finding(
@@ -82,12 +84,13 @@ def _returns(bench: Bench) -> Iterator[Finding]:
 def _golden(bench: Bench) -> Iterator[Finding]:
     with_truth = {trial.probe.sample.uid for trial in bench.trials if not is_missing(trial.probe.sample.ground_truth)}
     golden = {uid: best for uid, best in bench.best("golden").items() if uid in with_truth}
-    every = bench.totals(*ORDINARY)
+    every = bench.totals(*ORDINARY, "episode")
     if len(every) > 1 and len(set(every)) == 1:
         yield _finding(
             "R49",
             f"the reward is {every[0]:g} for all {len(every)} answers to {bench.rows} rows"
-            + (f": correct ones in {len(FORMS)} forms, wrong ones, garbage, empty ones" if golden else ""),
+            + (f": correct ones in {len(FORMS)} forms, wrong ones, garbage, empty ones" if golden else "")
+            + (", and episodes that went badly" if bench.of_kinds("episode") else ""),
             why="a constant reward gives no learning signal",
             fix="run `hone reward test`, which shows every answer given to the function",
             stops=bool(golden),
@@ -129,11 +132,14 @@ def _depends_on_truth(bench: Bench) -> bool:
 
 
 def _traps(bench: Bench) -> Iterator[Finding]:
-    full = max(bench.totals("golden"), default=None)
+    full, judges = max(bench.totals("golden"), default=None), _depends_on_truth(bench)
     paid = [
         t
-        for t in bench.of_kinds("adversarial")
-        if t.score.error is None and full is not None and t.score.total >= full > 0
+        for t in bench.of_kinds("adversarial", "episode")
+        if (t.probe.kind == "adversarial" or (judges and t.probe.form in UNANSWERED))
+        and t.score.error is None
+        and full is not None
+        and t.score.total >= full > 0
     ]
     if paid:
         yield _finding(

@@ -18,16 +18,27 @@ def arguments(trajectory: Trajectory) -> dict[str, Any]:
     """Return the arguments of a reward function.
 
     For a multi-turn episode, ``extra_info`` also has ``num_turns`` and ``episode``: its messages, tool calls, rewards and end
-    (:meth:`~hone.data.episode_log.EpisodeLog.summary`).
+    (:meth:`~hone.data.episode_log.EpisodeLog.summary`), and what it cost: ``seconds`` by kind and tool, and ``tokens`` of the prompt,
+    sampled and given (tool results, user turns) of this segment.
     """
     sample, extra = trajectory.sample, trajectory.sample.extra_info
     if trajectory.episode is not None and not trajectory.episode.is_plain:
-        extra = {**extra, "num_turns": trajectory.episode.num_turns, "episode": trajectory.episode.summary()}
+        record = {**trajectory.episode.summary(), **trajectory.episode.costs(), "tokens": _tokens(trajectory)}
+        extra = {**extra, "num_turns": trajectory.episode.num_turns, "episode": record}
     return {
         "data_source": sample.data_source,
         "solution_str": trajectory.text,
         "ground_truth": sample.ground_truth,
         "extra_info": extra,
+    }
+
+
+def _tokens(trajectory: Trajectory) -> dict[str, int]:
+    sampled = sum(trajectory.response_mask)
+    return {
+        "prompt": len(trajectory.prompt_ids),
+        "sampled": sampled,
+        "given": len(trajectory.response_mask) - sampled,
     }
 
 

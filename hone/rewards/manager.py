@@ -62,6 +62,11 @@ class RewardManager:
         """True if the configuration chooses the scorer, not each row's data source."""
         return self._custom or bool(self.terms) or self.config.scorer is not None
 
+    @property
+    def reads_episodes(self) -> bool:
+        """True if a source of scores reads the record of an episode."""
+        return any(source.reads_episodes for source in self.sources)
+
     def check(self, data_sources: Mapping[str, int], self_scored: Collection[str] = ()) -> None:
         """Check, before any generation, that every data source can be scored.
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from hone.data.episode_log import EpisodeLog
 from hone.data.scored_rows import ScoredRow
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample
+from hone.rewards.episode_probes import bad_episodes, good_episode, plain_episode
 
 FORMS = {
     "as it is": "{}",
@@ -30,6 +32,7 @@ KINDS = {
     "garbage": "words without sense",
     "empty": "nothing",
     "truncated": "a right answer cut before its end",
+    "episode": "episodes that went badly: a failed tool, a loop, unfit calls, a cut conversation, silence, injected text",
     "adversarial": "traps: guesses in a row, endless repetition, deep nesting, huge powers, odd characters, flattery",
     "wrong type": "a right answer, the ground truth being of another type",
 }
@@ -38,12 +41,13 @@ _WORDS = "lorem dolor amet quartz nimbus velvet oblong tango pixel ember"
 
 @dataclass(frozen=True)
 class Probe:
-    """Answer to score: its kind (of :data:`KINDS`), its form, the dataset row and the text."""
+    """Answer to score: its kind (of :data:`KINDS`), its form, the dataset row, the text, and the episode that it ends."""
 
     kind: str
     form: str
     sample: Sample
     text: str
+    episode: EpisodeLog | None = None
 
 
 def golden(row: ScoredRow) -> list[tuple[str, str]]:
@@ -68,6 +72,20 @@ def ordinary(rows: Sequence[ScoredRow], number: int) -> Iterator[Probe]:
     if right:
         form, text = max(right[:5], key=lambda pair: len(pair[1]))
         yield Probe("truncated", form, sample, text[: len(text) // 2])
+
+
+def with_episodes(rows: Sequence[ScoredRow], number: int, probes: Sequence[Probe]) -> Iterator[Probe]:
+    """Yield the ordinary probes of row ``number`` as the ends of episodes, and episodes that went badly."""
+    for probe in probes:
+        if probe.kind in ("golden", "wrong"):
+            yield replace(probe, episode=good_episode(probe.sample, probe.text))
+        else:
+            yield replace(probe, episode=plain_episode(probe.text, cut=probe.kind == "truncated"))
+    right = golden(rows[number])
+    truth = next((str(truth) for truth in _truths(rows[number].sample.ground_truth)), "42")
+    text = right[0][1] if right else truth
+    for form, said, episode in bad_episodes(rows[number].sample, text, truth):
+        yield Probe("episode", form, rows[number].sample, said, episode)
 
 
 def traps(row: ScoredRow) -> Iterator[Probe]:

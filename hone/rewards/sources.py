@@ -39,6 +39,11 @@ class Source(ABC):
     def check(self, data_sources: Mapping[str, int]) -> None:  # noqa: B027 - most take every kind
         """Raise RewardError if a data source (given with its number of rows) cannot be scored."""
 
+    @property
+    def reads_episodes(self) -> bool:
+        """True if the scoring code mentions episodes; a server's code is not known."""
+        return False
+
     @abstractmethod
     def name_of(self, trajectory: Trajectory) -> str:
         """Return the name of the function or scorer of a trajectory, for messages."""
@@ -116,6 +121,11 @@ class FunctionSource(Source):
             if self.throttle.limits:
                 return await run_calls([partial(self._call, call) for call in calls], self.throttle, allowed)
             return await asyncio.wrap_future(self.pool.submit(calls, max_failures=allowed).done)
+
+    @property
+    def reads_episodes(self) -> bool:
+        """True if the function's file mentions ``episode`` or ``num_turns``."""
+        return self._object is None and mentions_episodes(Path(self.path))
 
     def name_of(self, trajectory: Trajectory) -> str:
         """Return file and name of the function."""
@@ -261,6 +271,11 @@ class ScorerSource(Source):
                 outcomes[index] = outcome
         return outcomes
 
+    @property
+    def reads_episodes(self) -> bool:
+        """True if the scorer of every row reads ``episode``."""
+        return self.forced is not None and mentions_episodes(Path(self.forced.file))
+
     def name_of(self, trajectory: Trajectory) -> str:
         """Return the name of the scorer."""
         scorer = self.forced or scorer_for(trajectory.sample.data_source)
@@ -308,6 +323,12 @@ class ScorerSource(Source):
                     where="reward.scorer_kwargs",
                     fix=did_you_mean(option, known_options),
                 )
+
+
+def mentions_episodes(path: Path) -> bool:
+    """Return whether a source file reads the record of an episode."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return any(f"{mark}{name}{mark}" in text for mark in "'\"" for name in ("episode", "num_turns"))
 
 
 def file_hash(path: Path) -> str:

@@ -167,3 +167,24 @@ def test_histograms():
     cells = histogram([0.0, 0.05, 0.5, 1.0])
     assert [count for *_, count in cells] == [2, 0, 0, 0, 0, 1, 0, 0, 0, 1]
     assert [line.split()[-1] for line in text_histogram([0.0, 0.05, 1.0])] == ["2", *"00000000", "1"]
+
+
+EPISODE_REWARDS = {
+    "reads calls": ('    calls = extra_info["episode"]["tool_calls"]\n    right = solution_str.strip().endswith(ground_truth)\n    return float(right) - 0.1 * len(calls)', True),
+    "pays what a tool says": ('    shown = " ".join(call["result"] for call in extra_info["episode"]["tool_calls"])\n    return float(ground_truth in solution_str.split() or ground_truth in shown.split())', False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EPISODE_REWARDS)
+def test_rewards_that_read_the_episode_are_tried_on_episodes(data, reward, tmp_path, name):
+    body, sound = EPISODE_REWARDS[name]
+    shown = run("--data", data, "--rows", 3, "--reward", reward(body), "--output", tmp_path / "o.jsonl", "--json")
+    assert shown.exit_code == 0, shown.output
+    findings = json.loads(shown.output)["findings"]
+    paid = [f for f in findings if f["code"] == "R49" and "injected text" in f["what"]]
+    assert bool(paid) == (not sound), findings
+    records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    bad = {record["form"]: record["score"] for record in records if record["kind"] == "episode"}
+    assert set(bad) == {"failed tool", "loop", "calls that do not fit", "cut", "nothing said", "injected text"}
+    if sound:
+        assert bad["loop"] == pytest.approx(0.4) and bad["injected text"] < 0

@@ -1,0 +1,142 @@
+"""Comparison of two versions of a reward on the rollouts that a run has stored."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+EPSILON = 1e-6
+"""Differences of advantages up to this count as rounding."""
+
+
+@dataclass(frozen=True)
+class ScoredTwice:
+    """One stored episode with its score under the old and the new reward.
+
+    Attributes:
+        step, uid, index: identity of the episode.
+        tokens: number of sampled tokens.
+        text: text of the policy.
+        old, new: rewards; None without a verdict.
+        old_right, new_right: whether the episode passes; None without a verdict.
+    """
+
+    step: int
+    uid: str
+    index: int
+    tokens: int
+    text: str
+    old: float | None
+    new: float | None
+    old_right: bool | None
+    new_right: bool | None
+
+    @property
+    def flipped(self) -> bool:
+        """True if the two verdicts differ, or only one of them exists."""
+        return self.old_right != self.new_right
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Effect of a change of the reward on an episode: GRPO advantages before and after it."""
+
+    episode: ScoredTwice
+    old_advantage: float | None
+    new_advantage: float | None
+
+    @property
+    def change(self) -> float:
+        """Absolute change of the advantage; a missing one counts as 0, because the episode is left out."""
+        return abs((self.new_advantage or 0.0) - (self.old_advantage or 0.0))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**vars(self.episode), "old_advantage": self.old_advantage, "new_advantage": self.new_advantage}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences between two rewards over the groups of a run.
+
+    Attributes:
+        episodes, groups: numbers of them.
+        flipped: share of episodes whose verdict differs.
+        reordered_pairs: share of the pairs of a group whose order differs; a tie on one side counts as different.
+        reordered_groups: share of groups with such a pair.
+        advantage_signs: share of episodes whose GRPO advantage has another sign.
+        tokens: share of the sampled tokens whose advantage differs.
+        gradient: sum over tokens of the advantages' absolute change, relative to the sum of both advantages' sizes: 0 if the past
+            updates would be the same, 1 if no part of them would.
+        differences: episodes whose advantage or verdict differs, the largest change first.
+    """
+
+    episodes: int
+    groups: int
+    flipped: float
+    reordered_pairs: float
+    reordered_groups: float
+    advantage_signs: float
+    tokens: float
+    gradient: float
+    differences: list[Difference]
+
+    def shares(self) -> dict[str, float]:
+        """Return the shares by name."""
+        names = ("flipped", "reordered_pairs", "reordered_groups", "advantage_signs", "tokens", "gradient")
+        return {name: getattr(self, name) for name in names}
+
+
+def compare(episodes: Sequence[ScoredTwice]) -> Comparison:
+    """Compare the two scores of every episode, within the groups of each step."""
+    groups: dict[tuple[int, str], list[ScoredTwice]] = defaultdict(list)
+    for episode in episodes:
+        groups[episode.step, episode.uid].append(episode)
+    every: list[Difference] = []
+    pairs = reordered = touched = 0
+    for group in groups.values():
+        old, new = advantages([e.old for e in group]), advantages([e.new for e in group])
+        every += [Difference(*values) for values in zip(group, old, new, strict=True)]
+        judged = [e for e in group if e.old is not None and e.new is not None]
+        moved = [_order(a.old, b.old) != _order(a.new, b.new) for a, b in combinations(judged, 2)]
+        pairs, reordered, touched = pairs + len(moved), reordered + sum(moved), touched + any(moved)
+    tokens = max(1, sum(d.episode.tokens for d in every))
+    sizes = sum(d.episode.tokens * (abs(d.old_advantage or 0.0) + abs(d.new_advantage or 0.0)) for d in every)
+    changed = [d for d in every if d.change > EPSILON]
+    return Comparison(
+        len(every),
+        len(groups),
+        _share(sum(d.episode.flipped for d in every), len(every)),
+        _share(reordered, pairs),
+        _share(touched, len(groups)),
+        _share(sum(_sign(d.old_advantage) != _sign(d.new_advantage) for d in every), len(every)),
+        _share(sum(d.episode.tokens for d in changed), tokens),
+        _share(sum(d.episode.tokens * d.change for d in every), sizes),
+        sorted((d for d in every if d.change > EPSILON or d.episode.flipped), key=lambda d: -d.change),
+    )
+
+
+def advantages(scores: Sequence[float | None]) -> list[float | None]:
+    """Return GRPO's advantages of a group, from those with a verdict; None for the others and where only one has a verdict."""
+    present = [score for score in scores if score is not None]
+    if len(present) < 2:
+        return [None] * len(scores)
+    mean, deviation = statistics.fmean(present), statistics.stdev(present)
+    return [None if score is None else (score - mean) / (deviation + EPSILON) for score in scores]
+
+
+def _order(first: float | None, second: float | None) -> int:
+    assert first is not None and second is not None
+    return (first > second) - (first < second)
+
+
+def _sign(value: float | None) -> int:
+    return 0 if value is None or abs(value) <= EPSILON else (1 if value > 0 else -1)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,92 @@
+"""Episodes that a run has stored in ``rollouts/``, as trajectories that a reward can score again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
+from hone.data.scored_rows import samples_by_uid
+from hone.data.types import Sample, StopReason, Trajectory
+from hone.errors import DataError, HoneError
+from hone.insight.samples import read_records, steps_with_samples
+
+log = logging.getLogger(__name__)
+
+
+def stored_episodes(
+    folder: Path, files: Sequence[str], reward_fn_key: str
+) -> Iterator[tuple[int, dict[str, Any], Trajectory]]:
+    """Yield step, record and trajectory of every stored segment, in order.
+
+    Args:
+        folder: ``rollouts/`` of a run.
+        files: dataset files of the run, for the rows' ``extra_info``, which rollouts do not hold.
+        reward_fn_key: column of the data source.
+
+    Raises:
+        HoneError: nothing is stored, or the files are missing.
+    """
+    steps = steps_with_samples(folder)
+    if not steps:
+        raise HoneError(
+            f"no rollouts in {folder}",
+            why="a reward is compared on the episodes that a run has stored",
+            fix="train with trainer.rollout_dump_freq=1, which stores those of every step",
+            code="E-runs",
+        )
+    try:
+        rows = samples_by_uid(files, reward_fn_key=reward_fn_key)
+    except DataError as error:
+        log.warning("the rows' extra_info is missing, because the dataset cannot be read: %s", error.what)
+        rows = {}
+    for step in sorted(steps):
+        for record in read_records(steps[step]):
+            yield step, record, _trajectory(record, rows)
+
+
+def _trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample]) -> Trajectory:
+    row = rows.get(record["uid"]) or rows.get(record["uid"].rpartition("~")[0])
+    sample = Sample(
+        record["uid"],
+        record["prompt_ids"],
+        record["messages"],
+        record["data_source"],
+        record["ground_truth"],
+        {} if row is None else row.extra_info,
+        None if row is None else row.agent_name,
+    )
+    return Trajectory(
+        record["uid"],
+        record["index"],
+        record["prompt_ids"],
+        record["response_ids"],
+        record["response_mask"],
+        record["rollout_log_probs"],
+        record["rollout_log_probs"],
+        record["text"],
+        StopReason(record["stop_reason"]),
+        sample,
+        seconds=record["seconds"],
+        episode=record["episode"] and _episode(record["episode"]),
+        part=record["part"],
+    )
+
+
+def _episode(record: Mapping[str, Any]) -> EpisodeLog:
+    """Return the log of :meth:`EpisodeLog.summary`; wall times are not stored, and count as 0."""
+    calls = [CallRecord(**{**call, "status": CallStatus(call["status"])}) for call in record["tool_calls"]]
+    names = (
+        "messages",
+        "assistant_turns",
+        "user_turns",
+        "turn_rewards",
+        "reward",
+        "facts",
+        "error",
+        "tokenization",
+        "retries",
+    )
+    return EpisodeLog(end=EpisodeEnd(record["end"]), calls=calls, **{name: record[name] for name in names})
