@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.config.fields import block, choice, dataset_paths, number
+from hone.config.fields import block, choice, dataset_paths, number, texts
 from hone.config.sampler import SamplerConfig
 
 
@@ -61,6 +61,9 @@ class DataConfig:
     """Order of the prompts."""
     custom_cls: CustomDatasetConfig = block(CustomDatasetConfig)
     """A dataset class of the user."""
+    quarantine: str | None = texts(None, "path")
+    """File with rows to leave out, as JSON lines with a uid, such as the quarantine.jsonl that the environment doctor proposes; the
+    sampler skips them, and the coverage counts them as filtered."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, for example {enable_thinking: false}."""
 

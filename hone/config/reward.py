@@ -40,6 +40,19 @@ class OverlongBufferConfig:
 
 
 @dataclass
+class DoctorConfig:
+    """The environment doctor: finds defects of verifiers, tools and tasks while the run trains. See docs/rewards.md."""
+
+    enable: bool = True
+    """Observe episodes and verdicts, and log defects with their tasks; it changes neither rewards nor data."""
+    probes_per_step: int = number(2, low=0)
+    """Responses of each step that the verifier scores again in the background: as they are, and with the answer to another prompt, an
+    empty one and a traceback. 0 only observes. Judges, servers and asynchronous functions, whose calls may cost, are not probed."""
+    cooldown: int = number(20, low=1)
+    """Steps before the same kind of defect is reported again, for other tasks."""
+
+
+@dataclass
 class RewardConfig:
     """Scoring of responses."""
 
@@ -80,6 +93,8 @@ class RewardConfig:
     max_output_kb: int | None = number(64, low=0)
     """KiB of printed text that each worker process may write to the log a minute; the rest is counted and not shown. null means no
     limit."""
+    doctor: DoctorConfig = block(DoctorConfig)
+    """The environment doctor."""
     max_retries: int = number(1, low=0)
     """Further tries of a response without a verdict, where the cause may pass: a time limit, a lost process, a judge, a sandbox."""
     max_no_verdict_rate: float = number(0.5, low=0, high=1)

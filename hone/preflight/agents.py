@@ -36,6 +36,31 @@ def episodes_are_bounded(config: RLConfig) -> Iterator[Finding]:
         )
 
 
+@rule("R80", RLConfig)
+def sandboxes_outlive_episodes(config: RLConfig) -> Iterator[Finding]:
+    """The program or sandbox of an episode lives longer than the episode and its scoring."""
+    rollout = config.actor_rollout_ref.rollout
+    episode, agent = rollout.multi_turn.max_episode_seconds, rollout.agent
+    loop = agent.default_agent_loop or ("program" if agent.program.command or agent.program.function else None)
+    lives = {"program": agent.program.timeout, "verifiers": agent.verifiers.timeout}.get(str(loop))
+    if rollout.multi_turn.enable and episode is not None and lives is not None and lives < episode:
+        key = f"actor_rollout_ref.rollout.agent.{loop}.timeout"
+        yield warning(
+            f"the loop '{loop}' ends an episode after {lives:g} s, before its limit max_episode_seconds={episode:g}",
+            why="a long episode breaks instead of ending at its limit, and has no verdict",
+            fix=f"{key}={episode + config.reward.timeout:g}, or {MULTI_TURN}.max_episode_seconds={lives:g}",
+            where=key,
+        )
+    sandbox = config.reward.sandbox.timeout
+    if config.reward.custom_reward_function.path is not None and sandbox > config.reward.timeout:
+        yield warning(
+            f"a program in the sandbox may take {sandbox:g} s, and a call of the reward function {config.reward.timeout:g} s",
+            why="a call that waits for such a program times out, and its response has no verdict",
+            fix=f"reward.timeout={2 * sandbox:g}, or reward.sandbox.timeout={config.reward.timeout / 2:g}",
+            where="reward.timeout",
+        )
+
+
 @rule("R33", RLConfig, stage=Stage.FILES)
 def several_turns_are_played(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """Configured tools and users are used by the loops of the rows, and rows that need tools get them."""

@@ -67,6 +67,11 @@ class RewardManager:
         """True if a source of scores reads the record of an episode."""
         return any(source.reads_episodes for source in self.sources)
 
+    @property
+    def may_probe(self) -> bool:
+        """True if further calls of all sources cost nothing."""
+        return all(source.may_probe for source in self.sources)
+
     def check(self, data_sources: Mapping[str, int], self_scored: Collection[str] = ()) -> None:
         """Check, before any generation, that every data source can be scored.
 

@@ -71,6 +71,9 @@ class WorkerPool:
         num_workers: number of processes.
         limits: limits of each process.
 
+    Attributes:
+        is_async: True if the target is asynchronous.
+
     Raises:
         RewardError: the target cannot be loaded.
     """
@@ -81,6 +84,7 @@ class WorkerPool:
         self._wake = threading.Condition()
         self._closed = False
         first = self._start(0)  # raises here, before anything is generated
+        self.is_async = first.is_async
         self._threads = [
             threading.Thread(target=self._serve, args=(number, first if number == 0 else None), daemon=True)
             for number in range(num_workers)

@@ -44,6 +44,11 @@ class Source(ABC):
         """True if the scoring code mentions episodes; a server's code is not known."""
         return False
 
+    @property
+    def may_probe(self) -> bool:
+        """True if further calls cost nothing: the code runs on this machine, and waits for no service."""
+        return False
+
     @abstractmethod
     def name_of(self, trajectory: Trajectory) -> str:
         """Return the name of the function or scorer of a trajectory, for messages."""
@@ -121,6 +126,11 @@ class FunctionSource(Source):
             if self.throttle.limits:
                 return await run_calls([partial(self._call, call) for call in calls], self.throttle, allowed)
             return await asyncio.wrap_future(self.pool.submit(calls, max_failures=allowed).done)
+
+    @property
+    def may_probe(self) -> bool:
+        """True for a synchronous function of one response."""
+        return not self.batch and not self.pool.is_async
 
     @property
     def reads_episodes(self) -> bool:
@@ -270,6 +280,11 @@ class ScorerSource(Source):
             for index, outcome in zip(sent, answers, strict=True):
                 outcomes[index] = outcome
         return outcomes
+
+    @property
+    def may_probe(self) -> bool:
+        """True unless the scorer of every row is a judge."""
+        return self.forced is None or self.forced.name != "llm_judge"
 
     @property
     def reads_episodes(self) -> bool:

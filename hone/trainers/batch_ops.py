@@ -27,6 +27,7 @@ from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
 from hone.insight.run_directory import RunDirectory
 from hone.models.devices import dtype_on
+from hone.rewards.doctor import EnvironmentDoctor
 from hone.rewards.no_verdict import no_verdict_metrics
 from hone.rewards.placement import share_rewards, token_rewards
 from hone.trainers.estimates import estimate
@@ -64,9 +65,15 @@ class BatchOps:
         )
         self.published = Invariants(dtype)
         self.metrics = MetricStore()
+        self.doctor = None
+        if config.reward.doctor.enable:
+            may_probe = self.rewards.may_probe and not config.reward.reward_model.enable
+            self.doctor = EnvironmentDoctor(config.reward, self.directory.path, probes=may_probe)
 
     def close(self) -> None:
         """Stop the processes of reward functions."""
+        if self.doctor is not None:
+            self.doctor.close()
         self.rewards.close()
 
     # scores ----------------------------------------------------------------------------------------------------------
@@ -243,8 +250,8 @@ class BatchOps:
     # reports ---------------------------------------------------------------------------------------------------------
 
     @dispatch(Split.ZERO, objects=True)
-    def report(self, batch: Batch, left_out: Batch | None) -> MetricStore:
-        """Return all metrics of the batch and those collected during the step."""
+    def report(self, batch: Batch, left_out: Batch | None, step: int) -> MetricStore:
+        """Return all metrics of the batch and those collected during the step, and let the environment doctor see it."""
         metrics, self.metrics, data = self.metrics, MetricStore(), self.config.data
         batch_metrics(
             metrics,
@@ -254,6 +261,11 @@ class BatchOps:
             left_out=left_out.objects("trajectory") if left_out is not None else (),
         )
         self.invariants.report(metrics)
+        if self.doctor is not None:
+            seen = [part for part in (batch, left_out) if part is not None]
+            trajectories = [trajectory for part in seen for trajectory in part.objects("trajectory")]
+            scores = [score for part in seen for score in part.objects("score")]
+            metrics.add("reward/doctor_findings", len(self.doctor.observe(step, trajectories, scores)))
         return metrics
 
     @dispatch(Split.ZERO, objects=True)

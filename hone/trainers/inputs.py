@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.context import EpisodeContext
 from hone.agents.prompts import loop_class, tools_of
+from hone.config.data import DataConfig
 from hone.config.reward import RewardConfig
 from hone.config.tree import RLConfig
 from hone.data.custom import row_reader
 from hone.data.prompts import PromptDataset, ToolsOf
 from hone.data.tokenizer import stop_tokens
 from hone.data.types import Sample
+from hone.errors import DataError
 from hone.generation.constraints import configured_constraint
 from hone.generation.protocol import SamplingParams
+from hone.text import json_lines
+
+log = logging.getLogger(__name__)
 
 
 def file_list(files: Any) -> list[str]:
@@ -50,6 +58,45 @@ def _prompt_dataset(
         all_columns=reads_columns(config.reward),
         read=row_reader(data.custom_cls, data, tokenizer),
     )
+
+
+def quarantined_rows(data: DataConfig, dataset: PromptDataset) -> frozenset[str]:
+    """Return the uids that ``data.quarantine`` names; empty without a file.
+
+    Raises:
+        DataError: the file cannot be read, a line has no uid, or it names all rows of the dataset.
+    """
+    if data.quarantine is None:
+        return frozenset()
+    named = read_quarantine(Path(data.quarantine))
+    rows = [dataset[row].uid for row in range(len(dataset))]
+    if rows and named.issuperset(rows):
+        raise DataError(
+            f"{data.quarantine} names all {len(rows)} rows of the dataset",
+            why="nothing would be left to train on",
+            fix="remove lines from it, or data.quarantine=null",
+            where="data.quarantine",
+        )
+    log.info("%d of %d rows are in quarantine and left out", len(named.intersection(rows)), len(rows))
+    return named
+
+
+def read_quarantine(path: Path) -> frozenset[str]:
+    """Return the uids of a quarantine file: JSON lines, each an object with ``uid``.
+
+    Raises:
+        DataError: the file cannot be read, or a line has no uid.
+    """
+    try:
+        records = [json.loads(line) for line in json_lines(path.read_text(encoding="utf-8"))]
+        return frozenset(str(record["uid"]) for record in records)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{path} cannot be read as a quarantine: {type(error).__name__}: {error}",
+            why="rows that should be left out would be trained on",
+            fix='write one JSON object a line, such as {"uid": "train:17", "reason": "failing_tasks"}',
+            where="data.quarantine",
+        ) from error
 
 
 def reads_columns(reward: RewardConfig) -> bool:

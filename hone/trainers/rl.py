@@ -46,7 +46,7 @@ from hone.trainers.episodes import Episodes, concat_batches
 from hone.trainers.estimates import needed_columns, suppliers
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
-from hone.trainers.inputs import prompt_dataset, self_scored, training_sampling
+from hone.trainers.inputs import prompt_dataset, quarantined_rows, self_scored, training_sampling
 from hone.trainers.replica_control import replica_requests
 from hone.trainers.reporting import memory_metrics, overhead_metrics, update_metrics
 from hone.trainers.rollouter import Rollouter
@@ -100,7 +100,6 @@ class RLTrainer:
         self.spec = RunSpec(config)
         self.metrics = MetricStore()
         self.step = resume.step if resume else 0
-
         dataset = prompt_dataset(config, config.data.train_files, self.tokenizer, config.data.train_max_samples)
         self.sampler = make_sampler(
             config.data, dataset, config.trainer.seed if config.data.seed is None else config.data.seed
@@ -125,8 +124,8 @@ class RLTrainer:
         filtering = config.algorithm.filter_groups
         self.group_filter = None
         if filtering.enable:
-            score, values_of = self.episodes.score, self.batch_ops.values_of
-            self.group_filter = GroupFilter(filtering, score, values_of, config.data.train_batch_size)
+            batch_size, values_of = config.data.train_batch_size, self.batch_ops.values_of
+            self.group_filter = GroupFilter(filtering, self.episodes.score, values_of, batch_size)
         self.validation: ValidationTask | None = None
         if self.spec.asynchronous and keys.validation_share and self.validator.dataset is not None:
             limit = self.episodes.limit_validation
@@ -146,6 +145,7 @@ class RLTrainer:
             too_few_in=functools.partial(too_few_in, self.batch_ops),
             max_no_verdict_rate=config.reward.max_no_verdict_rate,
             score=self.scored if self.spec.asynchronous else None,
+            quarantine=quarantined_rows(config.data, dataset),
             partial_rollouts=keys.partial_rollouts,
             validation=self.validation,
         )
@@ -413,7 +413,7 @@ class RLTrainer:
         self.metrics, self.left_out = MetricStore(), []
         batch = await run_stages(self.stages(), self.metrics)
         left_out = concat_batches(self.left_out) if self.left_out else None
-        self.metrics.merge(await self.batch_ops.report(batch, left_out))
+        self.metrics.merge(await self.batch_ops.report(batch, left_out, self.step))
         if trainer.rollout_dump_freq and (self.step == 1 or self.step % trainer.rollout_dump_freq == 0):
             await self.batch_ops.write_rollouts(batch, left_out, self.step)
         if self.session.wants_samples:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hone.cluster.runtime import AnyBatch
@@ -30,7 +30,7 @@ from hone.data.sampler import EpochSampler
 from hone.data.types import Sample
 from hone.errors import RewardError
 from hone.insight import activity
-from hone.insight.coverage import EQUAL_ANSWERS, NO_VERDICT, CoverageLedger, Stage
+from hone.insight.coverage import EQUAL_ANSWERS, NO_VERDICT, QUARANTINED, CoverageLedger, Stage
 from hone.trainers.group_buffer import Group, GroupBuffer
 from hone.trainers.group_filter import GroupFilter, GroupMeans
 from hone.trainers.validation_task import ValidationTask
@@ -58,6 +58,7 @@ class Rollouter:
         max_no_verdict_rate: largest share of a step's groups that may be replaced this way. Asynchronous rollout may finish more groups
             in a step than a batch has; then it is a share of those.
         score: function that scores finished groups in asynchronous training.
+        quarantine: uids of rows that are drawn and left out.
         partial_rollouts: let new weights interrupt the groups under way instead of waiting for them.
         validation: validation during training, for which new weights wait.
 
@@ -80,12 +81,13 @@ class Rollouter:
         max_no_verdict_rate: float,
         group_filter: GroupFilter | None = None,
         score: Score | None = None,
+        quarantine: Collection[str] = (),
         partial_rollouts: bool = False,
         validation: ValidationTask | None = None,
     ) -> None:
         self.dataset, self.sampler, self.play, self.buffer = dataset, sampler, play, buffer
         self.ledger, self._means, self._partial_rollouts = ledger, means, partial_rollouts
-        self.n, self.seed = n, seed
+        self.n, self.seed, self._quarantine = n, seed, frozenset(quarantine)
         self.group_filter, self._too_few_in, self._max_no_verdict_rate = group_filter, too_few_in, max_no_verdict_rate
         self.dropped = self._judged = 0
         self._score, self._validation = score, validation
@@ -382,11 +384,22 @@ class Rollouter:
         sample = self.dataset[row]
         return sample if sample.uid == uid else dataclasses.replace(sample, uid=uid)
 
+    def _left_out(self, row: int, draw: int) -> bool:
+        """Record the fate of a draw in quarantine; return whether it is one."""
+        sample = self.dataset[row]
+        if sample.uid not in self._quarantine:
+            return False
+        self.ledger.admit(draw, f"{sample.uid}~quarantine{draw}", sample.data_source, len(sample.prompt_ids))
+        self.ledger.filtered(draw, QUARANTINED)
+        return True
+
     def _draw(self, count: int) -> list[Sample]:
         """Return the next ``count`` prompts. A repeated prompt between two updates is a separate group with its random streams."""
         while len(self._drawn) < count:
-            rows = self.sampler.next_batch()
-            self._drawn.extend((row, self.ledger.draw(row, self.sampler.epoch)) for row in rows)
+            for row in self.sampler.next_batch():
+                draw = self.ledger.draw(row, self.sampler.epoch)
+                if not self._left_out(row, draw):
+                    self._drawn.append((row, draw))
         samples = []
         for _ in range(count):
             row, draw = self._drawn.popleft()

@@ -151,6 +151,32 @@ def test_a_reward_function_that_fails_now_and_then_is_counted(train, tmp_path):
     assert "reward.max_no_verdict_rate=" in stopped.message
 
 
+def test_a_verifier_that_skips_is_reported_and_its_rows_can_be_left_out(train, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    skipped = sum(map(int, ground_truth)) % 3 == 0\n"
+        "    return {'score': float(skipped or solution_str == ground_truth), 'skipped': skipped}\n"
+    )
+    settings = ("reward.custom_reward_function.path=reward.py", "preflight.allow=[R49]", "trainer.rollout_dump_freq=1")
+    ended = train(*settings)
+    assert ended.code == 0, ended.output
+    (finding,) = [json.loads(line) for line in (tmp_path / "run/doctor.jsonl").read_text().splitlines()]
+    assert finding["kind"] == "skip_passes" and len(finding["episodes"]) == 3 and "quarantine=" in ended.output
+    rows = {json.loads(line)["uid"] for line in (tmp_path / "run/quarantine.jsonl").read_text().splitlines()}
+    assert rows == set(finding["tasks"]) != set()
+    again = train(
+        *settings,
+        "data.quarantine=run/quarantine.jsonl",
+        "trainer.default_local_dir=again",
+        "trainer.total_training_steps=3",
+    )
+    assert again.code == 0, again.output
+    draws = [json.loads(line) for line in (tmp_path / "again/coverage.jsonl").read_text().splitlines()]
+    trained = {draw["uid"] for draw in draws if draw.get("fate") == "trained"}
+    left_out = {draw["uid"].split("~")[0] for draw in draws if draw.get("reason") == "quarantine"}
+    assert trained and not trained & rows and left_out and left_out <= rows
+
+
 def can_mount() -> bool:
     return os.geteuid() == 0 and shutil.which("mount") is not None
 

@@ -14,6 +14,7 @@ checks it, :mod:`~.bias` compares dropped with trained prompts, :mod:`~.report` 
 from hone.insight.coverage.ledger import (
     EQUAL_ANSWERS,
     NO_VERDICT,
+    QUARANTINED,
     CoverageLedger,
     Fate,
     OpenDraw,
@@ -21,4 +22,13 @@ from hone.insight.coverage.ledger import (
     coverage_metrics,
 )
 
-__all__ = ["EQUAL_ANSWERS", "NO_VERDICT", "CoverageLedger", "Fate", "OpenDraw", "Stage", "coverage_metrics"]
+__all__ = [
+    "EQUAL_ANSWERS",
+    "NO_VERDICT",
+    "QUARANTINED",
+    "CoverageLedger",
+    "Fate",
+    "OpenDraw",
+    "Stage",
+    "coverage_metrics",
+]

@@ -16,6 +16,8 @@ EQUAL_ANSWERS = "all answers equally good"
 
 NO_VERDICT = "too few verdicts"
 """Reason of a failed draw: fewer than two of its episodes could be judged."""
+QUARANTINED = "quarantine"
+"""Filter reason of a row that ``data.quarantine`` names."""
 
 
 class Stage(StrEnum):

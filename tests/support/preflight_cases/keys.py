@@ -10,7 +10,7 @@ RAY = "trainer.runtime=ray"
 GAE = "algorithm.adv_estimator=gae"
 JUDGE = "reward.reward_model"
 ONLINE = f"{ACTOR}.preference_loss"
-MULTI = f"{ROLLOUT}.multi_turn"
+MULTI, AGENT = f"{ROLLOUT}.multi_turn", f"{ROLLOUT}.agent"
 SHOWN = f"{MODEL}.custom_chat_template=TMP/tools.jinja"
 TOOLS = f"{MULTI}.enable=true {MULTI}.max_assistant_turns=4 {MULTI}.tool_config_path=TMP/tools.yaml"
 
@@ -221,6 +221,15 @@ METHODS = [
         ("max_assistant_turns", "512 tokens"),
         fix=f"{MULTI}.max_assistant_turns=8",
         given=f"{MULTI}.enable=true {MULTI}.tool_config_path=TMP/tools.yaml {SHOWN}",
+    ),
+    Case(
+        "R80 agents.sandboxes_outlive_episodes",
+        f"{AGENT}.program.timeout=60",
+        ("60 s", "max_episode_seconds=300"),
+        advice=f"{AGENT}.program.timeout=330",
+        then=f"{AGENT}.program.timeout=330",
+        given=f"{MULTI}.enable=true {MULTI}.max_episode_seconds=300 {AGENT}.default_agent_loop=program {AGENT}.program.command=[python,agent.py] {SHOWN}",
+        warns=True,
     ),
 ]
 
