@@ -11,6 +11,7 @@ from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.insight.compare import find_run
 from hone.rewards.comparison import ScoredTwice
+from hone.rewards.doctor.history import passes
 from hone.rewards.manager import RewardManager
 from hone.rewards.placement import share_rewards
 from hone.rewards.score import Score
@@ -47,8 +48,8 @@ def rescore_run(run: str, root: Path, old: RewardConfig | None, new: RewardConfi
             trajectory.text,
             first.verdict,
             second.verdict,
-            passes(first),
-            passes(second),
+            None if first.error is not None else passes(first),
+            None if second.error is not None else passes(second),
         )
         for (step, _, trajectory), first, second in zip(rows, *columns, strict=True)
         if trajectory.part == 0
@@ -66,11 +67,6 @@ def scores_of(config: RewardConfig, trajectories: Sequence[Trajectory]) -> list[
         return share_rewards(trajectories, asyncio.run(manager.score(trajectories)))
     finally:
         manager.close()
-
-
-def passes(score: Score) -> bool | None:
-    """Return whether a response passes: ``acc`` is 1, or without ``acc`` the reward is positive; None without a verdict."""
-    return None if score.error is not None else score.terms.get("acc", float(score.total > 0)) >= 1.0
 
 
 def _recorded(record: dict) -> Score:

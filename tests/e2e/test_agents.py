@@ -104,6 +104,22 @@ def test_a_game_is_learned(game: Path, run, tmp_path: Path):
     assert json.loads(bounded.output[bounded.output.index("{") :])["episode/end/assistant_turns"] == 1
 
 
+def test_a_recorded_game_is_forked_at_every_turn(game: Path, run, tmp_path: Path):
+    ended = run(*command(game, tmp_path / "run", "trainer.total_training_steps=2", "trainer.rollout_dump_freq=1"))
+    assert ended.code == 0, ended.output
+    records = [json.loads(line) for line in (tmp_path / "run/rollouts/step_2.jsonl").read_text().splitlines()]
+    record = next(record for record in records if record["episode"]["assistant_turns"] == 2)
+    chosen = ("--step", 2, "--index", record["index"], "--samples", 4, "--json")
+    forked = run("episode", "fork", tmp_path / "run", record["uid"], *chosen, "--png", tmp_path / "forks.png")
+    assert forked.code == 0, forked.output
+    result = json.loads(forked.output[forked.output.index("{") :])
+    assert [len(fork["rewards"]) for fork in result["forks"]] == [4, 4, 1]
+    assert result["score"] == result["forks"][-1]["rewards"][0] == record["score"]
+    assert (tmp_path / "forks.png").stat().st_size > 1000
+    missing = run("episode", "fork", tmp_path / "run", "nobody:1")
+    assert missing.code == 2 and "hone runs samples" in missing.message
+
+
 def test_a_resumed_run_repeats_to_the_last_bit(game: Path, run, tmp_path: Path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = ("trainer.save_freq=2", "actor_rollout_ref.actor.optim.lr_scheduler_type=constant")
