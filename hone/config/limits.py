@@ -11,6 +11,9 @@ PREFILL_TOKENS = 16384
 GATHER_BUCKET_BYTES = 256 * 2**20
 """Bytes of parameters that are all-gathered at a time for export; a larger parameter is gathered alone."""
 
+OFFLOAD_IN_FLIGHT_BYTES = 256 * 2**20
+"""Bytes of activations whose copies to or from host memory are under way; a larger one is copied alone."""
+
 FROZEN_BYTES = 4
 """Bytes per parameter that is only read: float32."""
 

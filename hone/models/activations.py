@@ -1,9 +1,8 @@
-"""Save activation memory: recompute layers but for attention, keep activations on the host, or recompute MLPs tile by tile."""
+"""Save activation memory: recompute layers but for attention, or recompute MLPs tile by tile; :mod:`.offload` moves activations."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,36 +23,6 @@ ATTENTION_OPERATORS = frozenset(
     ("torch_attn::_varlen_attn", *(f"aten::_scaled_dot_product_{kind}" for kind in _SDPA_KINDS)),
 )
 """Operators that compute attention: the variable-length one of :mod:`hone.models.attention.varlen`, and those of SDPA."""
-SMALLEST = 1 << 16
-"""Size in numbers of the smallest tensor that is moved."""
-
-
-@contextlib.contextmanager
-def activations_on_host(device: torch.device, enabled: bool) -> Iterator[None]:
-    """Move tensors that autograd saves within the block to host memory until the backward pass needs them.
-
-    Parameters and small tensors stay on the device. On the CPU nothing changes.
-    """
-    if not enabled or device.type == "cpu":
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(_to_host, _to_device):
-        yield
-
-
-def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, nn.Parameter) or tensor.numel() < SMALLEST or tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return tensor.device, host.copy_(tensor, non_blocking=True)
-
-
-def _to_device(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    device, host = kept
-    return host.to(device, non_blocking=True)
 
 
 def checkpointing_arguments(keeps: str) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from hone.data.balance import CostModel
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.insight import activity
-from hone.models.activations import activations_on_host
 from hone.models.devices import dtype_on
 from hone.models.heads import Head, autocast
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.matmul import fast_float32_matmuls
+from hone.models.offload import ActivationOffload
 from hone.training.clock import DeviceClock
 from hone.training.microbatches import MicroBatchRecorder
 from hone.training.packing import pack, plan_micro_batches
@@ -80,6 +80,8 @@ class MicroBatchLoop:
         self._device = settings.device
         self._clock = DeviceClock(settings.device)
         self.recorder: MicroBatchRecorder | None = None
+        moves = settings.offload_activations and settings.device.type != "cpu"
+        self._offload = ActivationOffload(settings.device) if moves else None
 
     def infer(
         self, batch: Batch, head: Head, *, with_entropy: bool = False, max_tokens: int | None = None
@@ -130,7 +132,7 @@ class MicroBatchLoop:
             packed = pack(micro, self._device)
             recorder, self.recorder = self.recorder, None
             recording = contextlib.nullcontext() if recorder is None else recorder.forward(packed)
-            on_host = activations_on_host(self._device, self._settings.offload_activations)
+            on_host = contextlib.nullcontext() if self._offload is None else self._offload.saving()
             with self.computing(), autocast(self._device, self._settings.dtype), on_host, recording:
                 outputs = self._forward(head, packed, with_entropy)
             if recorder is not None:

@@ -38,6 +38,12 @@ def test_decoding_with_graphs_and_pages(machine: Machine, tmp_path: Path) -> Non
     assert ended.code == 0, ended.output
 
 
+def test_activations_in_host_memory(machine: Machine, tmp_path: Path) -> None:
+    """The checks run in its process: :func:`support.simulated_cuda.work.offload`."""
+    ended = machine.start("support.simulated_cuda.work:offload", [], tmp_path).wait()
+    assert ended.code == 0, ended.output
+
+
 LAYERS = 2, 4
 
 

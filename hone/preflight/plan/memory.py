@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.limits import FROZEN_BYTES, GATHER_BUCKET_BYTES, GRADIENT_BYTES
+from hone.config.limits import FROZEN_BYTES, GATHER_BUCKET_BYTES, GRADIENT_BYTES, OFFLOAD_IN_FLIGHT_BYTES
 from hone.config.model import OptimConfig
 from hone.config.pools import Pool
 from hone.preflight.plan.engines import cache_bytes, decoding, engine_bytes, frees_memory
@@ -235,7 +235,9 @@ def _updating(work: Work, pool: Pool, model: TrainedModel) -> Iterable[dict[str,
     weights = {"weights": _in_use(work, pool, model)}
     gathered = {**weights, "gathered weights": _gathered(work, pool, shape)}
     passing = {**gathered, "copies of weights": passes.weight_copies * (not model.checkpointing)}
-    kept = passes.tokens * (passes.outside_kept + (0.0 if passes.on_host else shape.layers * passes.layer_kept))
+    in_layers = passes.tokens * shape.layers * passes.layer_kept
+    kept = passes.tokens * passes.outside_kept
+    kept += min(in_layers, OFFLOAD_IN_FLIGHT_BYTES) if passes.on_host else in_layers
     yield {
         **passing,
         "gradients": earlier,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.simulated_cuda import graphs
+from support.simulated_cuda import graphs, streams
 from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.tensors import SimulatedTensor
 from support.varlen_reference import register as register_varlen
@@ -77,6 +76,7 @@ def _answer_as_driver() -> None:
     def synchronize(device: Any = None) -> None:
         COUNTERS.waits[f"synchronize in {caller()}"] += 1
         graphs.refuse_in_capture("synchronize")
+        streams.wait_for_all()
         graphs.finish_copies()
 
     values: dict[str, Any] = {
@@ -84,8 +84,6 @@ def _answer_as_driver() -> None:
         **dict.fromkeys(("_lazy_init", "empty_cache", "reset_peak_memory_stats", "set_device"), None),
         **dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state"), None),
         **dict.fromkeys(("max_memory_allocated", "memory_allocated", "memory_reserved"), 2**20),
-        "current_stream": graphs.SimulatedStream(),
-        "stream": contextlib.nullcontext(),
         "device_count": 1,
         "current_device": 0,
         "get_device_name": PROPERTIES.name,
@@ -100,8 +98,10 @@ def _answer_as_driver() -> None:
     for name, replacement in {
         "CUDAGraph": graphs.SimulatedGraph,
         "graph": graphs.capture,
-        "Event": graphs.SimulatedEvent,
-        "Stream": graphs.SimulatedStream,
+        "Event": streams.SimulatedEvent,
+        "Stream": streams.SimulatedStream,
+        "current_stream": streams.current_stream,
+        "stream": streams.stream,
     }.items():
         setattr(torch.cuda, name, replacement)
 

@@ -1,17 +1,15 @@
-"""CUDA graphs, events and streams of the simulated GPU.
+"""CUDA graphs of the simulated GPU, and copies that arrive when the host waits.
 
 A capture notes each operator with its arguments and results, and changes no tensor that existed before, as on CUDA. A replay computes
-them again in the same memory: what a graph does not read from fixed addresses, it does not see. There is one stream, in order.
+them again in the same memory: what a graph does not read from fixed addresses, it does not see.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from support.simulated_cuda.counters import COUNTERS
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -102,6 +100,11 @@ def begin_copy(target: Tensor, source: Tensor) -> None:
     _COPIES.append((target, source.clone()))
 
 
+def copies_under_way() -> list[tuple[Tensor, Tensor]]:
+    """Return the copies that have not arrived."""
+    return list(_COPIES)
+
+
 def finish_copies(count: int | None = None) -> None:
     """Finish the first copies that are under way, or all."""
     for target, source in _COPIES[:count]:
@@ -113,44 +116,6 @@ def arrive_before_reading(source: Tensor) -> None:
     """Finish the copies to memory that the device itself reads: on a stream they are done by then."""
     if any(_storage(target) == _storage(source) for target, _ in _COPIES):
         finish_copies()
-
-
-class SimulatedEvent:
-    """An event: ``torch.cuda.Event``."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._moment = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        """Note what is under way, and the moment."""
-        self._copies, self._moment = list(_COPIES), time.perf_counter()
-
-    def elapsed_time(self, later: SimulatedEvent) -> float:
-        """Return the milliseconds from this event to a later one."""
-        return 1e3 * (later._moment - self._moment)
-
-    def synchronize(self) -> None:
-        """Wait until everything before :meth:`record` is done."""
-        COUNTERS.waits[f"event in {caller()}"] += 1
-        refuse_in_capture("a wait for an event")
-        for copy in self._copies:
-            if any(copy is other for other in _COPIES):
-                finish_copies(1)
-
-
-class SimulatedStream:
-    """A stream: ``torch.cuda.Stream``."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: SimulatedStream) -> None:
-        """Do nothing: all work is in order."""
-
-    def synchronize(self) -> None:
-        """Wait for the stream."""
-        torch.cuda.synchronize()
 
 
 def _storage(tensor: Tensor) -> int:

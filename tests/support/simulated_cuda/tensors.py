@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.graphs import CAPTURE, arrive_before_reading, begin_copy, refuse_in_capture
+from support.simulated_cuda.streams import note_work
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -68,6 +69,10 @@ class SimulatedTensor(Tensor):
         """Return a tensor of Python numbers on this device."""
         return torch.tensor(data, dtype=dtype or self.dtype, device=self.device, **options)
 
+    def data_ptr(self) -> int:
+        """Return the address of the memory."""
+        return self.memory.data_ptr()
+
     def tolist(self) -> Any:
         """Return the numbers; the host waits for them."""
         return self.cpu().tolist()
@@ -120,12 +125,15 @@ def execute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _computed(func: Any, compute: Callable[[], Any], words: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """Compute an operator on memory of the host, or note it in the graph that is being captured."""
-    if not CAPTURE:
-        return compute()
     named = {argument.name: value for argument, value in zip(func._schema.arguments, words, strict=False)} | options
     changed = [x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     written = [named[name] for name in changed if isinstance(named.get(name), Tensor)]
-    return CAPTURE[0].note(compute, written, [x for x in tree_flatten((words, options))[0] if isinstance(x, Tensor)])
+    sources = [x for x in tree_flatten((words, options))[0] if isinstance(x, Tensor)]
+    if CAPTURE:
+        return CAPTURE[0].note(compute, written, sources)
+    if func._schema.name.split("::")[1] not in VIEWS:
+        note_work(func._schema.name, [x for x in sources if all(x is not y for y in written)], written)
+    return compute()
 
 
 def _memory(value: Any) -> Any:
@@ -172,6 +180,7 @@ def _to_copy(func: Any, source: SimulatedTensor, kwargs: dict[str, Any]) -> Tens
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, SimulatedTensor):
         _note_copy_to_host(non_blocking)
+        note_work("a copy to the host", [_memory(source)], [target])
         (begin_copy if non_blocking else Tensor.copy_)(target, _memory(source))
         return target
     if isinstance(source, SimulatedTensor):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
+import gc
 import json
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +19,10 @@ import torch.nn.functional as F
 from support import families
 from support.models import random_batch
 from support.paged import paged_engine
+from support.simulated_cuda import streams
 from support.simulated_cuda.counters import COUNTERS
+from support.simulated_cuda.tensors import SimulatedTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hone.config.model import OptimConfig
@@ -24,6 +30,7 @@ from hone.generation import ENGINES
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
 from hone.models.attention import paged
 from hone.models.heads import PolicyHead
+from hone.models.offload import ActivationOffload
 from hone.models.routing import use_hone_attention
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
@@ -173,6 +180,110 @@ def _check_graphs() -> None:
     state += 1
     event.synchronize()
     assert arriving.tolist() == [4, 4, 4]
+
+
+def offload(words: list[str]) -> None:
+    """Check activations in host memory: the same gradients, less device memory, copies on a stream of their own, and no wait."""
+    del words
+    _check_streams()
+    torch.manual_seed(0)
+    width, depth = 256, 12
+    layers = [torch.nn.Linear(width, width).to(DEVICE) for _ in range(depth)]
+    x = torch.randn(256, width).to(DEVICE)
+    size = x.numel() * 4
+
+    def gradients(saving: Any, checkpointed: bool) -> tuple[list[list[float]], int]:
+        for layer in layers:
+            layer.zero_grad()
+        y = x
+        with _device_memory() as peak, saving:
+            for layer in layers:
+                step = lambda y, layer=layer: F.gelu(layer(y)) + y  # noqa: E731
+                y = checkpoint(step, y, use_reentrant=False) if checkpointed else step(y)
+        y.square().mean().backward()
+        return [layer.weight.grad.tolist() for layer in layers if layer.weight.grad is not None], peak[0]
+
+    for checkpointed, saved in ((False, 2), (True, 1)):  # tensors for each layer: its input, and what gelu gets
+        on_host = ActivationOffload(DEVICE, in_flight=3 * size)
+        expected, plain = gradients(contextlib.nullcontext(), checkpointed)
+        for repetition in range(2):
+            COUNTERS.clear()
+            before = on_host._stream.clock[on_host._stream.number]
+            results, peak = gradients(on_host.saving(), checkpointed)
+            assert results == expected and len(results) == depth
+            assert peak <= plain - (saved * depth - 5) * size, (peak, plain, size)
+            copies = COUNTERS.to_host.total() - depth, COUNTERS.to_device.total()  # the gradients are read too
+            assert copies[0] - saved * depth in (-1, 0) and copies[0] - copies[1] in (2, 3), copies
+            assert on_host._stream.clock[on_host._stream.number] - before >= sum(copies), (
+                "one of them on another stream"
+            )
+            assert COUNTERS.waits.total() == depth, COUNTERS.waits
+            buffers = sum(map(len, on_host.buffers._free.values()))
+            assert buffers == copies[0], (repetition, buffers)
+    gc.collect()
+    assert not streams.HAZARDS, streams.HAZARDS
+
+
+@contextlib.contextmanager
+def _device_memory() -> Iterator[list[int]]:
+    """Yield the most bytes that the tensors made in the block have held at once."""
+    peak, alive, make = [0], dict[int, int](), SimulatedTensor.__init__
+
+    def made(tensor: SimulatedTensor, memory: torch.Tensor, requires_grad: bool = False) -> None:
+        make(tensor, memory, requires_grad)
+        storage = memory.untyped_storage()
+        if id(storage) not in alive:
+            alive[id(storage)] = storage.nbytes()
+            weakref.finalize(storage, alive.pop, id(storage))
+            peak[0] = max(peak[0], sum(alive.values()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimulatedTensor, "__init__", made)
+        yield peak
+
+
+def _check_streams() -> None:
+    """Check that memory which another stream may be using is neither read, written nor freed."""
+    side, values, host = torch.cuda.Stream(), torch.ones(4, device=DEVICE), torch.zeros(4, pin_memory=True)
+
+    def send() -> torch.cuda.Event:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            host.copy_(values, non_blocking=True)
+        return side.record_event()
+
+    def fetch(waits: bool) -> torch.Tensor:
+        target = torch.empty(4, device=DEVICE)
+        if waits:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            target.copy_(host, non_blocking=True)
+        return target
+
+    send()
+    try:
+        values.add_(1)
+    except RuntimeError as error:
+        assert "may still be using" in str(error)
+    else:
+        raise AssertionError("memory was changed during a copy out of it")
+    torch.cuda.current_stream().wait_event(send())
+    values.add_(1)
+    fetched = fetch(waits=True)
+    try:
+        fetched + 1
+    except RuntimeError as error:
+        assert "may still be using" in str(error)
+    else:
+        raise AssertionError("memory was read during a copy into it")
+    torch.cuda.current_stream().wait_stream(side)
+    assert (fetched + 1).tolist() == [2, 2, 2, 2]
+    fetched = fetch(waits=True)
+    assert not streams.HAZARDS
+    del fetched
+    assert len(streams.HAZARDS) == 1, "memory was freed during a copy into it"
+    streams.HAZARDS.clear()
+    torch.cuda.synchronize()
 
 
 def decode(words: list[str]) -> None:

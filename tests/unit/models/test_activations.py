@@ -1,5 +1,6 @@
 """Feed-forward layers in tiles compute the same and keep less; what goes to the host comes back as it was."""
 
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -10,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.config.model import ModelConfig, OptimConfig, TiledMlpConfig
 from hone.errors import ModelError
-from hone.models.activations import ATTENTION_OPERATORS, activations_on_host, tile_mlps
+from hone.models.activations import ATTENTION_OPERATORS, tile_mlps
 from hone.models.attention.packed import PackedContext
 from hone.models.heads import PolicyHead
 from hone.models.loading import layers_of, prepare
+from hone.models.offload import ActivationOffload
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective
@@ -61,10 +63,10 @@ def test_a_model_without_plain_layers_is_refused():
 
 
 def test_on_the_cpu_nothing_is_copied():
-    x = torch.randn(300, 300, requires_grad=True)
-    with activations_on_host(CPU, enabled=True):
-        y = x.exp()
-    assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()
+    """Offload is for devices with memory of their own: on a CPU the loop saves tensors as usual."""
+    model = tiny_model()
+    engine = LocalBackend(model, PolicyHead(), TrainSettings(CPU, optim=OptimConfig(), offload_activations=True))
+    assert engine._loop._offload is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -72,13 +74,13 @@ def test_on_a_gpu_activations_wait_on_the_host():
     device = torch.device("cuda")
     torch.manual_seed(0)
     layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).to(device)
-    x = torch.randn(4096, 1024, device=device)
+    x, offload = torch.randn(4096, 1024, device=device), ActivationOffload(device, in_flight=2**24)
 
     def gradients(enabled: bool) -> tuple[list[torch.Tensor], int]:
         layers.zero_grad()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        with activations_on_host(device, enabled):
+        with offload.saving() if enabled else contextlib.nullcontext():
             loss = torch.nn.functional.gelu(layers(x)).square().mean()
         held = torch.cuda.memory_allocated() - before
         loss.backward()
