@@ -36,6 +36,7 @@ class WorkerContext:
         roles: roles that this process has already, by name.
         engine_devices: GPUs, as in CUDA_VISIBLE_DEVICES, of the engine that this process starts; empty without GPUs, and if
             another process starts it. None: engines of this process see the GPUs that it sees.
+        host: address at which other processes of the run reach this machine.
     """
 
     config: RLConfig
@@ -48,6 +49,7 @@ class WorkerContext:
     resume: str | None = None
     roles: dict[str, Any] = field(default_factory=dict)
     engine_devices: tuple[str, ...] | None = None
+    host: str = "127.0.0.1"
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, RowGroups, Split, dispatch
+from hone.cluster.weight_ends import WeightSource
 from hone.config.derived import RunSpec
 from hone.data.batch import Batch
 from hone.data.seeding import derive_seed
 from hone.errors import ConfigError
-from hone.generation.build import engine_dtype
-from hone.generation.options import sends_adapter
 from hone.models.heads import PolicyHead, ValueHead
 from hone.models.loading import saved_model
 from hone.training.backends.build import build_train_backend
@@ -66,7 +64,7 @@ class ModelRole:
             yield batch.reorder(rows)
 
 
-class PolicyWorker(ModelRole):
+class PolicyWorker(WeightSource, ModelRole):
     """The actor: the trained policy, which the native engine samples from.
 
     Args:
@@ -104,7 +102,10 @@ class PolicyWorker(ModelRole):
         self._objective = PolicyObjective(
             actor, self._spec.correction, max_response_length=config.data.max_response_length
         )
-        self._exported: Iterator[tuple[str, Tensor]] = iter(())
+
+    def close(self) -> None:
+        """Drop the connections with the rollout workers."""
+        self.leave_broadcast()
 
     @dispatch(Split.ROWS)
     def log_probs(self, batch: Batch, *, with_entropy: bool = False, with_sum_pi_squared: bool = False) -> Batch:
@@ -167,26 +168,6 @@ class PolicyWorker(ModelRole):
     def apply_gradients(self, step: int) -> RoleUpdate:
         """Apply the gradients of all parts at this position of the learning-rate schedule."""
         return RoleUpdate([self.engine.apply_gradients(step, self._partial)], self.engine.learning_rate(step))
-
-    @dispatch(Split.ALL, Collect.FIRST)
-    def export_weights(self) -> None:
-        """Begin a weight sync of the current weights, or the adapter alone: :meth:`next_weights` returns the buckets.
-
-        Matrices are in the dtype of the engine, so that for one in bfloat16 half the bytes travel.
-        """
-        which = "adapter" if sends_adapter(self.config) else "merged"
-        self._exported = self.engine.export_weights(which, dtype=getattr(torch, engine_dtype(self.config)))
-
-    @dispatch(Split.ALL, Collect.REMOTE)
-    def next_weights(self, max_bytes: int) -> list[tuple[str, Tensor]] | None:
-        """Return the next whole weights, at most ``max_bytes`` of them (but at least one); None after the last."""
-        bucket, used = [], 0
-        for name, tensor in self._exported:
-            bucket.append((name, tensor))
-            used += tensor.nbytes
-            if used >= max_bytes:
-                break
-        return bucket or None
 
     def _save_micro_batch(self, step: int) -> None:
         """Save the next micro-batch if ``trainer.save_microbatch_steps`` names this step."""

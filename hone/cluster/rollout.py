@@ -9,13 +9,13 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hone.agents.context import EpisodeContext
 from hone.agents.limited_client import LimitedClient
 from hone.agents.player import Player
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Collect, Split, dispatch
+from hone.cluster.weight_ends import WeightTarget
 from hone.config.derived import RunSpec
 from hone.config.pools import engine_devices
 from hone.data.batch import Batch
@@ -61,7 +61,7 @@ def lowest_limit(limits: Sequence[tuple[int, str]]) -> tuple[int, str]:
     return min(limits)
 
 
-class RolloutWorker:
+class RolloutWorker(WeightTarget):
     """Plays episodes with a colocated engine.
 
     In the actor's process the engine reads the actor's parameters if one process holds all of them. Otherwise it has a whole
@@ -77,8 +77,6 @@ class RolloutWorker:
         context: context of the process.
         engine: None builds the configured engine.
     """
-
-    engine: Engine
 
     def __init__(self, context: WorkerContext, engine: Engine | None = None) -> None:
         self.context, self.tokenizer = context, context.tokenizer
@@ -152,6 +150,7 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Close engine and tools."""
+        self.leave_broadcast()
         if self._lends:
             return
         if "player" in vars(self):
@@ -270,11 +269,6 @@ class RolloutWorker:
             deque(weights, maxlen=0)  # all processes gather together; this one has no engine that takes the result
             return
         await self.engine.load_weights(weights, version)
-
-    @dispatch(Split.ALL, Collect.FIRST)
-    async def load_weights(self, weights: Sequence[tuple[str, Tensor]], version: int, *, last: bool = True) -> None:
-        """Load some of the weights of this version; more follow unless they are the last."""
-        await self.engine.load_weights(weights, version, last=last)
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def sleep(self) -> None:

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 
+from hone.cluster.broadcast_sync import BroadcastSync
+from hone.cluster.dispatch import RemoteTensors
 from hone.cluster.rollout import Weights
 from hone.cluster.runtime import AnyBatch, Group
+from hone.cluster.weight_broadcast import Bucket
+from hone.config.derived import RunSpec
 from hone.config.tree import RLConfig
 from hone.data.types import Sample
 from hone.generation.protocol import SamplingParams
 
+log = logging.getLogger("hone")
+
 CANARY_TOKENS = 8
 PARTS = ("prepare", "pause", "transfer", "resume", "check")
-"""Timed parts of a weight sync: assembling whole weights, stopping engines, sending, resuming, answering the canary."""
+"""Timed parts of a weight sync: assembling whole weights, stopping engines, sending, resuming, answering the canary.
+
+A broadcast assembles all weights but the first bucket during ``transfer``.
+"""
 
 
 class WeightSync:
     """Send weights from the actor to the engines.
 
     An engine that reads the actor's parameters needs no sync, and every batch is compared with the trainer anyway. Other engines
-    have copies. Colocated ones gather the actor's shards in their process. Remote ones receive weights bucket by bucket
-    through the object store: memory that the processes of a node share, copied once to every other node. Weights enter an
+    have copies. Colocated ones gather the actor's shards in their process. Remote ones receive weights bucket by bucket, in one of
+    two ways (``checkpoint_engine.between_workers``): through the object store, which is memory that the processes of a node share,
+    copied once to every other node; or by a broadcast from the actor's device to those of the rollout workers
+    (:mod:`hone.cluster.weight_broadcast`). What a failed broadcast leaves goes through the object store. Weights enter an
     engine's separate process by one of :mod:`hone.generation.remote.transports`. An engine serves no request between the first
     bucket and the last. Then every engine answers a fixed prompt, and the trainer computes the log-probs of the answers.
 
@@ -48,6 +61,7 @@ class WeightSync:
         self.seconds: dict[str, float] = {}
         keys = config.actor_rollout_ref.rollout
         self._bucket_bytes = keys.checkpoint_engine.update_weights_bucket_megabytes * 2**20
+        self._broadcast = self._chosen_way(config) if self._source is Weights.REMOTE else None
         self._prompt = prompt
         self._sampling = SamplingParams(max_tokens=CANARY_TOKENS, temperature=keys.temperature, ignore_eos=True)
 
@@ -86,16 +100,43 @@ class WeightSync:
             played = await self.rollout.play(prompts, self._sampling, n=1, seeding=(0, "canary"))
             return played.updated(await self.actor.log_probs(played))
 
+    def _chosen_way(self, config: RLConfig) -> BroadcastSync | None:
+        devices = {*self.actor.device_type().result(), *self.rollout.device_type().result()}
+        way = RunSpec(config).between_workers(on_cpu=devices != {"cuda"})
+        if way.value is None:
+            return None
+        log.info("weights reach the rollout workers by way of %s: %s", way.value, way.reason)
+        return BroadcastSync(self.actor, self.rollout, self._bucket_bytes) if way.value == "broadcast" else None
+
     async def _send(self, version: int) -> None:
+        broadcast, stored, first = self._broadcast, None, None
         with self._timed("prepare"):
             await self.actor.export_weights()
-            bucket = await self.actor.next_weights(self._bucket_bytes)
+            if broadcast is not None and await broadcast.join():
+                first = await broadcast.pack_first()
+            else:
+                stored = await self.actor.next_weights(self._bucket_bytes)
         with self._timed("pause"):
             await self.rollout.pause()
             await self._wake(cache=False)
+        if broadcast is None or first is None:
+            await self._send_stored(stored, deque(), version)
+            return
+        with self._timed("transfer"):
+            left = deque(await broadcast.send(first, version))
+        if left:
+            stored = await self.actor.packed_weights(left.popleft().number)
+            await self._send_stored(stored, left, version)
+            await broadcast.release()
+
+    async def _send_stored(self, bucket: RemoteTensors | None, packed: deque[Bucket], version: int) -> None:
+        """Send a bucket through the object store, then the packed ones, then the rest of the weights."""
         while bucket is not None:
             with self._timed("prepare"):
-                following = await self.actor.next_weights(self._bucket_bytes)
+                if packed:
+                    following = await self.actor.packed_weights(packed.popleft().number)
+                else:
+                    following = await self.actor.next_weights(self._bucket_bytes)
             with self._timed("transfer"):
                 await self.rollout.load_weights(bucket, version, last=following is None)
             bucket = following

@@ -255,6 +255,22 @@ class RunSpec:
         """True when engines share devices with training and never generate while it computes."""
         return not self.asynchronous and not self.config.actor_rollout_ref.rollout.enable_resource_pool
 
+    def between_workers(self, *, on_cpu: bool) -> Decision[str | None]:
+        """Return the way of weights from the actor to rollout workers with devices of their own; None if there are none."""
+        rollout, fraction = self.config.actor_rollout_ref.rollout, self.config.ray.device_fraction
+        if self.config.trainer.runtime != "ray" or not rollout.enable_resource_pool:
+            return Decision(None, "engines share the actor's devices")
+        chosen = rollout.checkpoint_engine.between_workers
+        if chosen != "auto":
+            return Decision(chosen, f"checkpoint_engine.between_workers={chosen}")
+        if on_cpu:
+            return Decision("object_store", "the workers are on CPUs, whose processes share memory")
+        if not _separate_gpus(fraction):
+            return Decision(
+                "object_store", f"ray.device_fraction={fraction:g} lets workers share a GPU, which NCCL refuses"
+            )
+        return Decision("broadcast", "every worker has a GPU of its own")
+
     # display ---------------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[Derived]:
@@ -299,6 +315,19 @@ class RunSpec:
                     f"tensor_model_parallel_size={rollout.tensor_model_parallel_size} x "
                     f"data_parallel_size={rollout.data_parallel_size}",
                 )
+        yield from self._between_workers_line()
+
+    def _between_workers_line(self) -> Iterator[Derived]:
+        """Yield the line about weights for rollout workers; ``trainer.device=auto`` shows both devices."""
+        device = self.config.trainer.device
+        on_cpu, on_gpu = self.between_workers(on_cpu=True), self.between_workers(on_cpu=False)
+        shown = on_cpu if device == "cpu" else on_gpu
+        if shown.value is None:
+            return
+        value = shown.value
+        if device == "auto" and on_cpu.value != on_gpu.value:
+            value = f"{on_gpu.value} between GPUs, {on_cpu.value} between CPUs"
+        yield Derived("weights to rollout workers", value, shown.reason)
 
 
 def micro_batch_line(config: AnyConfig, budget: int, key: str) -> Derived:
@@ -348,6 +377,11 @@ def holds_reference(config: AnyConfig) -> bool:
     if not isinstance(config, PreferenceConfig) or config.ref.mode not in ("auto", "copy"):
         return False
     return "reference" in PREFERENCE_LOSS_NEEDS.get(config.loss.name, frozenset())
+
+
+def _separate_gpus(device_fraction: float) -> bool:
+    """Return whether no two workers of this share of a GPU fit on one."""
+    return device_fraction > 0.5
 
 
 def _loss_takes_reference(name: str | None) -> bool:

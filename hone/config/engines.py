@@ -19,6 +19,9 @@ class CheckpointEngineConfig:
     backend: str = choice("auto", "auto", "shared_memory", "file", "socket")
     """Transport to an engine in another process: shared_memory (one machine), file (a temporary directory that both can access), socket
     (slow, works everywhere); auto is shared_memory on one machine and socket to another."""
+    between_workers: str = choice("auto", "auto", "object_store", "broadcast")
+    """On Ray, way of the weights from the actor to rollout workers with devices of their own: broadcast (NCCL between GPUs, gloo between
+    CPUs) or object_store (through the memory of every node); auto is broadcast if every worker has a GPU of its own."""
     update_weights_bucket_megabytes: int = number(512, low=1)
     """Weights sent at a time, in MiB."""
     delta: bool = False

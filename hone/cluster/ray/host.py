@@ -152,6 +152,7 @@ class WorkerHost:
             total_steps=total_steps,
             resume=resume,
             engine_devices=place.engine_devices,
+            host=ray.util.get_node_ip_address(),
         )
         return os.getpid()
 
