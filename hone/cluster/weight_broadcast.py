@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, TCPStore
 
+from hone.config.limits import BROADCAST_BUFFERS
 from hone.training.rendezvous import gpu_identity, require_separate_gpus
 
 SOURCE = 0
@@ -38,7 +39,6 @@ JOIN_SECONDS = 60.0
 _BASE_SECONDS = 30.0
 _SLOWEST = 16 * 2**20
 _ALIGNED = 256
-_BUFFERS = 2
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 Named = tuple[str, Tensor]
 
@@ -199,7 +199,7 @@ class Bucket:
         for name, tensor in tensors:
             weights.append(PackedWeight(name, tensor.dtype, tensor.shape, offset))
             offset += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
-        return cls(number, tuple(weights), offset)
+        return cls(number, tuple(weights), max(offset, _ALIGNED))
 
 
 class BucketBuffers:
@@ -215,11 +215,11 @@ class BucketBuffers:
 
     def release(self) -> None:
         """Free the memory."""
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(_BUFFERS)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(BROADCAST_BUFFERS)]
 
     def memory(self, bucket: Bucket) -> Tensor:
         """Return the bytes of a bucket; those of the bucket two numbers earlier are overwritten."""
-        slot = bucket.number % _BUFFERS
+        slot = bucket.number % BROADCAST_BUFFERS
         if self._buffers[slot].numel() < bucket.size:
             self._buffers[slot] = torch.empty(0, dtype=torch.uint8, device=self._device)  # free before allocating
             self._buffers[slot] = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)

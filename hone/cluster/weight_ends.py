@@ -20,6 +20,7 @@ from hone.cluster.weight_broadcast import (
     open_store,
     time_limit,
 )
+from hone.config.limits import BROADCAST_BUFFERS
 from hone.generation.build import engine_dtype
 from hone.generation.options import sends_adapter
 from hone.generation.protocol import Engine
@@ -126,7 +127,7 @@ class WeightSource:
             return None
         bucket = self._sending.buffers.pack(number, weights)
         self._sending.buckets[number] = bucket
-        self._sending.buckets.pop(number - 2, None)
+        self._sending.buckets.pop(number - BROADCAST_BUFFERS, None)
         return bucket
 
     @dispatch(Split.ZERO, background=True)

@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
+HALF_A_GPU = 0.5
+"""Largest ``ray.device_fraction`` at which two workers can have the same GPU."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ class RunSpec:
             return Decision(chosen, f"checkpoint_engine.between_workers={chosen}")
         if on_cpu:
             return Decision("object_store", "the workers are on CPUs, whose processes share memory")
-        if not _separate_gpus(fraction):
+        if fraction <= HALF_A_GPU:
             return Decision(
                 "object_store", f"ray.device_fraction={fraction:g} lets workers share a GPU, which NCCL refuses"
             )
@@ -377,11 +379,6 @@ def holds_reference(config: AnyConfig) -> bool:
     if not isinstance(config, PreferenceConfig) or config.ref.mode not in ("auto", "copy"):
         return False
     return "reference" in PREFERENCE_LOSS_NEEDS.get(config.loss.name, frozenset())
-
-
-def _separate_gpus(device_fraction: float) -> bool:
-    """Return whether no two workers of this share of a GPU fit on one."""
-    return device_fraction > 0.5
 
 
 def _loss_takes_reference(name: str | None) -> bool:

@@ -14,6 +14,9 @@ GATHER_BUCKET_BYTES = 256 * 2**20
 OFFLOAD_IN_FLIGHT_BYTES = 256 * 2**20
 """Bytes of activations whose copies to or from host memory are under way; a larger one is copied alone."""
 
+BROADCAST_BUFFERS = 2
+"""Buckets of weights that each end of a broadcast holds: one travels, the other is packed or loaded."""
+
 FROZEN_BYTES = 4
 """Bytes per parameter that is only read: float32."""
 

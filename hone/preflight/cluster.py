@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
 
-from hone.config.derived import RunSpec
+from hone.config.derived import HALF_A_GPU, RunSpec
 from hone.config.parallel_layout import Layout
 from hone.config.pools import Pool, check_local
 from hone.config.tree import RLConfig
@@ -19,8 +19,6 @@ from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Finding, Stage, error, rule, warning
 
 _CONNECT_SECONDS = 3.0
-_HALF = 0.5
-"""Largest share of a device with which two workers fit on one."""
 _IDLE_SHARE = 0.2  # of the ranks' time, lost because rows do not divide evenly
 
 
@@ -76,14 +74,27 @@ def devices_present(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
 def ranks_have_their_own_gpu(config: RLConfig) -> Iterator[Finding]:
     """Each process of a model that is sharded over GPUs has a GPU of its own."""
     share, pools = config.ray.device_fraction, _divided(config)
-    on_gpus = config.trainer.device == "cuda" or (config.trainer.device == "auto" and _visible_gpus() > 0)
-    if config.trainer.runtime == "ray" and on_gpus and pools and share <= _HALF:
+    if config.trainer.runtime == "ray" and _on_gpus(config) and pools and share <= HALF_A_GPU:
         yield error(
             f"ray.device_fraction={share:g} puts {int(1 / share)} workers on one GPU, but the {pools[0].world} workers of "
             f"pool '{pools[0].name}' share a model",
             why="NCCL refuses two ranks on one GPU, and they would compete for its memory",
             fix="ray.device_fraction=1",
             where="ray.device_fraction",
+        )
+
+
+@rule("R02", RLConfig, stage=Stage.ENVIRONMENT)
+def broadcast_between_separate_gpus(config: RLConfig) -> Iterator[Finding]:
+    """Workers between which weights are broadcast have a GPU each."""
+    share, spec = config.ray.device_fraction, RunSpec(config)
+    if spec.between_workers(on_cpu=False).value == "broadcast" and share <= HALF_A_GPU and _on_gpus(config):
+        key = "actor_rollout_ref.rollout.checkpoint_engine.between_workers"
+        yield error(
+            f"between_workers=broadcast, but ray.device_fraction={share:g} lets {int(1 / share)} workers have the same GPU",
+            why="NCCL refuses two ranks on one GPU",
+            fix=f"{key}=auto, or ray.device_fraction=1",
+            where=key,
         )
 
 
@@ -212,6 +223,11 @@ def _connection_error(host: str, port: int) -> str | None:
             return None
     except OSError as problem:
         return str(problem)
+
+
+def _on_gpus(config: RLConfig) -> bool:
+    """Return whether the run computes on the GPUs of this machine."""
+    return config.trainer.device == "cuda" or (config.trainer.device == "auto" and _visible_gpus() > 0)
 
 
 def _visible_gpus() -> int:

@@ -158,6 +158,12 @@ def _engine_switches(config: RLConfig) -> list[Switch]:
             f"{block}.free_cache_engine=null",
         ),
         Switch(
+            (f"{block}.checkpoint_engine.between_workers",),
+            not local and rollout.enable_resource_pool,
+            "engines have the actor's devices" if not local else "trainer.runtime=local has no other workers",
+            f"trainer.runtime=ray {block}.enable_resource_pool=true" if local else f"{block}.enable_resource_pool=true",
+        ),
+        Switch(
             (f"{block}.engine_url", f"{block}.checkpoint_engine.backend", f"{block}.checkpoint_engine.delta", *pool),
             is_served(rollout),
             reason,

@@ -62,7 +62,7 @@ def require_separate_gpus(store: Store, rank: int, world: int, identity: str) ->
     for gpu, ranks in ranks_of.items():
         if len(ranks) > 1:
             raise ConfigError(
-                f"ranks {' and '.join(map(str, ranks))} of one model have the same device, {gpu}",
+                f"ranks {' and '.join(map(str, ranks))} have the same device, {gpu}",
                 why="NCCL refuses two ranks on one GPU, and they would compete for its memory",
                 fix="ray.device_fraction=1, or trainer.n_gpus_per_node=<GPUs of a node>",
                 where="ray.device_fraction",

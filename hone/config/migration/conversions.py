@@ -135,7 +135,9 @@ def _transport(value: Any, others: Others) -> dict[str, Any]:
     block = "actor_rollout_ref.rollout.checkpoint_engine"
     if value == "delta_sharded":
         return {f"{block}.backend": "auto", f"{block}.delta": True}
-    if value in ("nccl", "hccl", "nixl", "kimi_ckpt_engine", "mooncake"):
+    if value == "nccl":
+        return {f"{block}.between_workers": "broadcast"}
+    if value in ("hccl", "nixl", "kimi_ckpt_engine", "mooncake"):
         raise Refused(f"weights sent by {value}", f"{block}.backend=auto", {f"{block}.backend": "auto"})
     return {f"{block}.backend": "auto" if value == "naive" else value}
 

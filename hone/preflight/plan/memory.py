@@ -18,7 +18,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.limits import FROZEN_BYTES, GATHER_BUCKET_BYTES, GRADIENT_BYTES, OFFLOAD_IN_FLIGHT_BYTES
+from hone.config.limits import (
+    BROADCAST_BUFFERS,
+    FROZEN_BYTES,
+    GATHER_BUCKET_BYTES,
+    GRADIENT_BYTES,
+    OFFLOAD_IN_FLIGHT_BYTES,
+)
 from hone.config.model import OptimConfig
 from hone.config.pools import Pool
 from hone.preflight.plan.engines import cache_bytes, decoding, engine_bytes, frees_memory
@@ -267,13 +273,18 @@ def _gathered(work: Work, pool: Pool, shape: ModelShape) -> float:
 
 
 def _syncing(work: Work, pool: Pool) -> Iterable[dict[str, float]]:
-    """Yield the bucket of parameters that goes to engines with a copy."""
-    if "rollout" not in pool.roles or work.rollout is None or not (pool.divided or work.served):
+    """Yield the buckets of parameters that go to engines with a copy; a broadcast has two at both ends."""
+    if work.rollout is None or work.spec is None:
         return
-    bucket = GATHER_BUCKET_BYTES
-    if work.served:
-        bucket = work.rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
     number = 2 if work.rollout_bf16 else FROZEN_BYTES
-    largest = max(bucket, work.actor.shape.embedding * number)
-    sent = min(work.actor.shape.parameters * number, largest) * (_BUCKET_COPIES if pool.divided else 1)
-    yield {"weights in transfer": sent}
+    whole, embedding = work.actor.shape.parameters * number, work.actor.shape.embedding * number
+    bucket = work.rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
+    copies = _BUCKET_COPIES if pool.divided else 1
+    if work.spec.between_workers(on_cpu=work.on_cpu).value == "broadcast":
+        if {"actor", "rollout"} & set(pool.roles):
+            gathered = copies * min(whole, max(GATHER_BUCKET_BYTES, embedding)) if pool.divided else 0.0
+            yield {"weights in transfer": BROADCAST_BUFFERS * min(whole, max(bucket, embedding)) + gathered}
+        return
+    if "rollout" in pool.roles and (pool.divided or work.served):
+        sent = bucket if work.served else GATHER_BUCKET_BYTES
+        yield {"weights in transfer": copies * min(whole, max(sent, embedding))}

@@ -87,6 +87,14 @@ MACHINE_CASES = [
         breaks=lambda world: world.gpus(2),
     ),
     Case(
+        "R02 cluster.broadcast_between_separate_gpus",
+        f"{ROLLOUT}.checkpoint_engine.between_workers=broadcast",
+        ("ray.device_fraction=0.5", "between_workers=broadcast", "2 workers"),
+        fix=f"{ROLLOUT}.checkpoint_engine.between_workers=auto",
+        given=f"{RAY} {ROLLOUT}.enable_resource_pool=true ray.device_fraction=0.5 trainer.device=auto",
+        breaks=lambda world: world.gpus(2),
+    ),
+    Case(
         "R02 device.cuda_present",
         "trainer.device=cuda",
         ("trainer.device=cuda",),

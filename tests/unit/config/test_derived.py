@@ -136,6 +136,34 @@ def test_updates_and_micro_batches_are_counted():
     assert spec(f"{ACTOR}.ppo_max_token_len_per_gpu=100").micro_batch_tokens(on_cpu=True) == 100
 
 
+ENGINE = "actor_rollout_ref.rollout"
+APART = ("trainer.runtime=ray", f"{ENGINE}.enable_resource_pool=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_gpus", "on_cpus"),
+    [
+        ((), None, None),
+        (("trainer.runtime=ray",), None, None),
+        ((f"{ENGINE}.checkpoint_engine.between_workers=broadcast",), None, None),
+        (APART, "broadcast", "object_store"),
+        ((*APART, "ray.device_fraction=0.6"), "broadcast", "object_store"),
+        ((*APART, "ray.device_fraction=0.5"), "object_store", "object_store"),
+        ((*APART, f"{ENGINE}.checkpoint_engine.between_workers=broadcast"), "broadcast", "broadcast"),
+        ((*APART, f"{ENGINE}.checkpoint_engine.between_workers=object_store"), "object_store", "object_store"),
+    ],
+)
+def test_weights_are_broadcast_between_gpus_of_their_own(overrides, on_gpus, on_cpus):
+    derived = spec(*overrides)
+    assert derived.between_workers(on_cpu=False).value == on_gpus
+    assert derived.between_workers(on_cpu=True).value == on_cpus
+    shown = {line.name: line.value for line in derived.lines()}
+    if on_gpus is None:
+        assert "weights to rollout workers" not in shown
+    else:
+        assert on_gpus in shown["weights to rollout workers"] and on_cpus in shown["weights to rollout workers"]
+
+
 def test_derived_facts_are_shown_with_their_reasons():
     off = "algorithm.use_kl_in_reward=false"
     words = ["config", "show", "--derived", "--json", *ONE_UPDATE, "algorithm.adv_estimator=gae", off]

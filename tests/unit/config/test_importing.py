@@ -286,6 +286,11 @@ def overrides(*lines: str) -> Translation:
         ),
         (
             "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+            Outcome.CHANGED,
+            {f"{ROLLOUT}.checkpoint_engine.between_workers": "broadcast"},
+        ),
+        (
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=nixl",
             Outcome.UNSUPPORTED,
             {f"{ROLLOUT}.checkpoint_engine.backend": "auto"},
         ),

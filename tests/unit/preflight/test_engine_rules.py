@@ -48,6 +48,11 @@ def test_an_installed_engine_is_found(rl: RLConfig, nothing_installed: Path):
         ({f"{ROLLOUT}.engine_url": "tcp://127.0.0.1:1"}, "engine_url"),
         ({f"{ROLLOUT}.checkpoint_engine.backend": "file"}, "checkpoint_engine.backend"),
         ({f"{ROLLOUT}.checkpoint_engine.delta": True}, "checkpoint_engine.delta"),
+        ({f"{ROLLOUT}.checkpoint_engine.between_workers": "broadcast"}, "checkpoint_engine.between_workers"),
+        (
+            {"trainer.runtime": "ray", f"{ROLLOUT}.checkpoint_engine.between_workers": "object_store"},
+            "checkpoint_engine.between_workers",
+        ),
         (
             {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.engine_url": "tcp://127.0.0.1:1", f"{ROLLOUT}.enforce_eager": True},
             "enforce_eager",
@@ -73,6 +78,13 @@ def test_a_native_engine_with_replicas_has_no_environment_and_no_share_of_a_gpu(
     change(rl, {f"{ROLLOUT}.{key}": {"engine_env": "/somewhere", "gpu_memory_utilization": 0.7}[key]})
     (idle,) = [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"]
     assert idle.where == f"{ROLLOUT}.{key}"
+
+
+def test_workers_with_devices_of_their_own_get_weights_by_either_way(rl: RLConfig):
+    change(rl, {"trainer.runtime": "ray", f"{ROLLOUT}.enable_resource_pool": True})
+    for way in ("broadcast", "object_store"):
+        change(rl, {f"{ROLLOUT}.checkpoint_engine.between_workers": way})
+        assert [f.error for f in findings(rl, (Stage.ARITHMETIC,)) if f.error.code == "R23"] == []
 
 
 def test_keys_of_absent_replicas_have_no_effect(rl: RLConfig):

@@ -211,8 +211,32 @@ def test_engines_of_divided_models_hold_a_copy(big: RLConfig) -> None:
     whole = work_of(big, SEVEN_BILLION, on_cpu=False)
     main, served = (memory_of(whole, process) for process in whole.pools)
     assert "generation" not in {phase.name for phase in main.phases} and main.peak.size("engine's own weights") == 0
-    assert [phase.name for phase in served.phases] == ["generation"]
+    assert [phase.name for phase in served.phases] == ["generation", "weight sync"]
     assert served.peak.size("weights") == 0 and served.peak.size("engine's own weights") > 0
+
+
+def test_both_ends_of_a_broadcast_hold_two_buckets(big: RLConfig) -> None:
+    change(big, {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.enable_resource_pool": True})
+    size = max(512 * 2**20, 2 * SEVEN_BILLION.embedding)
+    gathered = 3 * max(256 * 2**20, 2 * SEVEN_BILLION.embedding)
+
+    def in_transfer(way: str, *, on_cpu: bool) -> list[float]:
+        change(big, {f"{ROLLOUT}.checkpoint_engine.between_workers": way})
+        work = work_of(big, SEVEN_BILLION, on_cpu=on_cpu)
+        return [
+            sum(
+                phase.size("weights in transfer")
+                for phase in memory_of(work, pool).phases
+                if phase.name == "weight sync"
+            )
+            for pool in work.pools
+        ]
+
+    assert (
+        in_transfer("auto", on_cpu=False) == in_transfer("broadcast", on_cpu=False) == [2 * size + gathered, 2 * size]
+    )
+    assert in_transfer("object_store", on_cpu=False) == [0, 0]
+    assert in_transfer("auto", on_cpu=True) == [0, 0] and in_transfer("broadcast", on_cpu=True) != [0, 0]
 
 
 # ------------------------------------------------------------------------------------- engines in processes of their own

@@ -34,6 +34,4 @@ def test_ranks_with_a_gpu_each_pass() -> None:
 def test_every_rank_learns_which_ones_share_a_gpu(gpus: list[str], named: str) -> None:
     errors = outcomes(gpus)
     assert all(error is not None and error.code == "R02" for error in errors)
-    assert {error.what for error in errors if error is not None} == {
-        f"ranks {named} of one model have the same device, x"
-    }
+    assert {error.what for error in errors if error is not None} == {f"ranks {named} have the same device, x"}
