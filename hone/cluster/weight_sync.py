@@ -101,10 +101,11 @@ class WeightSync:
             return played.updated(await self.actor.log_probs(played))
 
     def _chosen_way(self, config: RLConfig) -> BroadcastSync | None:
-        devices = {*self.actor.device_type().result(), *self.rollout.device_type().result()}
-        way = RunSpec(config).between_workers(on_cpu=devices != {"cuda"})
-        if way.value is None:
+        spec = RunSpec(config)
+        if spec.between_workers(on_cpu=True).value is None:
             return None
+        devices = {*self.actor.device_type().result(), *self.rollout.device_type().result()}
+        way = spec.between_workers(on_cpu=devices != {"cuda"})
         log.info("weights reach the rollout workers by way of %s: %s", way.value, way.reason)
         return BroadcastSync(self.actor, self.rollout, self._bucket_bytes) if way.value == "broadcast" else None
 

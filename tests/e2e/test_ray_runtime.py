@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -31,6 +32,7 @@ KINDS = {
     "clip_cov": ("grpo", RATE, *(f"actor_rollout_ref.actor.policy_loss.{key}" for key in CLIP_COV)),
 }
 COPIED = "rollout/canary_gap"
+WAY = "actor_rollout_ref.rollout.checkpoint_engine.between_workers"
 VALIDATION = "val-core/digit_sequence/acc/mean@1"
 
 
@@ -95,10 +97,13 @@ def test_critic_and_reference_apart_give_the_same_numbers(nodes, world, local, t
     assert run(world, tmp_path / "run", "ppo", "trainer.runtime=ray", *apart) == local("ppo")
 
 
-def test_rollout_apart_gets_the_weights(nodes, world, local, tmp_path):
-    apart = "actor_rollout_ref.rollout.enable_resource_pool=true"
-    found = without_canary(run(world, tmp_path / "run", "grpo", "trainer.runtime=ray", apart))
+@pytest.mark.parametrize("way", ["object_store", "broadcast"])
+def test_rollout_apart_gets_the_weights(nodes, world, local, tmp_path, way, caplog):
+    apart = ("actor_rollout_ref.rollout.enable_resource_pool=true", f"{WAY}={way}")
+    with caplog.at_level(logging.INFO, "hone"):
+        found = without_canary(run(world, tmp_path / "run", "grpo", "trainer.runtime=ray", *apart))
     assert found == local("grpo")
+    assert f"by way of {way}" in caplog.text and "the broadcast of weights failed" not in caplog.text
 
 
 def test_rollout_apart_gets_weights_in_bfloat16(nodes, world, tmp_path):
@@ -109,11 +114,11 @@ def test_rollout_apart_gets_weights_in_bfloat16(nodes, world, tmp_path):
     assert len(gaps) == 5 and 0 < max(gaps) < 0.1
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_two_rollout_workers_generate_during_training(nodes, world, tmp_path, partial):
+@pytest.mark.parametrize(("partial", "way"), [(False, "broadcast"), (True, "object_store")])
+def test_two_rollout_workers_generate_during_training(nodes, world, tmp_path, partial, way):
     """A pool of two workers for generation, and one of a worker for training."""
     apart = "actor_rollout_ref.rollout={enable_resource_pool: true, nnodes: 1, n_gpus_per_node: 2}"
-    keys = ("trainer.async.max_staleness=1", f"trainer.async.partial_rollouts={str(partial).lower()}")
+    keys = (f"{WAY}={way}", "trainer.async.max_staleness=1", f"trainer.async.partial_rollouts={str(partial).lower()}")
     rows = run(world, tmp_path / "run", "grpo", "trainer.runtime=ray", apart, *keys, "trainer.rollout_dump_freq=1")
     assert [row["training/staleness"] for row in rows if row["step"]] == [0, 1, 1, 1, 1]
     for step in range(1, 6):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +24,10 @@ from hone.cluster.weight_broadcast import (
     open_store,
     time_limit,
 )
+from hone.errors import ConfigError
 
 CPU = torch.device("cpu")
+VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool)
 
 
@@ -72,14 +76,18 @@ def test_two_buckets_are_kept_and_the_third_overwrites_the_first() -> None:
     assert_equal(buffers.tensors(third), named[2])
 
 
-def group_of(members: int) -> list[BroadcastGroup]:
-    """The group, by rank; every member is a thread of this process."""
+def members_of(count: int, device: torch.device) -> list[Future[BroadcastGroup]]:
+    """The members of a group, by rank, when all have connected or failed; every member is a thread of this process."""
     store = open_store("127.0.0.1")
-    meeting = Meeting("127.0.0.1", store.port, members)
-    with ThreadPoolExecutor(members) as threads:
-        source = threads.submit(BroadcastGroup, store, 0, members, CPU)
-        others = [threads.submit(BroadcastGroup.joined, meeting, rank, CPU) for rank in range(1, members)]
-        return [future.result() for future in (source, *others)]
+    meeting = Meeting("127.0.0.1", store.port, count)
+    with ThreadPoolExecutor(count) as threads:
+        source = threads.submit(BroadcastGroup, store, 0, count, device)
+        return [source, *(threads.submit(BroadcastGroup.joined, meeting, rank, device) for rank in range(1, count))]
+
+
+def group_of(count: int) -> list[BroadcastGroup]:
+    """A group over gloo, by rank."""
+    return [member.result() for member in members_of(count, CPU)]
 
 
 def test_every_member_has_what_the_source_sent() -> None:
@@ -118,6 +126,36 @@ def test_members_that_do_not_come_are_an_error_after_the_limit(monkeypatch: pyte
         BroadcastGroup(store, 0, 2, CPU)
     with pytest.raises(BroadcastError, match="does not answer"):
         BroadcastGroup.joined(Meeting("127.0.0.1", 1, 2), 1, CPU)
+
+
+def test_nccl_waits_block_the_host_and_no_watchdog_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads the variable when a group is made; other groups of the process keep their own."""
+    made = []
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, store: object, rank: int, size: int, options: object) -> None:
+            made.append((rank, size, os.environ.get(VARIABLE)))
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            made.append(device)
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(weight_broadcast.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(weight_broadcast, "gpu_identity", str)
+    for before in ("0", None):
+        monkeypatch.delenv(VARIABLE, raising=False)
+        if before is not None:
+            monkeypatch.setenv(VARIABLE, before)
+        BroadcastGroup(open_store("127.0.0.1"), 0, 1, gpu)
+        assert made[-2:] == [(0, 1, "1"), gpu] and os.environ.get(VARIABLE) == before
+
+
+def test_two_members_on_one_gpu_are_a_mistake_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_broadcast, "gpu_identity", str)
+    errors = [member.exception() for member in members_of(2, torch.device("cuda", 0))]
+    assert all(isinstance(error, ConfigError) and error.code == "R02" for error in errors)
 
 
 def test_the_limit_grows_with_the_bucket() -> None:
