@@ -212,8 +212,8 @@ class RemoteBatch:
     # columns ---------------------------------------------------------------------------------------------------------
 
     def select(self, *names: str) -> RemoteBatch:
-        """Return a batch with only these columns."""
-        missing = [name for name in names if name not in self]
+        """Return a batch with only these columns, and ``uid``, which every row has."""
+        missing = [name for name in names if name != "uid" and name not in self]
         if missing:
             raise KeyError(f"the batch has no column '{missing[0]}'; it has {sorted(self.names())}")
         return self._with(_with_columns(self._layers, lambda name: name in names))
