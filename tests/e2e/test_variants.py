@@ -8,7 +8,7 @@ from support import forked_engines
 from support.launch import Command
 from support.world import World, curve, metrics, records, rl_command
 
-from hone.generation.remote import transports
+from hone.generation.remote.transports import shared_memory
 
 pytestmark = pytest.mark.slow
 
@@ -187,7 +187,7 @@ def without_copies() -> None:
         raise AssertionError("weights were copied on their way")
 
     forked_engines.install()
-    transports.copy = refuse
+    shared_memory.copy = refuse
 
 
 def test_weights_reach_an_engine_in_a_process_of_its_own_without_a_copy(world: World, tmp_path: Path):

@@ -1,0 +1,49 @@
+"""The trainer's side of transports, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hone.errors import ConfigError
+from hone.generation.remote.transports.file import FileSender
+from hone.generation.remote.transports.inline import SocketSender
+from hone.generation.remote.transports.layout import Named
+from hone.generation.remote.transports.shared_memory import SharedMemorySender
+
+
+class Sender(Protocol):
+    """Trainer's side of a transport."""
+
+    def bytes_to_copy(self, tensor: Tensor) -> int:
+        """Return the number of bytes that are copied for a tensor."""
+        ...
+
+    def pack(self, tensors: Sequence[Named]) -> dict[str, Any]:
+        """Return a chunk with the tensors. The memory of the chunk before the previous one is reused."""
+        ...
+
+    def close(self) -> None:
+        """Release memory and files."""
+        ...
+
+
+def make_sender(backend: str, *, same_machine: bool) -> Sender:
+    """Create the sender of a ``rollout.checkpoint_engine.backend``; ``auto`` is shared memory on one machine, else the socket.
+
+    Raises:
+        ConfigError: the transport is unknown.
+    """
+    if backend == "auto":
+        backend = "shared_memory" if same_machine else "socket"
+    kinds: dict[str, type[Sender]] = {"shared_memory": SharedMemorySender, "file": FileSender, "socket": SocketSender}
+    if backend not in kinds:
+        raise ConfigError(
+            f"checkpoint_engine.backend={backend} cannot send weights to engine processes",
+            why=f"the transports are {', '.join(kinds)}",
+            fix="actor_rollout_ref.rollout.checkpoint_engine.backend=auto",
+            where="actor_rollout_ref.rollout.checkpoint_engine.backend",
+        )
+    return kinds[backend]()
