@@ -16,9 +16,10 @@ SERVED = ("vllm", "sglang", "trtllm")
 class CheckpointEngineConfig:
     """Weight sync to engines that hold a copy."""
 
-    backend: str = choice("auto", "auto", "shared_memory", "file", "socket")
-    """Transport to an engine in another process: shared_memory (one machine), file (a temporary directory that both can access), socket
-    (slow, works everywhere); auto is shared_memory on one machine and socket to another."""
+    backend: str = choice("auto", "auto", "cuda_ipc", "shared_memory", "file", "socket")
+    """Transport to an engine in another process: cuda_ipc (weights stay on the GPU that trainer and engine share), shared_memory (one
+    machine), file (a temporary directory that both can access), socket (slow, works everywhere). auto is the first of cuda_ipc,
+    shared_memory and socket that works. cuda_ipc goes through shared_memory, with a warning, where the engine has another GPU."""
     between_workers: str = choice("auto", "auto", "object_store", "broadcast")
     """On Ray, way of the weights from the actor to rollout workers with devices of their own: broadcast (NCCL between GPUs, gloo between
     CPUs) or object_store (through the memory of every node); auto is broadcast if every worker has a GPU of its own."""

@@ -74,6 +74,13 @@ REPLICA_METRICS = (
         "Bytes of weights, or of their changes, that were sent to it since the previous step.",
     ),
     MetricSpec(
+        "replica/<n>/weights_on_gpu_mb",
+        "MiB",
+        Reduction.SUM,
+        "Bytes of replica/<n>/weights_sent_mb that stayed on the GPU (cuda_ipc); the others went through the host.",
+        "0 although the engine has the trainer's GPU: the run's log says why",
+    ),
+    MetricSpec(
         "replica/<n>/weights_changed",
         "share of entries",
         Reduction.MEAN,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -35,3 +37,17 @@ def use_expandable_segments(device: torch.device) -> None:
     """
     if device.type == "cuda" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+@contextlib.contextmanager
+def ordinary_segments() -> Iterator[None]:
+    """Allocate in the block from segments of a fixed size, which other processes can map (CUDA IPC), also where segments expand."""
+    settings = torch._C._accelerator_getAllocatorSettings()
+    if "expandable_segments" not in settings:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)

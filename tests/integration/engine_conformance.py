@@ -552,7 +552,7 @@ def test_only_changes_are_sent_and_a_damaged_delta_never_serves(subject, models,
         return
     monkeypatch.setenv(TOKEN_VARIABLE, process.token)
     engine = ServedEngine.attach(f"tcp://127.0.0.1:{process.port}", delta=True, bucket_bytes=60_000)
-    transport = engine._transfer._sender = Damaging()
+    transport = engine._transfer._route.host = Damaging()
     old = models["tied"][0]
     new = copy.deepcopy(old)
     with torch.no_grad():

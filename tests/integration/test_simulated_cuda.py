@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.engine_cases import make_model as tied_model
+from support.engine_cases import save
 from support.simulated_cuda.build import compiler
 from support.simulated_cuda.machine import Machine
 from support.tiny_runs import make_model
@@ -102,3 +104,12 @@ def test_launches_and_waits_stay_in_their_budgets(
     assert large["waits"] == small["waits"], "no layer waits"
     assert small["waits"] <= BUDGETS[name].waits, places
     assert layer <= BUDGETS[name].layer and rest <= BUDGETS[name].rest
+
+
+@pytest.mark.parametrize("program", ["chunks", "deliver", "refused"])
+def test_weights_stay_on_the_gpu_of_trainer_and_engine(machine: Machine, tmp_path: Path, program: str) -> None:
+    """The checks run in its process, and in engines forked from it: :mod:`support.simulated_cuda.ipc`."""
+    ended = machine.start(
+        f"support.simulated_cuda.ipc:{program}", [save(tied_model("tied"), tmp_path / "model")], tmp_path
+    ).wait()
+    assert ended.code == 0, ended.output

@@ -14,7 +14,7 @@ from hone.generation.protocol import Completion, Engine, EngineDescription
 COUNTERS = (
     *("prefill_tokens", "cached_tokens", "preemptions"),
     *("drafted_tokens", "accepted_tokens"),
-    *("weights_sent_bytes", "weights_compared", "weights_changed", "weights_refused"),
+    *("weights_sent_bytes", "weights_on_gpu_bytes", "weights_compared", "weights_changed", "weights_refused"),
 )
 """Engine counters that a pool reports if an engine has them."""
 
@@ -178,6 +178,8 @@ class Replica:
             metrics["draft_acceptance"] = new["accepted_tokens"] / new["drafted_tokens"]
         if "weights_sent_bytes" in new:
             metrics["weights_sent_mb"] = new["weights_sent_bytes"] / 2**20
+            if self.description is not None and self.description.device.startswith("cuda"):
+                metrics["weights_on_gpu_mb"] = new["weights_on_gpu_bytes"] / 2**20
         if compared := new.get("weights_compared"):
             metrics["weights_changed"] = new["weights_changed"] / compared
             metrics["weights_refused"] = new["weights_refused"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from torch import Tensor
 from hone.errors import GenerationError
 from hone.generation.remote.connection import Connection
 from hone.generation.remote.delta import REFUSED, Differences, as_entry, as_tensors, change_of
-from hone.generation.remote.transports import CHUNK_BYTES, CHUNKS_IN_FLIGHT, Named, Sender, buckets
+from hone.generation.remote.transports import CHUNK_BYTES, CHUNKS_IN_FLIGHT, CUDA_IPC, Named, Route, buckets
 
 
 @dataclass
@@ -24,12 +25,14 @@ class TransferCounters:
 
     Attributes:
         weights_sent_bytes: bytes of weights or of their changes.
+        weights_on_gpu_bytes: bytes among them that stayed on the GPU.
         weights_compared: elements that were compared with the engine's previous version.
         weights_changed: elements among them that differed.
         weights_refused: weights whose checksum was wrong on arrival, and that were sent again.
     """
 
     weights_sent_bytes: int = 0
+    weights_on_gpu_bytes: int = 0
     weights_compared: int = 0
     weights_changed: int = 0
     weights_refused: int = 0
@@ -40,24 +43,30 @@ class WeightTransfer:
 
     Args:
         connection: to the engine's server.
-        sender: the transport.
+        route: the transports.
         dtype: compute dtype of the engine.
         bucket_bytes: maximum of weights in flight.
         delta: whether the server keeps a copy, so that later versions are sent as changes with a checksum of the result.
     """
 
     def __init__(
-        self, connection: Connection, sender: Sender, dtype: torch.dtype, bucket_bytes: int, *, delta: bool
+        self, connection: Connection, route: Route, dtype: torch.dtype, bucket_bytes: int, *, delta: bool
     ) -> None:
-        self._connection, self._sender, self._dtype = connection, sender, dtype
-        self._chunk_bytes = max(1, min(bucket_bytes // CHUNKS_IN_FLIGHT, CHUNK_BYTES))
+        self._connection, self._route, self._dtype = connection, route, dtype
+        self._most_bytes = max(1, bucket_bytes // CHUNKS_IN_FLIGHT)
         self._delta, self._counters = delta, TransferCounters()
         self._open: int | None = None
 
     @property
-    def counters(self) -> dict[str, int]:
-        """Counters since the start; see :class:`TransferCounters`."""
-        return asdict(self._counters)
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start (:class:`TransferCounters`), and the transport in use with what keeps weights off the GPU."""
+        route = self._route
+        in_use = {"transport": route.transport, "transport_fallbacks": route.fallbacks}
+        return {
+            **asdict(self._counters),
+            **in_use,
+            **({"transport_obstacle": route.obstacle} if route.obstacle else {}),
+        }
 
     async def send(
         self, weights: Iterable[Named], version: int, *, last: bool, since: Differences | None = None
@@ -75,10 +84,17 @@ class WeightTransfer:
             EngineLost: the process died.
         """
         started, self._open = self._open == version, None
-        started, refused = await self._send(weights, version, started=started, last=last, since=since)
+        weights = iter(weights)
+        first = list(itertools.islice(weights, 1))
+        if first and not started:
+            started = await self._try_gpu(first[0][1], version)
+        on_gpu = self._route.sender_for(first)
+        most_bytes = min(self._most_bytes, CHUNK_BYTES if on_gpu is None else on_gpu.chunk_bytes)
+        weights = itertools.chain(first, weights)
+        started, refused = await self._send(weights, version, most_bytes, started=started, last=last, since=since)
         if refused:  # the server's copy was wrong: send whole weights
             self._counters.weights_refused += len(refused)
-            started, refused = await self._send(refused, version, started=started, last=last, since=None)
+            started, refused = await self._send(refused, version, most_bytes, started=started, last=last, since=None)
         if refused:
             raise GenerationError(
                 f"{len(refused)} weights were damaged on arrival, such as '{refused[0][0]}'",
@@ -87,12 +103,41 @@ class WeightTransfer:
             )
         if last and self._delta:  # now all checksums are right
             await asyncio.wrap_future(self._ask(None, version, first=not started, last=True))
+        if last:
+            self._route.finish()
         self._open = None if last else version
 
+    async def _try_gpu(self, first: Tensor, version: int) -> bool:
+        """Begin a version with an empty chunk of the GPU's memory, if it is unknown whether the engine can map it.
+
+        If the engine cannot, this version and all others go through the host.
+
+        Returns:
+            Whether the version has started.
+        """
+        self._route.begin(first)
+        sender = self._route.untested
+        if sender is None:
+            return False
+        try:
+            await asyncio.wrap_future(self._ask(sender.pack([]), version, first=True, last=False))
+        except (GenerationError, RuntimeError) as error:  # of the engine, or of CUDA in this process
+            self._route.fall_back(error.what if isinstance(error, GenerationError) else str(error))
+            return False
+        self._route.opened()
+        return True
+
     async def _send(
-        self, weights: Iterable[Named], version: int, *, started: bool, last: bool, since: Differences | None
+        self,
+        weights: Iterable[Named],
+        version: int,
+        most_bytes: int,
+        *,
+        started: bool,
+        last: bool,
+        since: Differences | None,
     ) -> tuple[bool, list[Named]]:
-        """Send chunks; return whether the transfer of the version has started, and the refused weights."""
+        """Send chunks of at most ``most_bytes``; return whether the transfer of the version has started, and the refused weights."""
         under_way: deque[tuple[asyncio.Future[Any], list[Named]]] = deque()
         refused: list[Named] = []
 
@@ -102,7 +147,7 @@ class WeightTransfer:
                 refused.extend(bucket)
 
         try:
-            for bucket, ends in buckets(weights, self._chunk_bytes, self._bytes_to_copy):
+            for bucket, ends in buckets(weights, most_bytes, self._bytes_to_copy):
                 if self._delta and not bucket:
                     continue
                 if len(under_way) == CHUNKS_IN_FLIGHT:
@@ -134,14 +179,18 @@ class WeightTransfer:
         return {"chunk": self._packed(tensors), "entries": entries}
 
     def _packed(self, tensors: list[Named]) -> dict[str, Any] | None:
-        self._counters.weights_sent_bytes += sum(tensor.nbytes for _, tensor in tensors)
-        return self._sender.pack(tensors) if tensors else None
+        if not tensors:
+            return None
+        size, chunk = sum(tensor.nbytes for _, tensor in tensors), self._route.pack(tensors)
+        self._counters.weights_sent_bytes += size
+        self._counters.weights_on_gpu_bytes += size * (chunk["transport"] == CUDA_IPC)
+        return chunk
 
     def _ask(self, chunk: dict[str, Any] | None, version: int, *, first: bool, last: bool, **more: Any) -> Future[Any]:
         return self._connection.ask("load", chunk=chunk, version=version, first=first, last=last, **more)
 
     def _bytes_to_copy(self, tensor: Tensor) -> int:
-        return tensor.nbytes if self._delta or tensor.dtype != self._dtype else self._sender.bytes_to_copy(tensor)
+        return tensor.nbytes if self._delta or tensor.dtype != self._dtype else self._route.host.bytes_to_copy(tensor)
 
     def _as_served(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the engine's compute dtype, which saves bytes."""

@@ -22,7 +22,7 @@ from hone.generation.remote.connection import Connection
 from hone.generation.remote.delivery import WeightTransfer
 from hone.generation.remote.delta import Differences
 from hone.generation.remote.process import EngineProcess, LaunchPlan
-from hone.generation.remote.transports import make_sender
+from hone.generation.remote.transports import Route
 from hone.insight import activity
 
 TOKEN_VARIABLE = "HONE_ENGINE_TOKEN"
@@ -59,8 +59,14 @@ class ServedEngine:
         self.server_info = server_info
         self._limits = RequestLimits(server_info["max_model_len"], server_info.get("max_cache_tokens"))
         dtype: torch.dtype = getattr(torch, server_info["dtype"])
-        self._sender = make_sender(backend, same_machine=process is not None or server_info["local"])
-        self._transfer = WeightTransfer(connection, self._sender, dtype, bucket_bytes, delta=delta)
+        self._route = Route(
+            backend,
+            engine=server_info["engine"],
+            gpus=server_info["gpus"],
+            same_machine=process is not None or server_info["local"],
+            delta=delta,
+        )
+        self._transfer = WeightTransfer(connection, self._route, dtype, bucket_bytes, delta=delta)
         self._fence: int | None = None
         self._keys = itertools.count()
         self._under_way: dict[str, str] = {}
@@ -181,17 +187,17 @@ class ServedEngine:
         """Do nothing: the engine caches prefixes by their tokens, and drops the oldest by itself."""
 
     def describe(self) -> EngineDescription:
-        """Return the engine's properties and its counters since start."""
+        """Return the engine's properties, its counters since start, and the transport of weights."""
         report = self._connection.ask("describe").result(timeout=60)
-        stats = {**report["stats"], **self._transfer.counters}
+        stats = {**report["stats"], **self._transfer.stats}
         return EngineDescription(report["engine"], False, report["dtype"], report["device"], stats)
 
     def close(self) -> None:
         """End the connection, and the process if this process started it."""
         self._connection.close()
-        self._sender.close()
         if self.process is not None:
-            self.process.kill()
+            self.process.kill()  # first, because it may have mapped memory of the sender
+        self._route.close()
 
     async def _ask(self, do: str, **fields: Any) -> Any:
         with activity.waiting(f"engine {self.server_info['engine']}: {do}"):

@@ -27,10 +27,17 @@ class BackendSettings:
 
 
 class Backend(Protocol):
-    """An engine behind a server. Request ids are unique; all methods run in one event loop."""
+    """An engine behind a server. Request ids are unique; all methods run in one event loop.
+
+    Attributes:
+        max_cache_tokens: capacity of the KV cache; None if unknown.
+        device: type of the devices that compute.
+        gpus: UUIDs of the GPUs onto which its processes load weights; empty on a CPU, or if unknown.
+    """
 
     max_cache_tokens: int | None
     device: str
+    gpus: list[str]
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Serve one request; many run at once. The server sets ``weight_versions``; ``token_versions`` are the backend's, if it knows them."""

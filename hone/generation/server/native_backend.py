@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hone.errors import ConfigError
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import Completion, GenerationRequest
+from hone.generation.remote.gpus import uuid_of
 from hone.generation.remote.transports import Mappings, open_chunk
 from hone.generation.server.backend import BackendSettings
 from hone.models.routing import use_hone_attention
@@ -30,6 +31,7 @@ class NativeBackend:
         use_hone_attention(model)
         self._mappings, self._version = Mappings(), 0
         self.device, self.max_cache_tokens = str(device), settings.max_cache_tokens
+        self.gpus = [uuid_of(device)] if device.type == "cuda" else []
         self._engine = NativeEngine(
             model,
             AutoTokenizer.from_pretrained(settings.tokenizer),

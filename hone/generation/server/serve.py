@@ -58,6 +58,7 @@ class EngineServer:
             "engine": settings.engine,
             "dtype": settings.dtype,
             "device": backend.device,
+            "gpus": backend.gpus,
             "max_model_len": settings.max_model_len,
             "max_cache_tokens": backend.max_cache_tokens,
             "version": self._version,

@@ -16,6 +16,7 @@ import torch
 from hone.data.types import StopReason
 from hone.errors import GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest
+from hone.generation.remote.gpus import visible_uuids
 from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import give_up
@@ -61,7 +62,12 @@ class SglangBackend:
         }
         self._rpc_lock = asyncio.Lock()
         self._frees_memory, self._asleep = settings.sleeps and not self._on_cpu, list[str]()
-        self._engine = self._start(self._options(settings))
+        options = self._options(settings)
+        self._engine = self._start(options)
+        copies = 1 if options.get("enable_dp_attention") else options.get("dp_size", 1)
+        self.gpus = (
+            [] if self._on_cpu else visible_uuids()[: copies * options.get("tp_size", 1) * options.get("pp_size", 1)]
+        )
         self._manager = self._engine.tokenizer_manager
         self._manager.auto_create_handle_loop()
         # SGLang sends this signal when one of its processes has ended

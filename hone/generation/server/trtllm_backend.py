@@ -21,6 +21,7 @@ import torch
 from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.protocol import Completion, GenerationRequest, SamplingParams
+from hone.generation.remote.gpus import visible_uuids
 from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import give_up
@@ -107,7 +108,10 @@ class TrtllmBackend:
         self._changed = asyncio.Condition()
         self._paused = self._expects = False
         self._watch: asyncio.Task[None] | None = None
-        self._engine = self._create_engine(self._options(settings))
+        options = self._options(settings)
+        workers = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+        self.gpus = visible_uuids()[:workers]
+        self._engine = self._create_engine(options)
 
     @classmethod
     async def start(cls, settings: BackendSettings) -> TrtllmBackend:

@@ -13,7 +13,7 @@ from tensorrt_llm._torch.utils import get_device_uuid
 from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 from torch import Tensor
 
-from hone.generation.remote.transports import open_chunk
+from hone.generation.remote.transports import Mappings, open_chunk
 
 
 class HoneWorker(WorkerExtension):
@@ -24,6 +24,7 @@ class HoneWorker(WorkerExtension):
     """
 
     device_id: int
+    _hone_mappings = Mappings()
 
     def hone_alive(self) -> None:
         """Do nothing; the call fails for a lost worker."""
@@ -36,9 +37,10 @@ class HoneWorker(WorkerExtension):
 
     def hone_load_weights(self, chunk: str) -> list[str]:
         """Load a chunk, given as JSON, and return the names of its weights."""
-        with open_chunk(json.loads(chunk)) as tensors:
+        with open_chunk(json.loads(chunk), self._hone_mappings) as tensors:
             handles = [(name, (_on_device, (tensor, *[None] * 6))) for name, tensor in tensors]
-            self.update_weights({get_device_uuid(self.device_id): handles})
+            if handles:
+                self.update_weights({get_device_uuid(self.device_id): handles})
         return [name for name, _ in handles]
 
     def hone_finish_weights(self) -> None:
@@ -47,5 +49,5 @@ class HoneWorker(WorkerExtension):
 
 
 def _on_device(tensor: Tensor, *rest: Any) -> Tensor:
-    """Copy the tensor to the device whose index TensorRT-LLM puts at position 6 of the arguments."""
-    return tensor.to(rest[5])
+    """Copy the tensor, whose memory is reused, to the device whose index TensorRT-LLM puts at position 6 of the arguments."""
+    return tensor.to(rest[5], copy=True)

@@ -22,6 +22,7 @@ class VllmAdapterBackend(VllmBackend):
         assert settings.lora is not None
         self._adapter = AdapterFolder(settings.lora)
         super().__init__(settings)
+        self.gpus = []  # this process reads adapters, in memory of the host
 
     def _options(self, settings: BackendSettings) -> dict[str, Any]:
         adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank((settings.lora or {})["r"])}

@@ -14,6 +14,7 @@ from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.grammars import lark_of
 from hone.generation.protocol import Alternatives, Completion, GenerationRequest, SamplingParams
+from hone.generation.remote.gpus import visible_uuids
 from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
@@ -54,6 +55,9 @@ class VllmBackend:
         cache = self._engine.vllm_config.cache_config
         blocks = cache.num_gpu_blocks
         self.max_cache_tokens: int | None = blocks * cache.block_size if blocks else None
+        parallel = self._engine.vllm_config.parallel_config
+        workers = parallel.world_size * parallel.data_parallel_size
+        self.gpus = [] if self._on_cpu else visible_uuids()[:workers]
         self._prepared = False
         self._asleep: set[str] = set()
 

@@ -5,6 +5,7 @@
 :mod:`.counters`    kernel launches, waits of the host and copies between the devices, with the code that caused them
 :mod:`.graphs`      CUDA graphs, and copies that arrive when the host waits
 :mod:`.streams`     streams and events: use of memory that another stream may still be using is an error
+:mod:`.sharing`     CUDA IPC between two processes
 :mod:`.device`      turns the device on: ``torch.cuda`` answers, and the kernels that only CUDA has
 :mod:`.machine`     runs whole programs on it, each in a process of its own
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.simulated_cuda import graphs, streams
+from support.simulated_cuda import graphs, sharing, streams
 from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.tensors import SimulatedTensor
 from support.varlen_reference import register as register_varlen
@@ -28,6 +28,7 @@ def turn_on() -> None:
     """Make ``cuda:0`` usable in every thread of this process, for good."""
     _register_allocations()
     _answer_as_driver()
+    sharing.turn_on()
     register_varlen()
     kernels._has_triton = lambda: True  # the fused operators then run their references
     F.scaled_dot_product_attention = _attention(F.scaled_dot_product_attention)
@@ -41,7 +42,9 @@ def _register_allocations() -> None:
     global _LIBRARY
 
     def empty(size: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Tensor:
-        return SimulatedTensor(torch.ops.aten.empty.memory_format(size, device="cpu", **options))
+        tensor = SimulatedTensor(torch.ops.aten.empty.memory_format(size, device="cpu", **options))
+        tensor.expandable = sharing.segments_expand()
+        return tensor
 
     def empty_strided(size: Any, stride: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Tensor:
         return SimulatedTensor(torch.ops.aten.empty_strided.default(size, stride, device="cpu", **options))

@@ -42,9 +42,11 @@ class SimulatedTensor(Tensor):
 
     Attributes:
         memory: the same tensor on the host.
+        expandable: whether it was allocated in an expandable segment.
     """
 
     memory: Tensor
+    expandable = False
 
     @staticmethod
     def __new__(cls, memory: Tensor, requires_grad: bool = False) -> SimulatedTensor:

@@ -8,6 +8,8 @@ import json
 import multiprocessing
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -15,13 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.messages import raises
-from torch import nn
+from torch import Tensor, nn
 
 from hone.errors import ConfigError, GenerationError
+from hone.generation.remote import gpus
 from hone.generation.remote.transports import (
     CHUNKS_IN_FLIGHT,
     FileSender,
     Mappings,
+    Route,
     buckets,
     make_sender,
     open_chunk,
@@ -185,7 +189,74 @@ def test_a_missing_file_of_weights_is_an_error():
 
 
 def test_the_transport_depends_on_the_engines_machine():
-    assert type(make_sender("auto", same_machine=True)).__name__ == "SharedMemorySender"
-    assert type(make_sender("auto", same_machine=False)).__name__ == "SocketSender"
+    for backend in ("auto", "cuda_ipc"):
+        assert type(make_sender(backend, same_machine=True)).__name__ == "SharedMemorySender"
+        assert type(make_sender(backend, same_machine=False)).__name__ == "SocketSender"
     with raises(ConfigError, "checkpoint_engine.backend=nccl", "shared_memory", where="actor_rollout_ref.rollout"):
         make_sender("nccl", same_machine=True)
+
+
+ON_GPU = cast(Tensor, SimpleNamespace(device=torch.device("cuda", 0)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "cuda_ipc"])
+@pytest.mark.parametrize(
+    ("options", "obstacle"),
+    [
+        ({"gpus": ["a"]}, ""),
+        ({"gpus": ["a"], "same_machine": False}, "another machine"),
+        ({"gpus": ["a"], "delta": True}, "checkpoint_engine.delta"),
+        ({"gpus": []}, "does not load weights on a GPU"),
+        ({"gpus": ["a", "b"]}, "2 GPUs"),
+        ({"gpus": ["b"]}, "another GPU"),
+    ],
+)
+def test_weights_stay_on_a_gpu_only_where_the_engine_has_it(monkeypatch, caplog, backend, options, obstacle):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a"))
+    route = Route(backend, engine="native", **{"same_machine": True, "delta": False, **options})
+    route.begin(torch.ones(2))
+    assert route.direct is None, "these weights are on the host"
+    for _ in range(2):
+        route.begin(ON_GPU)
+    assert (route.obstacle == "") is (obstacle == "") and obstacle in route.obstacle
+    assert (route.direct is None) is bool(obstacle) and route.untested is route.direct
+    assert [obstacle in record.message for record in caplog.records] == [True] * (
+        backend == "cuda_ipc" and bool(obstacle)
+    )
+    if not obstacle:
+        assert route.sender_for([("w", ON_GPU)]) is None, "unknown whether the engine can map its memory"
+        route.opened()
+        assert route.untested is None and route.sender_for([("w", ON_GPU)]) is route.direct
+        assert route.sender_for([("w", ON_GPU), ("v", torch.ones(2))]) is route.sender_for([]) is None
+        route.fall_back("no permission")
+        assert (route.fallbacks, route.direct, route.sender_for([("w", ON_GPU)])) == (1, None, None)
+        route.begin(ON_GPU)
+        assert route.direct is None and [record.message.count("no permission") for record in caplog.records] == [1]
+    assert route.pack([("w", torch.ones(2))])["transport"] == route.transport != "cuda_ipc"
+    route.close()
+
+
+@pytest.mark.parametrize("backend", ["shared_memory", "file", "socket"])
+def test_a_named_transport_is_used_without_a_warning(caplog, backend):
+    route = Route(backend, engine="native", gpus=["a"], same_machine=True, delta=False)
+    route.begin(ON_GPU)
+    assert (route.direct, route.obstacle, caplog.records) == (None, "", [])
+    route.close()
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [("0,1", ["a", "b"]), ("1", ["b"]), ("GPU-b,GPU-a", ["b", "a"]), ("", [])]
+)
+def test_gpus_are_named_as_this_process_numbers_them(monkeypatch, visible, expected):
+    monkeypatch.setattr(torch.cuda, "_raw_device_uuid_nvml", lambda: ["GPU-a", "GPU-b"])
+    monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus.visible_uuids() == expected
+
+
+def test_a_machine_without_the_management_library_names_no_gpus(monkeypatch):
+    def missing():
+        raise OSError("libnvidia-ml.so.1")
+
+    monkeypatch.setattr(torch.cuda, "_raw_device_uuid_nvml", missing)
+    assert gpus.visible_uuids() == []

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from hone.config.dtypes import resolve_dtype
-from hone.models.devices import ALLOCATOR_VARIABLES, computes_bfloat16, dtype_on, run_device, use_expandable_segments
+from hone.models.devices import (
+    ALLOCATOR_VARIABLES,
+    computes_bfloat16,
+    dtype_on,
+    ordinary_segments,
+    run_device,
+    use_expandable_segments,
+)
 from hone.training.engine import TrainSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -54,3 +61,14 @@ def test_segments_expand_unless_the_user_has_configured_the_allocator(
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     use_expandable_segments(device)
     assert settings == ["expandable_segments:True"] * sets
+
+
+@pytest.mark.parametrize("before", ["", "max_split_size_mb:128", "max_split_size_mb:128,expandable_segments:True"])
+def test_segments_of_a_fixed_size_are_for_one_block_only(monkeypatch: pytest.MonkeyPatch, before: str) -> None:
+    settings = [before]
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1])
+    with pytest.raises(ZeroDivisionError), ordinary_segments():
+        assert not settings[-1].endswith("expandable_segments:True") and settings[-1].startswith(before)
+        raise ZeroDivisionError
+    assert settings[-1] == before and len(settings) == (3 if "expandable" in before else 1)

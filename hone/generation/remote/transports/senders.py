@@ -13,6 +13,10 @@ from hone.generation.remote.transports.inline import SocketSender
 from hone.generation.remote.transports.layout import Named
 from hone.generation.remote.transports.shared_memory import SharedMemorySender
 
+CUDA_IPC = "cuda_ipc"
+DIRECT = ("auto", CUDA_IPC)
+"""Values of ``rollout.checkpoint_engine.backend`` with which weights stay on the GPU where they can."""
+
 
 class Sender(Protocol):
     """Trainer's side of a transport."""
@@ -30,20 +34,28 @@ class Sender(Protocol):
         ...
 
 
+_THROUGH_HOST: dict[str, type[Sender]] = {
+    "shared_memory": SharedMemorySender,
+    "file": FileSender,
+    "socket": SocketSender,
+}
+
+
 def make_sender(backend: str, *, same_machine: bool) -> Sender:
-    """Create the sender of a ``rollout.checkpoint_engine.backend``; ``auto`` is shared memory on one machine, else the socket.
+    """Create the sender of a ``rollout.checkpoint_engine.backend`` for weights in host memory.
+
+    For ``auto`` and ``cuda_ipc`` that is shared memory on one machine, else the socket.
 
     Raises:
         ConfigError: the transport is unknown.
     """
-    if backend == "auto":
+    if backend in DIRECT:
         backend = "shared_memory" if same_machine else "socket"
-    kinds: dict[str, type[Sender]] = {"shared_memory": SharedMemorySender, "file": FileSender, "socket": SocketSender}
-    if backend not in kinds:
+    if backend not in _THROUGH_HOST:
         raise ConfigError(
             f"checkpoint_engine.backend={backend} cannot send weights to engine processes",
-            why=f"the transports are {', '.join(kinds)}",
+            why=f"the transports are {', '.join([*_THROUGH_HOST, CUDA_IPC])}",
             fix="actor_rollout_ref.rollout.checkpoint_engine.backend=auto",
             where="actor_rollout_ref.rollout.checkpoint_engine.backend",
         )
-    return kinds[backend]()
+    return _THROUGH_HOST[backend]()

@@ -126,7 +126,7 @@ def _memory_chunk(buffer: SharedBuffer, places: list[dict[str, Any]]) -> dict[st
     return {"transport": "shared_memory", "path": buffer.path, "bytes": buffer.at_least(0).numel(), "places": places}
 
 
-class Mappings:
+class MemoryMappings:
     """Read-only mappings of shared memory, kept because mapping costs as much as copying."""
 
     def __init__(self) -> None:
