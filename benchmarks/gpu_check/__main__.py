@@ -26,6 +26,7 @@ PARTS = {
     "decoding": "gpu_check.kernels",
     "memory": "gpu_check.programs",
     "weights": "gpu_check.weights",
+    "ipc": "gpu_check.weights",
     "learning": "gpu_check.programs",
 }
 """The module of each part, in which a function has the part's name."""

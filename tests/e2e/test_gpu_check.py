@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = {"smoke", "engine", "oracle", "updates", "decoding", "memory", "weights", "learning"}
+PARTS = {"smoke", "engine", "oracle", "updates", "decoding", "memory", "weights", "ipc", "learning"}
 
 
 def gpu_check(out: Path, *words: str) -> tuple[int, dict[str, dict]]:
