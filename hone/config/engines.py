@@ -82,8 +82,8 @@ class EngineConfig(OwnPoolConfig):
     """GPUs of the engines with trainer.runtime=local, by their numbers in torch: [1, 2, 3, 4]; each replica takes the next ones. Empty
     means the visible ones from the last to the first, which trains. On Ray every engine has the GPUs of its workers."""
     gpu_memory_utilization: float = number(0.5, above=0, high=1)
-    """Share of a GPU's memory that the engine uses for weights and KV cache; the native engine on the trainer's GPU counts the trainer's
-    weights. On a CPU max_cache_tokens limits the KV cache."""
+    """Share of a GPU's memory that the engine uses for weights and KV cache; the native engine in the trainer's process counts the
+    trainer's weights. On a CPU max_cache_tokens limits the KV cache."""
     max_num_batched_tokens: int | None = number(None, low=1)
     """Most tokens in one forward pass of the engine; null leaves it to the engine."""
     enforce_eager: bool | None = None

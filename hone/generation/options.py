@@ -139,8 +139,7 @@ def _trtllm(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _native(rollout: RolloutConfig) -> dict[str, Any]:
-    """Return no arguments: the native engine has none."""
-    return {}
+    return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
 
 
 _OPTIONS: dict[str, Callable[[RolloutConfig], dict[str, Any]]] = {

@@ -8,22 +8,24 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hone.errors import ConfigError
 from hone.generation.native.engine import NativeEngine
 from hone.generation.protocol import Completion, GenerationRequest
 from hone.generation.remote.gpus import uuid_of
 from hone.generation.remote.transports import Mappings, open_chunk
+from hone.generation.server.arguments import check_names
 from hone.generation.server.backend import BackendSettings
 from hone.models.routing import use_hone_attention
 from hone.threads import compute_here
+
+_ARGUMENTS = ("gpu_memory_utilization",)
+"""Arguments of the engine besides those of all engines."""
 
 
 class NativeBackend:
     """Runs :class:`~hone.generation.native.engine.NativeEngine` with a model loaded from a directory."""
 
     def __init__(self, settings: BackendSettings) -> None:
-        if settings.options:
-            raise ConfigError(f"the native engine has no further arguments, such as {', '.join(settings.options)}")
+        check_names("native", settings.options, _ARGUMENTS, title="The native engine")
         compute_here(len(settings.cpus) or None)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
@@ -41,6 +43,7 @@ class NativeBackend:
             max_cache_tokens=settings.max_cache_tokens,
             max_model_len=settings.max_model_len,
             shares_weights=False,
+            **settings.options,
         )
 
     async def generate(self, request: GenerationRequest) -> Completion:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.messages import raises
+from torch import nn
 
 from hone.config import RLConfig, load_config
 from hone.config.rollout import RolloutConfig
@@ -16,6 +17,7 @@ from hone.errors import ConfigError
 from hone.generation.build import engine_start
 from hone.generation.options import engine_options
 from hone.generation.remote import ServedEngine
+from hone.generation.server import native_backend
 from hone.generation.server.arguments import check_names
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding
@@ -55,6 +57,22 @@ def test_keys_have_the_names_of_each_engine(keys, vllm, sglang):
         options = engine_options(RolloutConfig(name=name, **keys))
         assert {key: value for key, value in options.items() if default.get(key) != value} == wanted
         assert None not in options.values()
+
+
+def test_the_native_engine_gets_its_share_of_a_gpu(monkeypatch):
+    """In a process of its own as in the trainer's: the share reaches the limits of its cache."""
+    given = {}
+    monkeypatch.setattr(native_backend, "NativeEngine", lambda *_, **arguments: given.update(arguments))
+    for library in ("AutoModelForCausalLM", "AutoTokenizer"):
+        monkeypatch.setattr(getattr(native_backend, library), "from_pretrained", lambda *_, **__: nn.Linear(1, 1))
+    monkeypatch.setattr(native_backend, "use_hone_attention", lambda _: None)
+    monkeypatch.setattr(native_backend, "compute_here", lambda _: None)
+    options = engine_options(RolloutConfig(name="native", gpu_memory_utilization=0.3))
+    native_backend.NativeBackend(BackendSettings("native", "model", "model", "float32", 4, 64, None, options))
+    assert given["gpu_memory_utilization"] == 0.3 and given["shares_weights"] is False
+    options = engine_options(RolloutConfig(name="native", engine_kwargs={"native": {"gpu_memory_utilisation": 0.3}}))
+    with raises(ConfigError, where="actor_rollout_ref.rollout.engine_kwargs.native"):
+        native_backend.NativeBackend(BackendSettings("native", "model", "model", "float32", 4, 64, None, options))
 
 
 @pytest.mark.parametrize(
