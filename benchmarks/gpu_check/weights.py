@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -48,7 +49,8 @@ def ipc(result: Result, folder: Path) -> None:
     task = small_task(folder, rows=4)
     size = "5m" if result.device == "cpu" else "600m"
     hone("init", "--arch", "qwen3", "--size", size, "--tokenizer", task / "tokenizer", "--out", folder / "large")
-    model = AutoModelForCausalLM.from_pretrained(folder / "large", dtype=torch.bfloat16).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "large", dtype=torch.bfloat16)
+    model.to(device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)  # other weights than the engine begins with

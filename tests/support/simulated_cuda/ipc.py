@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from support import forked_engines
 from support.engine_cases import make_model, plan, requests, serve
-from support.launch import run_hone
 from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.sharing import MAPPED, REFUSE_VARIABLE
 
@@ -32,12 +31,6 @@ BUCKET_BYTES = 60_000
 """Less than the embedding has, more than the matrices of a layer."""
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.95)
-
-
-def train(words: list[str]) -> None:
-    """`hone WORDS`, whose engines are forks of this process and have its GPU."""
-    forked_engines.install()
-    run_hone(words)
 
 
 def deliver(words: list[str]) -> None:

@@ -63,7 +63,7 @@ class CudaSender:
         filled = [(view(buffer.memory, place), t) for (_, t), place in zip(tensors, places, strict=True) if t.numel()]
         if filled:
             targets, sources = zip(*filled, strict=True)
-            torch._foreach_copy_(list(targets), [source.detach() for source in sources])
+            torch.ops.aten._foreach_copy_(list(targets), [source.detach() for source in sources])
         torch.cuda.current_stream(self.device).synchronize()
         kept = buffer.memory.numel() == self.chunk_bytes
         return {"transport": "cuda_ipc", "gpu": self._gpu, "buffer": buffer.handle, "kept": kept, "places": places}
