@@ -84,6 +84,6 @@ def pairs(
         typer.echo(f"{path}: {len(rows)} pairs of {len({row['uid'] for row in rows})} prompts")
 
 
-for _name in ("check", "stats", "inspect", "convert"):
+for _name in ("check", "clean", "stats", "inspect", "convert"):
     app.command(_name)(getattr(data_checks, _name))
 app.command("template")(data_template.template)

@@ -28,6 +28,9 @@ def check(
     batch_size: Annotated[int, typer.Option(help="prompts per step", min=1)] = 64,
     max_tool_characters: Annotated[int, typer.Option(help="longest tool result in characters")] = 2000,
     custom_reward: Annotated[bool, typer.Option(help="a custom reward function scores the rows")] = False,
+    gate: Annotated[
+        str | None, typer.Option(help="least shares of tool calls, of parse, tool and schema: parse=0.99,schema=0.99")
+    ] = None,
     prompt_key: PromptKey = "prompt",
     messages_key: MessagesKey = "messages",
     reward_fn_key: RewardKey = "data_source",
@@ -40,6 +43,7 @@ def check(
     """
     import json
 
+    from hone.data.checks import read_gates
     from hone.data.html_report import html_report
     from hone.data.overlong import check_policy
     from hone.insight.run_files import disk_errors
@@ -56,6 +60,7 @@ def check(
         batch_size=batch_size,
         max_tool_characters=max_tool_characters,
         custom_reward=custom_reward,
+        gates=read_gates(gate),
     )
     report = check_dataset(files, val or [], options)
     if html is not None:
@@ -72,6 +77,37 @@ def check(
             typer.echo(f"wrote {html}")
     if report.stops:
         raise typer.Exit(2)
+
+
+def clean(
+    files: Files,
+    out: Annotated[Path, typer.Option("--out", help="file for the rows that pass: .jsonl or .parquet")],
+    rejected: Annotated[Path, typer.Option("--rejected", help=".jsonl file for the others, each with its reasons")],
+    max_tool_characters: Annotated[int, typer.Option(help="longest tool result in characters")] = 2000,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="kind of defect that does not reject a row; may be repeated")
+    ] = None,
+    messages_key: MessagesKey = "messages",
+    as_json: Json = False,
+) -> None:
+    """Write the rows whose tool calls are sound, and a list of the others with the reasons.
+
+    Example: hone data clean train.jsonl --out clean.jsonl --rejected rejected.jsonl
+    """
+    import json
+
+    from hone.data.cleaning import clean_files
+    from hone.insight.run_files import disk_errors
+
+    with disk_errors(out):
+        counts = clean_files(
+            files, out, rejected, messages_key=messages_key, limit=max_tool_characters, allowed=allow or ()
+        )
+    if as_json:
+        typer.echo(json.dumps(counts.as_json(), indent=2))
+        return
+    reasons = "".join(f"\n  {kind}: {count} rows" for kind, count in counts.reasons.most_common())
+    typer.echo(f"{out}: {counts.kept} rows; {rejected}: {counts.rejected} rows{reasons}")
 
 
 def stats(

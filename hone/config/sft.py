@@ -25,6 +25,9 @@ class SFTDataConfig:
     """Column of chat messages; the loss counts assistant tokens only, of every assistant turn."""
     tools_key: str = "tools"
     """Column of the function schemas of a conversation, a list or its JSON text; optional."""
+    tool_call_errors: str = choice("count", "count", "error", "drop")
+    """Action for conversations whose tool calls are unsound (unreadable or unfit arguments, unknown tools, missing or surplus results,
+    loops): count warns with their number, error ends the run, drop removes the rows. `hone data check` lists them."""
     max_length: int = number(1024, low=1)
     """Longest conversation in tokens."""
     truncation: str = choice("error", "error", "drop", "truncate", "left", "right", "middle")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hone.data.files import RowReader, read_rows
+from hone.data.checks.tool_calls import NO_LIMIT, check_calls, is_unsound
+from hone.data.files import Row, RowReader, read_rows
 from hone.data.messages import check_messages, plain, schemas_of
 from hone.data.overlong import check_policy, overlong_rows, shortened
 from hone.data.tokenizing import Chats, tokenize
@@ -44,6 +46,7 @@ class ConversationDataset:
             ``truncate``) or ``middle``; a row without any remaining assistant token counts as dropped.
         max_samples: use the first rows only; -1 uses all.
         chat_template_kwargs: additional arguments of the chat template.
+        drop_bad_calls: leave out conversations with unsound tool calls.
         read: reader of the rows, called as :func:`~hone.data.files.read_rows`; None reads files.
         tools_key: column of the conversation's function schemas, a list or its JSON text; it may be missing.
 
@@ -67,10 +70,13 @@ class ConversationDataset:
         max_samples: int = -1,
         chat_template_kwargs: dict[str, Any] | None = None,
         tools_key: str = "tools",
+        drop_bad_calls: bool = False,
         read: RowReader | None = None,
     ) -> None:
         check_policy(truncation)
         rows = (read or read_rows)(files, required=(messages_key,), optional=(tools_key,), max_rows=max_samples)
+        if drop_bad_calls:
+            rows = _with_sound_calls(rows, messages_key, tools_key)
         if not rows:
             raise DataError(f"max_samples={max_samples} leaves no row", fix="data.max_samples=-1 uses all rows")
         chats = [check_messages(plain(row.values[messages_key]), where=row.where, column=messages_key) for row in rows]
@@ -111,3 +117,20 @@ class ConversationDataset:
 
     def __getitem__(self, index: int) -> Conversation:
         return self._conversations[index]
+
+
+def _with_sound_calls(rows: list[Row], messages_key: str, tools_key: str) -> list[Row]:
+    named = [dataclasses.replace(row, values={**row.values, "tools": row.values.get(tools_key)}) for row in rows]
+    check = check_calls(named, messages_key=messages_key, limit=NO_LIMIT)
+    kept = [row for number, row in enumerate(rows) if not is_unsound(check.defects.get(number, ()))]
+    if len(kept) < len(rows):
+        log.warning("%d of %d conversations with unsound tool calls are left out", len(rows) - len(kept), len(rows))
+    if not kept:
+        raise DataError(
+            f"all {len(rows)} conversations have unsound tool calls",
+            why="nothing is left to train on",
+            fix="data.tool_call_errors=count, or repair the rows that `hone data check` names",
+            where="data.tool_call_errors",
+            code="R81",
+        )
+    return kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class DatasetOptions:
     batch_size: int = 64
     max_tool_characters: int = 2000
     custom_reward: bool = False
+    gates: Mapping[str, float] = field(default_factory=dict)
     agents: tuple[str, ...] = (
         "single_turn",
         "single_turn_agent",
@@ -94,11 +95,28 @@ def check_dataset(files: Sequence[str], val_files: Sequence[str], options: Datas
         elif "sft" in kinds:
             lengths["conversation_characters"] = [characters(row.values.get(options.messages_key)) for row in rows]
         bar.advance(len(rows))
+        calls = checks.check_calls(rows, messages_key=options.messages_key, limit=options.max_tool_characters)
+        findings += checks.call_findings(rows, calls, stops=False)
+        findings += _gates(calls, options.gates)
         numbers = statistics(
             rows, prompt_key=options.prompt_key, messages_key=options.messages_key, reward_fn_key=options.reward_fn_key
         )
+        numbers |= calls.numbers() if calls.calls or calls.defects else {}
         bar.advance(len(rows))
     return DatasetReport(kinds, sorted(findings, key=lambda f: not f.stops), numbers, lengths)
+
+
+def _gates(calls: checks.CallCheck, gates: Mapping[str, float]) -> Iterator[Finding]:
+    failed = calls.failed_gates(gates)
+    if failed:
+        error = DataError(
+            f"shares of {calls.calls} tool calls are below their gates: {', '.join(failed)}",
+            why="the model learns what it sees, so its calls would fail as often",
+            fix="`hone data clean FILES --out clean.jsonl --rejected rejected.jsonl` keeps the rows that pass",
+            where="--gate",
+            code="R81",
+        )
+        yield Finding(error, stops=True)
 
 
 def _unreadable_lines(bad_lines: BadLines) -> Iterator[Finding]:
@@ -159,8 +177,6 @@ def _conversations(rows: list[Row], val: list[Row], options: DatasetOptions) -> 
     findings: list[Finding] = []
     for split in (rows, val):
         findings += checks.conversations(split, options.messages_key)
-        findings += checks.tool_loops(split, options.messages_key)
-        findings += checks.tool_outputs(split, options.messages_key, options.max_tool_characters)
     findings += checks.duplicates(rows, options.messages_key)
     findings += checks.overlap(rows, val, options.messages_key)
     return findings

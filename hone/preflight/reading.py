@@ -17,7 +17,7 @@ def columns(config: AnyConfig) -> tuple[str, ...]:
     if isinstance(config, RLConfig):
         return (config.data.prompt_key, config.data.reward_fn_key, "reward_model", "extra_info", "agent_name", "tools")
     if isinstance(config, SFTConfig):
-        return (config.data.messages_key,)
+        return (config.data.messages_key, config.data.tools_key)
     return (
         *(data.prompt_key, data.chosen_key, data.rejected_key),  # type: ignore[union-attr]
         *(data.completion_key, data.label_key, data.tools_key),  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hone.config.preference import PreferenceConfig, RewardModelConfig
@@ -36,6 +37,26 @@ def conversations_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[F
 
     for rows in (evidence.train_rows, evidence.val_rows):
         yield from checks.conversations(rows, config.data.messages_key)
+
+
+@rule("R81", SFTConfig, stage=Stage.FILES)
+def tool_calls_are_sound(config: SFTConfig, evidence: Evidence) -> Iterator[Finding]:
+    """Tool calls in conversations can be read, fit their schemas and have results."""
+    from hone.data import checks
+    from hone.data.checks.tool_calls import NO_LIMIT
+
+    policy, key = config.data.tool_call_errors, config.data.messages_key
+    for rows in (evidence.train_rows, evidence.val_rows):
+        named = [replace(row, values={**row.values, "tools": row.values.get(config.data.tools_key)}) for row in rows]
+        check = checks.check_calls(named, messages_key=key, limit=NO_LIMIT)
+        for finding in checks.call_findings(named, check, stops=policy == "error"):
+            action = {
+                "count": "they are trained on: data.tool_call_errors=drop leaves them out",
+                "drop": "they are left out",
+            }
+            fix = f"{finding.error.fix}; {action[policy]}" if policy in action else finding.error.fix
+            parts = {"why": finding.error.why, "where": finding.error.where, "code": finding.error.code}
+            yield Finding(DataError(finding.error.what, fix=fix, **parts), finding.stops)
 
 
 @rule("R42", RLConfig, stage=Stage.FILES)

@@ -42,6 +42,7 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
             truncation=data.truncation,
             max_samples=max_samples,
             chat_template_kwargs=data.apply_chat_template_kwargs,
+            drop_bad_calls=data.tool_call_errors == "drop",
             read=row_reader(data.custom_cls, data, self.tokenizer),
         )
 

@@ -8,13 +8,17 @@ from hone.data.checks.lengths import PromptLengths, overlong_prompts, prompt_len
 from hone.data.checks.overlap import duplicates, overlap, rare_sources
 from hone.data.checks.rewards import ground_truths, source_names, unknown_sources
 from hone.data.checks.roles import conversations, prompts
+from hone.data.checks.tool_calls import CallCheck, call_findings, check_calls, is_unsound, read_gates
 from hone.data.checks.tool_limits import ToolResultLengths, tool_result_lengths, tool_turns
-from hone.data.checks.tools import agent_names, tool_loops, tool_names, tool_outputs, tool_schemas
+from hone.data.checks.tools import agent_names, tool_names, tool_schemas
 
 __all__ = [
+    "CallCheck",
     "PromptLengths",
     "ToolResultLengths",
     "agent_names",
+    "call_findings",
+    "check_calls",
     "conversations",
     "duplicates",
     "ground_truths",
@@ -22,11 +26,11 @@ __all__ = [
     "overlong_prompts",
     "prompt_lengths",
     "prompts",
+    "read_gates",
     "rare_sources",
     "source_names",
-    "tool_loops",
+    "is_unsound",
     "tool_names",
-    "tool_outputs",
     "tool_result_lengths",
     "tool_schemas",
     "tool_turns",

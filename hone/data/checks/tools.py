@@ -26,13 +26,6 @@ _PASTED = Problem(
     "move them into the column tools, or into a first system message",
     stops=False,
 )
-_LOOP = Problem(
-    "R38",
-    "the same tool call is repeated three times or more in succession",
-    "a policy trained on it may never stop calling",
-    "shorten these rows, and limit the turns of an episode",
-    stops=False,
-)
 
 
 def agent_names(rows: Sequence[Row], known: Collection[str]) -> Iterator[Finding]:
@@ -59,7 +52,7 @@ def tool_names(rows: Sequence[Row], known: Collection[str]) -> Iterator[Finding]
     for row in rows:
         extra = row.values.get("extra_info") or {}
         tools_kwargs = extra.get("tools_kwargs") if isinstance(extra, dict) else None
-        row_tools = {name for name, _ in _schemas(row) if name} if tools_kwargs else set()
+        row_tools = {name for name, _ in schemas_of_row(row) if name} if tools_kwargs else set()
         for name in sorted(name for name, value in (tools_kwargs or {}).items() if value is not None):
             if name not in row_tools and name not in known:
                 problem = Problem(
@@ -76,7 +69,7 @@ def tool_schemas(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     """Check the column ``tools``, and report schemas that were pasted into the conversation."""
     tally = Tally(len(rows))
     for row in rows:
-        if any(name is None for name, _ in _schemas(row)):
+        if any(name is None for name, _ in schemas_of_row(row)):
             tally.add(row, _SCHEMA)
         value = unwrapped(row.values.get(key))
         for index, message in enumerate(value if isinstance(value, list) else []):
@@ -87,43 +80,13 @@ def tool_schemas(rows: Sequence[Row], key: str) -> Iterator[Finding]:
     yield from tally.findings()
 
 
-def tool_loops(rows: Sequence[Row], key: str) -> Iterator[Finding]:
-    """Report conversations that repeat the same call."""
-    tally = Tally(len(rows))
-    for row in rows:
-        calls = [
-            json.dumps(m["tool_calls"], sort_keys=True, default=str) for m in _messages(row, key) if m.get("tool_calls")
-        ]
-        stripped = [_without_ids(call) for call in calls]
-        if any(a == b == c for a, b, c in zip(stripped, stripped[1:], stripped[2:], strict=False)):
-            tally.add(row, _LOOP)
-    yield from tally.findings()
-
-
-def tool_outputs(rows: Sequence[Row], key: str, limit: int) -> Iterator[Finding]:
-    """Report tool results of more than ``limit`` characters."""
-    lengths = [len(str(m.get("content") or "")) for row in rows for m in _messages(row, key) if m.get("role") == "tool"]
-    long = sorted(length for length in lengths if length > limit)
-    if long:
-        yield Finding(
-            DataError(
-                f"{len(long)} of {len(lengths)} tool results ({len(long) / len(lengths):.0%}) are longer than {limit} "
-                f"characters (longest {long[-1]})",
-                why="they would be truncated in the middle, and the model would read half a result",
-                fix=f"shorter results, or a limit of {long[-1]} characters",
-                where=key,
-                code="R37",
-            ),
-            stops=False,
-        )
-
-
-def _messages(row: Row, key: str) -> list[dict[str, Any]]:
+def messages_of(row: Row, key: str) -> list[dict[str, Any]]:
+    """Return the messages in a column; none if it holds something else."""
     value = unwrapped(row.values.get(key))
     return [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []
 
 
-def _schemas(row: Row) -> list[tuple[str | None, Any]]:
+def schemas_of_row(row: Row) -> list[tuple[str | None, Any]]:
     """Return name and schema of the tools of a row; the name is None without a valid schema."""
     tools = unwrapped(row.values.get("tools"))
     if isinstance(tools, str):
@@ -141,13 +104,3 @@ def _schemas(row: Row) -> list[tuple[str | None, Any]]:
         name = function.get("name") if isinstance(function, dict) else None
         named.append((name if isinstance(name, str) else None, tool))
     return named
-
-
-def _without_ids(calls: str) -> str:
-    return json.dumps(
-        [
-            {name: part for name, part in call.items() if name != "id"}
-            for call in json.loads(calls)
-            if isinstance(call, dict)
-        ]
-    )

@@ -25,6 +25,14 @@ NO_TOOLS = (
 LONG = message("9 + 8 + 7 + 6 " * 20)
 
 
+BAD_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{1"}}],
+}
+"""A message whose call no parser reads."""
+
+
 def valid_rows(world: World) -> None:
     """Write rows without problems."""
     world.rows()
@@ -165,6 +173,15 @@ ROWS = [
         advice="remove",
         repairs=valid_rows,
         tree="sft",
+    ),
+    Case(
+        "R81 rows.tool_calls_are_sound",
+        breaks=lambda world: world.rows(at={5: {"messages": [message("a"), BAD_CALL]}}),
+        says=("row 5", "1 of 10 rows"),
+        advice="data.tool_call_errors=drop",
+        repairs=valid_rows,
+        tree="sft",
+        warns=True,
     ),
     Case(
         "R42 rows.sampler_fits_the_rows",

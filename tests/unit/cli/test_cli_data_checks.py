@@ -13,7 +13,7 @@ from support.preflight import rows, write_rows
 from typer.testing import CliRunner
 
 from hone.cli.data import app
-from hone.data.checks import overlong_prompts, prompt_lengths, tool_loops, tool_outputs, tool_schemas
+from hone.data.checks import check_calls, overlong_prompts, prompt_lengths, tool_schemas
 from hone.data.convert import GROUND_TRUTHS
 from hone.data.files import Row, read_all
 from hone.data.html_report import histogram
@@ -120,11 +120,11 @@ def test_tools():
     tool = {"role": "tool", "content": "x" * 50}
     looping = Row("1", "row 1", {"messages": [call("f"), tool, call("f", a=1), tool, call("f", a=1, b=2), tool]})
     ending = Row("2", "row 2", {"messages": [call("f"), tool, call("g"), tool, call("f"), tool]})
-    (found,) = tool_loops([looping, ending], "messages")
-    assert found.error.code == "R38" and "1 of 2 rows" in found.error.what and found.error.where == "row 1"
-    (found,) = tool_outputs([looping, ending], "messages", 40)
-    assert found.error.code == "R37" and "6 of 6" in found.error.what and "50" in found.error.what
-    assert list(tool_outputs([looping], "messages", 50)) == []
+    kinds = [
+        {defect.kind for defect in check_calls([row], messages_key="messages", limit=limit).defects.get(0, ())}
+        for row, limit in ((looping, 40), (looping, 50), (ending, 50))
+    ]
+    assert kinds == [{"loop", "long_result"}, {"loop"}, set()]
     schema = '[{"type": "function", "function": {"name": "f", "parameters": {}}}]'
     late = Row("3", "row 3", {"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": schema}]})
     (found,) = tool_schemas([late, Row("4", "row 4", {"tools": schema, "prompt": "a"})], "prompt")
