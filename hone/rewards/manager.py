@@ -256,7 +256,8 @@ def _episode_error(trajectory: Trajectory) -> str | None:
     """Return the error of a failed episode in one line, or None."""
     if trajectory.episode is None or trajectory.episode.error is None:
         return None
-    return (trajectory.episode.error.strip().splitlines() or ["unknown"])[0]
+    lines = trajectory.episode.error.strip().splitlines() or ["unknown"]
+    return lines[-1] if lines[0].startswith("Traceback") else lines[0]
 
 
 def _episode_reward(trajectory: Trajectory) -> float | None:

@@ -50,6 +50,21 @@ def test_a_program_on_stdio(tmp_path: Path):
     assert not tools["add"].server._thread.is_alive()
 
 
+def test_settings_as_other_clients_write_them_and_no_banner(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    server = f"{{command: {sys.executable}, args: [{SERVER}, stdio, banner], type: stdio, only: [add], timeout: 7}}"
+    path = tmp_path / "tools.yaml"
+    path.write_text(f"mcpServers:\n  arithmetic: {server}\n")
+    (tool,) = tools_of_yaml(path)
+    try:
+        assert tool.name == "add" and tool.timeout == 7 and ask(tool, a=2, b=3) == "5"  # type: ignore[arg-type]
+    finally:
+        tool.close()
+    assert "banner" not in capfd.readouterr().err
+    path.write_text(f"mcpServers:\n  broken: {{command: {sys.executable}, args: [-c, 'print(1/0)']}}\n")
+    with raises(ConfigError, "ZeroDivisionError"):
+        tools_of_yaml(path)
+
+
 def test_a_server_on_http(tmp_path: Path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

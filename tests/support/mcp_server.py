@@ -34,6 +34,8 @@ def leave() -> str:
 
 
 if __name__ == "__main__":
+    if "banner" in sys.argv:
+        sys.stderr.write("banner of the server\n")
     if sys.argv[1] == "stdio":
         server.run("stdio")
     else:

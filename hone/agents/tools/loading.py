@@ -37,6 +37,10 @@ from hone.user_objects import is_user_object, user_object
 PATH_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 _COMMON = ("timeout", "retries", "concurrency")
 _BESIDES_KIND = (*_COMMON, "noise", "only")
+_SERVERS = "mcpServers"
+"""Mapping of servers by name, as other clients of MCP write it."""
+_OF_OTHER_CLIENTS = ("type", "disabled", "autoApprove")
+"""Keys of such a server that have no meaning here."""
 """Keys of an entry besides its kind and the settings of that."""
 _KINDS = ("name", "class_name", "function", "mcp")
 
@@ -115,6 +119,8 @@ def tools_of_yaml(path: Path) -> list[Tool]:
     """
     content = read_yaml(path, PATH_KEY)
     entries = content.get("tools") if isinstance(content, dict) else content
+    if isinstance(content, dict) and isinstance(content.get(_SERVERS), dict):
+        entries = [*(entries or []), *({"mcp": server} for server in content[_SERVERS].values())]
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"'{path}' lists no tools", fix="add tools:\n    - name: calculator", where=PATH_KEY)
     tools: list[Tool] = []
@@ -152,6 +158,7 @@ def tools_of_python(path: Path) -> list[Tool]:
 
 
 def _entry_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
+    entry = _with_server_keys(entry, where)
     kinds = [kind for kind in _KINDS if kind in entry]
     known_keys = {*_KINDS, *_BESIDES_KIND, "config", "tool_schema"}
     unknown = [key for key in entry if key not in known_keys]
@@ -209,15 +216,20 @@ def _function_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
 def _server_tools(entry: Mapping[str, Any], where: str) -> list[Tool]:
     from hone.agents.tools.mcp import tools_of_server
 
-    options = dict(entry["mcp"] or {})
-    for name in options:
-        if name in _BESIDES_KIND:
-            raise ConfigError(
-                f"'{name}' is inside mcp",
-                where=where,
-                fix=f"write it on a line of its own, under the m of mcp: {name}: {options[name]}",
-            )
-    return list(tools_of_server(options, only=entry.get("only"), where=where))
+    return list(tools_of_server(dict(entry["mcp"] or {}), only=entry.get("only"), where=where))
+
+
+def _with_server_keys(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return an entry whose keys of the tools are next to ``mcp``, where they may also be inside it."""
+    server = entry.get("mcp")
+    if not isinstance(server, dict):
+        return entry
+    inside = {name: value for name, value in server.items() if name in _BESIDES_KIND}
+    twice = next((name for name in inside if name in entry), None)
+    if twice is not None:
+        raise ConfigError(f"'{twice}' is both inside mcp and next to it", where=where, fix=f"write {twice} once")
+    rest = {name: value for name, value in server.items() if name not in inside and name not in _OF_OTHER_CLIENTS}
+    return {**entry, **inside, "mcp": rest}
 
 
 def _settings(entry: Mapping[str, Any], where: str) -> dict[str, Any]:

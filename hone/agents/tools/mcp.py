@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -33,6 +34,7 @@ class McpServer:
     def __init__(self, options: dict[str, Any], where: str) -> None:
         self.target, self.where = _target(options, where), where
         self._name = str(options.get("url") or options.get("command"))
+        self._printed = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the server
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"mcp {self._name}", daemon=True)
         self._thread.start()
@@ -85,20 +87,29 @@ class McpServer:
             reason = (
                 f"no answer within {START_SECONDS:g} seconds" if isinstance(error, TimeoutError) else _reason(error)
             )
+            printed = self._last_lines()
             raise ConfigError(
-                f"the MCP server '{self._name}' cannot be reached: {reason}",
+                f"the MCP server '{self._name}' cannot be reached: {reason}"
+                + (f"; it printed: {printed}" if printed else ""),
                 why="its tools cannot be called without it",
                 fix="start the server, or correct command, args or url",
                 where=self.where,
             ) from error
 
+    def _last_lines(self) -> str:
+        """Return the end of what the server's program printed on standard error, which is kept out of the run's output."""
+        self._printed.seek(0)
+        return " / ".join(self._printed.read().strip().splitlines()[-3:])[-500:]
+
     async def _hold(self, ready: Future[list[Any]]) -> None:
         """Keep the connection open until stopped; the client must be closed by the task that opened it."""
         from mcp import Client
+        from mcp.client.stdio import stdio_client
 
         self._stop = asyncio.Event()
+        target = self.target if isinstance(self.target, str) else stdio_client(self.target, errlog=self._printed)
         try:
-            async with Client(self.target) as client:
+            async with Client(target) as client:
                 tools, cursor = [], None
                 while True:
                     page = await client.list_tools(cursor=cursor)

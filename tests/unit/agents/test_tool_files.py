@@ -69,7 +69,7 @@ def test_every_kind_of_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("tools: []", ["tools.yaml", "name: calculator"]),
         ("tools: [7]", ["tool 1", 7]),
         ("tools:\n  - nam: calculator", ["tool 1", "nam", "name"]),
-        ("tools:\n  - mcp: {command: x, only: [a]}", ["tool 1", "'only'", "only: ['a']"]),
+        ("tools:\n  - mcp: {command: x, only: [a]}\n    only: [b]", ["tool 1", "'only'", "write only once"]),
         ("tools:\n  - config: {}", ["tool 1", "name, class_name, function, mcp"]),
         ("tools:\n  - name: calculater", ["calculater", "calculator"]),
         ("tools:\n  - {name: calculator, config: {digits: 3}}", ["tool 1", "digits"]),
