@@ -172,6 +172,7 @@ class RunDirectory:
         command: list[str] | None = None,
         last_step: int | None = None,
         rewards: Mapping[str, str] | None = None,
+        agent_contract: Mapping[str, str] | None = None,
     ) -> None:
         """Write ``config.yaml`` and ``run.json`` with status ``running``. A resumed run keeps its first start time.
 
@@ -181,6 +182,7 @@ class RunDirectory:
             command: the command line; None: this process's.
             last_step: step of the checkpoint that a resumed run continues, None for a fresh run.
             rewards: sources of the scores, with a hash of their code. A change since the start of the run gives a warning.
+            agent_contract: version and hashes of what the policy expects as an agent; None or empty for single turns.
         """
         tree = yaml.safe_load(config_yaml)
         hidden = redact_tree(tree)
@@ -201,6 +203,7 @@ class RunDirectory:
                 "resumed": resumed,
                 "restarts": before.get("restarts", []) if ours else [],
                 "rewards": dict(rewards or {}),
+                "agent_contract": dict(agent_contract or {}),
                 "plan": before.get("plan", []) if ours else [],
                 "downloads": before.get("downloads", {}) if ours else {},
                 "memory": {},

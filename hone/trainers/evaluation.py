@@ -17,6 +17,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.context import EpisodeContext
+from hone.agents.contract import agent_contract
 from hone.agents.player import Player
 from hone.agents.prompts import tools_of
 from hone.cluster.context import prepare_torch
@@ -34,6 +35,7 @@ from hone.generation.protocol import Constraint, Engine, SamplingParams
 from hone.hub.resolve import local_files
 from hone.insight.episode_metrics import episode_metrics
 from hone.insight.records import shown_score
+from hone.insight.run_files import RUN, read_run
 from hone.insight.traces import trace
 from hone.models.devices import dtype_on
 from hone.models.loading import load_policy
@@ -41,7 +43,7 @@ from hone.progress import progress
 from hone.rewards.manager import RewardManager
 from hone.rewards.placement import share_rewards
 from hone.trainers.episode_keys import EpisodeKeys
-from hone.trainers.inputs import reads_columns, self_scored_by
+from hone.trainers.inputs import reads_columns, report_contract, self_scored_by
 from hone.trainers.validation import Evaluation, evaluate_answers
 from hone.training.export import base_of_adapter, find_actor
 
@@ -77,6 +79,7 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
     engine, tokenizer = open_model(request.model, max_model_len, request.dtype)
     keys = request.episodes
     context = EpisodeContext(tokenizer, keys.multi_turn, keys.agent, keys.template_kwargs, max_model_len)
+    report_contract(trained_contract(request.model), agent_contract(context), "the evaluation plays")
     dataset = PromptDataset(
         local_files(request.files, "val"),
         tokenizer,
@@ -143,6 +146,13 @@ def ask(
     sampling = SamplingParams(**{**vars(sampling), "stop_token_ids": stop_tokens(tokenizer, weights_of(model))})
 
     return answer(samples, engine, EpisodeContext(tokenizer), sampling, n=n, seeding=(seed, "ask"))
+
+
+def trained_contract(model: str) -> dict[str, str]:
+    """Return the agent contract of the run that a model belongs to; empty if it belongs to none."""
+    actor = find_actor(model)
+    run = next((folder / RUN for folder in actor.parents if (folder / RUN).is_file()), None)
+    return read_run(run.parent).get("agent_contract", {}) if run is not None else {}
 
 
 def weights_of(path: str) -> str:

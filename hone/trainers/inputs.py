@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from hone.agents.context import EpisodeContext
+from hone.agents.contract import agent_contract, contract_changes
 from hone.agents.prompts import loop_class, tools_of
 from hone.config.data import DataConfig
 from hone.config.reward import RewardConfig
@@ -58,6 +59,26 @@ def _prompt_dataset(
         all_columns=reads_columns(config.reward),
         read=row_reader(data.custom_cls, data, tokenizer),
     )
+
+
+def run_contract(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the agent contract of a run; see :func:`~hone.agents.contract.agent_contract`."""
+    context = EpisodeContext.from_config(config, tokenizer)
+    try:
+        return agent_contract(context)
+    finally:
+        context.close()
+
+
+def report_contract(earlier: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
+    """Warn if ``what`` plays episodes under another agent contract than the policy was trained with."""
+    changes = contract_changes(earlier, now)
+    if changes:
+        log.warning(
+            "%s under another agent contract: %s differ from those that the policy was trained with",
+            what,
+            " and ".join(changes),
+        )
 
 
 def quarantined_rows(data: DataConfig, dataset: PromptDataset) -> frozenset[str]:

@@ -46,10 +46,17 @@ from hone.trainers.episodes import Episodes, concat_batches
 from hone.trainers.estimates import needed_columns, suppliers
 from hone.trainers.group_buffer import GroupBuffer
 from hone.trainers.group_filter import GroupFilter
-from hone.trainers.inputs import prompt_dataset, quarantined_rows, self_scored, training_sampling
+from hone.trainers.inputs import (
+    prompt_dataset,
+    quarantined_rows,
+    run_contract,
+    self_scored,
+    training_sampling,
+)
 from hone.trainers.replica_control import replica_requests
 from hone.trainers.reporting import memory_metrics, overhead_metrics, update_metrics
 from hone.trainers.rollouter import Rollouter
+from hone.trainers.saving import load_run, save_run
 from hone.trainers.session import RunSession, lock_run, session_steps
 from hone.trainers.stages import SAMPLED, SCORED, Stage, check_stages, run_stages
 from hone.trainers.streaming import streamed_stages
@@ -116,6 +123,7 @@ class RLTrainer:
         sources = dataset.data_sources() + self.validator.data_sources()
         self_scored_sources = self_scored(config, self.tokenizer, dataset, self.validator.dataset)
         self.session.rewards = self.batch_ops.check_rewards(sources, self_scored_sources).result()
+        self.session.agent_contract = run_contract(config, self.tokenizer)
         self.sampling = training_sampling(config, self.tokenizer)
         keys = config.trainer.async_training
         self.buffer = GroupBuffer(
@@ -131,7 +139,7 @@ class RLTrainer:
             limit = self.episodes.limit_validation
             self.validation = ValidationTask(self._validate_and_log, limit, keys.validation_share)
         self.left_out: list[AnyBatch] = []  # rows of the step without a verdict
-        self._validation_missing = False  # the checkpoint is of a step whose validation had not ended
+        self.validation_missing = False  # the checkpoint is of a step whose validation had not ended
         self.rollouter = Rollouter(
             dataset,
             self.sampler,
@@ -152,7 +160,7 @@ class RLTrainer:
         check_stages(self.stages())
         if resume is not None:
             with resume.loading_state() as state:
-                self._load_state(state)
+                load_run(self, state)
 
     def roles(self) -> list[RoleSpec]:
         """Return the roles of the run in order of creation."""
@@ -392,7 +400,7 @@ class RLTrainer:
         trainer, session = self.config.trainer, self.session
         if self.weight_sync.copies:
             await self._publish()
-        lacks_validation = self._validation_missing and not self.validator.is_logged(self.step)
+        lacks_validation = self.validation_missing and not self.validator.is_logged(self.step)
         if (self.step == 0 and trainer.val_before_train) or lacks_validation:
             await self._begin_validation()
         while self.step < self.total_steps and not session.stop_requested:
@@ -463,38 +471,4 @@ class RLTrainer:
 
     async def save(self) -> None:
         """Write a checkpoint of this step: all state for an exact resume. Files are written in the background."""
-        location = self.session.begin_save(self.step)
-        if location is None:
-            return
-        roles = [role for role in (self.actor, self.critic) if role is not None]
-        for role in roles:
-            await role.stage(location)
-        # together and without waiting: in asynchronous training groups finish at any time
-        sampler, rollouter = self.sampler.state_dict(), self.rollouter.state_dict()
-        validating = self.validation is not None and self.validation.step == self.step and not self.validation.has_ended
-        finished = self.rollouter.finished_groups()
-        if finished:
-            await self.batch_ops.save_groups(concat_batches([group.batch for group in finished]), location)
-        state: dict[str, Any] = {
-            "step": self.step,
-            "sampler": sampler,
-            "rollouter": rollouter,
-            "validating": validating,
-            **await self.batch_ops.state_dict(),
-        }
-
-        def write() -> None:
-            for writing in [role.write() for role in roles]:
-                writing.result()
-
-        self.session.finish_save(self.step, state, write, validating=validating)
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        self._validation_missing = state.get("validating", False)
-        self.sampler.load_state_dict(state["sampler"])
-        self.buffer.release(self.step)
-        location = str(self.session.resumed_from)
-        self.rollouter.load_state_dict(
-            state["rollouter"], lambda samples: self.batch_ops.load_groups(location, samples).result()
-        )
-        self.batch_ops.load_state_dict(state).result()
+        await save_run(self)

@@ -52,6 +52,7 @@ class RunSession:
 
     Attributes:
         rewards: scorers with a hash of their code, for run.json; set before the run starts.
+        agent_contract: version and hashes of what the policy expects as an agent, for run.json; set before the run starts.
 
     Raises:
         HoneError: another process trains in the directory, or the checkpoint to resume from is damaged.
@@ -69,6 +70,7 @@ class RunSession:
         self.resumed_from = self.checkpoints.resumed_from
         self.total_steps = 0
         self.rewards: dict[str, str] = {}
+        self.agent_contract: dict[str, str] = {}
         self._signal: int | None = None
         self._callbacks = run_callbacks()
         self._stopped_by_callback = False
@@ -95,7 +97,13 @@ class RunSession:
         config_yaml = to_yaml(self.config)
         self.checkpoints.set_aside_later()
         last_step = self.resumed_from.step if self.resumed_from else None
-        self.directory.start(seed=self.trainer.seed, config_yaml=config_yaml, last_step=last_step, rewards=self.rewards)
+        self.directory.start(
+            seed=self.trainer.seed,
+            config_yaml=config_yaml,
+            last_step=last_step,
+            rewards=self.rewards,
+            agent_contract=self.agent_contract,
+        )
         self.directory.rewind(-1 if last_step is None else last_step)
         self.trackers = build_trackers(
             self.trainer.logger,

@@ -128,6 +128,8 @@ def test_a_resumed_run_repeats_to_the_last_bit(game: Path, run, tmp_path: Path):
     ended = run(*command(game, parts, "trainer.total_training_steps=4", *more))
     assert ended.code == 0, ended.output
     assert metrics(whole) == metrics(parts)
+    contracts = [json.loads((folder / "run.json").read_text())["agent_contract"] for folder in (whole, parts)]
+    assert contracts[0] == contracts[1] and set(contracts[0]) == {"version", "chat_format", "tools", "results"}
 
 
 def test_tools_are_called_and_a_broken_one_drops_its_group(game: Path, run, tmp_path: Path):
