@@ -51,14 +51,6 @@ def sandboxes_outlive_episodes(config: RLConfig) -> Iterator[Finding]:
             fix=f"{key}={episode + config.reward.timeout:g}, or {MULTI_TURN}.max_episode_seconds={lives:g}",
             where=key,
         )
-    sandbox = config.reward.sandbox.timeout
-    if config.reward.custom_reward_function.path is not None and sandbox > config.reward.timeout:
-        yield warning(
-            f"a program in the sandbox may take {sandbox:g} s, and a call of the reward function {config.reward.timeout:g} s",
-            why="a call that waits for such a program times out, and its response has no verdict",
-            fix=f"reward.timeout={2 * sandbox:g}, or reward.sandbox.timeout={config.reward.timeout / 2:g}",
-            where="reward.timeout",
-        )
 
 
 @rule("R33", RLConfig, stage=Stage.FILES)

@@ -38,7 +38,7 @@ from hone.trainers.saved_groups import load_groups, save_groups
 from hone.trainers.scoring import TrainingRewards
 from hone.trainers.update_view import correct, update_view
 from hone.trainers.validation import Evaluation, evaluate_answers
-from hone.trainers.verdicts import sort_rows
+from hone.trainers.verdicts import scored, sort_rows
 from hone.training.preferences import own_pairs
 
 
@@ -101,8 +101,7 @@ class BatchOps:
             answers = [score for score, trajectory in zip(scores, trajectories, strict=True) if trajectory.part == 0]
             for name, value in no_verdict_metrics(answers).items():
                 self.metrics.add(name, value, **({"weight": len(answers)} if name.endswith("rate") else {}))
-        verdicts = torch.tensor([score.error is None for score in scores], dtype=torch.int64)
-        return Batch({"score": scores, "verdict": verdicts})
+        return scored(scores)
 
     @dispatch(Split.ZERO)
     def verdicts(self, batch: Batch) -> tuple[list[int], list[int], list[str]]:

@@ -16,6 +16,7 @@ from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.trajectories import to_batch
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.rewards.score import Score
+from hone.trainers.verdicts import scored
 from hone.training.checkpoints.storage import Storage
 
 FILE = "groups.jsonl.gz"
@@ -36,7 +37,7 @@ def load_groups(location: str, samples: Mapping[str, Sample]) -> Batch:
         records = [json.loads(line) for line in lines]
     scores = [_score(record.pop("score")) for record in records]
     batch = to_batch([_trajectory(record, samples[record["uid"]]) for record in records])
-    return batch.with_columns(score=scores)
+    return batch.updated(scored(scores))
 
 
 def _record(trajectory: Trajectory, score: Score) -> dict[str, Any]:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from hone.cluster.runtime import AnyBatch, Group
 from hone.data.batch import Batch
+from hone.rewards.score import Score
 from hone.trainers.episodes import concat_batches
 from hone.trainers.rollouter import rows_by_uid
+
+
+def scored(scores: Sequence[Score]) -> Batch:
+    """Return the columns ``score`` and ``verdict`` (1 or 0) of every row."""
+    verdicts = torch.tensor([score.error is None for score in scores], dtype=torch.int64)
+    return Batch({"score": list(scores), "verdict": verdicts})
 
 
 def sort_rows(batch: Batch, fewest: int) -> tuple[list[int], list[int], list[str]]:
