@@ -44,6 +44,10 @@ class ModelConfig:
     enable_activation_offload: bool = False
     """Keep activations for the backward pass in the host's memory: less device memory, more time for copies. Best with
     gradient checkpointing, which leaves little to copy. No effect on a CPU."""
+    compile_layers: str = choice("auto", "auto", "always", "never")
+    """Compile each decoder layer with torch.compile, for any sequence length, where Hone has no fused layer for the architecture.
+    auto: on CUDA. always: on a CPU too, which takes a minute at the start. A layer that cannot be compiled, such as one with
+    experts, computes as usual, and a warning says why."""
     tiled_mlp: TiledMlpConfig = block(TiledMlpConfig)
     """MLPs computed in chunks of tokens."""
     lora_rank: int = number(0, low=0)

@@ -20,9 +20,10 @@ _SDPA_KINDS = (
     "fused_attention_overrideable",
 )
 ATTENTION_OPERATORS = frozenset(
-    ("torch_attn::_varlen_attn", *(f"aten::_scaled_dot_product_{kind}" for kind in _SDPA_KINDS)),
+    ("torch_attn::_varlen_attn", "hone::attend", *(f"aten::_scaled_dot_product_{kind}" for kind in _SDPA_KINDS)),
 )
-"""Operators that compute attention: the variable-length one of :mod:`hone.models.attention.varlen`, and those of SDPA."""
+"""Operators that compute attention: the variable-length one of :mod:`hone.models.attention.varlen`, that of compiled layers, and those
+of SDPA."""
 
 
 def checkpointing_arguments(keeps: str) -> dict[str, Any]:

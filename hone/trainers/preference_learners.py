@@ -56,6 +56,7 @@ class PolicyLearner:
                 dtype=config.dtype,
                 max_tokens=config.data.max_token_len_per_gpu,
                 offload_activations=config.model.enable_activation_offload,
+                compile_layers=config.model.compile_layers,
                 total_steps=total_steps,
             ),
         )
@@ -123,6 +124,7 @@ class RewardModelLearner:
                 dtype=config.dtype,
                 max_tokens=config.data.max_token_len_per_gpu,
                 offload_activations=config.model.enable_activation_offload,
+                compile_layers=config.model.compile_layers,
                 total_steps=total_steps,
             ),
         )

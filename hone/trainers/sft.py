@@ -59,6 +59,7 @@ class SFTTrainer(OfflineTrainer[SFTConfig, ConversationDataset]):
                 dtype=config.dtype,
                 max_tokens=config.data.max_token_len_per_gpu,
                 offload_activations=config.model.enable_activation_offload,
+                compile_layers=config.model.compile_layers,
                 total_steps=self.total_steps,
             ),
         )

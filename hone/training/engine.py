@@ -46,6 +46,7 @@ class TrainSettings:
         max_sequences: maximum of rows in a micro-batch, or None.
         total_steps: horizon of the learning-rate schedule.
         offload_activations: whether to keep them in host memory between forward and backward pass.
+        compile_layers: which layers torch compiles (:mod:`hone.models.compiled`).
     """
 
     device: torch.device
@@ -55,6 +56,7 @@ class TrainSettings:
     max_sequences: int | None = None
     total_steps: int = 1
     offload_activations: bool = False
+    compile_layers: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_on(self.device, self.dtype))

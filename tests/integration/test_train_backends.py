@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.backend_cases import Case, dtypes, held, train, train_with_fused_layers, train_with_prefetch
+from support.backend_cases import (
+    Case,
+    dtypes,
+    held,
+    train,
+    train_with_compiled_layers,
+    train_with_fused_layers,
+    train_with_prefetch,
+)
 from support.plain_training import alone
 from support.ranks import Ranks
 from support.train_backend_suite import LORA, STEADY, TrainBackendConformance, Ways, assert_trains_as_one
@@ -135,3 +143,19 @@ def test_fused_layers_in_bfloat16_stay_near_float32(two_ranks: Ranks, tiny_model
     fused = two_ranks.run(train_with_fused_layers, Case(tiny_models["tied"], parallel=narrow))[0]
     errors = [max(abs(a - b) for a, b in zip(one.losses, expected.losses, strict=True)) for one in (plain, fused)]
     assert errors[1] <= max(2 * errors[0], 5e-3), errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_of_sharded_models_train_as_one_process(
+    checkpointing: bool, two_ranks: Ranks, tiny_models
+) -> None:
+    settings = {"compile_layers": "always", "enable_gradient_checkpointing": checkpointing}
+    case = Case(tiny_models["olmo"], model_settings=settings)
+    expected = alone(case)
+    for outcome, graphs, obstacles in two_ranks.run(train_with_compiled_layers, case):
+        assert 1 <= graphs <= 3 and obstacles == {}
+        assert outcome.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert outcome.norms == pytest.approx(expected.norms, rel=1e-5)
+        for name, value in outcome.weights.items():
+            torch.testing.assert_close(value, expected.weights[name], rtol=1e-4, atol=1e-5)

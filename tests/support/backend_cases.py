@@ -221,6 +221,24 @@ def train_with_fused_layers(case: Case) -> Outcome:
     return Outcome(losses, norms, weights_of(backend), {})
 
 
+def train_with_compiled_layers(case: Case) -> tuple[Outcome, int, dict[str, str]]:
+    """Train as ``case`` says with compiled layers; also returns the number of graphs, and what the compiler refused."""
+    from functools import partial
+    from unittest.mock import patch
+
+    from torch._dynamo.utils import counters
+
+    from hone.training.backends.fsdp2 import sharding
+
+    torch._dynamo.reset()
+    counters.clear()
+    with patch.object(sharding, "compile_layers", partial(sharding.compile_layers, compiler="aot_eager")):
+        backend, layout = backend_of(case)
+    losses, norms = continued(backend, layout, case, range(case.updates))
+    compiled = backend._sharded.computation.compiled  # type: ignore[attr-defined]
+    return Outcome(losses, norms, weights_of(backend), {}), counters["stats"]["unique_graphs"], compiled.obstacles
+
+
 def weights_of(backend: TrainBackend, which: Any = "all") -> dict[str, Tensor]:
     """A copy of the weights that a backend exports."""
     return {name: value.detach().clone() for name, value in backend.export_weights(which)}

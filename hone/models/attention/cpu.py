@@ -61,6 +61,8 @@ class _Block(NamedTuple):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, tiles: HeadTiles) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale, ctx.tiles = scale, tiles
         slots = torch.empty(tiles.slots, value.shape[2], dtype=_working_dtype(query))
         with _float32_matmuls(query):
             for tile, part in tiles.split(slots):
@@ -69,33 +71,42 @@ class _Attention(torch.autograd.Function):
                 for block in _blocks(tile):
                     probabilities = _probabilities(q, k, block, tile)
                     _multiply(probabilities, v[block.batch, block.keys], into=_queries_of(out, block))
-        ctx.save_for_backward(query, key, value)
-        ctx.scale, ctx.tiles = scale, tiles
         return slots.index_select(0, tiles.slot_of).view(*query.shape[:2], value.shape[2]).to(value.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        tiles, width, dtype = ctx.tiles, value.shape[2], _working_dtype(query)
-        incoming = grads[0].reshape(-1, width).to(_working_dtype(value))
-        new = incoming.new_zeros if tiles.slots > len(incoming) else incoming.new_empty  # padding has no gradient
-        incoming = new(tiles.slots, width).index_copy_(0, tiles.slot_of, incoming)
-        grad_q = torch.empty(tiles.slots, query.shape[2], dtype=dtype)
-        grad_k = torch.zeros(key.shape[0] * key.shape[1], key.shape[2], dtype=dtype)
-        grad_v = torch.zeros(value.shape[0] * value.shape[1], width, dtype=dtype)
-        with _float32_matmuls(query):
-            for (tile, part), (_, outer) in zip(tiles.split(grad_q), tiles.split(incoming), strict=True):
-                q = part.view(*tile.shape, -1)
-                k, v = _tile_gradients(tile, query, key, value, outer.view(*tile.shape, width), ctx.scale, into=q)
-                grad_k.index_add_(0, tile.keys, k.view(-1, key.shape[2]))
-                grad_v.index_add_(0, tile.keys, v.view(-1, width))
-        return (
-            grad_q.index_select(0, tiles.slot_of).mul_(ctx.scale).view(query.shape).to(query.dtype),
-            grad_k.view(key.shape).to(key.dtype),
-            grad_v.view(value.shape).to(value.dtype),
-            None,
-            None,
-        )
+        return *_gradients(grads[0], query, key, value, ctx.scale, ctx.tiles), None, None
+
+
+def causal_attention_gradients(
+    incoming: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, tiles: CausalTiles
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of query, key and value from the output's, ``[N, heads, d_v]``; see :func:`causal_attention`."""
+    return _gradients(incoming, query, key, value, scale, tiles.for_heads(query.shape[1], key.shape[1]))
+
+
+def _gradients(
+    incoming: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, tiles: HeadTiles
+) -> tuple[Tensor, Tensor, Tensor]:
+    width, dtype = value.shape[2], _working_dtype(query)
+    incoming = incoming.reshape(-1, width).to(_working_dtype(value))
+    new = incoming.new_zeros if tiles.slots > len(incoming) else incoming.new_empty  # padding has no gradient
+    incoming = new(tiles.slots, width).index_copy_(0, tiles.slot_of, incoming)
+    grad_q = torch.empty(tiles.slots, query.shape[2], dtype=dtype)
+    grad_k = torch.zeros(key.shape[0] * key.shape[1], key.shape[2], dtype=dtype)
+    grad_v = torch.zeros(value.shape[0] * value.shape[1], width, dtype=dtype)
+    with _float32_matmuls(query):
+        for (tile, part), (_, outer) in zip(tiles.split(grad_q), tiles.split(incoming), strict=True):
+            q = part.view(*tile.shape, -1)
+            k, v = _tile_gradients(tile, query, key, value, outer.view(*tile.shape, width), scale, into=q)
+            grad_k.index_add_(0, tile.keys, k.view(-1, key.shape[2]))
+            grad_v.index_add_(0, tile.keys, v.view(-1, width))
+    return (
+        grad_q.index_select(0, tiles.slot_of).mul_(scale).view(query.shape).to(query.dtype),
+        grad_k.view(key.shape).to(key.dtype),
+        grad_v.view(value.shape).to(value.dtype),
+    )
 
 
 def _tile_gradients(

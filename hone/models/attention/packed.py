@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,12 +83,12 @@ class PackedContext:
         rows = [
             states.squeeze(0).transpose(0, 1).contiguous() for states in (query, key, value)
         ]  # [N, heads, head_dim]
-        if query.device.type == "cpu" and scoring.plain and not scoring.dropout and self._within(scoring.window):
+        if self.computes_in_blocks(query, scoring):
             return cpu.causal_attention(rows[0], rows[1], rows[2], scoring.scale, self._cpu_tiles)[None]
         if query.device.type != "cpu":
             obstacle = varlen.obstacle(query, value, scoring)
             if obstacle is None:
-                return varlen.causal_attention(rows[0], rows[1], rows[2], scoring, self._varlen_plan)[None]
+                return varlen.causal_attention(rows[0], rows[1], rows[2], scoring, self.varlen_plan)[None]
             varlen.report_padding(obstacle)
         outputs = []
         for tile in self.tiles.tiles:
@@ -101,6 +102,35 @@ class PackedContext:
         outputs = [mixer(*(tile.gather(part.squeeze(0)) for part in states)) for tile in self.tiles.tiles]
         return self.tiles.scatter(outputs)[None]
 
+    def attend_gradients(
+        self, incoming: Tensor, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> list[Tensor]:
+        """Compute the gradients of queries, keys, values and, if there are any, sinks. Nothing but the inputs is kept for them.
+
+        Args:
+            incoming: ``[1, N, heads, head_dim]``, gradient of the output of :meth:`attend`.
+            query: as in :meth:`attend`, and the next three too.
+            key: see ``query``.
+            value: see ``query``.
+            scoring: see ``query``.
+        """
+        if self.computes_in_blocks(query, scoring):
+            rows = [states.squeeze(0).transpose(0, 1).contiguous() for states in (query, key, value)]
+            scale, tiles = scoring.scale, self._cpu_tiles
+            gradients = cpu.causal_attention_gradients(incoming[0], rows[0], rows[1], rows[2], scale, tiles)
+            return [gradient.transpose(0, 1)[None] for gradient in gradients]
+        inputs = [query, key, value] if scoring.sinks is None else [query, key, value, scoring.sinks]
+        inputs = [states.detach().requires_grad_() for states in inputs]
+        sinks = inputs[3] if len(inputs) > 3 else None
+        with torch.enable_grad():
+            output = self.attend(0, *inputs[:3], dataclasses.replace(scoring, sinks=sinks))
+        return list(torch.autograd.grad(output, inputs, incoming))
+
+    def computes_in_blocks(self, query: Tensor, scoring: Scoring) -> bool:
+        """True if :mod:`hone.models.attention.cpu` computes this attention."""
+        on_cpu = query.device.type == "cpu"
+        return on_cpu and scoring.plain and not scoring.dropout and self._within(scoring.window)
+
     def _within(self, window: int | None) -> bool:
         """True if no sequence is longer than the attention window."""
         return window is None or int(self.sequences.lengths.max()) <= window
@@ -110,7 +140,8 @@ class PackedContext:
         return CausalTiles(self.sequences)
 
     @cached_property
-    def _varlen_plan(self) -> VarlenPlan:
+    def varlen_plan(self) -> VarlenPlan:
+        """Arguments of the variable-length attention call."""
         return VarlenPlan.from_sequences(self.sequences, self.position_ids.device)
 
     @cached_property

@@ -75,6 +75,7 @@ class VarlenPlan:
         longest_query: queries of the sequence that has most.
         longest_key: keys of the sequence that has most.
         gather: gathers the keys; None if no sequence has a prefix, so that the row itself has them in order.
+        names_groups: whether the installed torch takes ``enable_gqa``, which says that query heads share key heads.
     """
 
     query_ends: Tensor
@@ -82,6 +83,7 @@ class VarlenPlan:
     longest_query: int
     longest_key: int
     gather: KeyGather | None
+    names_groups: bool
 
     @classmethod
     def from_sequences(cls, sequences: Sequences, device: torch.device) -> VarlenPlan:
@@ -94,6 +96,7 @@ class VarlenPlan:
             longest_query=int(suffixes.max()),
             longest_key=int(lengths.max()),
             gather=gather,
+            names_groups="enable_gqa" in options_of_varlen(),
         )
 
 
@@ -133,7 +136,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
         key, value = plan.gather(key), plan.gather(value)
     window = scoring.window if scoring.window is not None and scoring.window < plan.longest_key else None
     options: dict[str, Any] = {"scale": scoring.scale, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in options_of_varlen():
+    if plan.names_groups:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     longest = plan.longest_query, plan.longest_key
     return varlen_attn(query, key, value, plan.query_ends, plan.key_ends, *longest, **options)  # type: ignore[return-value]
@@ -147,6 +150,11 @@ def obstacle(query: Tensor, value: Tensor, scoring: Scoring) -> str | None:
         value: ``[..., d_v]``.
         scoring: of the model's attention.
     """
+    return states_obstacle(query, value, scoring) or device_obstacle(query.device)
+
+
+def states_obstacle(query: Tensor, value: Tensor, scoring: Scoring) -> str | None:
+    """Return why the variable-length kernel cannot compute attention of such states on any device; see :func:`obstacle`."""
     width, dtype = query.shape[-1], compute_dtype(query)
     if not scoring.plain:
         return "the model caps its scores or has attention sinks"
@@ -156,9 +164,18 @@ def obstacle(query: Tensor, value: Tensor, scoring: Scoring) -> str | None:
         return f"it computes in {str(dtype).removeprefix('torch.')}, not in bfloat16 or float16"
     if width != value.shape[-1] or width > _WIDEST_HEAD or width % 8:
         return f"heads are {width} and {value.shape[-1]} wide, not equal multiples of 8 up to {_WIDEST_HEAD}"
+    return None
+
+
+def device_obstacle(device: torch.device) -> str | None:
+    """Return why no attention can be computed by the variable-length kernel on a device, or None if some can.
+
+    Args:
+        device: a CUDA device, or the meta device, which counts as a recent GPU.
+    """
     if "window_size" not in options_of_varlen():
         return f"torch {torch.__version__} has no torch.nn.attention.varlen with windows"
-    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < _FIRST_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
         return "the GPU is older than Ampere"
     return None
 

@@ -31,7 +31,9 @@ def build_train_backend(
         ModelError: the model cannot be loaded or sharded with this layout.
     """
     processes, ranks = (1, 1) if meshes is None else (meshes.layout.world, meshes.layout.dp_size)
-    settings = dataclasses.replace(settings, offload_activations=model.enable_activation_offload)
+    settings = dataclasses.replace(
+        settings, offload_activations=model.enable_activation_offload, compile_layers=model.compile_layers
+    )
     cls = backend_of(parallel, processes).load()
     backend = cls.build(kind, model, head, settings, parallel=parallel, meshes=meshes, seed=seed)
     if backend.data_parallel_size != ranks:

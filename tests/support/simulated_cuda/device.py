@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._triton
 from support.simulated_cuda import graphs, sharing, streams
 from support.simulated_cuda.counters import COUNTERS
 from support.simulated_cuda.tensors import SimulatedTensor
@@ -31,6 +32,7 @@ def turn_on() -> None:
     sharing.turn_on()
     register_varlen()
     kernels._has_triton = lambda: True  # the fused operators then run their references
+    torch.utils._triton.has_triton = lambda: False  # torch.compile would make code for a real GPU
     F.scaled_dot_product_attention = _attention(F.scaled_dot_product_attention)
     torch.__future__.set_swap_module_params_on_conversion(True)  # a wrapper cannot take the data of a plain tensor
     _device_constructors()  # torch keeps the originals, so that `with torch.device(...)` still knows them

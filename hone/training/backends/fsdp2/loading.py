@@ -25,7 +25,7 @@ def load_sharded(
         ModelError: the model cannot be loaded or sharded with this layout.
     """
     model, files = _empty(kind, config, seed)
-    sharded = shard_model(model, meshes, fsdp, settings.dtype)
+    sharded = shard_model(model, meshes, fsdp, settings.dtype, settings.compile_layers)
     materialise(sharded.computation, torch.device("cpu") if fsdp.offload_policy else settings.device)
     fill(causal_lm(model), files, fresh=("score.", "classifier.") if kind == "value" else ())
     return sharded

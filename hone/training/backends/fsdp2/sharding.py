@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from hone.config.parallel import FsdpConfig
+from hone.models.compiled import CompiledLayers, compile_layers
 from hone.models.heads import Head
 from hone.models.inputs import PackedSequences
 from hone.models.kernels import cuda as kernels
@@ -39,10 +40,13 @@ class Computation(nn.Module):
     def __init__(self, model: nn.Module, meshes: Meshes) -> None:
         super().__init__()
         self.model, self.meshes = model, meshes
+        self.compiled: CompiledLayers | None = None
 
     def forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
         """Return the head's outputs for the whole packed row, on every rank that shares it."""
         if self.meshes.layout.sequence == 1:
+            if self.compiled is not None:
+                packed = self.compiled.traceable(packed)
             return head(self.model, packed, with_entropy=with_entropy)
         group = self.meshes.sequence_group
         local, indices = local_tokens(packed, group)
@@ -69,13 +73,14 @@ class Sharded:
         return self.computation
 
 
-def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str) -> Sharded:
+def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str, compiling: str = "never") -> Sharded:
     """Shard ``model`` by the layout of ``meshes``. Its parameters may be on the meta device.
 
     Args:
         model: a Hugging Face module with its adapters.
         config: of FSDP.
         dtype: compute dtype.
+        compiling: ``model.compile_layers``. Layers that several ranks compute together stay uncompiled.
 
     Raises:
         ModelError: the model cannot be sharded with this layout.
@@ -86,7 +91,10 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
     experts = apply_expert_parallel(model, meshes.experts["expert"]) if meshes.experts is not None else []
     computation = Computation(model, meshes)
     narrow = _narrower(config.mixed_precision.param_dtype or dtype)
-    _fuse_layers(inner, torch.device(meshes.parameters.device_type), narrow)
+    device = torch.device(meshes.parameters.device_type)
+    fused = _fuse_layers(inner, device, narrow)
+    if not fused and layout.tensor == layout.sequence == 1 and not experts:
+        computation.compiled = compile_layers(model, device, compiling)
     settings = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=narrow,
@@ -110,12 +118,15 @@ def shard_model(model: nn.Module, meshes: Meshes, config: FsdpConfig, dtype: str
     return Sharded(computation, partial)
 
 
-def _fuse_layers(model: PreTrainedModel, device: torch.device, narrow: torch.dtype | None) -> None:
-    """Let Hone's executors compute the layers of a Llama-shaped model; other models keep their forward passes."""
+def _fuse_layers(model: PreTrainedModel, device: torch.device, narrow: torch.dtype | None) -> bool:
+    """Let Hone's executors compute the layers of a Llama-shaped model; returns False for others, which keep their forward passes."""
     if device.type == "cpu" and narrow is None and supports(model):
         replace_layer_forwards(model, llama_train.layer_forward)
     elif device.type == "cuda" and kernels.available(device) and llama_cuda.is_supported_model(model):
         replace_layer_forwards(model, llama_cuda.layer_forward)
+    else:
+        return False
+    return True
 
 
 def prefetch_neighbours(root: nn.Module, layers: list[nn.Module]) -> None:

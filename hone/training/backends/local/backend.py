@@ -14,6 +14,7 @@ from hone.config.model import ModelConfig
 from hone.config.parallel import ParallelConfig
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
+from hone.models.compiled import compile_layers
 from hone.models.heads import Head
 from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.memory import heap_watch
@@ -43,6 +44,7 @@ class LocalBackend:
     def __init__(self, model: nn.Module, head: Head, settings: TrainSettings) -> None:
         self.model, self.head, self.settings = model, head, settings
         narrow_frozen_matrices(model, settings.device, settings.dtype)
+        self._compiled = compile_layers(model, settings.device, settings.compile_layers)
         optim = settings.optim
         self.optimizer = ScheduledOptimizer(model, optim, settings.total_steps) if optim else None
         self._ranks = SingleRank()
@@ -151,6 +153,8 @@ class LocalBackend:
         return self.optimizer
 
     def _forward(self, head: Head, packed: PackedSequences, with_entropy: bool) -> dict[str, Tensor]:
+        if self._compiled is not None:
+            packed = self._compiled.traceable(packed)
         return head(self.model, packed, with_entropy=with_entropy)
 
     def _apply(self, step: int, statistics: list[Statistics], scale: float = 1.0) -> UpdateResult:
