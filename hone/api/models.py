@@ -67,7 +67,7 @@ def generate(
         constraint: what every answer follows: ``KIND=TEXT``, ``KIND=@FILE`` or ``json_object``.
         raw: use the prompts unchanged, without the chat template.
         seed: seed of the draws.
-        dtype: compute dtype: float32, bfloat16, or auto: bfloat16 on a GPU that computes in it, else float32.
+        dtype: compute dtype: float32, bfloat16, float16, or auto: bfloat16 on a GPU that computes in it, else float32.
 
     Raises:
         HoneError: the model cannot be loaded, or an argument is wrong.

@@ -82,7 +82,7 @@ def serve(
     max_model_len: Annotated[int, typer.Option("--max-model-len", help="longest prompt with response, in tokens")],
     host: Annotated[str, typer.Option("--host", help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="port to listen on; 0 takes a free one")] = 0,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16")] = "bfloat16",
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16")] = "bfloat16",
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="most concurrent sequences")] = 256,
     max_cache_tokens: Annotated[int | None, typer.Option("--max-cache-tokens", help="capacity of the cache")] = None,
     env: Annotated[Path | None, _ENV] = None,

@@ -12,7 +12,7 @@ from hone.cli.options import Json
 def mismatch(
     model: Annotated[str, typer.Option(help="Hugging Face model directory")],
     engine: Annotated[str, typer.Option(help="native, hf, vllm, sglang or trtllm")] = "native",
-    dtype: Annotated[str, typer.Option(help="compute dtype of the engine, float32 or bfloat16")] = "float32",
+    dtype: Annotated[str, typer.Option(help="compute dtype of the engine, float32, bfloat16 or float16")] = "float32",
     trainer_dtype: Annotated[
         str | None, typer.Option(help="compute dtype of the trainer; by default the engine's")
     ] = None,

@@ -39,6 +39,7 @@ class Dtype(StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 Of = Annotated[Kind, typer.Option("--of", help="command whose keys to use")]

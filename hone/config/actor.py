@@ -90,9 +90,10 @@ class ActorConfig(ParallelConfig):
     """A preference loss on pairs of sampled answers, instead of the policy loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-6)
     """Optimizer of the policy."""
-    dtype: str = choice("auto", "auto", "float32", "bfloat16")
+    dtype: str = choice("auto", "auto", "float32", "bfloat16", "float16")
     """Compute dtype of forward and backward; parameters and optimizer state stay float32. auto is bfloat16 on a GPU that computes in
-    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used."""
+    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used. float16 rounds
+    eight times finer than bfloat16; the loss is scaled, and an update whose scaled gradient overflows is skipped."""
 
 
 @dataclass

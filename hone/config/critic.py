@@ -40,5 +40,5 @@ class CriticConfig(OwnPoolConfig):
     """Value predictions move at most this far from the old ones before the loss is clipped."""
     loss_agg_mode: str | None = choice(None, *LOSS_AGG_MODES)
     """Aggregation of per-token value losses; null means the actor's."""
-    dtype: str | None = choice(None, "auto", "float32", "bfloat16")
+    dtype: str | None = choice(None, "auto", "float32", "bfloat16", "float16")
     """Compute dtype; null means the actor's."""

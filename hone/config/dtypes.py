@@ -8,6 +8,11 @@ from hone.config.tree import RLConfig
 from hone.config.trees import AnyConfig
 
 
+def is_narrow(dtype: str) -> bool:
+    """Return whether a number of a resolved compute dtype takes two bytes."""
+    return dtype in ("bfloat16", "float16")
+
+
 class DtypeKey(NamedTuple):
     """A key with a compute dtype, and its value."""
 
@@ -15,7 +20,7 @@ class DtypeKey(NamedTuple):
     value: str
 
     def resolved(self, *, bfloat16: bool) -> str:
-        """Return float32 or bfloat16; see :func:`resolve_dtype`."""
+        """Return float32, bfloat16 or float16; see :func:`resolve_dtype`."""
         return resolve_dtype(self.value, bfloat16=bfloat16)
 
     def source(self, *, bfloat16: bool) -> str:
@@ -30,7 +35,7 @@ def resolve_dtype(dtype: str, *, bfloat16: bool) -> str:
     """Return the dtype that a ``dtype`` key means; this is the only rule for ``auto``.
 
     Args:
-        dtype: ``auto``, ``float32`` or ``bfloat16``.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         bfloat16: whether the device is a GPU with instructions for bfloat16. CPUs count as devices without.
     """
     if dtype != "auto":

@@ -11,7 +11,7 @@ from hone.config.fields import block, choice, named, number
 class MixedPrecisionConfig:
     """Dtypes of FSDP's communication."""
 
-    param_dtype: str | None = choice(None, "float32", "bfloat16")
+    param_dtype: str | None = choice(None, "float32", "bfloat16", "float16")
     """Dtype of all-gathered parameters and of computation; null means actor.dtype. The shards stay float32."""
     reduce_dtype: str = choice("float32", "float32", "bfloat16")
     """Dtype in which gradients are summed over ranks."""

@@ -106,9 +106,10 @@ class PreferenceConfig:
     """The loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-6)
     """Optimizer; the schedule advances once per update."""
-    dtype: str = choice("auto", "auto", "float32", "bfloat16")
+    dtype: str = choice("auto", "auto", "float32", "bfloat16", "float16")
     """Compute dtype of forward and backward; parameters and optimizer state stay float32. auto is bfloat16 on a GPU that computes in
-    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used."""
+    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used. float16 rounds
+    eight times finer than bfloat16; the loss is scaled, and an update whose scaled gradient overflows is skipped."""
     trainer: RunConfig = block(RunConfig, experiment_name="prefer")
     """Life cycle."""
     preflight: PreflightConfig = block(PreflightConfig)
@@ -137,9 +138,10 @@ class RewardModelConfig:
     """The loss."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)
     """Optimizer; the schedule advances once per update."""
-    dtype: str = choice("auto", "auto", "float32", "bfloat16")
+    dtype: str = choice("auto", "auto", "float32", "bfloat16", "float16")
     """Compute dtype of forward and backward; parameters and optimizer state stay float32. auto is bfloat16 on a GPU that computes in
-    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used."""
+    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used. float16 rounds
+    eight times finer than bfloat16; the loss is scaled, and an update whose scaled gradient overflows is skipped."""
     trainer: RunConfig = block(RunConfig, experiment_name="reward_model")
     """Life cycle."""
     preflight: PreflightConfig = block(PreflightConfig)

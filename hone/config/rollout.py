@@ -66,7 +66,7 @@ class RolloutConfig(EngineConfig):
     """Most sequences decoded at once."""
     max_cache_tokens: int | None = number(None, low=1)
     """Capacity of the KV cache in tokens; null means enough for max_num_seqs sequences of full length."""
-    dtype: str = choice("auto", "auto", "float32", "bfloat16")
+    dtype: str = choice("auto", "auto", "float32", "bfloat16", "float16")
     """Compute dtype of generation; auto means the actor's."""
     multi_turn: MultiTurnConfig = block(MultiTurnConfig)
     """Multi-turn episodes."""

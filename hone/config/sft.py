@@ -59,9 +59,10 @@ class SFTConfig:
     """The model."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)
     """Optimizer; the schedule advances once per update."""
-    dtype: str = choice("auto", "auto", "float32", "bfloat16")
+    dtype: str = choice("auto", "auto", "float32", "bfloat16", "float16")
     """Compute dtype of forward and backward; parameters and optimizer state stay float32. auto is bfloat16 on a GPU that computes in
-    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used."""
+    it (compute capability 8.0), else float32, and float32 on a CPU. float32 matmuls are exact: TF32 is never used. float16 rounds
+    eight times finer than bfloat16; the loss is scaled, and an update whose scaled gradient overflows is skipped."""
     trainer: RunConfig = block(RunConfig, experiment_name="sft")
     """Life cycle."""
     preflight: PreflightConfig = block(PreflightConfig)

@@ -17,6 +17,7 @@ from hone.generation.grammars import Grammars, RowGrammar
 from hone.generation.limits import RequestLimits
 from hone.generation.protocol import Alternatives, Completion, EngineDescription, GenerationRequest, SamplingParams
 from hone.insight import activity
+from hone.models.heads import autocast
 from hone.models.routing import attention_of
 
 
@@ -27,7 +28,7 @@ class HuggingFaceEngine:
         model: a causal language model.
         tokenizer: for stop strings.
         device: where the model is.
-        dtype: compute dtype, float32 or bfloat16.
+        dtype: compute dtype: float32, bfloat16 or float16.
         max_num_seqs: not used: requests run one by one.
         max_cache_tokens: not used: transformers creates a cache for each request.
         max_model_len: maximum of tokens in prompt and response.
@@ -78,7 +79,7 @@ class HuggingFaceEngine:
         ids = torch.tensor([request.prompt_ids], device=self.device)
         with self._transformers_defaults(), torch.no_grad():
             torch.manual_seed(request.seed)
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16"):
+            with autocast(self.device, self.dtype):
                 out = self._causal.generate(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),

@@ -26,7 +26,7 @@ from hone.errors import InvariantError
 
 Decode = Callable[[list[int]], str]
 
-RATIO_WARNING = {"float32": 1e-3, "bfloat16": 0.05}
+RATIO_WARNING = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 """Largest |log ratio| on the first update that raises no warning, by compute dtype."""
 RATIO_ERROR = 0.05
 """Mean |log ratio| on the first update above which the run stops."""

@@ -218,6 +218,14 @@ _ACTOR = (
         "Norm of the policy's gradient before clipping, mean over the updates.",
         "exactly 0 for two steps: nothing is learned; spikes: a bad sample or an engine mismatch",
     ),
+    MetricSpec("actor/loss_scale", "factor", _LAST, "float16: factor of the policy's loss in the backward pass."),
+    MetricSpec(
+        "actor/overflows",
+        "updates",
+        _SUM,
+        "float16: updates of the policy that were skipped because a scaled gradient overflowed; the next scale is half.",
+        "in most steps: train in bfloat16",
+    ),
     MetricSpec("actor/lr", "rate", _LAST, "Learning rate of the policy at the last update."),
     MetricSpec("actor/reward_kl_penalty", "nats", _MEAN, "KL to the reference policy, as subtracted from the reward."),
     MetricSpec("actor/reward_kl_penalty_coeff", "weight", _LAST, "Weight of the KL in the reward."),
@@ -265,6 +273,14 @@ _CRITIC = (
     MetricSpec("critic/vf_clipfrac", "share of tokens", _MEAN, "Tokens whose value change was clipped."),
     MetricSpec("critic/vpred_mean", "reward", _MEAN, "Mean value prediction during the update."),
     MetricSpec("critic/grad_norm", "norm", _MEAN, "Norm of the critic's gradient before clipping."),
+    MetricSpec("critic/loss_scale", "factor", _LAST, "float16: factor of the critic's loss in the backward pass."),
+    MetricSpec(
+        "critic/overflows",
+        "updates",
+        _SUM,
+        "float16: updates of the critic that were skipped because a scaled gradient overflowed; the next scale is half.",
+        "in most steps: train in bfloat16",
+    ),
     MetricSpec("critic/lr", "rate", _LAST, "Learning rate of the critic at the last update."),
     MetricSpec(
         "critic/vf_explained_var",
@@ -409,6 +425,10 @@ _VALIDATION = (
 _SFT = (
     MetricSpec("train/loss", "nats", _MEAN, "SFT: cross-entropy per trained token, weighted by tokens."),
     MetricSpec("train/grad_norm", "norm", _MEAN, "SFT: gradient norm before clipping."),
+    MetricSpec("train/loss_scale", "factor", _LAST, "SFT, float16: factor of the loss in the backward pass."),
+    MetricSpec(
+        "train/overflows", "updates", _SUM, "SFT, float16: updates skipped because a scaled gradient overflowed."
+    ),
     MetricSpec("train/lr", "rate", _LAST, "SFT: learning rate of the update."),
     MetricSpec("train/tokens", "tokens", _SUM, "SFT: tokens that carry loss in the update."),
     MetricSpec("val/loss", "nats", _MEAN, "SFT: cross-entropy per trained token on held-out conversations."),

@@ -16,6 +16,7 @@ from hone.algorithms.logits import (
     token_log_probs,
 )
 from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
+from hone.config.dtypes import is_narrow
 from hone.models import fused_head
 from hone.models.inputs import PackedSequences
 from hone.models.llama import cuda as llama_cuda
@@ -128,5 +129,6 @@ def _scales_logits(model: nn.Module) -> bool:
 
 
 def autocast(device: torch.device, dtype: str) -> torch.autocast:
-    """Autocast context of the compute dtype: bfloat16 matmuls over float32 parameters, or nothing for float32."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")
+    """Autocast context of the compute dtype: bfloat16 or float16 matmuls over float32 parameters, or nothing for float32."""
+    enabled = is_narrow(dtype)
+    return torch.autocast(device.type, dtype=getattr(torch, dtype) if enabled else torch.bfloat16, enabled=enabled)

@@ -37,26 +37,27 @@ class ModuleForward:
 
     Args:
         causal: the model.
-        bfloat16: whether matmuls run in bfloat16.
+        dtype: of matmuls.
     """
 
-    def __init__(self, causal: nn.Module, *, bfloat16: bool) -> None:
-        self._causal, self._bfloat16 = causal, bfloat16
+    def __init__(self, causal: nn.Module, *, dtype: torch.dtype) -> None:
+        self._causal, self._dtype = causal, dtype
         self._decoder: Any = causal.get_decoder()  # type: ignore[operator]
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Enter the compute mode: no gradients, autocast in bfloat16.
+        """Enter the compute mode: no gradients, autocast in a narrow dtype.
 
-        Autocast keeps its bfloat16 copy of a weight for the length of the block only if the weight requires a gradient, so
+        Autocast keeps its narrow copy of a weight for the length of the block only if the weight requires a gradient, so
         within the block all weights do.
         """
+        narrow = self._dtype != torch.float32
         parameters = list(self._causal.parameters())
-        frozen = [p for p in parameters if not p.requires_grad] if self._bfloat16 else []
+        frozen = [p for p in parameters if not p.requires_grad] if narrow else []
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
-            with torch.no_grad(), torch.autocast(parameters[0].device.type, torch.bfloat16, self._bfloat16):
+            with torch.no_grad(), torch.autocast(parameters[0].device.type, self._dtype, narrow):
                 yield
         finally:
             for parameter in frozen:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hone.config.derived import RunSpec
-from hone.config.dtypes import DtypeKey, dtype_keys
+from hone.config.dtypes import DtypeKey, dtype_keys, is_narrow
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
 from hone.preflight.device import computes_bfloat16, on_cpu
@@ -76,9 +76,27 @@ def engine_log_probs_match_the_update(config: RLConfig) -> Iterator[Finding]:
         yield warning(
             f"{' and '.join(f'{entry.key}={entry.value}' for entry in rounded)} with bypass_mode=true: the engine computes the old log-probs "
             f"token by token, and the update computes its log-probs for up to {actor.ppo_max_token_len_per_gpu} tokens at once",
-            why="in bfloat16 the two differ by about 0.01 per token, so the ratio of the on-policy update is not exactly 1",
+            why="in bfloat16 the two differ by about 0.01 per token, and in float16 by an eighth of that, so the ratio of the on-policy update is not exactly 1",
             fix=f"{key}=false (the update computes the old log-probs), or {' '.join(f'{entry.key}=float32' for entry in rounded)}",
             where=key,
+        )
+
+
+@rule("R27", RLConfig)
+def float16_on_both_sides(config: RLConfig) -> Iterator[Finding]:
+    """Updates and generation share float16, so that their log-probs round alike."""
+    entries = {entry.key: entry for entry in dtype_keys(config)}
+    actor, rollout = entries[f"{ACTOR}.dtype"], entries.get("actor_rollout_ref.rollout.dtype")
+    if rollout is None:
+        return
+    bfloat16 = computes_bfloat16(config)
+    dtypes = {actor.resolved(bfloat16=bfloat16), rollout.resolved(bfloat16=bfloat16)}
+    if len(dtypes) == 2 and "float16" in dtypes:
+        yield warning(
+            f"{rollout.key}={rollout.value}, but updates compute in {actor.resolved(bfloat16=bfloat16)}",
+            why="the log-probs of engine and trainer differ by the rounding of two dtypes, where one float16 would round both alike",
+            fix=f"{actor.key}=float16 {rollout.key}=auto",
+            where=rollout.key,
         )
 
 
@@ -144,5 +162,5 @@ def reference_keeps_up(config: RLConfig) -> Iterator[Finding]:
 
 
 def _rounds(entry: DtypeKey, config: RLConfig) -> bool:
-    """Return whether a dtype key means bfloat16 on the device of the run."""
-    return entry.resolved(bfloat16=computes_bfloat16(config)) == "bfloat16"
+    """Return whether a dtype key means bfloat16 or float16 on the device of the run."""
+    return is_narrow(entry.resolved(bfloat16=computes_bfloat16(config)))

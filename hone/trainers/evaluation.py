@@ -167,7 +167,7 @@ def open_model(path: str, max_model_len: int, dtype: str = "auto") -> tuple[Engi
     Args:
         path: of the model.
         max_model_len: most tokens of a prompt with its answer.
-        dtype: compute dtype: auto, float32 or bfloat16; see :func:`hone.models.devices.dtype_on`.
+        dtype: compute dtype: auto, float32, bfloat16 or float16; see :func:`hone.models.devices.dtype_on`.
     """
     actor = find_actor(path)
     base = base_of_adapter(actor)

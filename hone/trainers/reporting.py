@@ -108,7 +108,11 @@ def update_metrics(metrics: MetricStore, results: Sequence[UpdateResult], role: 
         for micro_batch in result.statistics:
             for name, (value, weight) in declared_metrics(micro_batch).items():
                 metrics.add(name, value, weight=weight)
-        metrics.add(f"{role}/grad_norm", result.grad_norm)
+        if not result.overflow:
+            metrics.add(f"{role}/grad_norm", result.grad_norm)
+        if result.loss_scale is not None:
+            metrics.add(f"{role}/loss_scale", result.loss_scale)
+            metrics.add(f"{role}/overflows", float(result.overflow))
     metrics.add(f"{role}/lr", learning_rate)
 
 

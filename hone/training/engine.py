@@ -25,6 +25,7 @@ from hone.models.inputs import PackedSequences
 from hone.models.kernels.cpu.matmul import fast_float32_matmuls
 from hone.models.offload import ActivationOffload
 from hone.training.clock import DeviceClock
+from hone.training.loss_scale import LossScale
 from hone.training.microbatches import MicroBatchRecorder
 from hone.training.packing import pack, plan_micro_batches
 from hone.training.ranks import RankGroup
@@ -70,16 +71,23 @@ class MicroBatchLoop:
         settings: budget, device and dtype.
         ranks: the data-parallel ranks that share each mini-batch.
         cost: cost model of a sequence, for balanced micro-batches.
+        loss_scale: factor of the loss in the backward pass, or None.
 
     Attributes:
         recorder: saves the next micro-batch that is trained on; None saves nothing.
     """
 
     def __init__(
-        self, forward: Forward, settings: TrainSettings, *, ranks: RankGroup, cost: CostModel | None = None
+        self,
+        forward: Forward,
+        settings: TrainSettings,
+        *,
+        ranks: RankGroup,
+        cost: CostModel | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._forward, self._settings, self._ranks, self._cost = forward, settings, ranks, cost
-        self._device = settings.device
+        self._device, self._loss_scale = settings.device, loss_scale
         self._clock = DeviceClock(settings.device)
         self.recorder: MicroBatchRecorder | None = None
         moves = settings.offload_activations and settings.device.type != "cpu"
@@ -147,10 +155,11 @@ class MicroBatchLoop:
                 statistics.append(micro_statistics)
             else:  # an empty micro-batch, because other ranks have more rows
                 loss = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
+            factor = 1.0 if self._loss_scale is None else self._loss_scale.value
             with self.computing():
-                loss.backward()
+                (loss if factor == 1.0 else loss * factor).backward()
             if recorder is not None:
-                recorder.write(micro, outputs, loss, totals)
+                recorder.write(micro, outputs, loss, totals, factor)
             activity.tick()
         return statistics
 

@@ -102,8 +102,17 @@ class MicroBatchRecorder:
             if values.requires_grad and not values.is_leaf:
                 values.retain_grad()
 
-    def write(self, micro: Batch, outputs: dict[str, Tensor], loss: Tensor, totals: Totals) -> None:
+    def write(
+        self, micro: Batch, outputs: dict[str, Tensor], loss: Tensor, totals: Totals, factor: float = 1.0
+    ) -> None:
         """Write the directory after the backward pass; it replaces an older one of this step.
+
+        Args:
+            micro: columns of the micro-batch.
+            outputs: of the head.
+            loss: that was differentiated, times ``factor``.
+            totals: by which it is normalised.
+            factor: scale of the loss. The gradients that are written do not have it.
 
         Raises:
             HoneError: the disk is full or not writable.
@@ -111,13 +120,13 @@ class MicroBatchRecorder:
         for name, values in outputs.items():
             self._computed[f"output.{name}"] = values
             if values.grad is not None:
-                self._computed[f"output_gradient.{name}"] = values.grad
+                self._computed[f"output_gradient.{name}"] = values.grad / factor
         norms = {}
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
-                norms[name] = float(parameter.grad.double().norm())
+                norms[name] = float(parameter.grad.double().norm()) / factor
                 if parameter.numel() <= MAX_ELEMENTS:
-                    self._computed[f"gradient.{name}"] = parameter.grad
+                    self._computed[f"gradient.{name}"] = parameter.grad / factor
         final = self._target.directory
         temporary = final.with_name(f".{final.name}.new")
         with disk_errors(final):

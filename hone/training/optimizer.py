@@ -14,6 +14,8 @@ from hone.config.model import OptimConfig
 from hone.errors import ConfigError, did_you_mean
 from hone.registry import imported
 from hone.training.eight_bits import NAME, eight_bit_class
+from hone.training.loss_scale import LossScale
+from hone.training.updates import Statistics, UpdateResult
 
 KEY = "optim.optimizer"
 
@@ -25,15 +27,18 @@ class ScheduledOptimizer:
         module: its parameters may be shards.
         config: optimizer settings.
         total_steps: horizon of the schedule.
+        scaled: whether the loss is scaled, for a backward pass in float16.
 
     Attributes:
         inner: the optimizer of torch.
         parameters: the trainable parameters, in the module's order.
+        loss_scale: factor of the loss, or None. Gradients have it until :meth:`scale`.
     """
 
-    def __init__(self, module: nn.Module, config: OptimConfig, total_steps: int) -> None:
+    def __init__(self, module: nn.Module, config: OptimConfig, total_steps: int, *, scaled: bool = False) -> None:
         self.config, self.total_steps = config, total_steps
         self.inner = build_optimizer(module, config)
+        self.loss_scale = LossScale() if scaled else None
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     def begin(self) -> None:
@@ -41,7 +46,9 @@ class ScheduledOptimizer:
         self.inner.zero_grad(set_to_none=True)
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients by a factor."""
+        """Multiply the gradients by a factor, and divide them by the scale of the loss."""
+        if self.loss_scale is not None:
+            factor /= self.loss_scale.value
         if factor != 1.0:
             for parameter in self.parameters:
                 if parameter.grad is not None:
@@ -69,7 +76,17 @@ class ScheduledOptimizer:
                     group["lr"] = self.learning_rate(step)
             self.inner.step()
         self.begin()
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite=finite)
         return finite
+
+    def update(self, step: int, grad_norm: float, statistics: list[Statistics]) -> UpdateResult:
+        """Call :meth:`step` and return the result of the update with the statistics of its micro-batches."""
+        scale, overflow = None, False
+        if self.loss_scale is not None:
+            scale = self.loss_scale.value
+            overflow = not math.isfinite(grad_norm) and self.loss_scale.explains_overflow()
+        return UpdateResult(grad_norm, statistics, self.step(step, grad_norm), scale, overflow)
 
     def move_state(self, device: torch.device) -> None:
         """Move the optimizer's state to a device."""

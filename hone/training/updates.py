@@ -103,11 +103,15 @@ class UpdateResult:
         grad_norm: before clipping.
         statistics: of each micro-batch, in order; those of all data-parallel ranks.
         applied: False if the gradient was not finite and the update was skipped.
+        loss_scale: factor of the loss in the backward pass, or None.
+        overflow: whether the update was skipped because the scaled gradient left float16's range; the next scale is smaller.
     """
 
     grad_norm: float
     statistics: list[Statistics]
     applied: bool
+    loss_scale: float | None = None
+    overflow: bool = False
 
 
 class Outputs:

@@ -1,11 +1,15 @@
 """Training works: every algorithm reaches a higher reward, and what it leaves loads in other programs with equal numbers."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from support.world import World, curve, mean, metrics, rl_command, sft_command, steps_saved
+
+from hone.training.checkpoints.shards import read_index
+from hone.training.checkpoints.storage import Storage
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +43,23 @@ def test_reward_rises(world: World, run, tmp_path: Path, case: str):
     assert max(curve(tmp_path / "run", "actor/first_ratio_max_abs_log")) < 1e-5
     assert ("critic/vf_loss" in metrics(tmp_path / "run")[-1]) == (preset == "ppo")
     assert all(value == 0 for row in metrics(tmp_path / "run") for name, value in row.items() if name.startswith("inv"))
+
+
+def test_reward_rises_in_float16(world: World, run, tmp_path: Path):
+    """Generation, scoring and updates in float16; the scale of the loss is in the checkpoint."""
+    directory, steps = tmp_path / "run", 20
+    ended = run(
+        *rl_command(world, directory, "grpo", *LEARN, "actor_rollout_ref.actor.optim.lr=2e-3"),
+        *("actor_rollout_ref.actor.dtype=float16", f"trainer.total_training_steps={steps}"),
+    )
+    assert ended.code == 0, ended.output
+    rewards, scales = curve(directory), curve(directory, "actor/loss_scale")
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.03, rewards
+    assert len(scales) == steps and all(math.log2(scale).is_integer() for scale in scales)
+    assert max(curve(directory, "actor/first_ratio_max_abs_log")) < 0.01
+    assert all(math.isfinite(value) for row in metrics(directory) for value in row.values() if isinstance(value, float))
+    index = Storage(str(directory / "checkpoints" / f"step_{steps_saved(directory)[-1]}")) / "actor_optimizer"
+    assert read_index(index).values["loss_scale"]["value"] in (scales[-1], scales[-1] / 2)
 
 
 def log_probs(model: torch.nn.Module, record: dict) -> torch.Tensor:

@@ -103,8 +103,9 @@ def test_each_rank_holds_its_part_only(two_ranks: Ranks, tiny_models) -> None:
 
 
 @pytest.mark.long
-def test_parameters_may_be_gathered_in_bfloat16(two_ranks: Ranks, tiny_models) -> None:
-    case = Case(tiny_models["tied"], parallel=fsdp(mixed_precision={"param_dtype": "bfloat16"}))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parameters_may_be_gathered_in_a_narrow_dtype(dtype: str, two_ranks: Ranks, tiny_models) -> None:
+    case = Case(tiny_models["tied"], parallel=fsdp(mixed_precision={"param_dtype": dtype}))
     expected = alone(dataclasses.replace(case, updates=1))
     for outcome, shards in two_ranks.run(dtypes, case):
         assert shards == {torch.float32}

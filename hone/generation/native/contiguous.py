@@ -35,7 +35,7 @@ class ContiguousRows:
         vocabulary: number of tokens.
         stats: counters to update.
         device: of the model.
-        bfloat16: whether the cache is bfloat16, else float32.
+        dtype: of the cache.
         max_cache_tokens: capacity of the cache; the session KV cache has the same capacity in addition.
 
     Attributes:
@@ -55,16 +55,15 @@ class ContiguousRows:
         vocabulary: int,
         stats: dict[str, int],
         device: torch.device,
-        bfloat16: bool,
+        dtype: torch.dtype,
         max_cache_tokens: int,
     ) -> None:
         self._forward, self._vocabulary, self._stats, self._device = forward, vocabulary, stats, device
         self.max_cache_tokens = max_cache_tokens
         new_layer = functools.partial(family_of(config.model_type).layer_cache, config)
         self.per_token = all(new_layer(layer).per_token for layer in range(config.num_hidden_layers))
-        cache_dtype = torch.bfloat16 if bfloat16 else torch.float32
-        self.cache = KVCache(device, cache_dtype, new_layer)
-        self.prefixes = SharedPrefixes(KVCache(device, cache_dtype, new_layer))
+        self.cache = KVCache(device, dtype, new_layer)
+        self.prefixes = SharedPrefixes(KVCache(device, dtype, new_layer))
         self.sessions: SessionCache[RowEntries] = SessionCache(max_cache_tokens, per_token=self.per_token)
         self.running: list[Job] = []
         self.preempted: list[Job] = []  # stays empty: admission reserves the longest responses

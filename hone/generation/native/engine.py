@@ -35,7 +35,7 @@ class NativeEngine:
         model: a causal language model (adapters included) that uses Hone's attention.
         tokenizer: decodes, for stop strings.
         device: where the model is.
-        dtype: compute dtype, float32 or bfloat16.
+        dtype: compute dtype: float32, bfloat16 or float16.
         max_num_seqs: maximum of sequences decoded at once.
         max_cache_tokens: capacity of the cache; None means max_num_seqs sequences of max_model_len.
         max_model_len: maximum of tokens in prompt and response.

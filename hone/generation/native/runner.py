@@ -44,7 +44,7 @@ class Runner:
         model: a causal language model (adapters included) that uses Hone's attention.
         tokenizer: decodes, for stop strings.
         device: where the model is.
-        dtype: compute dtype, float32 or bfloat16.
+        dtype: compute dtype: float32, bfloat16 or float16.
         limits: of the KV cache.
 
     Attributes:
@@ -66,23 +66,23 @@ class Runner:
         limits: CacheLimits,
     ) -> None:
         self.model, self.tokenizer, self._device = model, tokenizer, device
-        bfloat16 = dtype == "bfloat16"
+        compute_dtype: torch.dtype = getattr(torch, dtype)
         causal: Any = getattr(model, "get_base_model", lambda: model)()
         self.vocabulary: int = causal.get_input_embeddings().num_embeddings
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self.version = 0
         executor = DecodeForward if supports(causal) else ModuleForward
-        self._forward: Forward = executor(causal, bfloat16=bfloat16)
+        self._forward: Forward = executor(causal, dtype=compute_dtype)
         self.stats: dict[str, int] = dict.fromkeys(STATS, 0)
-        self.rows = self._rows_of(causal, limits, bfloat16=bfloat16)
+        self.rows = self._rows_of(causal, limits, compute_dtype)
         self.preempted: list[Job] = []
         self._fresh: list[Job] = []
         self._constrained = ConstrainedRows(self.grammars, device)
         self._work = HostWork()
 
-    def _rows_of(self, causal: Any, limits: CacheLimits, *, bfloat16: bool) -> RowStore:
+    def _rows_of(self, causal: Any, limits: CacheLimits, dtype: torch.dtype) -> RowStore:
         """Return rows with a paged cache where model and device allow it, else rows of one tensor."""
-        device, dtype = self._device, torch.bfloat16 if bfloat16 else torch.float32
+        device = self._device
         reason = support.obstacle(causal, device, dtype)
         if reason is None:
             sizes = [p.numel() * (p.element_size() + dtype.itemsize) for p in causal.parameters()]
@@ -104,7 +104,7 @@ class Runner:
             vocabulary=self.vocabulary,
             stats=self.stats,
             device=device,
-            bfloat16=bfloat16,
+            dtype=dtype,
             max_cache_tokens=limits.tokens,
         )
 

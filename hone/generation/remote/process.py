@@ -38,7 +38,7 @@ class LaunchPlan:
         python: interpreter of the engine's environment.
         model: Hugging Face directory of the initial weights.
         tokenizer: directory of the tokenizer, for stop strings.
-        dtype: compute dtype, float32 or bfloat16.
+        dtype: compute dtype: float32, bfloat16 or float16.
         max_num_seqs: maximum of sequences decoded at once.
         max_model_len: maximum of tokens in prompt and response.
         max_cache_tokens: capacity of the KV cache; None for the engine's default.

@@ -107,7 +107,7 @@ class VllmBackend:
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        width = 2 if settings.dtype == "bfloat16" else 4
+        width = 4 if settings.dtype == "float32" else 2
         token = 2 * config.num_hidden_layers * kv_heads * head_dim * width
         if settings.max_cache_tokens is not None:
             return token * settings.max_cache_tokens

@@ -124,11 +124,11 @@ class DecodeForward:
 
     Args:
         causal: the model; :func:`hone.models.llama.spec.supports` must hold.
-        bfloat16: whether matmuls run in bfloat16.
+        dtype: of matmuls.
     """
 
-    def __init__(self, causal: nn.Module, *, bfloat16: bool) -> None:
-        self._causal, self._dtype = causal, torch.bfloat16 if bfloat16 else torch.float32
+    def __init__(self, causal: nn.Module, *, dtype: torch.dtype) -> None:
+        self._causal, self._dtype = causal, dtype
         self._decoder: Any = causal.get_decoder()  # type: ignore[operator]
         self._layers: list[_DecodeLayer] = []
         self._norm: Any = None

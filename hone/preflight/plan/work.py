@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hone.config.derived import OldLogProbs, RunSpec, holds_reference
-from hone.config.dtypes import resolve_dtype
+from hone.config.dtypes import is_narrow, resolve_dtype
 from hone.config.limits import micro_batch_tokens
 from hone.config.model import ModelConfig, OptimConfig
 from hone.config.parallel import ParallelConfig
@@ -128,7 +128,7 @@ class Work:
     def rollout_bf16(self) -> bool:
         """True when generation computes in bfloat16."""
         dtype = "" if self.rollout is None else self.rollout.dtype
-        return dtype == "bfloat16" or (dtype == "auto" and self.actor.bf16)
+        return is_narrow(dtype) or (dtype == "auto" and self.actor.bf16)
 
     @property
     def old_log_probs(self) -> bool:
@@ -238,7 +238,7 @@ def _rl_work(
         policy,
         shape=others.get("critic", shape),
         optim=critic.optim,
-        bf16=resolve_dtype(critic.dtype or actor.dtype, bfloat16=bfloat16) == "bfloat16",
+        bf16=is_narrow(resolve_dtype(critic.dtype or actor.dtype, bfloat16=bfloat16)),
         max_tokens=critic.ppo_max_token_len_per_gpu or max_tokens,
         mini_batch=min(critic.ppo_mini_batch_size or mini_batch, batch),
         epochs=critic.ppo_epochs or actor.ppo_epochs,
@@ -269,7 +269,7 @@ def _trained(
     mini_batch: int,
     epochs: int = 1,
 ) -> TrainedModel:
-    bf16, checkpointing = dtype == "bfloat16", block.enable_gradient_checkpointing
+    bf16, checkpointing = is_narrow(dtype), block.enable_gradient_checkpointing
     adapters = {"lora_rank": _lora_rank(block)}
     kept = {"keeps_attention": block.gradient_checkpointing_keeps == "attention"}
     return TrainedModel(shape, optim, bf16, max_tokens, mini_batch, epochs, checkpointing, **adapters, **kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from torch import nn
@@ -11,9 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from hone.errors import CheckpointError
 from hone.training.checkpoints.checksums import leave_checksums
 from hone.training.checkpoints.optimizer_state import load_state, named_state
-from hone.training.checkpoints.shards import ShardStager, dist_rank
+from hone.training.checkpoints.shards import ShardStager, dist_rank, read_index
 from hone.training.checkpoints.storage import Storage
 from hone.training.checkpoints.weights import stage_weights
+from hone.training.loss_scale import LossScale
+
+_LOSS_SCALE = "loss_scale"
 
 
 class ModelStager:
@@ -22,10 +26,11 @@ class ModelStager:
     Args:
         model: a Hugging Face model of any layout, adapters included.
         optimizer: of the trained parameters, or None.
+        loss_scale: of the updates, or None.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, loss_scale: LossScale | None = None) -> None:
+        self._model, self._optimizer, self._loss_scale = model, optimizer, loss_scale
         self._shards = ShardStager()
 
     def stage(self, location: str, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[[], None]:
@@ -43,6 +48,8 @@ class ModelStager:
         writes = [stage_weights(self._model, checkpoint / name, tokenizer)]
         if self._optimizer is not None:
             tensors, about = named_state(self._model, self._optimizer)
+            if self._loss_scale is not None:
+                about[_LOSS_SCALE] = dataclasses.asdict(self._loss_scale)
             writes.append(self._shards.stage(tensors, about, checkpoint / _optimizer_folder(name)))
         rank = dist_rank()
 
@@ -64,6 +71,8 @@ class ModelStager:
         storage = Storage(location) / _optimizer_folder(name)
         try:
             load_state(self._model, self._optimizer, storage)
+            if self._loss_scale is not None:
+                vars(self._loss_scale).update(read_index(storage).values.get(_LOSS_SCALE, {}))
         except OSError as error:
             raise CheckpointError(f"'{storage}' cannot be read: {error}", where="trainer.resume_from_path") from error
 

@@ -157,6 +157,13 @@ METHODS = [
         warns=True,
     ),
     Case(
+        "R27 learning.float16_on_both_sides",
+        f"{ROLLOUT}.dtype=float16",
+        (f"{ROLLOUT}.dtype=float16", "float32"),
+        fix=f"{ACTOR}.dtype=float16 {ROLLOUT}.dtype=auto",
+        warns=True,
+    ),
+    Case(
         "R27 learning.reference_log_probs_match_the_policy",
         f"{REF}.log_prob_max_token_len_per_gpu=2048",
         ("2048 tokens", "4096", "0.01"),

@@ -315,7 +315,9 @@ def overrides(*lines: str) -> Translation:
             {"reward.reward_manager": "naive"},
         ),  # no buffer, no penalty
         ("actor_rollout_ref.rollout.name=sglang_async", Outcome.CHANGED, {f"{ROLLOUT}.name": "sglang"}),
-        ("actor_rollout_ref.rollout.dtype=float16", Outcome.UNSUPPORTED, {f"{ROLLOUT}.dtype": "auto"}),
+        ("actor_rollout_ref.rollout.dtype=float16", Outcome.KEPT, {f"{ROLLOUT}.dtype": "float16"}),
+        ("actor_rollout_ref.rollout.dtype=half", Outcome.CHANGED, {f"{ROLLOUT}.dtype": "float16"}),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=fp16", Outcome.CHANGED, {f"{ACTOR}.dtype": "float16"}),
         ("actor_rollout_ref.rollout.dtype=bf16", Outcome.CHANGED, {f"{ROLLOUT}.dtype": "bfloat16"}),
         ("actor_rollout_ref.rollout.dtype=bfloat16", Outcome.KEPT, {f"{ROLLOUT}.dtype": "bfloat16"}),
         ("critic.model.use_rmpad=True", Outcome.SETTLED, {}),

@@ -26,6 +26,7 @@ class Update:
     grad_norm: float = 1.0
     applied: bool = True
     statistics: list = field(default_factory=list)
+    overflow: bool = False
 
 
 def batch(lengths=(3, 2), masks=None, **columns):

@@ -54,32 +54,32 @@ def logits(forward: DecodeForward | ModuleForward) -> torch.Tensor:
 def test_logits_equal_the_modules(make_model, name):
     model = model_of(make_model, name)
     assert supports(model)
-    expected = logits(ModuleForward(model, bfloat16=False))
-    torch.testing.assert_close(logits(DecodeForward(model, bfloat16=False)), expected, rtol=1e-5, atol=1e-5)
+    expected = logits(ModuleForward(model, dtype=torch.float32))
+    torch.testing.assert_close(logits(DecodeForward(model, dtype=torch.float32)), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_bfloat16_is_as_near_to_float32_as_the_modules(make_model, name):
     model = model_of(make_model, name)
-    exact = logits(ModuleForward(model, bfloat16=False))
-    own = (logits(ModuleForward(model, bfloat16=True)).float() - exact).abs().mean()
-    fused = (logits(DecodeForward(model, bfloat16=True)).float() - exact).abs().mean()
+    exact = logits(ModuleForward(model, dtype=torch.float32))
+    own = (logits(ModuleForward(model, dtype=torch.bfloat16)).float() - exact).abs().mean()
+    fused = (logits(DecodeForward(model, dtype=torch.bfloat16)).float() - exact).abs().mean()
     assert 0 < fused < 1.5 * own
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_parameters_in_bfloat16_give_what_the_modules_give(make_model, name):
     model = model_of(make_model, name)
-    exact = logits(ModuleForward(model, bfloat16=False))
+    exact = logits(ModuleForward(model, dtype=torch.float32))
     model.to(torch.bfloat16)
-    own = (logits(ModuleForward(model, bfloat16=True)).float() - exact).abs().mean()
-    fused = (logits(DecodeForward(model, bfloat16=True)).float() - exact).abs().mean()
+    own = (logits(ModuleForward(model, dtype=torch.bfloat16)).float() - exact).abs().mean()
+    fused = (logits(DecodeForward(model, dtype=torch.bfloat16)).float() - exact).abs().mean()
     assert 0 < fused < 1.5 * own
 
 
 def test_weights_are_taken_once_and_again_after_release(make_model):
     model = model_of(make_model, "qwen3")
-    forward = DecodeForward(model, bfloat16=False)
+    forward = DecodeForward(model, dtype=torch.float32)
     before, layers = logits(forward), forward._layers
     assert torch.equal(logits(forward), before)
     assert forward._layers is layers
@@ -87,7 +87,7 @@ def test_weights_are_taken_once_and_again_after_release(make_model):
         model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
     forward.release()
     assert not forward._layers
-    torch.testing.assert_close(logits(forward), logits(ModuleForward(model, bfloat16=False)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(forward), logits(ModuleForward(model, dtype=torch.float32)), rtol=1e-5, atol=1e-5)
     assert (logits(forward) - before).abs().max() > 1e-3
 
 

@@ -51,11 +51,15 @@ class Fsdp2Backend:
         self.model, self.head, self.settings, self.fsdp = sharded.computation.model, head, settings, fsdp
         self._sharded, self._meshes = sharded, sharded.computation.meshes
         optim = settings.optim
-        self.optimizer = ScheduledOptimizer(self.model, optim, settings.total_steps) if optim else None
+        scaled = "float16" in (settings.dtype, fsdp.mixed_precision.param_dtype)
+        self.optimizer = ScheduledOptimizer(self.model, optim, settings.total_steps, scaled=scaled) if optim else None
+        self._loss_scale = self.optimizer and self.optimizer.loss_scale
         self._ranks = ProcessRanks(self._meshes.data_group, settings.device)
         cost = CostModel.from_config(causal_lm(self.model).config.to_dict())
-        self._loop = MicroBatchLoop(sharded.computation, settings, ranks=self._ranks, cost=cost)
-        self._stager = ModelStager(self.model, self.optimizer and self.optimizer.inner)
+        self._loop = MicroBatchLoop(
+            sharded.computation, settings, ranks=self._ranks, cost=cost, loss_scale=self._loss_scale
+        )
+        self._stager = ModelStager(self.model, self.optimizer and self.optimizer.inner, self._loss_scale)
         self._offload_parameters()
 
     @classmethod
@@ -176,8 +180,7 @@ class Fsdp2Backend:
                 add_partial_gradients(self._sharded.partial, self._meshes.tensor_group)
             optimizer.scale(scale)
             grad_norm = clip_gradients(optimizer.parameters, optimizer.config.clip_grad, self.settings.device)
-            applied = optimizer.step(step, grad_norm)
-            result = UpdateResult(grad_norm, self._ranks.gather_statistics(statistics), applied)
+            result = optimizer.update(step, grad_norm, self._ranks.gather_statistics(statistics))
             if self.fsdp.optimizer_offload:
                 optimizer.move_state(torch.device("cpu"))
             if self.settings.device.type == "cpu":

@@ -24,7 +24,7 @@ from hone.training.backends.fsdp2.sequence_parallel import check_heads, gather_o
 from hone.training.backends.fsdp2.tensor_parallel import apply_tensor_parallel
 from hone.training.layout import Meshes
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Computation(nn.Module):

@@ -46,10 +46,12 @@ class LocalBackend:
         narrow_frozen_matrices(model, settings.device, settings.dtype)
         self._compiled = compile_layers(model, settings.device, settings.compile_layers)
         optim = settings.optim
-        self.optimizer = ScheduledOptimizer(model, optim, settings.total_steps) if optim else None
+        scaled = settings.dtype == "float16"
+        self.optimizer = ScheduledOptimizer(model, optim, settings.total_steps, scaled=scaled) if optim else None
+        self._loss_scale = self.optimizer and self.optimizer.loss_scale
         self._ranks = SingleRank()
-        self._loop = MicroBatchLoop(self._forward, settings, ranks=self._ranks)
-        self._stager = ModelStager(model, self.optimizer and self.optimizer.inner)
+        self._loop = MicroBatchLoop(self._forward, settings, ranks=self._ranks, loss_scale=self._loss_scale)
+        self._stager = ModelStager(model, self.optimizer and self.optimizer.inner, self._loss_scale)
 
     @classmethod
     def build(
@@ -162,7 +164,7 @@ class LocalBackend:
         with self._loop.computing():
             optimizer.scale(scale)
             grad_norm = float(nn.utils.clip_grad_norm_(optimizer.parameters, optimizer.config.clip_grad))
-            result = UpdateResult(grad_norm, statistics, optimizer.step(step, grad_norm))
+            result = optimizer.update(step, grad_norm, statistics)
             if self.settings.device.type == "cpu":
                 heap_watch()()
         return result
