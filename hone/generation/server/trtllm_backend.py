@@ -109,9 +109,9 @@ class TrtllmBackend:
         self._paused = self._expects = False
         self._watch: asyncio.Task[None] | None = None
         options = self._options(settings)
+        self._engine = self._create_engine(options)
         workers = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
         self.gpus = visible_uuids()[:workers]
-        self._engine = self._create_engine(options)
 
     @classmethod
     async def start(cls, settings: BackendSettings) -> TrtllmBackend:

@@ -37,7 +37,7 @@ def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
     batch = to_batch([trajectory(0, None), trajectory(1, log)]).with_columns(score=scores)
     save_groups(str(tmp_path), batch)
     restored = load_groups(str(tmp_path), {"p~2": SAMPLE})
-    assert set(restored.names()) == set(batch.names())
+    assert set(restored.names()) == {*batch.names(), "verdict"} and restored.tensor("verdict").tolist() == [1, 0]
     for one, other in zip(restored.objects("trajectory"), batch.objects("trajectory"), strict=True):
         assert one == other
     for name in ("rollout_log_probs", "token_versions", "response_ids"):
