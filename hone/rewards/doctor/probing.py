@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -99,6 +100,7 @@ class Prober:
         )
         self._config = quiet
         self._manager: RewardManager | None = None
+        self._starting, self._closed = threading.Lock(), False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="doctor")
         self._running: tuple[list[Probe], Future[list[Score]]] | None = None
 
@@ -125,12 +127,16 @@ class Prober:
 
     def close(self) -> None:
         """End the thread and its processes; probes under way are dropped."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._manager is not None:
-            self._manager.close()
+        with self._starting:  # a process that is just starting is ended too
+            if self._manager is not None:
+                self._manager.close()
 
     def _score(self, trajectories: list[Trajectory]) -> list[Score]:
-        if self._manager is None:
-            self._manager = RewardManager(self._config)
+        with self._starting:
+            if self._closed:
+                return []
+            self._manager = self._manager or RewardManager(self._config)
         numbered = [replace(trajectory, index=number) for number, trajectory in enumerate(trajectories)]
         return asyncio.run(self._manager.score(numbered))
