@@ -319,13 +319,6 @@ _SAMPLES = (
         "episode.",
     ),
     MetricSpec(
-        "reward/doctor_findings",
-        "findings",
-        _SUM,
-        "Defects of verifiers, tools and tasks that the environment doctor reported in the step.",
-        "> 0: read doctor.jsonl in the run directory",
-    ),
-    MetricSpec(
         "training/no_verdict_groups",
         "groups",
         _SUM,
