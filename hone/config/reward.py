@@ -46,7 +46,7 @@ class DoctorConfig:
     enable: bool = True
     """Observe episodes and verdicts, and log defects with their tasks; it changes neither rewards nor data."""
     probes_per_step: int = number(2, low=0)
-    """Responses of each step that the verifier scores again in the background: as they are, and with the answer to another prompt, an
+    """Responses of each step that the verifier scores again in the background: unchanged, and with the answer to another prompt, an
     empty one and a traceback. 0 only observes. Judges, servers and asynchronous functions, whose calls may cost, are not probed."""
     cooldown: int = number(20, low=1)
     """Steps before the same kind of defect is reported again, for other tasks."""

@@ -48,6 +48,16 @@ class Sample:
     agent_name: str | None = None
 
 
+def row_of(uid: str) -> str:
+    """Return the uid of the dataset row of a group; a row that is drawn again within a step has a number after ``~``.
+
+    >>> row_of("train:17~2"), row_of("train:17"), row_of("a~b:3")
+    ('train:17', 'train:17', 'a~b:3')
+    """
+    name, mark, number = uid.rpartition("~")
+    return name if mark and number.isdigit() else uid
+
+
 @dataclass
 class Trajectory:
     """Result of one episode. Text is never re-tokenized: the run trains on the tokens that were sampled.

@@ -62,14 +62,7 @@ def read_samples(folder: Path, query: SampleQuery) -> SamplesOfStep:
     Raises:
         HoneError: the folder has no samples, or none of that step (code E-runs).
     """
-    steps = steps_with_samples(folder)
-    if not steps:
-        raise HoneError(
-            f"no samples in {folder}",
-            why="samples are written every trainer.rollout_dump_freq steps, and at each validation",
-            fix="trainer.rollout_dump_freq=1 writes all; a run of `hone sft` or `hone prefer` has none",
-            code="E-runs",
-        )
+    steps = require_samples(folder)
     step = max(steps) if query.step is None else query.step
     if step not in steps:
         listed = ", ".join(map(str, sorted(steps)[-12:]))
@@ -84,6 +77,23 @@ def read_samples(folder: Path, query: SampleQuery) -> SamplesOfStep:
         if _matches(record, query):
             matching.append(record)
     return SamplesOfStep(step, _chosen(matching, query), len(matching), total)
+
+
+def require_samples(folder: Path) -> dict[int, Path]:
+    """Return the sample file of each step, at least one.
+
+    Raises:
+        HoneError: the folder has no samples (code E-runs).
+    """
+    steps = steps_with_samples(folder)
+    if not steps:
+        raise HoneError(
+            f"no samples in {folder}",
+            why="samples are written every trainer.rollout_dump_freq steps, and at each validation",
+            fix="trainer.rollout_dump_freq=1 writes all; a run of `hone sft` or `hone prefer` has none",
+            code="E-runs",
+        )
+    return steps
 
 
 def steps_with_samples(folder: Path) -> dict[int, Path]:

@@ -167,11 +167,15 @@ class RewardManager:
         return outcomes
 
     async def _tried(self, source: Source, trajectories: Sequence[Trajectory], allowed: int) -> list[Outcome | None]:
-        """Return a source's outcomes; responses without a verdict are tried again where the cause may pass."""
+        """Return a source's outcomes; responses without a verdict are tried again where the cause may pass.
+
+        Those that the source skipped, because too many failed before them, are tried again too, unless the failures will remain.
+        """
         outcomes = await source.outcomes(trajectories, allowed)
         for _ in range(self.config.max_retries):
-            rows = [row for row, outcome in enumerate(outcomes) if outcome is not None and _may_pass(outcome.score)]
-            if not rows:
+            rows = [row for row, outcome in enumerate(outcomes) if outcome is None or _may_pass(outcome.score)]
+            lasting = sum(o is not None and o.score.error is not None and not _may_pass(o.score) for o in outcomes)
+            if not rows or lasting > allowed:
                 break
             again = await source.outcomes([trajectories[row] for row in rows], allowed)
             for row, outcome in zip(rows, again, strict=True):
@@ -191,7 +195,7 @@ class RewardManager:
         bad = [
             (t, o) for t, o in zip(trajectories, outcomes, strict=True) if o is not None and o.score.error is not None
         ]
-        too_many = rate.add(len(bad), len(outcomes))
+        too_many = rate.add(len(bad), len(outcomes)) or any(outcome is None for outcome in outcomes)
         if not bad:
             return
         trajectory, first = bad[0]

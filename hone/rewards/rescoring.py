@@ -11,7 +11,6 @@ from hone.config.reward import RewardConfig
 from hone.data.types import Trajectory
 from hone.insight.compare import find_run
 from hone.rewards.comparison import ScoredTwice
-from hone.rewards.doctor.history import passes
 from hone.rewards.manager import RewardManager
 from hone.rewards.placement import share_rewards
 from hone.rewards.score import Score
@@ -48,8 +47,8 @@ def rescore_run(run: str, root: Path, old: RewardConfig | None, new: RewardConfi
             trajectory.text,
             first.verdict,
             second.verdict,
-            None if first.error is not None else passes(first),
-            None if second.error is not None else passes(second),
+            None if first.error is not None else first.passes,
+            None if second.error is not None else second.passes,
         )
         for (step, _, trajectory), first, second in zip(rows, *columns, strict=True)
         if trajectory.part == 0

@@ -70,6 +70,11 @@ class Score:
         return self.total if self.error is None else None
 
     @property
+    def passes(self) -> bool:
+        """True if the response passes: ``acc`` is 1, or without ``acc`` the reward is positive; False without a verdict."""
+        return self.error is None and self.terms.get("acc", float(self.quality > 0)) >= 1.0
+
+    @property
     def quality(self) -> float:
         """Reward that the reward function returned."""
         return self.total if self.unshaped is None else self.unshaped

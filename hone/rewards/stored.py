@@ -9,9 +9,9 @@ from typing import Any
 
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.scored_rows import samples_by_uid
-from hone.data.types import Sample, StopReason, Trajectory
-from hone.errors import DataError, HoneError
-from hone.insight.samples import read_records, steps_with_samples
+from hone.data.types import Sample, StopReason, Trajectory, row_of
+from hone.errors import DataError
+from hone.insight.samples import read_records, require_samples
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +26,12 @@ def stored_episodes(
         files: dataset files of the run, for the rows' ``extra_info``, which rollouts do not hold.
         reward_fn_key: column of the data source.
 
+    Without the files the rows' ``extra_info`` is empty, with a warning.
+
     Raises:
-        HoneError: nothing is stored, or the files are missing.
+        HoneError: nothing is stored.
     """
-    steps = steps_with_samples(folder)
-    if not steps:
-        raise HoneError(
-            f"no rollouts in {folder}",
-            why="a reward is compared on the episodes that a run has stored",
-            fix="train with trainer.rollout_dump_freq=1, which stores those of every step",
-            code="E-runs",
-        )
+    steps = require_samples(folder)
     try:
         rows = samples_by_uid(files, reward_fn_key=reward_fn_key)
     except DataError as error:
@@ -48,7 +43,7 @@ def stored_episodes(
 
 
 def _trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample]) -> Trajectory:
-    row = rows.get(record["uid"]) or rows.get(record["uid"].rpartition("~")[0])
+    row = rows.get(row_of(record["uid"]))
     sample = Sample(
         record["uid"],
         record["prompt_ids"],

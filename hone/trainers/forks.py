@@ -17,12 +17,11 @@ from hone.agents.player import Player
 from hone.agents.replay import RecordedTurn, ReplayClient, change_last_message, recorded_turns
 from hone.config import RLConfig, load_config
 from hone.data.seeding import derive_seed
-from hone.data.types import Sample, Trajectory
+from hone.data.types import Sample, Trajectory, row_of
 from hone.errors import ConfigError, HoneError
 from hone.generation.protocol import Engine, SamplingParams
 from hone.insight.compare import find_run
 from hone.insight.run_files import CONFIG
-from hone.rewards.doctor.history import passes
 from hone.rewards.manager import RewardManager
 from hone.rewards.placement import share_rewards
 from hone.rewards.score import Score
@@ -153,10 +152,10 @@ def fork(request: ForkRequest) -> ForkedEpisode:
         judged = [scores.pop(0) for _ in group]
         judged = [s for s, t in zip(judged, group, strict=True) if s.error is None and t.part == 0]
         text = str(tokenizer.decode(turns[turn].token_ids, skip_special_tokens=True))
-        forks.append(Fork(turn, text, [score.total for score in judged], [bool(passes(score)) for score in judged]))
+        forks.append(Fork(turn, text, [score.total for score in judged], [score.passes for score in judged]))
     stored = Score(record["score"] or 0.0, record["terms"], error=record["error"])
     if request.turn is None and stored.error is None:
-        forks.append(Fork(len(turns), "", [stored.total], [bool(passes(stored))]))
+        forks.append(Fork(len(turns), "", [stored.total], [stored.passes]))
     return ForkedEpisode(step, request.uid, record["index"], stored.verdict, forks)
 
 
@@ -246,8 +245,8 @@ def _recorded(folder: Path, config: RLConfig, request: ForkRequest) -> tuple[int
 def _sample(config: RLConfig, tokenizer: Any, recorded: Trajectory) -> Sample:
     """Return the dataset row with the recorded prompt."""
     dataset = prompt_dataset(config, config.data.train_files, tokenizer, config.data.train_max_samples)
-    names = {recorded.uid, recorded.uid.rpartition("~")[0]}
-    row = next((dataset[number] for number in range(len(dataset)) if dataset[number].uid in names), None)
+    name = row_of(recorded.uid)
+    row = next((row for row in map(dataset.__getitem__, range(len(dataset))) if row.uid == name), None)
     sample = recorded.sample if row is None else row
     return dataclasses.replace(sample, prompt_ids=list(recorded.prompt_ids))
 

@@ -168,7 +168,7 @@ def summarise(
     """Summarise answers that are ordered in groups of ``n`` per prompt."""
     judged = [score for score in scores if score.error is None]
     groups = [
-        [is_right(score) for _, score in group if score.error is None]
+        [score.passes for _, score in group if score.error is None]
         for _, group in groupby(zip(played, scores, strict=True), lambda pair: pair[0].uid)
     ]
     passes = [round(n * sum(group) / len(group)) for group in groups if group] or [0]
@@ -179,7 +179,7 @@ def summarise(
         prompt_lengths=mean_and_quantiles([len(t.prompt_ids) for t in played]),
         response_lengths=mean_and_quantiles(lengths),
         cut=sum(t.stop_reason is StopReason.LENGTH for t in played) / len(played),
-        pass_rate=sum(map(is_right, judged)) / max(1, len(judged)),
+        pass_rate=sum(score.passes for score in judged) / max(1, len(judged)),
         reward=sum(score.total for score in judged) / max(1, len(judged)),
         failed=sum(score.error is not None for score in scores) / len(scores),
         dead_groups={size: dead_probability(passes, n, size) for size in GROUP_SIZES},
@@ -188,11 +188,6 @@ def summarise(
         tokens=sum(lengths),
         tools=ToolUse.count(played),
     )
-
-
-def is_right(score: Score) -> bool:
-    """Return whether a response passes: ``acc`` is 1, or without ``acc`` the reward is positive."""
-    return score.terms.get("acc", float(score.total > 0)) >= 1.0
 
 
 def dead_probability(passes: Sequence[int], k: int, n: int) -> float:

@@ -27,7 +27,7 @@ from typing import Any
 from hone.cluster.runtime import AnyBatch
 from hone.data.prompts import PromptDataset
 from hone.data.sampler import EpochSampler
-from hone.data.types import Sample
+from hone.data.types import Sample, row_of
 from hone.errors import RewardError
 from hone.insight import activity
 from hone.insight.coverage import EQUAL_ANSWERS, NO_VERDICT, QUARANTINED, CoverageLedger, Stage
@@ -138,7 +138,7 @@ class Rollouter:
         Raises:
             HoneError: see :meth:`next_batch`.
         """
-        self.dropped = 0
+        self.dropped = self._judged = 0
         if self.group_filter:
             self.group_filter.begin()
         self.begin()
@@ -339,8 +339,7 @@ class Rollouter:
             self._row_of = {self.dataset[row].uid: row for row in range(len(self.dataset))}
         rewards_by_row: dict[int, list[float]] = {}
         for uid, reward in zip(uids, rewards, strict=True):
-            row = self._row_of.get(uid)  # None for a row drawn again within its step
-            row = self._row_of[uid.rpartition("~")[0]] if row is None else row
+            row = self._row_of[row_of(uid)]
             rewards_by_row.setdefault(row, []).append(min(1.0, max(0.0, reward)))
         self.sampler.observe({row: sum(values) / len(values) for row, values in rewards_by_row.items()})
 

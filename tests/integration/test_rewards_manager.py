@@ -199,6 +199,32 @@ def test_a_rate_of_zero_ends_the_run_at_the_first_error(tmp_path: Path) -> None:
     assert "row val:1" in str(caught.value) and "reward.max_no_verdict_rate=" in caught.value.fix
 
 
+OUTAGE = """
+import pathlib
+from hone import NoVerdict
+def f(data_source, solution_str, ground_truth, extra_info, folder):
+    mark = pathlib.Path(folder) / solution_str
+    if not mark.exists():
+        mark.touch()
+        raise NoVerdict("the grader restarts")
+    return float(solution_str)
+"""
+
+
+def test_an_outage_that_passes_costs_no_response(tmp_path: Path) -> None:
+    """The first tries fail until the rest is skipped; the further tries give all of them their scores, in order."""
+    words = [str(number) for number in range(40)]
+    settings = {"reward_kwargs": {"folder": str(tmp_path)}, "max_no_verdict_rate": 0.25, "num_workers": 2}
+    lasting = config(tmp_path, "f", OUTAGE, **settings)
+    with raises(RewardError, "infrastructure"):
+        score(lasting, words)
+    for mark in tmp_path.glob("[0-9]*"):
+        mark.unlink()
+    patient = config(tmp_path, "f", OUTAGE, **settings, max_retries=4)
+    scores = score(patient, words)
+    assert [s.total for s in scores] == [float(word) for word in words] and not any(s.error for s in scores)
+
+
 def test_too_many_errors_end_the_run(tmp_path: Path) -> None:
     words = ["1"] * 10 + ["nan"] * 10
     assert sum(s.error is not None for s in score(config(tmp_path, "sync", max_no_verdict_rate=0.5), words)) == 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,17 +160,18 @@ def read_gates(text: str | None) -> dict[str, float]:
     """
     gates: dict[str, float] = {}
     for entry in (text or "").split(",") if text else ():
-        name, sign, share = entry.partition("=")
+        name, _, text_of_share = entry.partition("=")
         try:
-            gates[name.strip()] = float(share)
+            share = float(text_of_share)
         except ValueError:
-            sign = ""
-        if not sign or name.strip() not in GATES or not 0 <= gates[name.strip()] <= 1:
+            share = math.nan
+        if name.strip() not in GATES or not 0 <= share <= 1:
             raise ConfigError(
                 f"'{entry}' is not a gate",
                 fix=f"--gate NAME=SHARE with a share from 0 to 1. {did_you_mean(name.strip(), GATES)}",
                 where="--gate",
             )
+        gates[name.strip()] = share
     return gates
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from hone.rewards.doctor.history import SHOWN, History, Task
+from hone.rewards.doctor.history import SHOWN, History
 
 FEWEST_TRIES = 4
 """Responses of a task from which on its rate of missing verdicts counts."""
@@ -29,6 +29,7 @@ class Finding:
         fix: what to do.
         tasks: uids of the rows concerned; empty if the defect is not one of tasks.
         episodes: up to three episodes.
+        about: what the defect is of, where one kind can be of several things, such as one of several time limits.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Finding:
     fix: str
     tasks: list[str] = field(default_factory=list)
     episodes: list[dict[str, Any]] = field(default_factory=list)
+    about: str = ""
 
 
 def findings(history: History) -> Iterator[Finding]:
@@ -45,49 +47,60 @@ def findings(history: History) -> Iterator[Finding]:
         yield from detector(history)
 
 
-def rewards_for_nothing(history: History) -> Iterator[Finding]:
-    """Find tasks whose verifier passes an empty answer or the text of an exception."""
-    for kind, shown in (("empty", "an empty answer"), ("traceback", "the text of an exception")):
-        tasks = _hit(history, kind)
-        if sum(history.tasks[name].hits[kind] for name in tasks) >= 2:
-            yield Finding(
-                f"passes_{kind}",
-                f"{shown} passes in {len(tasks)} tasks, with at least the reward of the best response",
-                "the policy learns to say nothing, or to break the verifier",
-                "give such answers the lowest reward",
-                tasks,
-                _evidence(history, kind, tasks),
-            )
+class _ProbeDefect(NamedTuple):
+    """Defect that probes of a kind show: its name, the probe, texts, and the share of a task's probes that must show it."""
+
+    name: str
+    probe: str
+    what: str
+    why: str
+    fix: str
+    least_share: float = 0.0
 
 
-def verdict_without_answer(history: History) -> Iterator[Finding]:
-    """Find tasks on which right answers to other tasks pass."""
-    tasks = [name for name in _hit(history, "foreign") if _share(history.tasks[name], "foreign") > 0.5]
-    hits = sum(history.tasks[name].hits["foreign"] for name in tasks)
-    if hits >= 2:
-        yield Finding(
-            "ignores_answer",
-            f"right answers to other tasks pass in {len(tasks)} tasks ({hits} times), whose ground truth differs",
-            "the verdict does not depend on the answer, so these tasks reward anything",
-            "compare with ground_truth in the verifier of these tasks",
-            tasks,
-            _evidence(history, "foreign", tasks),
-        )
+_FOR_NOTHING = (
+    "the policy learns to say nothing, or to break the verifier",
+    "give such answers the lowest reward",
+)
+_PROBE_DEFECTS = (
+    _ProbeDefect(
+        "passes_empty", "empty", "an empty answer passes, with at least the best reward of the task", *_FOR_NOTHING
+    ),
+    _ProbeDefect(
+        "passes_traceback",
+        "traceback",
+        "the text of an exception passes, with at least the best reward of the task",
+        *_FOR_NOTHING,
+    ),
+    _ProbeDefect(
+        "ignores_answer",
+        "foreign",
+        "right answers to other tasks pass, whose ground truth differs",
+        "the verdict does not depend on the answer, so these tasks reward anything",
+        "compare with ground_truth in the verifier of these tasks",
+        0.5,
+    ),
+    _ProbeDefect(
+        "does_not_repeat",
+        "repeat",
+        "the same response has another reward when it is scored again",
+        "the noise of the verdict is noise of the gradient, and a run does not repeat",
+        "remove random numbers, clocks and shared state from the verifier",
+    ),
+)
 
 
-def verdict_that_changes(history: History) -> Iterator[Finding]:
-    """Find tasks on which the same response scores differently when it is scored again."""
-    tasks = _hit(history, "repeat")
-    hits = sum(history.tasks[name].hits["repeat"] for name in tasks)
-    if hits >= 2:
-        yield Finding(
-            "does_not_repeat",
-            f"the same response has another reward when it is scored again, in {len(tasks)} tasks ({hits} times)",
-            "the noise of the verdict is noise of the gradient, and a run does not repeat",
-            "remove random numbers, clocks and shared state from the verifier",
-            tasks,
-            _evidence(history, "repeat", tasks),
-        )
+def defects_that_probes_show(history: History) -> Iterator[Finding]:
+    """Find tasks whose verifier answers a probe as a sound one would not, at least twice in all."""
+    for defect in _PROBE_DEFECTS:
+        kind = defect.probe
+        tasks = [
+            name for name, task in history.tasks.items() if task.hits[kind] > defect.least_share * task.probes[kind]
+        ]
+        hits = sum(history.tasks[name].hits[kind] for name in tasks)
+        if hits >= 2:
+            what = f"{defect.what} ({hits} times in {len(tasks)} tasks)"
+            yield Finding(defect.name, what, defect.why, defect.fix, tasks, _evidence(history, kind, tasks))
 
 
 def failures_in_few_tasks(history: History) -> Iterator[Finding]:
@@ -128,6 +141,7 @@ def time_limits_that_pin(history: History) -> Iterator[Finding]:
                 f"raise {key}, or make them faster",
                 [],
                 _evidence(history, "time", tasks),
+                about=what,
             )
 
 
@@ -147,21 +161,11 @@ def skips_that_pass(history: History) -> Iterator[Finding]:
 
 
 DETECTORS: tuple[Callable[[History], Iterator[Finding]], ...] = (
-    rewards_for_nothing,
-    verdict_without_answer,
-    verdict_that_changes,
+    defects_that_probes_show,
     failures_in_few_tasks,
     time_limits_that_pin,
     skips_that_pass,
 )
-
-
-def _hit(history: History, kind: str) -> list[str]:
-    return [name for name, task in history.tasks.items() if task.hits[kind]]
-
-
-def _share(task: Task, kind: str) -> float:
-    return task.hits[kind] / max(1, task.probes[kind])
 
 
 def _evidence(history: History, kind: str, tasks: list[str]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ class EnvironmentDoctor:
         self._settings, self._folder = config.doctor, folder
         self.history = History()
         self._prober = Prober(config) if probes and config.doctor.probes_per_step else None
-        self._reported: dict[str, tuple[int, set[str]]] = {}
+        self._reported: dict[tuple[str, str], tuple[int, set[str]]] = {}
         self._quarantined: set[str] = set()
 
     def observe(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> list[Finding]:
@@ -70,12 +70,13 @@ class EnvironmentDoctor:
             self._prober.close()
 
     def _is_due(self, step: int, finding: Finding) -> bool:
-        last, tasks = self._reported.get(finding.kind, (None, set()))
+        key = finding.kind, finding.about
+        last, tasks = self._reported.get(key, (None, set()))
         if last is not None and (
             step - last < self._settings.cooldown or (finding.tasks and tasks >= set(finding.tasks))
         ):
             return False
-        self._reported[finding.kind] = step, tasks | set(finding.tasks)
+        self._reported[key] = step, tasks | set(finding.tasks)
         return True
 
     def _write(self, step: int, finding: Finding) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.data.episode_log import CallStatus, EpisodeEnd
-from hone.data.types import Trajectory
+from hone.data.types import Trajectory, row_of
 from hone.rewards.score import Cause, Score
 
 LATEST = 256
@@ -81,7 +81,7 @@ class History:
                 self.keep("missing", name, trajectory, score)
             else:
                 task.best = score.quality if task.best is None else max(task.best, score.quality)
-                if is_skip(score) and passes(score):
+                if is_skip(score) and score.passes:
                     task.skipped += 1
                     self.keep("skip", name, trajectory, score)
             self._limits(name, trajectory, score)
@@ -114,22 +114,11 @@ class History:
             self.keep("time", name, trajectory, score)
 
 
-def passes(score: Score) -> bool:
-    """Return whether a response passes: ``acc`` is 1, or without ``acc`` the reward is positive."""
-    return score.error is None and score.terms.get("acc", float(score.quality > 0)) >= 1.0
-
-
 def is_skip(score: Score) -> bool:
     """Return whether a verifier reports that it judged nothing: a value named skip, or a number of tests that is 0."""
     values: dict[str, Any] = {**score.terms, **score.extra}
     skipped = any("skip" in name.casefold() and bool(value) for name, value in values.items())
     return skipped or any(values.get(name) == 0 for name in ("tests", "num_tests", "tests_run"))
-
-
-def row_of(uid: str) -> str:
-    """Return the uid of the dataset row; a row that is drawn again within a step has a number after ``~``."""
-    name, mark, number = uid.rpartition("~")
-    return name if mark and number.isdigit() else uid
 
 
 def episode_record(trajectory: Trajectory, score: Score) -> dict[str, Any]:

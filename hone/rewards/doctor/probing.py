@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from hone.config.reward import RewardConfig
-from hone.data.types import Trajectory
+from hone.data.types import Trajectory, row_of
 from hone.errors import HoneError
-from hone.rewards.doctor.history import History, passes, row_of
+from hone.rewards.doctor.history import History
 from hone.rewards.manager import RewardManager
 from hone.rewards.score import Score
 
@@ -45,10 +45,10 @@ def probes_of(trajectories: Sequence[Trajectory], scores: Sequence[Score], count
     A foreign answer passed on another task, whose ground truth differs: it should not pass here.
     """
     judged = [(t, s) for t, s in zip(trajectories, scores, strict=True) if s.error is None and not t.part]
-    judged.sort(key=lambda pair: not passes(pair[1]))
+    judged.sort(key=lambda pair: not pair[1].passes)
     chosen = list({row_of(t.uid): (t, s) for t, s in reversed(judged)}.values())[::-1]
-    chosen.sort(key=lambda pair: not passes(pair[1]))
-    right = [t for t, s in judged if passes(s)]
+    chosen.sort(key=lambda pair: not pair[1].passes)
+    right = [t for t, s in judged if s.passes]
     probes: list[Probe] = []
     for trajectory, score in chosen[:count]:
         probes.append(Probe("repeat", trajectory, score))
@@ -83,8 +83,8 @@ def is_hit(probe: Probe, again: Score, best: float | None) -> bool:
             abs(again.total - (probe.score.unshaped if probe.score.unshaped is not None else probe.score.total))
             > _ROUNDING
         )
-    as_good = passes(again) and again.total >= (best or 0.0)
-    return as_good and (probe.kind != "foreign" or passes(probe.score))
+    as_good = again.passes and again.total >= (best or 0.0)
+    return as_good and (probe.kind != "foreign" or probe.score.passes)
 
 
 class Prober:

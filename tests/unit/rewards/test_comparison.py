@@ -21,7 +21,6 @@ from hone.data.files import read_rows
 from hone.errors import HoneError
 from hone.insight.run_directory import RunDirectory
 from hone.rewards.comparison import ScoredTwice, advantages, compare
-from hone.rewards.doctor.history import passes
 from hone.rewards.episode_probes import LOOP, bad_episodes, good_episode, plain_episode
 from hone.rewards.rescoring import scores_of
 from hone.rewards.score import Score
@@ -185,5 +184,5 @@ def test_episode_scorers_tell_loops_from_good_episodes(scorer: str, loop: float,
 
 
 def test_a_verdict_is_acc_or_a_positive_reward() -> None:
-    assert passes(Score(0.5)) and passes(Score(-1.0, {"acc": 1.0}))
-    assert not passes(Score(0.0)) and not passes(Score(1.0, error="x"))
+    assert Score(0.5).passes and Score(-1.0, {"acc": 1.0}).passes
+    assert not Score(0.0).passes and not Score(1.0, error="x").passes

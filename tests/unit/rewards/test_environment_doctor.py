@@ -138,6 +138,15 @@ def test_time_limits_that_pin(tmp_path: Path, kind: str) -> None:
     assert set(observe(tmp_path, make)) == {"time_limit"}
 
 
+def test_every_time_limit_is_reported(tmp_path: Path) -> None:
+    doctor = EnvironmentDoctor(RewardConfig(), tmp_path, probes=False)
+    calls = [CallRecord(name, {}, CallStatus.TIMEOUT) for name in ("search", "python")]
+    pairs = [(trajectory(task, n, "1", EpisodeLog(calls=calls)), Score(1.0)) for task in range(TASKS) for n in range(N)]
+    found = doctor.observe(1, *zip(*pairs, strict=True))
+    assert [finding.about for finding in found] == ["calls of the tool python", "calls of the tool search"]
+    assert doctor.observe(2, *zip(*pairs, strict=True)) == [], "within the cool-down"
+
+
 def test_a_finding_is_repeated_for_new_tasks_after_the_cool_down(tmp_path: Path) -> None:
     config = RewardConfig(doctor=DoctorConfig(cooldown=3))
     doctor = EnvironmentDoctor(config, tmp_path, probes=False)
