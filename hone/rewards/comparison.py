@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
+
+import torch
+
+from hone.algorithms.advantages.group_relative import normalised
+from hone.algorithms.advantages.groups import Groups
 
 EPSILON = 1e-6
 """Differences of advantages up to this count as rounding."""
@@ -122,11 +126,12 @@ def compare(episodes: Sequence[ScoredTwice]) -> Comparison:
 
 def advantages(scores: Sequence[float | None]) -> list[float | None]:
     """Return GRPO's advantages of a group, from those with a verdict; None for the others and where only one has a verdict."""
-    present = [score for score in scores if score is not None]
+    present = torch.tensor([score for score in scores if score is not None], dtype=torch.float64)
     if len(present) < 2:
         return [None] * len(scores)
-    mean, deviation = statistics.fmean(present), statistics.stdev(present)
-    return [None if score is None else (score - mean) / (deviation + EPSILON) for score in scores]
+    group = Groups.from_ids([0] * len(present), torch.ones(len(present), 1))
+    values = iter(normalised(present, group, by_std=True, epsilon=EPSILON).tolist())
+    return [None if score is None else next(values) for score in scores]
 
 
 def _order(first: float | None, second: float | None) -> int:
