@@ -141,6 +141,8 @@ def joined(parts: Sequence[Completion]) -> Completion:
         log_probs=[value for part in parts for value in part.log_probs],
         sampling_log_probs=[value for part in parts for value in part.sampling_log_probs],
         alternatives=[position for part in parts for position in part.alternatives],
+        support_sizes=[size for part in parts for size in part.support_sizes],
+        support_ids=[token for part in parts for token in part.support_ids],
         weight_versions=(first.weight_versions[0], last.weight_versions[1]),
         token_versions=[version for part in parts for version in versions_of(part)],
         seconds=sum(part.seconds for part in parts),

@@ -207,6 +207,8 @@ class Episode:
             response_mask=segment.mask[:length],
             rollout_log_probs=segment.log_probs[:length],
             sampling_log_probs=segment.sampling_log_probs[:length],
+            support_sizes=segment.support_sizes[:length],
+            support_ids=segment.support_ids,
             text=text,
             stop_reason=segment.turns[-1].stop_reason,
             sample=self.sample,

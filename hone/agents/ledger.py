@@ -45,6 +45,8 @@ class TokenLedger:
         mask: 1 on sampled tokens, length T.
         log_probs: of sampled tokens under the policy, 0 elsewhere, length T.
         sampling_log_probs: of sampled tokens under the sampling distribution (temperature, top-k, top-p), 0 elsewhere, length T.
+        support_sizes: number of tokens in the support of each sampled token, 0 elsewhere and where it is the whole vocabulary, length T.
+        support_ids: the tokens of all supports.
         turns: the sampled turns.
         token_versions: weight version that sampled each token, -1 elsewhere, length T.
     """
@@ -57,6 +59,8 @@ class TokenLedger:
         self.mask: list[int] = []
         self.log_probs: list[float] = []
         self.sampling_log_probs: list[float] = []
+        self.support_sizes: list[int] = []
+        self.support_ids: list[int] = []
         self.turns: list[SampledTurn] = []
         self.token_versions: list[int] = []
 
@@ -95,6 +99,8 @@ class TokenLedger:
         self.mask += [1] * count
         self.log_probs += completion.log_probs
         self.sampling_log_probs += completion.sampling_log_probs
+        self.support_sizes += completion.support_sizes or [0] * count
+        self.support_ids += completion.support_ids
         self.turns.append(SampledTurn(start, start + count, completion.stop_reason))
         self.token_versions += completion.token_versions or _versions(completion)
 
@@ -104,6 +110,7 @@ class TokenLedger:
         self.mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
         self.sampling_log_probs += [0.0] * len(ids)
+        self.support_sizes += [0] * len(ids)
         self.token_versions += [-1] * len(ids)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from hone.config.correction import correction_settings, corrects, policy_loss_name
 from hone.config.dtypes import dtype_keys
-from hone.config.limits import CPU_MICRO_BATCH_TOKENS, micro_batch_tokens
+from hone.config.limits import CPU_MICRO_BATCH_TOKENS, REPORT_SUPPORT, micro_batch_tokens
 from hone.config.parallel import ParallelConfig
 from hone.config.pools import MAIN_POOL, POOL_BLOCKS, Pool, engine_devices, own_pools
 from hone.config.preference import PreferenceConfig
@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
+_ROLLOUT = "actor_rollout_ref.rollout"
 HALF_A_GPU = 0.5
 """Largest ``ray.device_fraction`` at which two workers can have the same GPU."""
 
@@ -182,6 +183,21 @@ class RunSpec:
         return _first_true(reasons, "no KL term and no loss that compares with a reference")
 
     @cached_property
+    def keeps_support(self) -> Decision[bool]:
+        """Decision to renormalise log-probs over the tokens that top-k, top-p and min-p left."""
+        rollout = self.config.actor_rollout_ref.rollout
+        obstacles = {
+            "every token can be sampled": not (rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0),
+            f"{_ROLLOUT}.keep_support=false": rollout.keep_support is False,
+            f"engine {rollout.name} does not report which tokens could be sampled": rollout.name not in REPORT_SUPPORT,
+            f"{_ROLLOUT}.repetition_penalty={rollout.repetition_penalty:g} changes probabilities": rollout.repetition_penalty
+            != 1,
+            f"{_ROLLOUT}.temperature=0": rollout.temperature == 0,
+        }
+        obstacle = _first_true(obstacles, "the engine reports which tokens could be sampled")
+        return Decision(not obstacle.value, obstacle.reason)
+
+    @cached_property
     def old_log_probs(self) -> Decision[OldLogProbs]:
         """Source of the old log-probs.
 
@@ -291,6 +307,9 @@ class RunSpec:
         )
         yield micro_batch_line(self.config, actor.ppo_max_token_len_per_gpu, f"{_ACTOR}.ppo_max_token_len_per_gpu")
         yield dtype_line(self.config)
+        if rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0:
+            over = "the tokens that could be sampled" if self.keeps_support.value else "the whole vocabulary"
+            yield Derived("log-probs normalised over", over, self.keeps_support.reason)
         yield Derived("old log-probs", self.old_log_probs.value.value, self.old_log_probs.reason)
         preset = self.config.algorithm.rollout_correction.preset
         mode = "bypass" if self.bypass else "decoupled" if self.corrects else "measured only"

@@ -33,3 +33,9 @@ TRAINED_BYTES = FROZEN_BYTES + GRADIENT_BYTES + ADAM_BYTES
 def micro_batch_tokens(budget: int, *, on_cpu: bool) -> int:
     """Return the effective limit of tokens per micro-batch for a configured budget."""
     return min(budget, CPU_MICRO_BATCH_TOKENS) if on_cpu else budget
+
+
+MAX_SUPPORT = 1024
+"""Maximum of tokens in the support of a sampled token, where ``rollout.keep_support`` keeps it."""
+REPORT_SUPPORT = ("native", "hf")
+"""Engines that report which tokens could be sampled."""

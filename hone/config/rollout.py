@@ -54,6 +54,10 @@ class RolloutConfig(EngineConfig):
     """Nucleus sampling; 1 means all (recommended for training)."""
     min_p: float = number(0.0, low=0, high=1)
     """Drop tokens less likely than min_p x the most likely one; 0 drops none."""
+    keep_support: bool | None = None
+    """Keep the ids that top_k, top_p and min_p left for each sampled token, and renormalise the trainer's log-probs over them, so that
+    truncated sampling gives no bias; at most 1024 tokens then stay. null: wherever the engine reports them (native and hf) and
+    repetition_penalty is 1."""
     repetition_penalty: float = number(1.0, above=0)
     """Divisor of the scores of tokens that already occurred; 1 means no penalty."""
     stop: list[str] = field(default_factory=list)

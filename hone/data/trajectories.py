@@ -14,19 +14,25 @@ from hone.data.types import Trajectory
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
     """Build a batch with one row per trajectory.
 
-    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs``,
-    ``token_versions`` (the last three aligned with ``response_ids``); tensor ``part`` (0 for the first trajectory of an episode); objects ``uid``, ``index``, ``data_source``, ``trajectory``.
+    Columns: ragged ``prompt_ids``, ``response_ids``, ``response_mask``, ``rollout_log_probs``, ``token_versions``, ``support_sizes``
+    (the last four aligned with ``response_ids``), ``support_ids``; tensor ``part`` (0 for the first trajectory of an episode);
+    objects ``uid``, ``index``, ``data_source``, ``trajectory``. The log-prob of a token that was sampled from a support is that of
+    the distribution sampled from; all others are of the whole policy.
     """
+    sizes = [t.support_sizes or [0] * len(t.response_ids) for t in trajectories]
+    log_probs = [_trained_log_probs(t, row) for t, row in zip(trajectories, sizes, strict=True)]
     ids = Ragged.from_rows([t.response_ids for t in trajectories], torch.int64)
     return Batch(
         {
             "prompt_ids": Ragged.from_rows([t.prompt_ids for t in trajectories], torch.int64),
             "response_ids": ids,
             "response_mask": Ragged.from_rows([t.response_mask for t in trajectories], torch.int64),
-            "rollout_log_probs": Ragged.from_rows([t.rollout_log_probs for t in trajectories], torch.float32),
+            "rollout_log_probs": Ragged.from_rows(log_probs, torch.float32),
             "token_versions": Ragged.from_rows(
                 [t.token_versions or [0] * len(t.response_ids) for t in trajectories], torch.int64
             ),
+            "support_sizes": Ragged.from_rows(sizes, torch.int32),
+            "support_ids": Ragged.from_rows([t.support_ids for t in trajectories], torch.int32),
             "part": torch.tensor([t.part for t in trajectories], dtype=torch.int64),
             "uid": [t.uid for t in trajectories],
             "index": [t.index for t in trajectories],
@@ -34,6 +40,14 @@ def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
             "trajectory": list(trajectories),
         }
     )
+
+
+def _trained_log_probs(trajectory: Trajectory, sizes: Sequence[int]) -> Sequence[float]:
+    """Return the engine's log-prob of each token under the distribution whose log-probs are trained."""
+    if not trajectory.support_ids:
+        return trajectory.rollout_log_probs
+    pairs = zip(sizes, trajectory.sampling_log_probs, trajectory.rollout_log_probs, strict=True)
+    return [restricted if size else whole for size, restricted, whole in pairs]
 
 
 def is_broken(trajectory: Trajectory) -> bool:

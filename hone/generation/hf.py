@@ -95,6 +95,7 @@ class HuggingFaceEngine:
         temperature = sampling.temperature or 1.0
         log_probs = _log_probs(out.logits, tokens, temperature)
         drawn = log_probs if sampling.temperature == 0 else _log_probs(out.scores, tokens, 1.0)
+        support_sizes, support_ids = _supports(out.scores) if sampling.wants_support else ([], [])
         ids_out = tokens.tolist()
         self._stats["decode_tokens"] += len(ids_out)
         return Completion(
@@ -106,6 +107,8 @@ class HuggingFaceEngine:
             (self._version, self._version),
             time.perf_counter() - started,
             alternatives=_alternatives(out.logits, sampling),
+            support_sizes=support_sizes,
+            support_ids=support_ids,
         )
 
     def _processors(self, request: GenerationRequest, grammar: RowGrammar | None) -> list[LogitsProcessor]:
@@ -247,6 +250,12 @@ def _alternatives(steps: Sequence[Tensor], sampling: SamplingParams) -> list[Alt
     scores = torch.stack([step[0] for step in steps]).float() / (sampling.temperature or 1.0)
     top = scores.log_softmax(-1).topk(min(sampling.top_log_probs, scores.shape[1]))
     return [list(zip(*pair, strict=True)) for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+
+
+def _supports(steps: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Return the number of tokens that could be sampled at each position, and their ids end to end."""
+    support = torch.stack([step[0] for step in steps]).isfinite()
+    return support.sum(-1).tolist(), support.nonzero()[:, 1].tolist()
 
 
 def _stop_reason(tokens: list[int], sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> StopReason:

@@ -61,6 +61,8 @@ class SamplingParams:
         logit_bias: pairs of a token and what is added to its logit.
         constraint: on the text of the response; None leaves it free.
         top_log_probs: number of likeliest tokens to report at every position, with their log-probs under the raw policy.
+        report_support: report the support of every sampled token: the tokens that top-k, top-p and min-p left. Without penalties
+            and logit bias, the distribution sampled from is the raw policy renormalised over it.
     """
 
     max_tokens: int = 512
@@ -77,6 +79,17 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Constraint | None = None
     top_log_probs: int = 0
+    report_support: bool = False
+
+    @property
+    def wants_support(self) -> bool:
+        """True if the support of every token is reported: asked for, and smaller than the vocabulary."""
+        return self.report_support and self.truncates and self.temperature > 0
+
+    @property
+    def truncates(self) -> bool:
+        """True if top-k, top-p or min-p excludes tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 Alternatives = list[tuple[int, float]]
@@ -122,6 +135,8 @@ class Completion:
         seconds: wall time from admission to the last token.
         first_token_seconds: the same to the first token; None if the engine does not report it.
         queued_seconds: time in an engine's server before admission: the cache was full.
+        support_sizes: number of tokens in the support of every token, if the request asks for it; else empty.
+        support_ids: the tokens of all supports, in ascending order within each.
         alternatives: at every position, if the request asks for ``top_log_probs``; else empty.
     """
 
@@ -136,6 +151,8 @@ class Completion:
     alternatives: list[Alternatives] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
     queued_seconds: float = 0.0
+    support_sizes: list[int] = field(default_factory=list)
+    support_ids: list[int] = field(default_factory=list)
 
 
 @dataclass

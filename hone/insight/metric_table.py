@@ -304,6 +304,15 @@ _SAMPLES = (
     MetricSpec("prompt_length/clip_ratio", "share of prompts", _MEAN, "Prompts that fill data.max_prompt_length."),
     MetricSpec("rollout/stop_reason/<reason>", "share of responses", _MEAN, "Responses that ended for this reason."),
     MetricSpec(
+        "rollout/support_tokens",
+        "tokens",
+        _MEAN,
+        "Tokens that top_k, top_p and min_p left, a sampled token; the trainer's log-probs are normalised over them.",
+    ),
+    MetricSpec(
+        "rollout/support_bytes", "bytes", _MEAN, "Bytes of the ids of these tokens in the batch, a sampled token."
+    ),
+    MetricSpec(
         "reward/no_verdict_rate",
         "share of responses",
         _MEAN,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from hone.algorithms.logits import (
     sum_pi_squared_from_logits,
     token_log_probs,
 )
+from hone.algorithms.support import restricted_logits, support_log_probs
 from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
 from hone.config.dtypes import is_narrow
 from hone.models import fused_head
@@ -32,6 +34,9 @@ class Head(Protocol):
 
 class PolicyHead:
     """``log_probs`` of the response tokens (and ``entropy``) under ``softmax(logits / temperature)``.
+
+    Where a token has a support, its log-prob and ``sum_pi_squared`` are those of the policy renormalised over it
+    (:mod:`hone.algorithms.support`); the entropy is always of the whole policy.
 
     The vocabulary projection runs in chunks, and only where a response token is predicted. A model that transforms its logits
     in a way not known here goes through its own forward pass.
@@ -60,12 +65,13 @@ class PolicyHead:
                 use_cache=False,
                 logits_to_keep=packed.output_index,
             ).logits[0]
-            result = {"log_probs": token_log_probs(logits, packed.targets, self.temperature)}
+            restricted = logits if packed.supports is None else restricted_logits(logits, packed.supports)
+            result = {"log_probs": token_log_probs(restricted, packed.targets, self.temperature)}
             if with_entropy:
                 source = logits if self.learns_entropy else logits.detach()
                 result["entropy"] = entropy_from_logits(source.float() / self.temperature)
             if self.with_sum_pi_squared:
-                result["sum_pi_squared"] = sum_pi_squared_from_logits(logits.detach().float() / self.temperature)
+                result["sum_pi_squared"] = sum_pi_squared_from_logits(restricted.detach().float() / self.temperature)
             return result
         hidden = hidden_states(causal, packed)
         softcap = getattr(causal.config, "final_logit_softcapping", None)
@@ -74,14 +80,26 @@ class PolicyHead:
         compute = vocabulary_log_probs if divided else chunked_log_probs
         if fused_head.supports(hidden):
             compute = fused_head.fused_log_probs
-        log_probs, entropy = compute(hidden, targets=packed.targets, with_entropy=with_entropy, **shared)
-        result = {"log_probs": log_probs}
-        if entropy is not None:
-            result["entropy"] = entropy
-        if self.with_sum_pi_squared:
-            shared.pop("start", None)
+        result: dict[str, Tensor] = {}
+        supports = packed.supports
+        only_supports = supports is not None and supports.all_restricted
+        if with_entropy or not only_supports:
+            unneeded = only_supports and not self.learns_entropy  # no loss depends on the whole vocabulary
+            with torch.no_grad() if unneeded else contextlib.nullcontext():
+                log_probs, entropy = compute(hidden, targets=packed.targets, with_entropy=with_entropy, **shared)
+            result["log_probs"] = log_probs
+            if entropy is not None:
+                result["entropy"] = entropy
+        if self.with_sum_pi_squared and not only_supports:
             squares = vocabulary_sum_pi_squared if divided else chunked_sum_pi_squared
-            result["sum_pi_squared"] = squares(hidden, **shared)
+            result["sum_pi_squared"] = squares(hidden, **{n: value for n, value in shared.items() if n != "start"})
+        if supports is not None:
+            log_probs, squares = support_log_probs(hidden, targets=packed.targets, supports=supports, **shared)
+            restricted = {"log_probs": log_probs}
+            if self.with_sum_pi_squared:
+                restricted["sum_pi_squared"] = squares
+            for name, values in restricted.items():
+                result[name] = values if only_supports else torch.where(supports.sizes > 0, values, result[name])
         return result
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hone.algorithms.support import Supports
 from hone.models.attention.context import AttentionContext
 
 
@@ -18,9 +19,11 @@ class PackedSequences:
         context: positions and attention of the sequences.
         output_index: ``[R]``, for every response token the index in the row whose output predicts it.
         targets: ``[R]``, the response tokens.
+        supports: of the response tokens; None if all were sampled from the whole vocabulary.
     """
 
     input_ids: Tensor
     context: AttentionContext
     output_index: Tensor
     targets: Tensor
+    supports: Supports | None = None

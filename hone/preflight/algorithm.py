@@ -96,10 +96,11 @@ def sampling(config: RLConfig) -> Iterator[Finding]:
             fix=f"{where}.constraint={{kind: null, text: null, file: null}}, unless every answer has to follow the format",
             where=f"{where}.constraint",
         )
-    if names:
-        yield warning(
+    keeps = RunSpec(config).keeps_support
+    if names and not keeps.value:
+        yield (error if rollout.keep_support else warning)(
             f"training samples are drawn with {', '.join(f'{name}={getattr(rollout, name):g}' for name in names)}",
-            why="the trainer computes log-probs of the full distribution, so the ratio is biased",
+            why=f"the trainer computes log-probs of the full distribution, so the ratio is biased ({keeps.reason})",
             fix=" ".join(f"{where}.{name}={_default(f'{where}.{name}')}" for name in names),
             where=where,
         )

@@ -64,7 +64,7 @@ class Episodes:
         A greedy answer has the most likely token of the full distribution at every position.
         """
         prompts = list({sample.uid: sample for sample in samples}.values())
-        greedy = dataclasses.replace(sampling, temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0)
+        greedy = dataclasses.replace(sampling, temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, report_support=False)
         return await self.score(await self.play(prompts, greedy, n=1, seeding=(0,)))
 
 

@@ -14,6 +14,8 @@ from hone.agents.context import EpisodeContext
 from hone.agents.contract import agent_contract, contract_changes
 from hone.agents.prompts import loop_class, tools_of
 from hone.config.data import DataConfig
+from hone.config.derived import RunSpec
+from hone.config.limits import MAX_SUPPORT
 from hone.config.reward import RewardConfig
 from hone.config.tree import RLConfig
 from hone.data.custom import row_reader
@@ -141,18 +143,25 @@ def self_scored_by(context: EpisodeContext, samples: Sequence[Sample]) -> frozen
 
 
 def training_sampling(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """Return the sampling parameters of training responses."""
-    rollout = config.actor_rollout_ref.rollout
+    """Return the sampling parameters of training responses.
+
+    Where the support of every token is kept, it has at most :data:`MAX_SUPPORT` tokens.
+    """
+    rollout, keeps_support = config.actor_rollout_ref.rollout, RunSpec(config).keeps_support.value
+    top_k = rollout.top_k
+    if keeps_support:
+        top_k = min(top_k, MAX_SUPPORT) if top_k > 0 else MAX_SUPPORT
     return SamplingParams(
         max_tokens=config.data.max_response_length,
         temperature=rollout.temperature,
-        top_k=rollout.top_k,
+        top_k=top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
         stop_token_ids=stop_tokens(tokenizer, config.actor_rollout_ref.model.path),
         stop=tuple(rollout.stop),
         ignore_eos=rollout.ignore_eos,
+        report_support=keeps_support,
         constraint=configured_constraint(rollout.constraint),
     )
 

@@ -61,6 +61,11 @@ def batch_metrics(
     played = [*batch.objects("trajectory"), *left_out]
     metrics.update(episode_metrics(played, [*scores.tolist(), *[None] * len(left_out)]))
     _mismatch_metrics(metrics, batch, mask)
+    sizes, tokens = batch.ragged("support_sizes"), int(mask.sum())
+    if sizes.values.any():
+        ids = batch.ragged("support_ids").values
+        metrics.add("rollout/support_tokens", len(ids) / tokens)
+        metrics.add("rollout/support_bytes", (ids.nbytes + sizes.values.nbytes) / tokens)
     metrics.add(
         "perf/total_num_tokens",
         float(batch.ragged("prompt_ids").lengths.sum() + batch.ragged("response_ids").lengths.sum()),

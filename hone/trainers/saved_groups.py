@@ -20,7 +20,10 @@ from hone.trainers.verdicts import scored
 from hone.training.checkpoints.storage import Storage
 
 FILE = "groups.jsonl.gz"
-_TOKENS = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "sampling_log_probs", "token_versions")
+_TOKENS = (
+    *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "sampling_log_probs", "token_versions"),
+    *("support_sizes", "support_ids"),
+)
 
 
 def save_groups(location: str, batch: Batch) -> None:

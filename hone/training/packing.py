@@ -16,6 +16,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from hone.algorithms.support import Supports
 from hone.data.balance import CostModel, Lengths, balance, load_of, part_of_rows
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged, offsets_of
@@ -46,7 +47,17 @@ def pack(batch: Batch, device: torch.device) -> PackedSequences:
         context=PackedContext.with_shared_prefixes(unique.lengths, responses.lengths, prompt_of, device),
         output_index=output_index.to(device),
         targets=responses.values.to(device),
+        supports=supports_of(batch, device),
     )
+
+
+def supports_of(batch: Batch, device: torch.device) -> Supports | None:
+    """Return the supports of the response tokens; None if none was restricted."""
+    sizes = batch.ragged("support_sizes").values.long() if "support_sizes" in batch else torch.zeros(0)
+    if not sizes.any():
+        return None
+    ids, sampled = batch.ragged("support_ids").values.long(), batch.ragged("response_mask").values > 0
+    return Supports(sizes.to(device), ids.to(device), all_restricted=bool(sizes[sampled].all()))
 
 
 def prompt_numbers(prompts: Ragged) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import torch
@@ -137,6 +138,33 @@ def test_log_probs_equal_a_full_forward_pass(model, tokenizer, engine, name):
         raw, drawn = expected_log_probs(model, one, got.token_ids)
         torch.testing.assert_close(torch.tensor(got.log_probs), raw, atol=1e-4, rtol=0)
         torch.testing.assert_close(torch.tensor(got.sampling_log_probs), drawn, atol=1e-4, rtol=0)
+        assert got.support_sizes == []
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_the_support_of_a_token_renormalises_its_log_prob(model, tokenizer, engine):
+    sampling = SamplingParams(max_tokens=24, top_k=9, top_p=0.8, temperature=1.3, ignore_eos=True, report_support=True)
+    plain = dataclasses.replace(sampling, top_k=-1, top_p=1.0)
+    asked = [*requests(sampling), dataclasses.replace(requests(plain)[0], request_id="plain")]
+    done = run(engine, model, tokenizer, asked)
+    assert (done["plain"].support_sizes, done["plain"].support_ids) == ([], [])
+    for one in asked[:-1]:
+        got = done[one.request_id]
+        with attention_of(model, "eager"), torch.no_grad():
+            logits = model(input_ids=torch.tensor([one.prompt_ids + got.token_ids]), use_cache=False).logits[0].float()
+        scores = (logits / 1.3).log_softmax(-1)[len(one.prompt_ids) - 1 : -1]
+        assert (
+            len(got.support_sizes) == 24
+            and max(got.support_sizes) <= 9
+            and sum(got.support_sizes) == len(got.support_ids)
+        )
+        ids = iter(got.support_ids)
+        for row, token, size, drawn in zip(
+            scores, got.token_ids, got.support_sizes, got.sampling_log_probs, strict=True
+        ):
+            support = [next(ids) for _ in range(size)]
+            assert token in support and support == sorted(set(support))
+            assert float(row[token] - row[support].logsumexp(0)) == pytest.approx(drawn, abs=1e-4)
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])

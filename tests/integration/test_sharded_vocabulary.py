@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.ranks import Ranks
-from support.vocabulary_cases import in_parts, inputs
+from support.vocabulary_cases import in_parts, inputs, supports_around, supports_in_parts
 
 from hone.algorithms.logits import entropy_from_logits, sum_pi_squared_from_logits, token_log_probs
+from hone.algorithms.support import support_log_probs
 
 pytestmark = pytest.mark.long
 
@@ -52,3 +53,28 @@ def test_parts_equal_the_whole(
         torch.testing.assert_close(of_rank["hidden"], case["hidden"].grad)
     for name in ("weight", "bias") if bias else ("weight",):
         torch.testing.assert_close(torch.cat([of_rank[name] for of_rank in found]), case[name].grad)
+
+
+@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    sizes=st.lists(st.integers(0, 7), max_size=6),
+    softcap=st.sampled_from([None, 2.0]),
+)
+def test_supports_in_parts_equal_the_whole(seed, sizes, softcap, two_ranks: Ranks):
+    case = inputs(seed, len(sizes), 7, bias=True)
+    for name in ("hidden", "weight", "bias"):
+        case[name].requires_grad_()
+    settings_ = {"temperature": 0.7} | ({} if softcap is None else {"softcap": softcap})
+    supports = supports_around(seed, case["targets"], sizes, 7)
+    expected = support_log_probs(
+        case["hidden"], case["weight"], case["targets"], supports, bias=case["bias"], **settings_
+    )
+    (expected[0] * case["grad_log_probs"]).sum().backward()
+    ranks = two_ranks.run(supports_in_parts, seed, sizes, 7, **settings_)
+    for of_rank in ranks:
+        torch.testing.assert_close(of_rank["log_probs"], expected[0].detach())
+        torch.testing.assert_close(of_rank["squares"], expected[1])
+        torch.testing.assert_close(of_rank["hidden"], case["hidden"].grad)
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(torch.cat([of_rank[name] for of_rank in ranks]), case[name].grad)

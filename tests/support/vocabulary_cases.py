@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hone.algorithms.support import Supports, support_log_probs
 from hone.algorithms.vocabulary import vocabulary_log_probs, vocabulary_sum_pi_squared
 from hone.models.fused_head import fused_log_probs
 
@@ -27,6 +28,40 @@ def inputs(seed: int, rows: int, vocabulary: int, bias: bool) -> dict[str, Tenso
         "grad_log_probs": normal(rows),
         "grad_entropy": normal(rows),
     }
+
+
+def supports_in_parts(seed: int, sizes: list[int], vocabulary: int, **settings: float) -> dict[str, Tensor]:
+    """Values and gradients of log-probs over supports, by this rank's part of the vocabulary."""
+    given = inputs(seed, len(sizes), vocabulary, bias=True)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    part = slice(rank * vocabulary // ranks, (rank + 1) * vocabulary // ranks)
+    hidden, weight, bias = (given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias"))  # type: ignore[union-attr]
+    targets: Tensor = given["targets"]  # type: ignore[assignment]
+    local_weight, local_bias = weight[part].detach().requires_grad_(), bias[part].detach().requires_grad_()
+    log_probs, squares = support_log_probs(
+        hidden,
+        local_weight,
+        targets,
+        supports_around(seed, targets, sizes, vocabulary),
+        bias=local_bias,
+        group=dist.group.WORLD,
+        start=part.start,
+        **settings,  # type: ignore[arg-type]
+    )
+    (log_probs * given["grad_log_probs"]).sum().backward()
+    gradients = {"hidden": hidden.grad, "weight": local_weight.grad, "bias": local_bias.grad}
+    return {"log_probs": log_probs.detach(), "squares": squares} | gradients  # type: ignore[return-value]
+
+
+def supports_around(seed: int, targets: Tensor, sizes: list[int], vocabulary: int) -> Supports:
+    """Random supports of these sizes, each with its target; 0 is the whole vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for target, size in zip(targets.tolist(), sizes, strict=True):
+        others = [token for token in torch.randperm(vocabulary, generator=generator).tolist() if token != target]
+        rows.append(sorted([target, *others[: size - 1]]) if size else [])
+    ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    return Supports(torch.tensor([len(row) for row in rows]), ids, all_restricted=all(sizes))
 
 
 def in_parts(

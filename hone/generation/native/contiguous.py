@@ -204,9 +204,13 @@ class ContiguousRows:
         logits = self._forward.logits(state.next_token[:, None], context)[:, -1]
         seen, counts = state.seen if sampling.penalises else None, state.counts if sampling.counts else None
         allowed = work.allowed() if work.allowed else None
-        tokens, log_probs, sampling_log_probs = sample(logits, sampling, state.generated, seen, counts, allowed)
+        tokens, log_probs, sampling_log_probs, support = sample(
+            logits, sampling, state.generated, seen, counts, allowed
+        )
         if work.keep_alternatives:
             work.keep_alternatives(logits, sampling)
+        if work.keep_support and support is not None:
+            work.keep_support(support)
         state.record(tokens, log_probs, sampling_log_probs)
         finite = (log_probs + sampling_log_probs).isfinite()
         self.steps += 1

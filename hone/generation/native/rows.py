@@ -24,11 +24,13 @@ class HostWork:
     Attributes:
         allowed: returns the tokens that constraints allow.
         keep_alternatives: gets the logits ``[A, V]`` and the sampling parameters.
+        keep_support: gets the tokens that could be sampled, ``[A, V]`` bool.
         follow: gets the sampled tokens ``[A]``; returns the rows that end with them, with an error or None.
     """
 
     allowed: Callable[[], Allowed] | None = None
     keep_alternatives: Callable[[Tensor, RowSampling], None] | None = None
+    keep_support: Callable[[Tensor], None] | None = None
     follow: Callable[[Tensor], Mapping[int, Exception | None]] | None = None
 
 

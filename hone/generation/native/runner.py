@@ -216,10 +216,12 @@ class Runner:
         self._constrained.set_rows(self.running)
         stops = any(job.request.sampling.stop for job in self.running)
         alternatives = any(job.request.sampling.top_log_probs for job in self.running)
+        supports = any(job.request.sampling.wants_support for job in self.running)
         constrained = bool(self._constrained)
         self._work = HostWork(
             allowed=self._constrained.allowed if constrained else None,
             keep_alternatives=self._keep_alternatives if alternatives else None,
+            keep_support=self._keep_support if supports else None,
             follow=self._follow if constrained or stops else None,
         )
 
@@ -259,6 +261,15 @@ class Runner:
             if number := job.request.sampling.top_log_probs:
                 job.alternatives.append(list(zip(*pairs, strict=True))[:number])
 
+    def _keep_support(self, support: Tensor) -> None:
+        """Keep the support ``[A, V]`` of the tokens of the requests that ask for it."""
+        sizes = support.sum(-1).tolist()
+        ids = iter(support.nonzero()[:, 1].split(sizes))
+        for job, size, row in zip(self.running, sizes, ids, strict=True):
+            if job.request.sampling.wants_support:
+                job.support_sizes.append(size)
+                job.support_ids += row.tolist()
+
     # leaving ---------------------------------------------------------------------------------------------------------
 
     def completion(self, job: Job, sampled: Sampled, reason: StopReason) -> Completion:
@@ -269,6 +280,7 @@ class Runner:
         versions, name = (first_version, self.version), job.request.request_id
         completion = Completion(name, *sampled, reason, versions, seconds, first, job.alternatives)
         completion.token_versions = job.token_versions(len(sampled.tokens), self.version)
+        completion.support_sizes, completion.support_ids = job.support_sizes, job.support_ids
         return completion
 
     def _remove(self, ends: Sequence[End]) -> list[tuple[Job, Outcome]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class RowSampling:
         counts: whether any row has a presence or frequency penalty.
         truncates: whether any row uses top-k, top-p or min-p.
         greedy: whether any row has temperature 0.
+        reports_support: whether any row reports the support of its tokens.
     """
 
     seeds: Tensor
@@ -87,6 +89,7 @@ class RowSampling:
     counts: bool
     truncates: bool
     greedy: bool
+    reports_support: bool
 
     @cached_property
     def streams(self) -> Tensor:
@@ -128,12 +131,13 @@ class RowSampling:
 
     @staticmethod
     def flags(params: Sequence[SamplingParams]) -> dict[str, bool]:
-        """Return what any of several requests needs: the last four attributes."""
+        """Return what any of several requests needs: the last five attributes."""
         return {
             "penalises": any(p.repetition_penalty != 1 for p in params),
             "counts": any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
-            "truncates": any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+            "truncates": any(p.truncates for p in params),
             "greedy": any(p.temperature == 0 for p in params),
+            "reports_support": any(p.wants_support for p in params),
         }
 
     def select(self, rows: Tensor) -> RowSampling:
@@ -149,7 +153,24 @@ class RowSampling:
             counts=self.counts or other.counts,
             truncates=self.truncates or other.truncates,
             greedy=self.greedy or other.greedy,
+            reports_support=self.reports_support or other.reports_support,
         )
+
+
+class Draws(NamedTuple):
+    """One sampled token for each row.
+
+    Attributes:
+        tokens: ``[A]`` int64.
+        log_probs: ``[A]``, under ``softmax(logits / temperature)``.
+        sampling_log_probs: ``[A]``, under the distribution sampled from.
+        support: ``[A, V]`` bool, the tokens that could be sampled; None if no row reports it.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    sampling_log_probs: Tensor
+    support: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -172,8 +193,8 @@ def sample(
     seen: Tensor | None,
     counts: Tensor | None = None,
     allowed: Allowed | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample one token per row.
+) -> Draws:
+    """Sample one token per row. Rows of temperature 0 get the likeliest token and log-probs of temperature 1.
 
     Args:
         logits: ``[A, V]``.
@@ -182,10 +203,6 @@ def sample(
         seen: ``[A, V]`` bool, tokens in prompt or response, when a row has a repetition penalty.
         counts: ``[A, V]`` int32, occurrences of tokens in the response, when a row has a presence or frequency penalty.
         allowed: tokens that constraints allow, when a row has a constraint.
-
-    Returns:
-        tokens ``[A]`` int64; their log-probs under ``softmax(logits / temperature)``; their log-probs under the
-        distribution sampled from. Rows of temperature 0 get the likeliest token and log-probs of temperature 1.
     """
     logits = logits.float()
     raw = logits / rows.divisor
@@ -205,10 +222,11 @@ def sample(
     if rows.greedy:
         tokens = torch.where(rows.takes_likeliest, scaled.argmax(-1), tokens)
     sampling_log_probs = _gather(sampled_from, tokens)
+    support = scaled.isfinite() if rows.reports_support else None
     if scaled is raw:
-        return tokens, sampling_log_probs, sampling_log_probs
+        return Draws(tokens, sampling_log_probs, sampling_log_probs, support)
     log_probs = _gather(raw.log_softmax(-1), tokens)
-    return tokens, log_probs, torch.where(rows.takes_likeliest, log_probs, sampling_log_probs)
+    return Draws(tokens, log_probs, torch.where(rows.takes_likeliest, log_probs, sampling_log_probs), support)
 
 
 def likeliest(logits: Tensor, rows: RowSampling, count: int) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,8 @@ class Job:
         mask: bits of the tokens that its constraint allows next.
         tail: its last sampled tokens, if it has stop strings.
         alternatives: of every sampled token, if the request asks for them.
+        support_sizes: number of tokens in the support of every sampled token, if the request asks for it.
+        support_ids: the tokens of all supports.
         pages: of its row in a paged cache.
         sampled: its tokens in a paged cache, which it keeps when it loses its row.
     """
@@ -64,6 +66,8 @@ class Job:
     mask: Tensor | None = None
     tail: list[int] = field(default_factory=list)
     alternatives: list[Alternatives] = field(default_factory=list)
+    support_sizes: list[int] = field(default_factory=list)
+    support_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     sampled: Sampled = field(default_factory=lambda: Sampled([], [], []))
 

@@ -23,7 +23,7 @@ from hone.data.types import StopReason
 from hone.errors import ConfigError, GenerationError, HoneError, RequestError
 from hone.generation.protocol import Completion, Constraint, ConstraintKind, GenerationRequest, SamplingParams
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the messages; both sides must have the same."""
 LONGEST = 2**31 - 1
 """Maximum of bytes in a frame; weights inside frames are sent in smaller chunks."""

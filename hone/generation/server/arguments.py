@@ -10,7 +10,9 @@ from hone.generation.protocol import SamplingParams
 
 MAX_CHARACTERS = 2000
 """Maximum length of an engine's error in a message; its log has all of it."""
-ADJUSTMENTS = ("constraint", "presence_penalty", "frequency_penalty", "logit_bias", "top_log_probs")
+UNREPORTED = ("report_support",)
+"""Sampling parameters that no engine in an environment of its own can serve."""
+ADJUSTMENTS = ("constraint", "presence_penalty", "frequency_penalty", "logit_bias", "top_log_probs", *UNREPORTED)
 """Sampling parameters that need an engine's help to report both log-probs."""
 _UNCHANGED = SamplingParams()
 _LINK = "For further information visit"

@@ -171,11 +171,11 @@ class HoneSampler(Sampler):
     ) -> Tensor:
         """Sample one token per row and store the log-probs in ``logits_output``."""
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
-        tokens, policy, drawn = sample(logits, _rows(sampling_info), positions.long(), None)
-        logits_output.next_token_logprobs = policy
-        logits_output.customized_info = {SAMPLED_FROM: drawn.tolist()}
-        self._sync_token_ids_across_tp(tokens, sampling_info)
-        return tokens
+        draws = sample(logits, _rows(sampling_info), positions.long(), None)
+        logits_output.next_token_logprobs = draws.log_probs
+        logits_output.customized_info = {SAMPLED_FROM: draws.sampling_log_probs.tolist()}
+        self._sync_token_ids_across_tp(draws.tokens, sampling_info)
+        return draws.tokens
 
 
 def _rows(info: Any) -> RowSampling:
@@ -197,6 +197,7 @@ def _rows(info: Any) -> RowSampling:
         truncates=not info.is_all_greedy
         and (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling),
         greedy=info.is_any_greedy,
+        reports_support=False,
     )
 
 

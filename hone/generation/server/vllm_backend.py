@@ -15,7 +15,15 @@ from hone.errors import ConfigError, GenerationError, RequestError
 from hone.generation.grammars import lark_of
 from hone.generation.protocol import Alternatives, Completion, GenerationRequest, SamplingParams
 from hone.generation.remote.gpus import visible_uuids
-from hone.generation.server.arguments import ADJUSTMENTS, check_names, check_owned, check_served, one_line, refused
+from hone.generation.server.arguments import (
+    ADJUSTMENTS,
+    UNREPORTED,
+    check_names,
+    check_owned,
+    check_served,
+    one_line,
+    refused,
+)
 from hone.generation.server.backend import BackendSettings
 from hone.generation.server.processes import binding, give_up
 
@@ -134,6 +142,7 @@ class VllmBackend:
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        check_served("vLLM", request.sampling, UNREPORTED)
         if self._drafts:
             check_served("vLLM with speculative decoding", request.sampling, ADJUSTMENTS)
         _check_ends(request.sampling, self._end)

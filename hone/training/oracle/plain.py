@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hone.algorithms.support import restricted_logits
 from hone.data.batch import Batch
 from hone.errors import HoneError
 from hone.models.heads import autocast
@@ -21,7 +22,7 @@ from hone.models.loading import causal_lm, load_policy, saved_model
 from hone.models.registry import family_of
 from hone.models.routing import attention_of
 from hone.training.microbatches import MAX_ELEMENTS, SavedMicroBatch
-from hone.training.packing import prompt_numbers
+from hone.training.packing import prompt_numbers, supports_of
 
 CPU = torch.device("cpu")
 _LOW = (torch.float16, torch.bfloat16, torch.float32)
@@ -152,8 +153,10 @@ def plain_pass(
             logits = causal(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[0]
             scores = logits[len(prompt) - 1 : -1].float() / temperature
             log_softmax = scores.log_softmax(-1)
+            supports = supports_of(batch.reorder([row]), CPU)
+            restricted = scores if supports is None else restricted_logits(scores, supports)
             computed = {
-                "log_probs": log_softmax.gather(1, response[:, None])[:, 0],
+                "log_probs": restricted.log_softmax(-1).gather(1, response[:, None])[:, 0],
                 "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
             }
         begin, end = int(responses.offsets[row]), int(responses.offsets[row + 1])

@@ -69,6 +69,14 @@ def test_bypass_mode_takes_the_engines_log_probs():
     assert source(f"{CORRECTION}.preset=bypass_pg_is") is OldLogProbs.ENGINE
 
 
+def test_supports_are_kept_where_the_engine_reports_them():
+    top_p, rollout = "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout"
+    assert spec(top_p).keeps_support.value and spec(top_p, f"{rollout}.name=hf").keeps_support.value
+    for obstacle in ("name=vllm", "repetition_penalty=1.2", "temperature=0", "keep_support=false"):
+        assert not spec(top_p, f"{rollout}.{obstacle}").keeps_support.value, obstacle
+    assert not spec(f"{rollout}.keep_support=true").keeps_support.value
+
+
 def test_tables_of_methods_are_those_of_the_registries():
     assert set(ESTIMATOR_INPUTS) == set(advantage_estimators.names())
     assert set(COMPARES_ACROSS_MINI_BATCH) == set(policy_losses.names())

@@ -112,10 +112,16 @@ def validate(rl: RLConfig) -> None:
         ({f"{ROLLOUT}.temperature": 0.0}, "R32", True, ["4 identical", "temperature=1.0"]),
         ({f"{ROLLOUT}.val_kwargs.n": 3}, "R32", True, ["3 answers", "val_kwargs.temperature=1.0"]),
         (
-            {f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.top_k": 20},
+            {f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.top_k": 20, f"{ROLLOUT}.keep_support": False},
             "R32",
             False,
-            ["top_k=20, top_p=0.9", "top_k=-1", "top_p=1"],
+            ["top_k=20, top_p=0.9", "top_k=-1", "top_p=1", "keep_support=false"],
+        ),
+        (
+            {f"{ROLLOUT}.min_p": 0.1, f"{ROLLOUT}.keep_support": True, f"{ROLLOUT}.repetition_penalty": 1.1},
+            "R32",
+            True,
+            ["min_p=0.1", "repetition_penalty=1.1"],
         ),
         ({"data.max_response_length": 1600}, "R30", True, ["2112", "2048"]),
         ({"algorithm.adv_estimator": "grop"}, "R11", True, ["'grop'", "grpo"]),

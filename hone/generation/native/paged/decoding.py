@@ -14,6 +14,7 @@ from hone.generation.native.paged.context import PagedContext
 from hone.generation.native.paged.pool import PagePool
 from hone.generation.native.paged.table import RowTable
 from hone.generation.native.paged.transfer import to_device
+from hone.generation.native.rows import HostWork
 from hone.generation.native.sampler import Allowed, RowSampling, sample
 from hone.generation.native.scheduler import Job
 from hone.models.module_forward import Forward
@@ -44,7 +45,7 @@ class Decoder:
         sampling: RowSampling,
         occurrences: Occurrences | None = None,
         allowed: Allowed | None = None,
-        keep: Callable[[Tensor, RowSampling], None] | None = None,
+        work: HostWork | None = None,
     ) -> Tensor:
         """Sample one token for each of the first rows of the table.
 
@@ -56,7 +57,7 @@ class Decoder:
             sampling: their parameters.
             occurrences: tokens that occurred in them, if there are penalties.
             allowed: tokens that constraints allow.
-            keep: gets the logits.
+            work: of the host, which gets the logits and the support of the tokens.
 
         Returns:
             ``[4, rows]`` int32: :data:`TOKEN`, :data:`LOG_PROB`, :data:`SAMPLING_LOG_PROB`, :data:`REASONS`.
@@ -65,9 +66,13 @@ class Decoder:
         context = PagedContext.of_step(self._pool, table.pages(rows), table.lengths(rows), table.ends[: rows + 1])
         logits = self._forward.logits(table.next_tokens(rows)[:, None], context)[:, -1]
         seen, counts = (occurrences.seen, occurrences.counts) if occurrences else (None, None)
-        tokens, log_probs, sampling_log_probs = sample(logits, sampling, table.generated(rows), seen, counts, allowed)
-        if keep is not None:
-            keep(logits, sampling)
+        tokens, log_probs, sampling_log_probs, support = sample(
+            logits, sampling, table.generated(rows), seen, counts, allowed
+        )
+        if work is not None and work.keep_alternatives is not None:
+            work.keep_alternatives(logits, sampling)
+        if work is not None and work.keep_support is not None and support is not None:
+            work.keep_support(support)
         if occurrences is not None:
             occurrences.add(tokens)
         table.record(tokens)

@@ -206,7 +206,7 @@ class PagedRows:
                 self._note_arrived()
                 self._occurrences = Occurrences(self.running, sampling, self._vocabulary, self._device)
             allowed = work.allowed() if work.allowed else None
-            return decoder.step(rows, sampling, self._occurrences, allowed, work.keep_alternatives)
+            return decoder.step(rows, sampling, self._occurrences, allowed, work)
         size = size_of_graph(rows, table.rows)
         graphs = self._graphs.setdefault(table.generation, StepGraphs())
         params = [job.request.sampling for job in self.running]
@@ -413,6 +413,8 @@ def _eager_reason(work: HostWork, sampling: RowSampling) -> str | None:
         return "a request has a constraint"
     if work.keep_alternatives:
         return "a request asks for the likeliest tokens"
+    if work.keep_support:
+        return "a request asks for the support of its tokens (rollout.keep_support)"
     if sampling.penalises or sampling.counts:
         return "a request has a penalty"
     if sampling.bias.shape[1]:
