@@ -44,6 +44,9 @@ ESTIMATOR_INPUTS: Mapping[str, EstimatorInputs] = {
     "remax": _inputs("greedy_baseline"),
     "rloo": _inputs("groups"),
     "rloo_vectorized": _inputs("groups"),
+    "turn_gae": _inputs("values", "turns"),
+    "turn_rloo": _inputs("groups", "turns"),
+    "turn_value_by_forks": _inputs("groups", "turns", "turn_values", "old_log_probs"),
     "tir_optimal_token_baseline": _inputs("groups", "old_log_probs", "sum_pi_squared", uses=("rollout_is_weights",)),
 }
 """Inputs of every built-in advantage estimator, by registered name."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hone.agents.context import EpisodeContext
+from hone.agents.forking import ForkPoint, play_forks
 from hone.agents.limited_client import LimitedClient
 from hone.agents.player import Player
 from hone.cluster.context import WorkerContext
@@ -245,6 +246,13 @@ class RolloutWorker(WeightTarget):
     ) -> Batch:
         """Play like :meth:`play`, with as many requests at once as :meth:`limit_validation` allows."""
         return await self._play(self.validation_player, samples, sampling, n, seeding)
+
+    @dispatch(Split.ROWS)
+    async def play_forks(
+        self, points: Sequence[ForkPoint], sampling: SamplingParams, *, n: int, seeding: tuple[Any, ...]
+    ) -> Batch:
+        """Continue recorded episodes ``n`` times from a turn; see :func:`~hone.agents.forking.play_forks`."""
+        return await play_forks(self.engine, self.player, points, sampling, n, seeding)
 
     @dispatch(Split.ALL, Collect.FIRST)
     async def limit_validation(self, share: float | None) -> None:

@@ -76,6 +76,18 @@ class PFPPOConfig:
 
 
 @dataclass
+class ForksConfig:
+    """Values of turns by continuations (adv_estimator=turn_value_by_forks)."""
+
+    samples: int = number(4, low=1)
+    """Continuations of each forked turn."""
+    min_entropy: float = number(0.5, low=0)
+    """Entropy in nats of a turn's first token from which on the turn is forked."""
+    max_turns: int = number(16, low=0)
+    """Most forked turns of a step."""
+
+
+@dataclass
 class AlgorithmConfig:
     """From rewards to advantages."""
 
@@ -83,7 +95,7 @@ class AlgorithmConfig:
     """Advantage estimator: a name of the registry (`hone algorithms list`), such as grpo (groups, no critic) or gae (PPO with
     a critic); or the import path of a custom one, my_module:my_estimator."""
     gamma: float = number(1.0, low=0, high=1)
-    """Discount per token (gae, reinforce_plus_plus) or per turn (gigpo)."""
+    """Discount per token (gae, reinforce_plus_plus) or per turn (gigpo, turn_gae, turn_rloo)."""
     lam: float = number(1.0, low=0, high=1)
     """GAE's lambda: 1 is unbiased; lower values have less variance and more bias."""
     norm_adv_by_std_in_grpo: bool = True
@@ -94,6 +106,8 @@ class AlgorithmConfig:
     """Weights of gdpo_reward_keys; null means equal weights."""
     step_advantage_w: float = number(1.0, low=0)
     """Weight of the turn's advantage relative to the response's (gigpo)."""
+    forks: ForksConfig = block(ForksConfig)
+    """Values of turns by continuations."""
     adv_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further options of the estimator, by name, for example {epsilon: 1e-4}."""
     use_kl_in_reward: bool = False

@@ -304,6 +304,16 @@ _SAMPLES = (
     MetricSpec("prompt_length/clip_ratio", "share of prompts", _MEAN, "Prompts that fill data.max_prompt_length."),
     MetricSpec("rollout/stop_reason/<reason>", "share of responses", _MEAN, "Responses that ended for this reason."),
     MetricSpec(
+        "forks/turns", "turns", _MEAN, "Turns from which episodes were continued (adv_estimator=turn_value_by_forks)."
+    ),
+    MetricSpec("forks/continued_tokens", "tokens", _MEAN, "Tokens sampled or replayed in these continuations."),
+    MetricSpec(
+        "forks/no_verdict_rate",
+        "share of continuations",
+        _MEAN,
+        "Continuations that failed, did not repeat, or have no verdict.",
+    ),
+    MetricSpec(
         "rollout/support_tokens",
         "tokens",
         _MEAN,

@@ -89,6 +89,44 @@ def reward_components(config: RLConfig) -> Iterator[Finding]:
         )
 
 
+@rule("R62", RLConfig)
+def turns_can_be_forked(config: RLConfig) -> Iterator[Finding]:
+    """An estimator that forks turns has an engine with the weights that sampled, entropies, and episodes that can be replayed."""
+    spec = RunSpec(config)
+    if "turn_values" not in spec.estimator.needs:
+        return
+    rollout, name = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
+    obstacles = [
+        (
+            spec.asynchronous,
+            "trainer.async_training.max_staleness",
+            "0",
+            "the weights that sampled an episode continue it",
+        ),
+        (
+            spec.bypass,
+            f"{CORRECTION}.bypass_mode",
+            "false",
+            "turns are chosen by the entropy of the old log-probs' pass",
+        ),
+        (
+            rollout.multi_turn.subagents,
+            "actor_rollout_ref.rollout.multi_turn.subagents",
+            "false",
+            "parallel conversations cannot be replayed",
+        ),
+        (
+            not rollout.multi_turn.enable,
+            "actor_rollout_ref.rollout.multi_turn.enable",
+            "true",
+            "episodes of one turn have nothing to fork",
+        ),
+    ]
+    for holds, key, value, why in obstacles:
+        if holds:
+            yield error(f"adv_estimator={name} cannot fork turns", why=why, fix=f"{key}={value}", where=key)
+
+
 @rule("R19", RLConfig)
 def large_enough_groups(config: RLConfig) -> Iterator[Finding]:
     """Groups are large enough for the estimator and for dynamic sampling."""

@@ -6,7 +6,7 @@ keeps the state between steps: the KL controller and the invariants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.agents.forking import ForkPoint, fork_points, fork_rewards, values_by_row
 from hone.algorithms import advantage_estimators, apply_kl_penalty, kl_controller
 from hone.cluster.context import WorkerContext
 from hone.cluster.dispatch import Split, dispatch
@@ -200,6 +201,26 @@ class BatchOps:
             view = own_pairs(view, config.actor_rollout_ref.actor.preference_loss.margin)
             self.metrics.add("actor/preference_pairs", len(view) // 2)
         return view
+
+    @dispatch(Split.ZERO, objects=True)
+    def fork_points(self, batch: Batch, step: int) -> list[ForkPoint]:
+        """Return the turns to fork; see :func:`~hone.agents.forking.fork_points`."""
+        return fork_points(batch, self.config.algorithm.forks, (self.config.trainer.seed, "choice", step))
+
+    @dispatch(Split.ZERO, objects=True)
+    def fork_rewards(self, batch: Batch) -> dict[str, list[float]]:
+        """Return the rewards of continuations with a verdict, by the uid of their turn."""
+        return fork_rewards(batch)
+
+    @dispatch(Split.ZERO)
+    def sampled_tokens(self, batch: Batch) -> int:
+        """Return the number of tokens that the policy sampled."""
+        return int(batch.ragged("response_mask").values.sum())
+
+    @dispatch(Split.ZERO)
+    def turn_values(self, batch: Batch, points: Sequence[ForkPoint], rewards: Mapping[str, Sequence[float]]) -> Batch:
+        """Return the column ``turn_values``: the value of each forked turn of a row's episode."""
+        return Batch({"turn_values": values_by_row(len(batch), points, rewards)})
 
     # checks ----------------------------------------------------------------------------------------------------------
 

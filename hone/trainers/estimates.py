@@ -29,6 +29,7 @@ COLUMNS = {
     "reward_components": "score",
     "turns": "response_mask",
     "turn_groups": "trajectory",
+    "turn_values": "turn_values",
 }
 """Inputs that an estimator may need, with the column of each."""
 
@@ -128,6 +129,7 @@ def _input(name: str, batch: Batch, algorithm: AlgorithmConfig) -> Any:
         "greedy_baseline": lambda: batch.tensor("reward_baselines"),
         "reward_components": lambda: reward_components(batch.objects("score"), algorithm.gdpo_reward_keys),
         "turns": lambda: turn_ids(batch.ragged("response_mask").to_padded()),
+        "turn_values": lambda: batch.objects("turn_values"),
         "turn_groups": lambda: [turn_states(trajectory) for trajectory in batch.objects("trajectory")],
     }
     return inputs[name]() if name in inputs else batch.ragged(COLUMNS[name]).to_padded()

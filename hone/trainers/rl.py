@@ -3,7 +3,7 @@
 A step is a list of stages; this is the complete algorithm (``*`` marks optional stages):
 
     generate -> score -> greedy baseline* -> engines sleep* -> old log-probs* -> rollout correction* -> reference log-probs*
-             -> values* -> KL in reward* -> advantages -> update critic* -> update actor -> publish weights -> validate* -> log
+             -> values* -> forked turns* -> KL in reward* -> advantages -> update critic* -> update actor -> publish weights -> validate* -> log
              -> checkpoint*
 
 Estimators, losses, rewards and engines come from registries: adding one never edits this file. In asynchronous
@@ -60,6 +60,7 @@ from hone.trainers.saving import load_run, save_run
 from hone.trainers.session import RunSession, lock_run, session_steps
 from hone.trainers.stages import SAMPLED, SCORED, Stage, check_stages, run_stages
 from hone.trainers.streaming import streamed_stages
+from hone.trainers.turn_values import check_forks, fork_turns
 from hone.trainers.update_view import learnt_tokens
 from hone.trainers.validation_task import ValidationTask
 from hone.trainers.validator import Validator
@@ -158,6 +159,7 @@ class RLTrainer:
             validation=self.validation,
         )
         check_stages(self.stages())
+        check_forks(self)
         if resume is not None:
             with resume.loading_state() as state:
                 load_run(self, state)
@@ -227,6 +229,13 @@ class RLTrainer:
             *before_update,
             Stage("ref", self.reference_log_probs, adds=("ref_log_probs",), when=self.reference is not None),
             Stage("values", self.values, adds=("values",), when=self.critic is not None),
+            Stage(
+                "fork",
+                functools.partial(fork_turns, self),
+                needs=("score", "old_log_probs"),
+                adds=("turn_values",),
+                when="turn_values" in self.estimator.needs,
+            ),
             Stage("kl_in_reward", self.kl_in_reward, needs=("old_log_probs", "ref_log_probs"), when=in_reward),
             Stage(
                 "adv",

@@ -28,7 +28,7 @@ def std(values: list[float]) -> float:
     return math.sqrt(variance(values))
 
 
-def whiten(rows: Rows) -> Rows:
+def whitened(rows: Rows) -> Rows:
     flat = [x for row in rows for x in row]
     center, scale = mean(flat), math.sqrt(variance(flat) + 1e-8)
     return [[(x - center) / scale for x in row] for row in rows]
@@ -61,7 +61,7 @@ def gae(rewards: Matrix, mask: Mask, *, values: Matrix, gamma: float = 1.0, lam:
         a = to_come([r[t] + gamma * after[t] - v[t] for t in range(len(r))], gamma * lam)
         raw.append(a)
         returns.append([x + y for x, y in zip(a, v, strict=True)])
-    return scatter(whiten(raw), mask), scatter(returns, mask)
+    return scatter(whitened(raw), mask), scatter(returns, mask)
 
 
 def grpo(
@@ -144,19 +144,19 @@ def gdpo(
             for s, w in zip((reward_components[key] for key in keys), weights, strict=True)
         ]
         total.append(math.fsum(parts) if rows[i] else 0.0)
-    result = scatter(whiten([[x] * len(row) for x, row in zip(total, rows, strict=True)]), mask)
+    result = scatter(whitened([[x] * len(row) for x, row in zip(total, rows, strict=True)]), mask)
     return result, result
 
 
 def reinforce_plus_plus(rewards: Matrix, mask: Mask, *, gamma: float = 1.0) -> Answer:
     returns = [to_come(row, gamma) for row in compact(rewards, mask)]
-    return scatter(whiten(returns), mask), scatter(returns, mask)
+    return scatter(whitened(returns), mask), scatter(returns, mask)
 
 
 def reinforce_plus_plus_baseline(rewards: Matrix, mask: Mask, *, group_ids: list) -> Answer:
     rows, scores, groups = group_scores(rewards, mask, group_ids)
     advantages = [against_group(s, g, False, 0.0) for s, g in zip(scores, groups, strict=True)]
-    result = scatter(whiten([[a] * len(row) for a, row in zip(advantages, rows, strict=True)]), mask)
+    result = scatter(whitened([[a] * len(row) for a, row in zip(advantages, rows, strict=True)]), mask)
     return result, result
 
 
@@ -235,6 +235,80 @@ def gigpo(
     return result, result
 
 
+def _turns(rewards: Matrix, mask: Mask, turn_ids: Matrix) -> list[dict[int, float]]:
+    """Rewards of the turns of each row, in order."""
+    rows = []
+    for row, turn_of in zip(compact(rewards, mask), compact(turn_ids, mask), strict=True):
+        rows.append(
+            {int(k): math.fsum(r for r, t in zip(row, turn_of, strict=True) if t == k) for k in sorted(set(turn_of))}
+        )
+    return rows
+
+
+def turn_rloo(rewards: Matrix, mask: Mask, *, group_ids: list, turn_ids: Matrix, gamma: float = 1.0) -> Answer:
+    rows = _turns(rewards, mask, turn_ids)
+    returns = [dict(zip(row, to_come(list(row.values()), gamma), strict=True)) for row in rows]
+    advantages, values = [], []
+    for i, turn_of in enumerate(compact(turn_ids, mask)):
+        others = [r for j, r in enumerate(returns) if j != i and group_ids[j] == group_ids[i] and r]
+        worth = {}
+        for k, value in returns[i].items():
+            same = [r[k] for r in others if k in r] or [r[min(r)] for r in others] or [0.0]
+            worth[k] = value - math.fsum(same) / len(same)
+        advantages.append([worth[int(k)] for k in turn_of])
+        values.append([returns[i][int(k)] for k in turn_of])
+    return scatter(advantages, mask), scatter(values, mask)
+
+
+def turn_gae(
+    rewards: Matrix,
+    mask: Mask,
+    *,
+    values: Matrix,
+    turn_ids: Matrix,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = True,
+) -> Answer:
+    advantages, returns = [], []
+    for row, turn_of, worth in zip(
+        _turns(rewards, mask, turn_ids), compact(turn_ids, mask), compact(values, mask), strict=True
+    ):
+        before = {k: worth[turn_of.index(k)] for k in row}
+        after = [*list(before.values())[1:], 0.0]
+        deltas = [r + gamma * v - before[k] for (k, r), v in zip(row.items(), after[: len(row)], strict=True)]
+        of_turn = dict(zip(row, to_come(deltas, gamma * lam), strict=True))
+        advantages.append([of_turn[int(k)] for k in turn_of])
+        returns.append([of_turn[int(k)] + before[int(k)] for k in turn_of])
+    if whiten:
+        advantages = whitened(advantages)
+    return scatter(advantages, mask), scatter(returns, mask)
+
+
+def turn_value_by_forks(
+    rewards: Matrix, mask: Mask, *, group_ids: list, turn_ids: Matrix, turn_values: list[dict], old_log_probs: Matrix
+) -> Answer:
+    rows = _turns(rewards, mask, turn_ids)
+    earned = [math.fsum(row.values()) for row in rows]
+    advantages, returns = [], []
+    for i, turn_of in enumerate(compact(turn_ids, mask)):
+        others = [earned[j] for j, row in enumerate(rows) if j != i and row and group_ids[j] == group_ids[i]]
+        worth, low, high = [math.fsum(others) / len(others) if others else 0.0], {}, {}
+        stretch: list[int] = []
+        for k in rows[i]:
+            if stretch and k in turn_values[i]:
+                worth.append(turn_values[i][k])
+                low |= dict.fromkeys(stretch, worth[-2])
+                high |= dict.fromkeys(stretch, worth[-1])
+                stretch = []
+            stretch.append(k)
+        low |= dict.fromkeys(stretch, worth[-1])
+        high |= dict.fromkeys(stretch, earned[i])
+        advantages.append([high[int(k)] - low[int(k)] for k in turn_of])
+        returns.append([high[int(k)] for k in turn_of])
+    return scatter(advantages, mask), scatter(returns, mask)
+
+
 ESTIMATORS: dict[str, Callable[..., Answer]] = {
     "gae": gae,
     "gdpo": gdpo,
@@ -249,5 +323,8 @@ ESTIMATORS: dict[str, Callable[..., Answer]] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
     "rloo": rloo,
+    "turn_gae": turn_gae,
+    "turn_rloo": turn_rloo,
+    "turn_value_by_forks": turn_value_by_forks,
 }
 """By the first registered name."""

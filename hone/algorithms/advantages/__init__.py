@@ -15,10 +15,10 @@ One file per idea::
     reinforce           reinforce_plus_plus, reinforce_plus_plus_baseline, remax
     gae                 the critic's estimator
     token_baseline      optimal_token_baseline
-        turns, gigpo        conversations: placement of rewards, and credit by turn
+        turns, gigpo, turn_level  conversations: placement of rewards, and credit by turn
 """
 
-from hone.algorithms.advantages import gae, gdpo, gigpo, group_relative, reinforce, token_baseline
+from hone.algorithms.advantages import gae, gdpo, gigpo, group_relative, reinforce, token_baseline, turn_level
 from hone.algorithms.advantages.base import INPUTS, AdvantageEstimator, advantage_estimators, register_estimator
 from hone.algorithms.advantages.groups import Groups
 from hone.algorithms.advantages.turns import Turns, place_rewards, turn_returns, turn_rewards
@@ -37,6 +37,7 @@ __all__ = [
     "register_estimator",
     "reinforce",
     "token_baseline",
+    "turn_level",
     "turn_returns",
     "turn_rewards",
 ]

@@ -44,6 +44,11 @@ INPUTS: Mapping[str, tuple[str, str]] = {
         "turn_group_ids",
         "names of the states before each turn, one sequence per row; use an agent loop that records states",
     ),
+    "turn_values": (
+        "turn_values",
+        "values of turns, one mapping from turn to value per row; the trainer continues episodes from them when "
+        "algorithm.adv_estimator=turn_value_by_forks",
+    ),
 }
 """Inputs of estimators: name -> (keyword argument, the key or the part of the program that supplies it)."""
 
@@ -103,6 +108,7 @@ class AdvantageEstimator:
                     ``reward_components``: name -> ``[B]``.
                     ``turn_ids``: ``[B, T]``, the turn of each token: 0, 1, ...
                     ``turn_group_ids``: one sequence per row; item k names the state before turn k.
+                    ``turn_values``: one mapping per row, from turn to the expected reward of the response before it.
 
         Raises:
             ConfigError: a needed input is missing, has the wrong shape, or contains NaN or infinity; an option is unknown;

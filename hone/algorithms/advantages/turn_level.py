@@ -1,0 +1,135 @@
+"""Credit by turn that no random number of turns biases: leave-one-out returns of turns, and a critic of turns.
+
+Whether an episode reaches turn k is decided before turn k. So a baseline of turn k may depend on having reached it and on other episodes,
+but not on what the policy does from turn k on, neither through the mean of a group that contains the episode nor through its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.advantages.base import Result, register_estimator
+from hone.algorithms.advantages.groups import Groups
+from hone.algorithms.advantages.scan import packings, suffix_sums
+from hone.algorithms.advantages.tokens import whiten_
+from hone.algorithms.advantages.turns import Turns, turn_returns
+from hone.algorithms.masked import where_mask
+
+Ids = Sequence[Any] | Tensor
+
+
+@register_estimator(
+    "turn_rloo",
+    formula="A_k = R_k - mean of R_k over the group's other responses that have a turn k; R_k = discounted reward from turn k on",
+    paper="Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, applied to each turn",
+    group_of_one="no baseline: the advantage of a turn is its return",
+    scope="group",
+)
+def turn_rloo(
+    token_level_rewards: Tensor, response_mask: Tensor, *, group_ids: Ids, turn_ids: Tensor, gamma: float = 1.0
+) -> Result:
+    """Compare the return of each turn with that of the same turn in the other responses to the prompt.
+
+    A turn that no other response reached is compared with their whole returns. The expected gradient is the policy gradient, however
+    many turns responses have. All tokens of a turn have its advantage; returns equal the returns of turns.
+    """
+    groups, turns = Groups.from_ids(group_ids, response_mask), Turns.from_ids(turn_ids, response_mask)
+    returns = turn_returns(turns.sum(token_level_rewards), turns.present, gamma)
+    others, reached = _others(returns, turns.present, groups)
+    start = returns.gather(1, turns.present.long().argmax(-1, keepdim=True))
+    whole, members = _others(start, turns.present.any(-1, keepdim=True), groups)
+    baseline = torch.where(reached > 0, others / reached.clamp(min=1), whole / members.clamp(min=1))
+    dtype = token_level_rewards.dtype
+    advantages = turns.broadcast(where_mask(returns - baseline, turns.present).to(dtype))
+    return advantages, turns.broadcast(returns.to(dtype))
+
+
+def _others(values: Tensor, present: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Return the sum and the number of present ``values [B, K]`` in the same column of the group's other rows, ``[B, K]`` each."""
+    parts = where_mask(values, present), present.to(values)
+    sums, counts = (x.new_zeros(groups.size, x.shape[1]).index_add_(0, groups.index, x) for x in parts)
+    return sums[groups.index] - parts[0], counts[groups.index] - parts[1]
+
+
+@register_estimator(
+    "turn_gae",
+    formula="A_k = sum_m (gamma lam)^m (r_{k+m} + gamma V_{k+m+1} - V_{k+m}) over turns, V_k before the first token of turn k",
+    paper="Schulman et al. 2016, arXiv:1506.02438, eq. 16, with turns as steps",
+)
+def turn_gae(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    values: Tensor,
+    turn_ids: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = True,
+) -> Result:
+    """Compute generalised advantage estimation with turns as steps; the state after the last turn has value 0.
+
+    The critic's value of a turn is the one before its first sampled token. All tokens of a turn have its advantage, and its return as
+    the critic's target. ``whiten`` whitens advantages over the batch, as ``gae`` does; without it they are unbiased.
+    """
+    turns = Turns.from_ids(turn_ids, response_mask)
+    columns = torch.arange(response_mask.shape[1], device=response_mask.device).expand_as(turns.ids)
+    last = columns.shape[1] - 1
+    first = torch.full(turns.present.shape, last, device=columns.device)
+    first = first.scatter_reduce_(1, turns.ids, torch.where(turns.mask, columns, last), "amin")
+    before = where_mask(values.double().gather(1, first), turns.present)
+    rewards = where_mask(turns.sum(token_level_rewards), turns.present)
+    advantages = torch.zeros_like(before)
+    for rows, packing in packings(turns.present):
+        now = packing.pack(before[rows])
+        delta = packing.pack(rewards[rows]) - now
+        delta[:, :-1] += gamma * now[:, 1:]
+        packing.unpack_into(advantages[rows], suffix_sums(delta, gamma * lam))
+    dtype = token_level_rewards.dtype
+    returns = turns.broadcast(where_mask(advantages + before, turns.present).to(dtype))
+    result = turns.broadcast(where_mask(advantages, turns.present).to(dtype))
+    return (whiten_(result, response_mask) if whiten else result), returns
+
+
+@register_estimator(
+    "turn_value_by_forks",
+    formula="A_k = V_next - V_before around turn k; V of a forked turn is the mean reward of its continuations, of the first turn the mean "
+    "of the group's other responses, after the last the response's own reward",
+    paper="Kazemnejad et al. 2024 (VinePPO), arXiv:2410.01679, with turns as steps and few of them forked",
+    group_of_one="no baseline before the first turn: its value is 0",
+    scope="group",
+)
+def turn_value_by_forks(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    group_ids: Ids,
+    turn_ids: Tensor,
+    turn_values: Sequence[Mapping[int, float]],
+    old_log_probs: Tensor | None = None,
+) -> Result:
+    """Credit each stretch of turns between two known values with their difference.
+
+    Values are those of states before a turn, so they are baselines for it and unbiased outcomes of the turns before. Without forks
+    this is ``rloo``. Returns are the values after a token's stretch.
+    """
+    del old_log_probs  # the trainer computes the entropies of turns with them
+    groups, turns = Groups.from_ids(group_ids, response_mask), Turns.from_ids(turn_ids, response_mask)
+    rewards = where_mask(turns.sum(token_level_rewards), turns.present).sum(-1, keepdim=True)
+    others, members = _others(rewards, turns.present.any(-1, keepdim=True), groups)
+    before = torch.zeros(turns.present.shape, dtype=torch.float64, device=rewards.device)
+    after = before.clone()
+    first, earned = (others / members.clamp(min=1))[:, 0].tolist(), rewards[:, 0].tolist()
+    for row, known in enumerate(turn_values):
+        present = turns.present[row].nonzero()[:, 0].tolist()
+        stops = [turn for turn in sorted(known) if turn in present[1:]]
+        worth = [first[row], *(known[turn] for turn in stops), earned[row]]
+        bounds = [0, *stops, turns.present.shape[1]]
+        for (start, stop), (low, high) in zip(pairwise(bounds), pairwise(worth), strict=True):
+            before[row, start:stop], after[row, start:stop] = low, high
+    dtype = token_level_rewards.dtype
+    return turns.broadcast((after - before).to(dtype)), turns.broadcast(after.to(dtype))
