@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from hone.config.agents import AgentConfig, MultiTurnConfig
+from hone.config.derived import longest_sequence
 from hone.config.tree import RLConfig
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class EpisodeContext:
     def from_config(cls, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeContext:
         """Return the context of a run."""
         rollout, data = config.actor_rollout_ref.rollout, config.data
-        max_model_len = data.max_prompt_length + data.max_response_length
-        return cls(tokenizer, rollout.multi_turn, rollout.agent, data.apply_chat_template_kwargs, max_model_len)
+        keywords = data.apply_chat_template_kwargs
+        return cls(tokenizer, rollout.multi_turn, rollout.agent, keywords, longest_sequence(config))
 
     @functools.cached_property
     def renderer(self) -> Renderer:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hone.agents.context import EpisodeContext
+from hone.agents.tools.delegate import SCHEMA as DELEGATE
 
 VERSION = 1
 """Version of the semantics that no setting changes: statuses of calls, and the texts that the model reads for them."""
@@ -21,6 +22,7 @@ _RESULTS = (
     "tool_response_truncate_side",
     "tool_timeout",
     "tool_retries",
+    "compaction",
 )
 _NAMES = {
     "chat_format": "the chat format",
@@ -46,7 +48,8 @@ def agent_contract(context: EpisodeContext) -> dict[str, str]:
         "tools_as_text": renderer.tools_as_text,
         "stops": list(renderer.stop_token_ids),
     }
-    schemas = sorted(context.toolbox.schemas(), key=lambda schema: str(schema["function"]["name"]))
+    added = [DELEGATE] if context.multi_turn.subagents else []
+    schemas = sorted([*context.toolbox.schemas(), *added], key=lambda schema: str(schema["function"]["name"]))
     return {
         "version": str(VERSION),
         "chat_format": _hash(chat),

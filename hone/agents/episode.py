@@ -65,17 +65,23 @@ class Episode:
         self.session = self.name if keeps_session else None
         self.segments: list[TokenLedger] = [self.ledger]
         self.answer: str | None = None
+        self._rewritten: list[dict[str, Any]] | None = None
+        self._logged_before = 0
+        self._relatives: list[Episode] = [self]
+        self._children: list[Episode] = []
         self._finished: list[Callable[[], Awaitable[None]]] = []
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Messages of the conversation, prompt included."""
-        return [*(self.sample.messages or []), *self.log.messages]
+        """Messages of the current conversation, prompt included: what the policy sees."""
+        begin = self.sample.messages or [] if self._rewritten is None else self._rewritten
+        return [*begin, *self.log.messages[self._logged_before :]]
 
     @property
     def tokens_left(self) -> int:
         """Remaining tokens of the episode's limit, sampled or not."""
-        return self.budget.limits.tokens - sum(len(segment.response_ids) for segment in self.segments)
+        segments = [segment for episode in self._relatives for segment in episode.segments]
+        return self.budget.limits.tokens - sum(len(segment.response_ids) for segment in segments)
 
     # turns -----------------------------------------------------------------------------------------------------------
 
@@ -123,6 +129,53 @@ class Episode:
         """Begin a new segment after the history was rewritten. Each segment becomes a trajectory."""
         self.ledger = TokenLedger(prompt_ids)
         self.segments.append(self.ledger)
+
+    def rewrite(self, messages: Sequence[dict[str, Any]], prompt_ids: Sequence[int]) -> None:
+        """Begin a new segment with another conversation in place of the one so far; the log keeps all of it.
+
+        Args:
+            messages: the conversation.
+            prompt_ids: its tokens, after which the policy takes its next turn.
+        """
+        self._rewritten, self._logged_before = list(messages), len(self.log.messages)
+        self.begin(prompt_ids)
+
+    def child(self, messages: list[dict[str, Any]], prompt_ids: Sequence[int]) -> Episode:
+        """Return an episode of a sub-agent: a conversation of its own, within the limits of this one.
+
+        It belongs to this episode after :meth:`absorb_children`.
+        """
+        number = len(self._children)
+        turn = self.log.assistant_turns
+        sample = dataclasses.replace(self.sample, messages=messages, prompt_ids=list(prompt_ids))
+        seed = derive_seed(self.seed, "child", turn, number)
+        keeps = self.session is not None
+        child = Episode(
+            sample, self.index, self.client, self.sampling, self.budget.limits, seed=seed, keeps_session=keeps
+        )
+        child.name = f"{self.name}/{turn}.{number}"
+        child.session = child.name if keeps else None
+        child.started, child.budget, child._relatives = self.started, self.budget, self._relatives
+        self._relatives.append(child)
+        self._children.append(child)
+        return child
+
+    def absorb_children(self) -> None:
+        """Take the segments, turns and calls of finished sub-agents; they precede the segment that called them."""
+        for child in self._children:
+            place = len(self.log.turn_rewards) - len(self.ledger.turns)
+            for call in self.log.calls:
+                call.turn += child.log.assistant_turns if call.turn >= place else 0
+            for call in child.log.calls:
+                call.turn += place
+            self.segments[-1:-1] = child.segments
+            self.log.turn_rewards[place:place] = child.log.turn_rewards
+            self.log.assistant_turns += child.log.assistant_turns
+            self.log.calls += child.log.calls
+            self.log.conversations.append([*(child.sample.messages or []), *child.log.messages])
+            self.log.generate_seconds += child.log.generate_seconds
+            self._relatives.remove(child)
+        self._children = []
 
     def adopt(self, conversations: Sequence[TokenLedger]) -> None:
         """Replace the segments of this episode by conversations that were played elsewhere."""

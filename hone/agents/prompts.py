@@ -11,6 +11,8 @@ from hone.agents.context import EpisodeContext
 from hone.agents.environment_loop import EnvironmentLoop
 from hone.agents.environments.base import make_environment
 from hone.agents.messages import check_text
+from hone.agents.tool_agent import ToolAgent
+from hone.agents.tools.delegate import SCHEMA as DELEGATE
 from hone.data.prompts import ToolsOf
 from hone.data.types import Sample
 from hone.errors import DataError
@@ -41,7 +43,9 @@ def tools_of(context: EpisodeContext) -> ToolsOf:
         if issubclass(loop, EnvironmentLoop):
             spec = sample.extra_info.get("environment") or {}
             return make_environment(spec["name"], spec.get("options") or {}).tools if "name" in spec else ()
-        return context.toolbox.schemas(sample.extra_info.get("tool_selection"))
+        schemas = context.toolbox.schemas(sample.extra_info.get("tool_selection"))
+        delegates = context.multi_turn.subagents and issubclass(loop, ToolAgent)
+        return [*schemas, DELEGATE] if delegates else schemas
 
     return tools
 

@@ -7,6 +7,31 @@ from typing import Any
 
 from hone.config.fields import block, choice, named, number, texts
 
+_WRAPPER_TOKENS, _REQUEST_TOKENS = 32, 64
+"""Upper bounds of the usual templates: tokens around a tool result, and those of the request for a summary."""
+
+
+@dataclass
+class CompactionConfig:
+    """Rewriting of conversations that would outgrow their context, in episodes of any length. See docs/agents.md."""
+
+    strategy: str | None = choice(None, "summarize", "drop_results")
+    """summarize: the policy writes a summary, which replaces the conversation; drop_results: older tool results lose their contents.
+    null: an episode ends where its conversation ends."""
+    context_tokens: int | None = number(None, low=1)
+    """Most tokens of one conversation, its prompt included; the engine and the model need no more. data.max_response_length then limits all
+    conversations of an episode together."""
+    keep_turns: int = number(1, low=0)
+    """Latest turns that stay as they are, with the results of their calls; drop_results keeps at least one."""
+    instruction: str = (
+        "Summarize what you have done and found so far. Only the summary will be left of this conversation."
+    )
+    """Message that asks for a summary."""
+    max_summary_tokens: int = number(256, low=1)
+    """Most tokens of a summary."""
+    reserve_tokens: int | None = number(None, low=0)
+    """Tokens that stay free after a turn, for the results of its calls and then for the summary; null means enough for the longest."""
+
 
 @dataclass
 class MultiTurnConfig:
@@ -44,6 +69,11 @@ class MultiTurnConfig:
     """Retries of a call after a timeout or an error of the tool (not after invalid arguments)."""
     tool_concurrency: int = number(64, low=1)
     """Most concurrent calls of one tool; `concurrency` of a tool in the tool file takes precedence."""
+    compaction: CompactionConfig = block(CompactionConfig)
+    """Rewriting of conversations that would outgrow their context."""
+    subagents: bool = False
+    """Give the policy of the loop tool_agent a tool `delegate`, which plays a task in a conversation of its own, with the same tools
+    and weights, and returns the last answer. The conversations of an episode are trained together with one reward."""
     format: str = "auto"
     """Format of the model's tool calls: auto (by its chat template), or a parser: hermes, qwen3_coder, harmony, llama3_json, gemma,
     pythonic, deepseek, kimi."""
@@ -52,6 +82,15 @@ class MultiTurnConfig:
     tokenization_sanity_check_mode: str = choice("ignore_strippable", "strict", "ignore_strippable", "disable")
     """Compare the tokens of every episode with its conversation rendered again: strict counts every difference,
     ignore_strippable ignores white space, disable skips the check. Training always uses the sampled tokens."""
+
+    @property
+    def compaction_reserve(self) -> int:
+        """Tokens that stay free after a turn: for the results of its calls, and for a summary with its request."""
+        config = self.compaction
+        if config.reserve_tokens is not None:
+            return config.reserve_tokens
+        results = self.max_parallel_calls * (self.max_tool_response_length + _WRAPPER_TOKENS)
+        return results + (config.max_summary_tokens + _REQUEST_TOKENS if config.strategy == "summarize" else 0)
 
 
 @dataclass

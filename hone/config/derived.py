@@ -393,6 +393,14 @@ def derived_lines(config: AnyConfig) -> list[Derived]:
     return lines
 
 
+def longest_sequence(config: RLConfig) -> int:
+    """Return the maximum number of tokens that the model sees at once: prompt and response, or a conversation that compaction limits."""
+    compaction = config.actor_rollout_ref.rollout.multi_turn.compaction
+    if compaction.strategy is not None and compaction.context_tokens is not None:
+        return compaction.context_tokens
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
 def holds_reference(config: AnyConfig) -> bool:
     """Return whether an offline run keeps a second copy of the model for the reference log-probs."""
     if not isinstance(config, PreferenceConfig) or config.ref.mode not in ("auto", "copy"):

@@ -16,6 +16,8 @@ class EpisodeEnd(StrEnum):
     """The environment or the simulated user ended the episode."""
     TOKENS = "tokens"
     """``data.max_response_length``: sampled tokens, tool results and user turns together."""
+    CONTEXT = "context"
+    """``multi_turn.compaction.context_tokens``: the rewritten conversation does not fit either."""
     ASSISTANT_TURNS = "assistant_turns"
     """``multi_turn.max_assistant_turns``."""
     USER_TURNS = "user_turns"
@@ -94,8 +96,9 @@ class EpisodeLog:
         no_verdict: whether the error is a failure of infrastructure (:class:`~hone.errors.NoVerdict`).
         tokenization: how its tokens differ from its conversation rendered again, None if they are equal or were not compared.
         retries: times it was played again after an error.
+        conversations: conversations of sub-agents, in the order of their calls.
         generate_seconds: wait for the engine.
-        tool_seconds: wait for tools, environment and user.
+        tool_seconds: wait for tools, environment and user; that for a sub-agent includes its turns.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -110,6 +113,7 @@ class EpisodeLog:
     no_verdict: bool = False
     tokenization: str | None = None
     retries: int = 0
+    conversations: list[list[dict[str, Any]]] = field(default_factory=list)
     generate_seconds: float = 0.0
     tool_seconds: float = 0.0
 
@@ -139,6 +143,7 @@ class EpisodeLog:
             "error": self.error,
             "tokenization": self.tokenization,
             "retries": self.retries,
+            "conversations": self.conversations,
         }
 
     def costs(self) -> dict[str, Any]:

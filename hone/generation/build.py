@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import device as Device
 
-from hone.config.derived import RunSpec
+from hone.config.derived import RunSpec, longest_sequence
 from hone.config.tree import RLConfig
 from hone.errors import ConfigError
 from hone.generation import ENGINES, is_served
@@ -72,7 +72,7 @@ def build_engine(
         dtype=engine_dtype(config),
         max_num_seqs=rollout.max_num_seqs,
         max_cache_tokens=rollout.max_cache_tokens,
-        max_model_len=_max_model_len(config),
+        max_model_len=longest_sequence(config),
         **arguments,
     )
 
@@ -231,7 +231,7 @@ def launch_plan(config: RLConfig, *, number: int, threads: int, devices: tuple[s
         tokenizer=_place(model.tokenizer_path or model.path),
         dtype=engine_dtype(config),
         max_num_seqs=rollout.max_num_seqs,
-        max_model_len=_max_model_len(config),
+        max_model_len=longest_sequence(config),
         max_cache_tokens=rollout.max_cache_tokens,
         options=engine_options(rollout),
         cpus=cores_of(number, threads),
@@ -298,10 +298,6 @@ def engine_dtype(config: RLConfig) -> str:
     return dtype_on(run_device(config.trainer.device), dtype)
 
 
-def _max_model_len(config: RLConfig) -> int:
-    return config.data.max_prompt_length + config.data.max_response_length
-
-
 def _check_attached(engine: ServedEngine, url: str, config: RLConfig) -> None:
     """Check that an attached server is the configured engine, with its dtype and sequence length.
 
@@ -312,11 +308,11 @@ def _check_attached(engine: ServedEngine, url: str, config: RLConfig) -> None:
     problem, fix = "", ""
     if server_info["engine"] != rollout.name:
         problem, fix = f"is {server_info['engine']}, not {rollout.name}", f"rollout.name={server_info['engine']}"
-    elif server_info["max_model_len"] < _max_model_len(config):
+    elif server_info["max_model_len"] < longest_sequence(config):
         problem = (
-            f"serves at most {server_info['max_model_len']} tokens, but a sequence may have {_max_model_len(config)}"
+            f"serves at most {server_info['max_model_len']} tokens, but a sequence may have {longest_sequence(config)}"
         )
-        fix = f"hone engines serve ... --max-model-len {_max_model_len(config)}"
+        fix = f"hone engines serve ... --max-model-len {longest_sequence(config)}"
     elif server_info["dtype"] != engine_dtype(config):
         problem, fix = (
             f"computes in {server_info['dtype']}, not {engine_dtype(config)}",

@@ -181,6 +181,35 @@ def tool_results_fit(config: RLConfig) -> Iterator[Finding]:
             )
 
 
+@rule("R37", RLConfig)
+def conversations_fit(config: RLConfig) -> Iterator[Finding]:
+    """A conversation that is rewritten has space for its prompt, a turn, the results of its calls, and the summary."""
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    compaction, turn, where = multi_turn.compaction, multi_turn.max_tokens_per_turn, f"{MULTI_TURN}.compaction"
+    if compaction.strategy is None:
+        return
+    if compaction.context_tokens is None or turn is None:
+        key, value = (
+            (f"{where}.context_tokens", 8192) if turn is not None else (f"{MULTI_TURN}.max_tokens_per_turn", 1024)
+        )
+        yield error(
+            f"{where}.strategy={compaction.strategy} without {key}",
+            why="a conversation is rewritten while the next turn still fits",
+            fix=f"{key}={value}",
+            where=key,
+        )
+        return
+    prompt, reserve = config.data.max_prompt_length, multi_turn.compaction_reserve
+    if prompt + turn + reserve > compaction.context_tokens:
+        yield error(
+            f"context_tokens={compaction.context_tokens} < {prompt + turn + reserve}: data.max_prompt_length={prompt} + "
+            f"max_tokens_per_turn={turn} + {reserve} tokens for results and summary",
+            why="a new conversation would be rewritten before its first result",
+            fix=f"{where}.context_tokens={2 * (prompt + turn + reserve)}, or smaller limits of turns, results and summaries",
+            where=f"{where}.context_tokens",
+        )
+
+
 @rule("R37", RLConfig, stage=Stage.TEMPLATE)
 def tool_limits_cover_the_prompts(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
     """The limits on tool results and calls allow what the prompts show."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hone.config.derived import RunSpec
+from hone.config.derived import RunSpec, longest_sequence
 from hone.config.preference import PreferenceConfig, RewardModelConfig
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
@@ -101,11 +101,17 @@ def many_updates(config: RLConfig) -> Iterator[Finding]:
         )
 
 
+def _longest_keys(config: RLConfig) -> str:
+    data, compaction = config.data, config.actor_rollout_ref.rollout.multi_turn.compaction
+    if compaction.strategy is not None:
+        return "multi_turn.compaction.context_tokens"
+    return f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length}"
+
+
 @rule("R29", RLConfig)
 def token_budgets(config: RLConfig) -> Iterator[Finding]:
     """Every token budget is at least the longest sequence."""
-    data, roles = config.data, config.actor_rollout_ref
-    longest = data.max_prompt_length + data.max_response_length
+    roles, longest = config.actor_rollout_ref, longest_sequence(config)
     budgets = {
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": roles.actor.ppo_max_token_len_per_gpu,
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": roles.ref.log_prob_max_token_len_per_gpu,
@@ -115,8 +121,7 @@ def token_budgets(config: RLConfig) -> Iterator[Finding]:
     for key, budget in budgets.items():
         if budget is not None and budget < longest:
             yield error(
-                f"{key.rpartition('.')[2]}={budget} tokens < data.max_prompt_length={data.max_prompt_length} + "
-                f"data.max_response_length={data.max_response_length} = {longest}",
+                f"{key.rpartition('.')[2]}={budget} tokens < {longest}, {_longest_keys(config)}",
                 why="the longest sequence does not fit",
                 fix=f"{key}={2 * longest} or more, or shorter sequences",
                 where=key,

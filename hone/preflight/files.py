@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hone.config.derived import RunSpec
+from hone.config.derived import RunSpec, longest_sequence
 from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
@@ -134,8 +134,9 @@ def model_length(config: AnyConfig) -> Iterator[Finding]:
     settings = {**settings.get("text_config", {}), **settings}
     positions = settings.get("max_position_embeddings") or settings.get("n_positions")
     if isinstance(config, RLConfig):
-        needed = config.data.max_prompt_length + config.data.max_response_length
-        keys = "data.max_prompt_length + data.max_response_length"
+        needed, keys = longest_sequence(config), "data.max_prompt_length + data.max_response_length"
+        if config.actor_rollout_ref.rollout.multi_turn.compaction.strategy is not None:
+            keys = "multi_turn.compaction.context_tokens"
     else:
         needed, keys = config.data.max_length, "data.max_length"
     if isinstance(positions, int) and positions < needed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from hone.config.derived import RunSpec
+from hone.config.derived import RunSpec, longest_sequence
 from hone.config.dtypes import DtypeKey, dtype_keys, is_narrow
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig, model_block
@@ -120,8 +120,7 @@ def reference_log_probs_match_the_policy(config: RLConfig) -> Iterator[Finding]:
 @rule("R29", RLConfig)
 def budget_for_two_sequences(config: RLConfig) -> Iterator[Finding]:
     """A micro-batch fits at least two sequences of maximum length."""
-    data, budget = config.data, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-    longest = data.max_prompt_length + data.max_response_length
+    budget, longest = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, longest_sequence(config)
     if longest <= budget < 2 * longest:
         yield warning(
             f"ppo_max_token_len_per_gpu={budget} tokens is less than two sequences of {longest}",

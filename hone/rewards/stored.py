@@ -84,4 +84,7 @@ def _episode(record: Mapping[str, Any]) -> EpisodeLog:
         "tokenization",
         "retries",
     )
-    return EpisodeLog(end=EpisodeEnd(record["end"]), calls=calls, **{name: record[name] for name in names})
+    known = {name: record[name] for name in names}
+    return EpisodeLog(
+        end=EpisodeEnd(record["end"]), calls=calls, conversations=record.get("conversations", []), **known
+    )

@@ -186,6 +186,13 @@ class Continuations:
         self._engine, self._context, self._sample = engine, context, sample
         self._sampling, self._turns, self._seed = sampling, turns, seed
         loop = Player(engine, context).loop_of(sample)
+        if context.multi_turn.subagents:
+            raise ConfigError(
+                "episodes with sub-agents cannot be forked",
+                why="their conversations run at the same time, and the record does not say in which order",
+                fix="fork episodes of a run with actor_rollout_ref.rollout.multi_turn.subagents=false",
+                where="agent_name",
+            )
         if loop.several_turns and not isinstance(loop, ChatLoop):
             raise ConfigError(
                 f"episodes of the loop '{type(loop).__name__}' cannot be forked",

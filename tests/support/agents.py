@@ -86,10 +86,16 @@ def setting(tools: Sequence[Any] = (), agent: dict[str, Any] | None = None, **mu
 
 
 def play(
-    made: EpisodeContext, script: Script, samples: Sequence[Sample], *, n: int = 1, max_tokens: int = 400
+    made: EpisodeContext,
+    script: Script,
+    samples: Sequence[Sample],
+    *,
+    n: int = 1,
+    max_tokens: int = 400,
+    engine_type: type[ScriptedEngine] = ScriptedEngine,
 ) -> tuple[list[Trajectory], ScriptedEngine]:
     """Play the samples; returns the trajectories and the engine."""
-    engine = ScriptedEngine(made.tokenizer, script)
+    engine = engine_type(made.tokenizer, script)
     player = Player(engine, made)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(made.tokenizer.eos_token_id,))
     seeds = {(s.uid, index): number for number, (s, index) in enumerate((s, i) for s in samples for i in range(n))}

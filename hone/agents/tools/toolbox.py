@@ -93,11 +93,7 @@ class Toolbox:
 
     def invalid(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """Describe how the arguments violate the tool's schema; None if they are valid."""
-        errors = sorted(self._validators[name].iter_errors(arguments), key=lambda error: list(map(str, error.path)))
-        texts = [
-            f"{'.'.join(map(str, error.path)) or 'arguments'}: {error.message}" for error in errors[:_MAX_SHOWN_ERRORS]
-        ]
-        return "; ".join(texts) or None
+        return _violations(self._validators[name], arguments)
 
     def gate(self, tool: Tool) -> asyncio.Semaphore:
         """Return the semaphore that limits concurrent calls of a tool."""
@@ -168,6 +164,26 @@ class ToolSession:
         self._states: dict[str, asyncio.Future[Any]] = {}
         self._executed = 0
         self._stack = AsyncExitStack()
+        self._added: dict[str, Tool] = {}
+        self._owner = self
+
+    def add(self, tool: Tool) -> None:
+        """Add a tool of this episode alone; it replaces one of the run with the same name."""
+        self.schemas = [*(schema for schema in self.schemas if schema["function"]["name"] != tool.name), tool.schema]
+        self._added[tool.name] = tool
+        self._names = [schema["function"]["name"] for schema in self.schemas]
+
+    def shared_with(self, episode: Episode, schemas: Sequence[Schema]) -> ToolSession:
+        """Return these tools for a sub-agent, with their states, which this session releases.
+
+        Args:
+            episode: of the sub-agent; it has the maximum number of calls of an episode.
+            schemas: schemas of the tools that it has.
+        """
+        session = ToolSession(self.toolbox, episode, self._tokenizer)
+        session.schemas, session._owner = list(schemas), self._owner  # noqa: SLF001
+        session._names = [schema["function"]["name"] for schema in schemas]  # noqa: SLF001
+        return session
 
     async def __aenter__(self) -> ToolSession:
         return self
@@ -220,9 +236,14 @@ class ToolSession:
         if call.name not in self._names:
             there = ", ".join(self._names)
             return _Answer(CallStatus.UNKNOWN_TOOL, f"error: there is no tool '{call.name}'; there are: {there}")
-        wrong = self.toolbox.invalid(call.name, call.arguments)
+        added = self._added.get(call.name)
+        wrong = (
+            _violations(_validator(added), call.arguments) if added else self.toolbox.invalid(call.name, call.arguments)
+        )
         if wrong is not None:
             return _Answer(CallStatus.INVALID_ARGUMENTS, f"error: {wrong}")
+        if added is not None:
+            return await self._execute(added, call.arguments)
         tool = self.toolbox[call.name]
         async with self.toolbox.gate(tool):
             return await self._execute(tool, call.arguments)
@@ -255,6 +276,8 @@ class ToolSession:
 
     async def _state(self, tool: Tool) -> Any:
         """Return the episode's state, created at the first call; concurrent calls wait for the same state."""
+        if self._owner is not self:
+            return await self._owner._state(tool)  # noqa: SLF001
         future = self._states.get(tool.name)
         if future is None or (future.done() and (future.cancelled() or future.exception() is not None)):
             future = self._states[tool.name] = asyncio.ensure_future(self._create(tool))
@@ -273,6 +296,15 @@ class ToolSession:
 
     def _row_arguments(self, tool: Tool, step: str) -> dict[str, Any]:
         return dict((self._kwargs.get(tool.name) or {}).get(f"{step}_kwargs") or {})
+
+
+def _violations(validator: Any, arguments: Mapping[str, Any]) -> str | None:
+    """Describe how arguments violate a schema; None if they are valid."""
+    errors = sorted(validator.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+    texts = [
+        f"{'.'.join(map(str, error.path)) or 'arguments'}: {error.message}" for error in errors[:_MAX_SHOWN_ERRORS]
+    ]
+    return "; ".join(texts) or None
 
 
 def _over_limit(allowed: int, exhausted: bool) -> str:

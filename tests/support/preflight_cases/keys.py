@@ -223,6 +223,14 @@ METHODS = [
         warns=True,
     ),
     Case(
+        "R37 agents.conversations_fit",
+        f"{MULTI}.compaction.context_tokens=700",
+        ("context_tokens=700 < 848", "=512", "=80", "256 tokens"),
+        fix=f"{MULTI}.compaction.context_tokens=1696",
+        given=f"{TOOLS} {SHOWN} {MULTI}.compaction.strategy=drop_results {MULTI}.max_tokens_per_turn=80"
+        f" {MULTI}.compaction.reserve_tokens=256",
+    ),
+    Case(
         "R38 agents.episodes_are_bounded",
         "",
         ("max_assistant_turns", "512 tokens"),

@@ -1,0 +1,82 @@
+"""Compaction: a conversation that would outgrow its context is rewritten, and the episode continues as a new segment.
+
+``summarize``: the policy writes a summary, which is in the next segment's prompt in place of the conversation. It is sampled
+and trained like every other turn, so a reward teaches what is worth writing down. ``drop_results``: the contents of older tool results
+are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hone.agents.messages import Message
+from hone.config.agents import CompactionConfig, MultiTurnConfig
+
+REMOVED = "(result removed)"
+"""Content of a tool result that was dropped."""
+SUMMARY = "What happened so far:"
+"""Line before a summary."""
+
+
+class Compactor:
+    """Decides when a conversation is rewritten, and how.
+
+    Args:
+        multi_turn: block ``rollout.multi_turn``.
+    """
+
+    def __init__(self, multi_turn: MultiTurnConfig) -> None:
+        self.config: CompactionConfig = multi_turn.compaction
+        self.reserve = multi_turn.compaction_reserve
+
+    @property
+    def asks(self) -> bool:
+        """True if the policy writes a summary."""
+        return self.config.strategy == "summarize"
+
+    @property
+    def instruction(self) -> Message:
+        """Message that asks for a summary."""
+        return {"role": "user", "content": self.config.instruction}
+
+    def is_due(self, tokens: int, turn: int) -> bool:
+        """Return whether a conversation is rewritten before its next turn.
+
+        Args:
+            tokens: of the conversation.
+            turn: maximum of the next turn.
+        """
+        limit = self.config.context_tokens
+        return self.config.strategy is not None and limit is not None and tokens + turn + self.reserve > limit
+
+    def without_results(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the conversation without the contents of its tool results, except those of the latest ``keep_turns`` turns."""
+        kept = len(messages) - len(latest_turns(messages, max(1, self.config.keep_turns)))
+        return [
+            {**message, "content": REMOVED} if message["role"] == "tool" and place < kept else message
+            for place, message in enumerate(messages)
+        ]
+
+    def summarized(self, prompt: Sequence[Message], messages: Sequence[Message], summary: str) -> list[Message]:
+        """Return the conversation that follows a summary.
+
+        Args:
+            prompt: messages of the episode's prompt; the summary is added to the last one of the user.
+            messages: the conversation before the request for a summary.
+            summary: text of the policy.
+        """
+        last = max((place for place, message in enumerate(prompt) if message["role"] == "user"), default=None)
+        note = f"{SUMMARY}\n{summary}"
+        if last is None:
+            begin = [*prompt, {"role": "user", "content": note}]
+        else:
+            request: dict[str, Any] = {**prompt[last], "content": f"{prompt[last]['content']}\n\n{note}"}
+            begin = [*prompt[:last], request, *prompt[last + 1 :]]
+        return [*begin, *latest_turns(messages, self.config.keep_turns)]
+
+
+def latest_turns(messages: Sequence[Message], count: int) -> list[Message]:
+    """Return the last ``count`` turns of the policy, each with the messages that follow it."""
+    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    return list(messages[turns[-min(count, len(turns))] :]) if count and turns else []
