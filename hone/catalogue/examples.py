@@ -47,6 +47,7 @@ def batch_of_four() -> tuple[Tensor, Tensor, dict[str, Any]]:
         "reward_components": {"right": torch.tensor(SCORES), "format": torch.tensor([1.0, 1.0, 0.0, 1.0])},
         "turn_ids": (torch.arange(4) >= 2).long().expand(4, 4),
         "turn_group_ids": [["first", "first", "second", "second"] for _ in range(4)],
+        "turn_values": [{}, {1: 0.5}, {1: 0.0}, {}],
     }
     return rewards, mask, inputs
 
