@@ -119,7 +119,7 @@ class Book:
     ) -> tuple[str, list[dict[str, Any]]]:
         """Return the summary that a part of an episode begins with, and its turns."""
         window, pages = self.options.window, self.options.pages
-        start = draw.randrange(pages)
+        start = draw.randrange(pages + 1)
         stop = min(start + draw.randint(1, window), pages)
         summary = self._summary(draw, start, code if place <= start else None)
         note = f"\n\n{SUMMARY}\n{summary}" if start else ""
@@ -128,7 +128,7 @@ class Book:
         for number in range(start, stop):
             key = f"page {number + 1}"
             turns += [calls("lookup", number, key=key), result("lookup", texts[number], number)]
-        if stop == pages:
+        if stop == pages and (start == pages or draw.random() < 0.5):
             return note, [*turns, says(f"#### {known or draw.choice(CODES)}")]
         return note, [*turns, {"role": "user", "content": INSTRUCTION}, says(self._summary(draw, stop, known))]
 
