@@ -37,7 +37,11 @@ WORDS = (
     "oak",
     "pine",
 )
-CODES = ("Falcon", "Tiger", "Walrus", "Panda", "Otter", "Heron", "Camel", "Bison", "Gecko", "Koala", "Lemur", "Moose")
+CODES = (
+    *("Falcon", "Tiger", "Walrus", "Panda", "Otter", "Heron", "Camel", "Bison", "Gecko", "Koala", "Lemur", "Moose"),
+    *("Badger", "Beaver", "Bobcat", "Cobra", "Coyote", "Crane", "Donkey", "Eagle", "Ferret", "Gopher", "Hamster", "Hornet"),
+    *("Iguana", "Jackal", "Jaguar", "Lizard", "Llama", "Lobster", "Magpie", "Mantis", "Marten", "Monkey", "Parrot", "Pelican"),
+)
 INSTRUCTION = "Summarize."
 """Request for a summary in the demonstrations; ``multi_turn.compaction.instruction`` of a run."""
 
@@ -56,7 +60,7 @@ class BookOptions:
     """
 
     pages: int = 6
-    words: int = 8
+    words: int = 4
     window: int = 3
     forgets: int = 0
     demonstrations: int = 1
@@ -76,7 +80,7 @@ class Book:
             f"window={options.window}, pages={options.pages}: not 1 <= window <= pages <= 99",
             "pages=6 window=3",
         )
-        check(1 <= options.words <= 200, f"words={options.words} is not in 1..200", "words=8")
+        check(1 <= options.words <= 200, f"words={options.words} is not in 1..200", "words=4")
         check(0 <= options.forgets <= 100, f"forgets={options.forgets} is not in 0..100 percent", "forgets=60")
         check(
             options.demonstrations in (0, 1),
