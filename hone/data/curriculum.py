@@ -1,7 +1,7 @@
 """Samplers other than the plain epoch: mixtures of data sources, easy rows first, rows of medium pass rate first.
 
-All have the interface of :class:`~hone.data.sampler.EpochSampler`. ``epoch`` is the number of drawn rows divided by the size
-of the dataset.
+A curriculum of stages is in :mod:`hone.data.stages`. All have the interface of :class:`~hone.data.sampler.EpochSampler`. ``epoch``
+is the number of drawn rows divided by the size of the dataset.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hone.data.custom import custom_sampler
 from hone.data.prompts import PromptDataset
 from hone.data.sampler import EpochSampler
 from hone.data.seeding import derive_seed
+from hone.data.stages import RowFacts, StagedSampler, nested_entry, read_stages, rows_of_stages
 from hone.errors import CheckpointError, DataError, did_you_mean
 
 FLOOR = 0.02
@@ -28,12 +29,17 @@ def make_sampler(config: DataConfig, dataset: PromptDataset, seed: int) -> Epoch
     """Return the sampler that ``data.sampler`` selects.
 
     Raises:
-        ConfigError: the user's sampler class cannot be loaded.
-        DataError: the dataset does not fill a batch, a weight's source has no rows, or a row has no difficulty.
+        ConfigError: the user's sampler class cannot be loaded, or the stages of a curriculum are invalid.
+        DataError: the dataset does not fill a batch, a weight's source or a stage has no rows, or a row has no difficulty.
     """
     if config.sampler.class_path is not None:
         return custom_sampler(config, dataset, seed)
     size, batch_size, name = len(dataset), config.train_batch_size, config.sampler.name
+    if name == "stages":
+        stages, samples = read_stages(config.sampler.stages), [dataset[row] for row in range(size)]
+        facts = [RowFacts(sample.data_source, sample.agent_name, sample.extra_info) for sample in samples]
+        rows, keep_earlier = rows_of_stages(stages, facts), config.sampler.keep_earlier
+        return StagedSampler(stages, rows, size, batch_size, seed=seed, keep_earlier=keep_earlier)
     weights, key, kind = config.sampler.weights, config.sampler.difficulty_key, config.sampler.pass_rate_of
     if name == "mixture":
         return MixtureSampler([dataset[row].data_source for row in range(size)], weights, batch_size, seed=seed)
@@ -219,9 +225,7 @@ def difficulties(rows: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> lis
     """
     levels = []
     for name, extra in rows:
-        level: Any = extra
-        for part in key.split("."):
-            level = level.get(part) if isinstance(level, Mapping) else None
+        level = nested_entry(extra, key)
         if not isinstance(level, int | float) or isinstance(level, bool) or not math.isfinite(level):
             raise DataError(
                 f"row {name}: extra_info.{key} is {level!r}, not a number",

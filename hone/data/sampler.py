@@ -52,6 +52,10 @@ class EpochSampler:
     def observe(self, rates: Mapping[int, float]) -> None:
         """Receive the measured pass rate (0 to 1) of rows; this sampler ignores it."""
 
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the order at this step; a plain epoch has none."""
+        return {}
+
     @property
     def steps_per_epoch(self) -> int:
         """Return the number of batches per epoch; the last ``size % batch_size`` rows are left out."""

@@ -29,6 +29,19 @@ _TRAINING = (
     MetricSpec("training/global_step", "steps", _LAST, "Number of the step, counted from 1; 0 means before training."),
     MetricSpec("training/epoch", "epochs", _LAST, "Pass over the training data, of the step's prompts."),
     MetricSpec(
+        "curriculum/stage", "stages", _LAST, "Stage of the latest drawn prompts (data.sampler.name=stages), from 1."
+    ),
+    MetricSpec(
+        "curriculum/forced",
+        "stages",
+        _LAST,
+        "Stages that began after max_batches of the stage before, without success.",
+        "> 0: the stage before is too hard, or its gate too high",
+    ),
+    MetricSpec(
+        "curriculum/success/<stage>", "pass rate", _LAST, "Mean pass rate of the latest groups drawn for this stage."
+    ),
+    MetricSpec(
         "async/age/mean",
         "updates",
         _MEAN,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hone.config.tree import RLConfig
 from hone.data.files import Row
-from hone.errors import Finding, HoneError
+from hone.errors import DataError, Finding, HoneError
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Stage, error, rule, warning
 
@@ -145,7 +145,25 @@ def agents_and_tools_exist(config: RLConfig, evidence: Evidence) -> Iterator[Fin
         yield Finding(problem, stops=True)
         return
     yield from checks.tool_names(rows, known_tools)
+    yield from _noise(rows)
     yield from _environments(rows)
+
+
+def _noise(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Report the first row whose noise of a tool is not valid."""
+    from hone.agents.tools.noise import noise_of_row
+
+    for row in rows:
+        extra = row.values.get("extra_info")
+        tools = extra.get("tools_kwargs") if isinstance(extra, Mapping) else None
+        for name, entry in tools.items() if isinstance(tools, Mapping) else ():
+            if isinstance(entry, Mapping) and entry.get("noise"):
+                try:
+                    noise_of_row(str(name), entry["noise"])
+                except DataError as problem:
+                    where = f"{row.where}, {problem.where}"
+                    yield Finding(DataError(problem.what, fix=problem.fix, where=where, code="R48"), stops=True)
+                    return
 
 
 @rule("R35", RLConfig, stage=Stage.TEMPLATE)

@@ -228,6 +228,7 @@ def _order_switches(config: RLConfig) -> list[Switch]:
         Switch((f"{key}.weights",), name == "mixture", reason, f"{key}.name=mixture", stops=True),
         Switch((f"{key}.difficulty_key",), by_level, reason, f"{key}.name=difficulty", stops=True),
         Switch((f"{key}.pass_rate_of",), name == "pass_rate", reason, f"{key}.name=pass_rate", stops=True),
+        Switch((f"{key}.stages", f"{key}.keep_earlier"), name == "stages", reason, f"{key}.name=stages", stops=True),
         Switch(("data.shuffle",), name == "epoch", f"{reason} has its own order", f"{key}.name=epoch"),
     ]
 

@@ -12,7 +12,7 @@ from hone.config.sft import SFTConfig
 from hone.config.tree import RLConfig
 from hone.config.trees import TREES, AnyConfig
 from hone.data.files import Row
-from hone.errors import DataError, Finding
+from hone.errors import ConfigError, DataError, Finding
 from hone.preflight.evidence import Evidence
 from hone.preflight.rules import Stage, error, rule
 
@@ -73,6 +73,24 @@ def sampler_fits_the_rows(config: RLConfig, evidence: Evidence) -> Iterator[Find
         elif sampler.name == "difficulty" or (sampler.name, sampler.pass_rate_of) == ("pass_rate", "difficulty"):
             difficulties([(row.uid, row.values.get("extra_info") or {}) for row in rows], sampler.difficulty_key)
     except DataError as problem:
+        yield Finding(problem, stops=True)
+
+
+@rule("R82", RLConfig, stage=Stage.FILES)
+def stages_have_gates_and_rows(config: RLConfig, evidence: Evidence) -> Iterator[Finding]:
+    """The stages of a curriculum have gates with thresholds in range, and every stage has rows."""
+    from hone.data.stages import RowFacts, read_stages, rows_of_stages
+
+    sampler, key = config.data.sampler, config.data.reward_fn_key
+    if sampler.name != "stages" or sampler.class_path is not None:
+        return
+    try:
+        stages = read_stages(sampler.stages)
+        values = [row.values for row in evidence.train_rows]
+        facts = [RowFacts(row.get(key), row.get("agent_name"), row.get("extra_info") or {}) for row in values]
+        if facts:
+            rows_of_stages(stages, facts)
+    except (ConfigError, DataError) as problem:
         yield Finding(problem, stops=True)
 
 

@@ -439,6 +439,7 @@ class RLTrainer:
         self.metrics.update(coverage_metrics(self.rollouter.ledger))
         self.metrics.add("training/global_step", self.step)
         self.metrics.add("training/epoch", self.sampler.epoch)
+        self.metrics.update(self.sampler.metrics())
         memory_metrics(self.metrics)
         if is_served(self.config.actor_rollout_ref.rollout):
             self.metrics.update(await self.runtime.group("rollout").take_engine_metrics())

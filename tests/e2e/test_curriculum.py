@@ -2,6 +2,7 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 from support.world import metrics, rl_command
 
@@ -28,6 +29,44 @@ def test_a_curriculum_by_pass_rate_resumes_exactly(world, run, tmp_path):
     assert metrics(parts) == metrics(whole)
     assert asked(parts) == asked(whole) and len(asked(whole)) == 4
     assert len({tuple(uids) for uids in asked(whole)}) > 1, "not the same prompts in every step"
+
+
+STAGES = "data.sampler.stages=[{name:lenient,rows:{level:0},success:0.05,groups:8},{name:strict,rows:{level:1},success:1.0,max_batches:2},{name:all}]"
+
+
+@pytest.fixture
+def levels(world, tmp_path):
+    """The problems of the world in two levels."""
+    file = tmp_path / "levels.jsonl"
+    rows = [
+        row | {"extra_info": {"level": number % 2}} for number, row in enumerate(pq.read_table(world.train).to_pylist())
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_curriculum_of_stages_opens_by_success_and_resumes_exactly(world, run, levels, tmp_path):
+    overrides = (
+        f"data.train_files={levels}", "data.sampler.name=stages", STAGES, "data.sampler.keep_earlier=0.25",
+        "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.rollout_dump_freq=1",
+    )  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for directory, steps in ((whole, 6), (parts, 3), (parts, 6)):
+        ended = run(*rl_command(world, directory, "grpo", *overrides, f"trainer.total_training_steps={steps}"))
+        assert ended.code == 0, ended.output
+    assert metrics(parts) == metrics(whole)
+    assert asked(parts) == asked(whole)
+    rows = metrics(whole)
+    assert [row["curriculum/stage"] for row in rows] == sorted(row["curriculum/stage"] for row in rows)
+    scores = [row["critic/score/mean"] for row in rows]
+    assert rows[1]["curriculum/success/lenient"] == pytest.approx(sum(scores[:2]) / 2), "of the groups of two steps"
+    levels_of = [[int(uid.partition("~")[0].rpartition(":")[2]) % 2 for uid in uids[::4]] for uids in asked(whole)]
+    assert levels_of[:2] == [[0] * 4] * 2
+    strict = [number for number, row in enumerate(rows) if row["curriculum/stage"] == 2]
+    assert strict == [2, 3] and all(sorted(levels_of[step]) == [0, 1, 1, 1] for step in strict), (
+        "one row in four is kept"
+    )
+    assert rows[-1]["curriculum/stage"] == 3 and rows[-1]["curriculum/forced"] == 1
 
 
 CLASSES = """

@@ -66,7 +66,8 @@ class Tool(ABC):
 
     An episode's state is created at its first call, and released when the episode is over, however it ended.
     ``extra_info.tools_kwargs.<name>`` of a dataset row has additional arguments for the four methods: ``create_kwargs``,
-    ``execute_kwargs``, ``calc_reward_kwargs`` and ``release_kwargs``.
+    ``execute_kwargs``, ``calc_reward_kwargs`` and ``release_kwargs``. Its ``noise`` makes the tool fail at random in the episodes of
+    the row (:class:`~hone.agents.tools.noise.NoiseOptions`).
 
     An ``execute`` that never awaits runs in the order of the calls, so that a run is reproducible bit for bit. Blocking work (files,
     computation) belongs in a thread or a process.

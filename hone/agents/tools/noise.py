@@ -11,6 +11,7 @@ from typing import Any
 
 from hone.agents.tools.base import Tool, ToolError
 from hone.data.seeding import derive_seed
+from hone.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,29 @@ class Noisy(Tool):
     def close(self) -> None:
         """Close the wrapped tool."""
         self.tool.close()
+
+
+def with_noise(tool: Tool, options: Any) -> Noisy:
+    """Return a tool with the noise that a dataset row asks for, which replaces the noise of the run.
+
+    Raises:
+        DataError: ``options`` is not a mapping with the fields of :class:`NoiseOptions`.
+    """
+    return Noisy(tool.tool if isinstance(tool, Noisy) else tool, noise_of_row(tool.name, options))
+
+
+def noise_of_row(name: str, options: Any) -> NoiseOptions:
+    """Parse ``extra_info.tools_kwargs.<name>.noise`` of a row.
+
+    Raises:
+        DataError: see :func:`with_noise`.
+    """
+    try:
+        return NoiseOptions(**options)
+    except (TypeError, ValueError) as problem:
+        raise DataError(
+            f"the noise of tool '{name}' is not valid: {problem}",
+            fix='write {"failure_rate": 0.2, "latency": 0, "seed": 0}',
+            where=f"extra_info.tools_kwargs.{name}.noise",
+            code="R48",
+        ) from problem

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hone.agents.episode import Episode
 from hone.agents.messages import Message, ToolCall, tool_message
 from hone.agents.tools.base import Schema, Tool, ToolError, ToolResult
+from hone.agents.tools.noise import Noisy, with_noise
 from hone.agents.tools.truncation import truncate
 from hone.config.agents import MultiTurnConfig
 from hone.data.episode_log import CallRecord, CallStatus
@@ -161,6 +162,9 @@ class ToolSession:
         self._limits = toolbox.limits
         self._kwargs: Mapping[str, Mapping[str, Any]] = extra.get("tools_kwargs") or {}
         self._names = [schema["function"]["name"] for schema in self.schemas]
+        self._noisy: dict[str, Noisy] = {
+            name: with_noise(toolbox[name], self._kwargs[name]["noise"]) for name in self._names_with_noise()
+        }
         self._states: dict[str, asyncio.Future[Any]] = {}
         self._executed = 0
         self._stack = AsyncExitStack()
@@ -244,7 +248,7 @@ class ToolSession:
             return _Answer(CallStatus.INVALID_ARGUMENTS, f"error: {wrong}")
         if added is not None:
             return await self._execute(added, call.arguments)
-        tool = self.toolbox[call.name]
+        tool = self._noisy.get(call.name) or self.toolbox[call.name]
         async with self.toolbox.gate(tool):
             return await self._execute(tool, call.arguments)
 
@@ -293,6 +297,9 @@ class ToolSession:
         reward = await tool.calc_reward(state, **self._row_arguments(tool, "calc_reward"))
         if reward is not None:
             self.episode.log.facts[f"{tool.name}_reward"] = float(reward)
+
+    def _names_with_noise(self) -> list[str]:
+        return [name for name in self._names if (self._kwargs.get(name) or {}).get("noise")]
 
     def _row_arguments(self, tool: Tool, step: str) -> dict[str, Any]:
         return dict((self._kwargs.get(tool.name) or {}).get(f"{step}_kwargs") or {})

@@ -190,6 +190,14 @@ ROWS = [
         fix="data.sampler.weights={exact:1}",
     ),
     Case(
+        "R82 rows.stages_have_gates_and_rows",
+        "data.sampler.stages=[{name:first,rows:{data_source:gsm9k},success:0.5},{name:all}]",
+        ("'first'", "0 of 10 rows", "'exact'"),
+        advice="rows",
+        then="data.sampler.stages=[{name:first,rows:{data_source:exact},success:0.5},{name:all}]",
+        given="data.sampler.name=stages",
+    ),
+    Case(
         "R42 preference.preference_columns_exist",
         "data.chosen_key=better",
         ("'better' and 'rejected'",),

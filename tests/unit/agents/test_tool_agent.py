@@ -260,6 +260,22 @@ def test_a_row_chooses_its_tools_and_their_arguments():
         play(made, script, [sample(tool_selection=["nott"])])
 
 
+def test_a_row_makes_its_tools_noisy():
+    note = Recorder()
+    script = lambda name, turn: call("note", text=str(turn)) if turn < 20 else "done"  # noqa: E731
+    calm, noisy = sample(tools=[note.schema]), sample(tools=[note.schema])
+    noisy.uid, noisy.extra_info = "noisy", {"tools_kwargs": {"note": {"noise": {"failure_rate": 0.5, "seed": 1}}}}
+    played, _ = play(setting([note], max_assistant_turns=21), script, [calm, noisy], max_tokens=4000)
+    failed = {t.uid: sum(call.status is CallStatus.ERROR for call in t.episode.calls) for t in played}
+    assert failed["row"] == 0 and 3 <= failed["noisy"] <= 17
+    assert sum(name == "execute" for name, _ in note.life) == 40 - failed["noisy"], (
+        "a failed call does not reach the tool"
+    )
+    noisy.extra_info["tools_kwargs"]["note"]["noise"] = {"failure_rte": 0.5}
+    with raises(DataError, "failure_rte", "failure_rate", code="R48"):
+        play(setting([note]), script, [noisy])
+
+
 def test_long_results_are_cut_by_tokens():
     async def long(arguments):
         return "word " * 2_000_000

@@ -52,6 +52,12 @@ def findings_with_rows(rl: RLConfig, data: Path, changes: dict[str, Any], conten
             "R48",
             ["'calcluator'", "calculator"],
         ),
+        (
+            ENABLED | {f"{MULTI}.tool_config_path": "tools.yaml"},
+            {"extra_info": {"tools_kwargs": {"calculator": {"noise": {"failure_rate": 1.5}}}}},
+            "R48",
+            ["failure_rate=1.5", "tools_kwargs.calculator.noise"],
+        ),
         (ENABLED, {"agent_name": "interaction"}, "R48", ["interaction_config_path"]),
         (ENABLED | {LOOP: "tool_agnt"}, {}, "R48", ["'tool_agnt'", "tool_agent"]),
         (

@@ -179,6 +179,18 @@ def test_conversations(sft: SFTConfig, data: Path, messages: Any, stops: bool, w
         ({"difficulty_key": "level"}, "R23", ["data.sampler.name=difficulty"]),
         ({"pass_rate_of": "data_source"}, "R23", ["data.sampler.name=pass_rate"]),
         ({"name": "pass_rate", "pass_rate_of": "difficulty"}, "R42", ["extra_info.difficulty is None"]),
+        ({"keep_earlier": 0.1}, "R23", ["data.sampler.name=stages"]),
+        ({"name": "stages"}, "R82", ["0 stages", "data.sampler.stages"]),
+        (
+            {"name": "stages", "stages": [{"name": "a", "success": 1.5}, {"name": "b"}]},
+            "R82",
+            ["success=1.5", "data.sampler.stages[0]"],
+        ),
+        (
+            {"name": "stages", "stages": [{"name": "a", "success": 0.5}, {"name": "b", "rows": {"level": [1, 2]}}]},
+            "R82",
+            ["'b'", "0 of 10 rows", "level None"],
+        ),
     ],
 )
 def test_samplers(rl: RLConfig, sampler: dict[str, Any], code: str, words: list[str]) -> None:
@@ -197,7 +209,12 @@ def test_samplers_that_fit(rl: RLConfig, data: Path) -> None:
     assert list(findings(rl)) == []
     change(rl, {"data.sampler.name": "pass_rate", "data.sampler.pass_rate_of": "difficulty"})
     assert list(findings(rl)) == []
-    change(rl, {"data.sampler.pass_rate_of": "row", "data.sampler.difficulty_key": "difficulty", "data.shuffle": False})
+    stages = [{"name": "low", "rows": {"level": [0, 1]}, "success": 0.5}, {"name": "all"}]
+    plain = {"data.sampler.pass_rate_of": "row", "data.sampler.difficulty_key": "difficulty"}
+    change(rl, plain | {"data.sampler.name": "stages", "data.sampler.stages": stages, "data.sampler.keep_earlier": 0.2})
+    assert list(findings(rl)) == []
+    change(rl, {"data.sampler.name": "pass_rate", "data.sampler.stages": [], "data.sampler.keep_earlier": 0.0})
+    change(rl, {"data.shuffle": False})
     assert [(f.error.code, f.stops) for f in findings(rl)] == [("R23", False)]
 
 
