@@ -53,6 +53,16 @@ class DoctorConfig:
 
 
 @dataclass
+class EpisodePricesConfig:
+    """Prices of an episode of several turns, for the metric agent_loop/cost_aware_reward/mean. They change no reward."""
+
+    per_1k_tokens: float = number(0.1, low=0)
+    """Reward that a thousand tokens cost, those of tool results and users included."""
+    per_second: float = number(0.01, low=0)
+    """Reward that a second costs, from the start of an episode to its end."""
+
+
+@dataclass
 class RewardConfig:
     """Scoring of responses."""
 
@@ -93,6 +103,8 @@ class RewardConfig:
     max_output_kb: int | None = number(64, low=0)
     """KiB of printed text that each worker process may write to the log a minute; the rest is counted and not shown. null means no
     limit."""
+    episode_prices: EpisodePricesConfig = block(EpisodePricesConfig)
+    """Prices of an episode."""
     doctor: DoctorConfig = block(DoctorConfig)
     """The environment doctor."""
     max_retries: int = number(1, low=0)

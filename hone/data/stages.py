@@ -167,7 +167,9 @@ class StagedSampler(EpochSampler):
         self._batches = self._drawn = self._kept = 0  # of the present stage
         self._stage_of: dict[int, int] = {}  # of the rows that were drawn and not observed since
         self._rates = [deque[float](maxlen=stage.groups) for stage in self.stages]
-        counts = ", ".join(f"{stage.name}: {len(numbers)}" for stage, numbers in zip(self.stages, self._rows, strict=True))
+        counts = ", ".join(
+            f"{stage.name}: {len(numbers)}" for stage, numbers in zip(self.stages, self._rows, strict=True)
+        )
         unused = size - len(set().union(*self._rows))
         log.info("curriculum of %d stages, rows of each: %s; in no stage: %d", len(self.stages), counts, unused)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from hone.data.episode_log import CallRecord, CallStatus, EpisodeLog
+from hone.config.reward import EpisodePricesConfig
+from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.types import Trajectory
 from hone.insight.metric_spec import MetricSpec, Reduction
 
@@ -52,6 +53,14 @@ EPISODE_METRICS = (
         "defined by the environment",
         _MEAN,
         "Numbers that environments and tools report at the end of episodes.",
+    ),
+    MetricSpec(
+        "episode/plan_completion",
+        "share of goals",
+        _MEAN,
+        "Share of its goals that an episode reached: the fact `goals` where the environment reports it, else 1 for an episode that "
+        "ended by itself (answer, done) with a positive reward, and 0 for others.",
+        "it stays below val-core: episodes are cut before their plan is carried out; see episode/end/<reason>",
     ),
     MetricSpec("tool/calls/mean", "calls", _MEAN, "Tool calls per episode."),
     MetricSpec("tool/calls/max", "calls", _MAX, "Most tool calls in an episode."),
@@ -107,6 +116,13 @@ EPISODE_METRICS = (
         "agent_loop/tool_latency/mean", "s", _MEAN, "Time of a tool call, including the wait for a free slot: mean."
     ),
     MetricSpec("agent_loop/tool_latency/max", "s", _MAX, "Time of a tool call: longest."),
+    MetricSpec(
+        "agent_loop/cost_aware_reward/mean",
+        "reward - time",
+        _MEAN,
+        "Reward less the price of tokens and wall time (reward.episode_prices), mean over episodes with a verdict.",
+        "it falls while critic/score rises: the policy buys reward with longer episodes",
+    ),
     MetricSpec("agent_loop/slowest/seconds", "s", _MAX, "Wall time of the slowest episode."),
     MetricSpec("agent_loop/slowest/tool_calls", "s", _MAX, "Its wait for tools, environment or user."),
 )
@@ -122,12 +138,15 @@ _RATES = {
 }
 
 
-def episode_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[float | None]) -> dict[str, float]:
+def episode_metrics(
+    trajectories: Sequence[Trajectory], rewards: Sequence[float | None], prices: EpisodePricesConfig
+) -> dict[str, float]:
     """Return the metrics of a batch of episodes; empty if all are one answer to one prompt.
 
     Args:
         trajectories: trajectories of the batch, segments of an episode next to each other.
         rewards: reward of each trajectory, None without a verdict.
+        prices: prices of tokens and seconds for the cost-aware reward.
     """
     first = [(t, reward) for t, reward in zip(trajectories, rewards, strict=True) if t.part == 0]
     logged = [(t, t.episode, reward) for t, reward in first if t.episode is not None]
@@ -151,7 +170,36 @@ def episode_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[float 
     sampled = sum(sum(t.response_mask) for t in trajectories)
     metrics["episode/sampled_tokens/mean"] = sampled / episodes
     metrics["episode/given_tokens/mean"] = (sum(len(t.response_mask) for t in trajectories) - sampled) / episodes
+    metrics |= _planning(trajectories, first, prices)
     return metrics | _calls(logged) | _times([(t, log) for t, log, _ in logged])
+
+
+def _planning(
+    trajectories: Sequence[Trajectory],
+    first: Sequence[tuple[Trajectory, float | None]],
+    prices: EpisodePricesConfig,
+) -> dict[str, float]:
+    """Return plan completion and the cost-aware reward; an episode without a verdict counts in neither, unless it has goals."""
+    completed = [value for t, reward in first if (value := _plan_completion(t.episode, reward)) is not None]
+    tokens: dict[tuple[str, int], int] = defaultdict(int)
+    for t in trajectories:
+        tokens[t.uid, t.index] += len(t.response_mask)
+    rewards = [
+        reward - prices.per_1k_tokens * tokens[t.uid, t.index] / 1000 - prices.per_second * t.seconds
+        for t, reward in first
+        if reward is not None
+    ]
+    metrics = {"episode/plan_completion": _mean(completed)} if completed else {}
+    return metrics | ({"agent_loop/cost_aware_reward/mean": _mean(rewards)} if rewards else {})
+
+
+def _plan_completion(log: EpisodeLog | None, reward: float | None) -> float | None:
+    """Return the share of its goals that an episode reached; None without goals and without a verdict."""
+    if log is not None and "goals" in log.facts:
+        return log.facts["goals"]
+    if reward is None:
+        return None
+    return float(reward > 0 and (log is None or log.end in (EpisodeEnd.ANSWER, EpisodeEnd.DONE)))
 
 
 def _calls(logged: Sequence[tuple[Trajectory, EpisodeLog, float | None]]) -> dict[str, float]:

@@ -278,6 +278,7 @@ class BatchOps:
             batch,
             max_prompt_length=data.max_prompt_length,
             max_response_length=data.max_response_length,
+            prices=self.config.reward.episode_prices,
             left_out=left_out.objects("trajectory") if left_out is not None else (),
         )
         self.invariants.report(metrics)

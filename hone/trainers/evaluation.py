@@ -105,7 +105,8 @@ def run_evaluation(request: EvaluationRequest) -> Evaluation:
         )
         played = answer(samples, engine, context, sampling, n=request.n, seeding=(request.seed, "validation"))
         evaluation = evaluate_answers(played, share_rewards(played, asyncio.run(rewards.score(played))), request.n)
-        evaluation.metrics |= episode_metrics(played, [score.verdict for score in evaluation.scores])
+        verdicts = [score.verdict for score in evaluation.scores]
+        evaluation.metrics |= episode_metrics(played, verdicts, request.reward.episode_prices)
         return evaluation
     finally:
         rewards.close()

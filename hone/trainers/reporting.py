@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from hone.config.reward import EpisodePricesConfig
 from hone.data.batch import Batch
 from hone.data.trajectories import episode_rows
 from hone.data.types import StopReason, Trajectory
@@ -28,6 +29,7 @@ def batch_metrics(
     *,
     max_prompt_length: int,
     max_response_length: int,
+    prices: EpisodePricesConfig,
     left_out: Sequence[Trajectory] = (),
 ) -> None:
     """Add metrics of lengths, rewards, advantages, stop reasons, and the gap between engine and trainer.
@@ -36,6 +38,7 @@ def batch_metrics(
         metrics: store that receives them.
         batch: trained rows.
         max_prompt_length, max_response_length: limits in tokens.
+        prices: prices of episodes of several turns.
         left_out: trajectories without a verdict, which count in the metrics of episodes and tools alone.
     """
     mask = batch.ragged("response_mask").values.bool()
@@ -59,7 +62,7 @@ def batch_metrics(
     _reward_metrics(metrics, episode_scores, [batch.uids[row] for row in first], scores[first])
     _stop_metrics(metrics, batch.objects("trajectory"))
     played = [*batch.objects("trajectory"), *left_out]
-    metrics.update(episode_metrics(played, [*scores.tolist(), *[None] * len(left_out)]))
+    metrics.update(episode_metrics(played, [*scores.tolist(), *[None] * len(left_out)], prices))
     _mismatch_metrics(metrics, batch, mask)
     sizes, tokens = batch.ragged("support_sizes"), int(mask.sum())
     if sizes.values.any():

@@ -13,6 +13,7 @@ from support.messages import raises
 from hone.agents.prompts import tools_of
 from hone.agents.tools import Tool, ToolError, ToolResult, tool
 from hone.agents.tools.calculator import Calculator
+from hone.config.reward import EpisodePricesConfig
 from hone.data.episode_log import CallStatus, EpisodeEnd
 from hone.errors import ConfigError, DataError, EpisodeError
 from hone.insight.episode_metrics import episode_metrics
@@ -300,7 +301,7 @@ def test_images_are_replaced_by_notes_and_counted():
     (record,) = t.episode.calls
     assert (record.status, record.left_out) == (CallStatus.OK, 1)
     assert record.result == "a map:\n(image_url left out: the model reads text only)"
-    found = episode_metrics([t], [1.0])
+    found = episode_metrics([t], [1.0], EpisodePricesConfig())
     assert found["tool/left_out_rate"] == 1.0 and found["episode/sampled_tokens/mean"] == sum(t.response_mask)
     assert found["episode/given_tokens/mean"] == len(t.response_mask) - sum(t.response_mask)
     seen = sample(tools=[note.schema])

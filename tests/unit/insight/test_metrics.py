@@ -137,7 +137,7 @@ def test_an_exact_name_wins_over_a_pattern():
 
 
 def test_timing_names_are_exactly_those_measured_in_time_or_memory_and_those_of_replicas():
-    units = {"s", "ms", "GB", "tokens/s/device", "share of time"}
+    units = {"s", "ms", "GB", "tokens/s/device", "share of time", "reward - time"}
     measured = {
         s.name for s in METRICS if s.unit in units or s.name.startswith("replica/")
     }  # a free replica takes the next request
