@@ -124,7 +124,7 @@ def require_masks(batch: Batch, decode: Decode | None = None) -> None:
 
     Args:
         batch: columns ``response_ids``, ``response_mask`` and, when present, ``rollout_log_probs``, which must be
-            aligned with the response.
+            aligned with the response, and ``token_versions`` (:func:`require_sampled`).
         decode: token ids to text, for the message.
 
     Raises:
@@ -151,6 +151,30 @@ def require_masks(batch: Batch, decode: Decode | None = None) -> None:
         for row in torch.nonzero(ids.lengths != log_probs.lengths).flatten().tolist():
             count = int(log_probs.lengths[row])
             _mask_error(f"{count} log-probs for {int(ids.lengths[row])} tokens", batch, row, None, decode)
+    require_sampled(batch, decode)
+
+
+def require_sampled(batch: Batch, decode: Decode | None = None) -> None:
+    """Check D-mask: no token that the policy did not sample is in the loss.
+
+    Args:
+        batch: columns ``response_ids`` and ``response_mask``; ``token_versions``, where present, is -1 on tokens of tools, users and
+            templates.
+        decode: token ids to text, for the message.
+
+    Raises:
+        InvariantError: such a token has mask 1; the message counts them and shows the first.
+    """
+    if "token_versions" not in batch:
+        return
+    mask, versions = batch.ragged("response_mask"), batch.ragged("token_versions")
+    given = (mask.values.cpu() == 1) & (versions.values.cpu() < 0)
+    places = torch.nonzero(given).flatten().tolist()
+    if places:
+        rows = {locate(mask, place)[0] for place in places}
+        row, position = locate(mask, places[0])
+        what = f"{len(places)} tokens in {len(rows)} rows are in the loss and were not sampled by the policy: tool results, user turns "
+        _mask_error(what + "or template tokens", batch, row, position, decode)
 
 
 def _mask_error(what: str, batch: Batch, row: int, position: int | None, decode: Decode | None) -> None:

@@ -37,6 +37,7 @@ from hone.insight.invariant_checks import (
     require_ids,
     require_masks,
     require_no_masked_gradient,
+    require_sampled,
     token_hash,
 )
 from hone.insight.metrics import MetricStore
@@ -122,7 +123,7 @@ class Invariants:
         require_masks(batch, self._decode)
 
     def check_ids(self, batch: Batch, emitted: Sequence[str] | None = None) -> None:
-        """Check D-ids: the rows hold the sampled tokens.
+        """Check D-ids and D-mask before an update: the rows hold the sampled tokens, and only these are in the loss.
 
         Args:
             batch: batch with ``prompt_ids`` and ``response_ids``.
@@ -132,6 +133,7 @@ class Invariants:
         if emitted is None:
             emitted = [token_hash([*t.prompt_ids, *t.response_ids]) for t in batch.objects("trajectory")]
         require_ids(batch, emitted, self._decode)
+        require_sampled(batch, self._decode)
 
     def check_finite(self, stage: str, values: Tensor | Ragged | float, batch: Batch | None = None) -> Violation | None:
         """Check D-finite: the values of a stage have no nan and no infinity.
