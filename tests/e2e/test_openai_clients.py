@@ -29,8 +29,9 @@ PACKAGES = (
     "langchain-openai==1.7.4",
     "pydantic-ai-slim[openai]==2.68.0",
     "openai-agents==0.24.0",
+    "anthropic==2.14.0",
 )
-CLIENTS = ("openai", "litellm", "langchain-openai", "pydantic-ai", "openai-agents")
+CLIENTS = ("openai", "litellm", "langchain-openai", "pydantic-ai", "openai-agents", "anthropic")
 NAME = "smollm2"
 ANSWERS = 100
 FORECAST: dict[str, Any] = {

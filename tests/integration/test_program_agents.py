@@ -51,6 +51,28 @@ facts = {"turns": len(messages), "pid": left.pid}
 print(json.dumps({"reward": float(row["ground_truth"] in reply.content), "text": reply.content, "facts": facts}))
 """
 
+ANTHROPIC_AGENT = """
+import json, os, sys
+from anthropic import Anthropic
+
+row = json.loads(sys.stdin.readline())
+client, messages = Anthropic(max_retries=0), list(row["messages"])
+tools = [{"name": "add", "description": "adds two numbers", "input_schema": {
+    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}]
+for _ in range(4):
+    with client.messages.stream(model=os.environ["ANTHROPIC_MODEL"], max_tokens=9999, messages=messages, tools=tools) as stream:
+        reply = stream.get_final_message()
+    messages.append({"role": "assistant", "content": reply.content})
+    calls = [block for block in reply.content if block.type == "tool_use"]
+    if not calls:
+        break
+    results = [{"type": "tool_result", "tool_use_id": c.id, "content": str(c.input["a"] + c.input["b"])} for c in calls]
+    messages.append({"role": "user", "content": results})
+thoughts = sum(block.type == "thinking" for message in messages[1:] for block in message["content"] if not isinstance(block, dict))
+text = reply.content[-1].text
+print(json.dumps({"reward": float(row["ground_truth"] in text), "text": text, "facts": {"thoughts": thoughts}}))
+"""
+
 
 def ids(text: str) -> list[int]:
     return TOKENIZER(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
@@ -104,6 +126,26 @@ def test_an_unmodified_agent_on_the_official_client_becomes_exact_trajectories(t
     assert {request.sampling.temperature for request in engine.asked} == {0.7}, "the run's, not the agent's"
     assert first.session == second.session and first.session in engine.ended
     assert gone(log.facts["pid"]), "what an agent leaves running is ended with it"
+
+
+def test_an_agent_that_knows_only_anthropic_s_messages_becomes_exact_trajectories(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(ANTHROPIC_AGENT)
+    calls = "<think>\nTwo sums.\n</think>\n\n" + CALL + CALL.replace("3", "4")
+    engine = ScriptedEngine(
+        lambda request: ids("5 and 6.") if "<tool_response>" in TOKENIZER.decode(request.prompt_ids) else ids(calls)
+    )
+    (trajectory,) = play(engine, rows(), command=["python", str(tmp_path / "agent.py")])
+    log = trajectory.episode
+    assert log is not None and log.error is None and log.end is EpisodeEnd.ANSWER
+    assert (log.reward, trajectory.text, log.facts["thoughts"]) == (1.0, "5 and 6.", 1)
+    assert [message["role"] for message in log.messages] == ["assistant", "tool", "tool", "assistant"]
+    first, second = engine.asked
+    assert trajectory.prompt_ids == first.prompt_ids
+    assert second.prompt_ids[: len(first.prompt_ids) + len(ids(calls))] == first.prompt_ids + ids(calls)
+    assert trajectory.prompt_ids + trajectory.response_ids == second.prompt_ids + ids("5 and 6.")
+    sampled = [token for token, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask]
+    assert sampled == ids(calls) + ids("5 and 6.")
+    assert {request.sampling.temperature for request in engine.asked} == {0.7}, "the run's, not the agent's"
 
 
 def smol(row: dict[str, Any], *, base_url: str, api_key: str, model: str) -> dict[str, Any]:

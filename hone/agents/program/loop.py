@@ -1,4 +1,4 @@
-"""Agent loop ``program``: an episode is one run of a program that uses an OpenAI-compatible endpoint."""
+"""Agent loop ``program``: an episode is one run of a program that uses the run's endpoint."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ from hone.registry import imported
 
 _KEY = "actor_rollout_ref.rollout.agent.program"
 _THREADS = 256
+
+
+def endpoint_variables(base_url: str, api_key: str) -> dict[str, str]:
+    """Return the environment variables by which clients of OpenAI and of Anthropic find the endpoint.
+
+    Anthropic's clients add ``/v1`` to their base URL themselves. Both names of the key are set, so that none of the user's is sent.
+    """
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "OPENAI_MODEL": MODEL,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": api_key,
+        "ANTHROPIC_AUTH_TOKEN": api_key,
+        "ANTHROPIC_MODEL": MODEL,
+    }
 
 
 @AGENT_LOOPS.register("program")
@@ -54,7 +70,7 @@ class ProgramLoop(EndpointLoop):
         """Run the program or call the function."""
         row = row_of(episode)
         if self._config.command:
-            variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+            variables = endpoint_variables(base_url, api_key)
             command = [sys.executable if word == "python" else word for word in self._config.command]
             return await run_program(command, row, variables)
         call = functools.partial(self._function, row, base_url=base_url, api_key=api_key, model=MODEL)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint over an engine, which records every conversation as exact tokens.
+"""An endpoint for OpenAI's and Anthropic's clients over an engine, which records every conversation as exact tokens.
 
 ================  ==================================================================================================
 ``intake``        bounds on a body: bytes, time, values
@@ -17,6 +17,7 @@
 ``text``          ``/v1/completions``
 ``tokenization``  ``/tokenize`` and ``/detokenize``
 ``responses``     ``/v1/responses``, as a chat
+``messages``      ``/v1/messages``, as a chat
 ``replies``       the JSON of answers, complete or streamed in chunks
 ``delivery``      answers as one object or as events, and errors on the way
 ``app``           routes, access tokens, errors

@@ -21,6 +21,8 @@ from hone.agents.serving.chat import ChatCall
 from hone.agents.serving.delivery import Call, as_api_error, events, while_connected
 from hone.agents.serving.errors import ApiError, bad_request
 from hone.agents.serving.intake import check_structure, max_request_bytes, read_body
+from hone.agents.serving.messages import CountBody, MessagesBody, MessagesCall, count_tokens
+from hone.agents.serving.messages.errors import error_body, is_messages_path, status_of
 from hone.agents.serving.metrics import CONTENT_TYPE, CountedApp
 from hone.agents.serving.refusals import no_such_path
 from hone.agents.serving.replicas import ReplicaRoutes
@@ -53,6 +55,7 @@ class Endpoint:
     ``POST /v1/chat/completions``           recorded when the API key is a session's
     ``POST /v1/completions``
     ``POST /v1/responses``                  and ``GET``, ``DELETE /v1/responses/<id>``
+    ``POST /v1/messages``                   and ``POST /v1/messages/count_tokens``
     ``     /sessions/<id>/v1/...``          the same, recorded in that session; the first call opens it
     ``GET  /sessions/<id>``                 conversations of the session as tokens
     ``DELETE /sessions/<id>``               end the session
@@ -77,6 +80,8 @@ class Endpoint:
             Route("/v1/completions", self.text, methods=["POST"]),
             Route("/v1/responses", self.respond, methods=["POST"]),
             Route("/v1/responses/{response}", self.response, methods=["GET", "DELETE"]),
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
         ]
         app = Starlette(
             routes=[
@@ -85,7 +90,7 @@ class Endpoint:
                 Route("/metrics", self.metrics, methods=["GET"]),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/detokenize", self.detokenize, methods=["POST"]),
-                *ReplicaRoutes(service.gateway, lambda request: self._check_token(_bearer(request))).routes,
+                *ReplicaRoutes(service.gateway, lambda request: self._check_token(_key_of(request))).routes,
                 Route("/sessions/{session}", self.show, methods=["GET"]),
                 Route("/sessions/{session}", self.forget, methods=["DELETE"]),
                 Mount("/sessions/{session}", routes=api),
@@ -151,6 +156,14 @@ class Endpoint:
             self.responses.delete(name, owner)
             return JSONResponse({"id": name, "object": "response", "deleted": True})
         return JSONResponse(self.responses.get(name, owner).response)
+
+    async def messages(self, request: Request) -> Response:
+        """Answer ``/v1/messages``."""
+        return await self._answer(request, MessagesBody, MessagesCall)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer ``/v1/messages/count_tokens``."""
+        return await self._convert(request, CountBody, count_tokens)
 
     async def show(self, request: Request) -> Response:
         """Return the conversations of a session as tokens."""
@@ -225,7 +238,7 @@ class Endpoint:
         Raises:
             ApiError: the caller has no access.
         """
-        key = _bearer(request)
+        key = _key_of(request)
         by_key = self.sessions.by_key(key)
         if by_key is None:
             self._check_token(key)
@@ -237,7 +250,7 @@ class Endpoint:
         return by_key or self.sessions.named(name)
 
     def _existing(self, request: Request) -> Session:
-        self._check_token(_bearer(request))
+        self._check_token(_key_of(request))
         name = request.path_params["session"]
         session = self.sessions.find(name)
         if session is None:
@@ -250,9 +263,11 @@ class Endpoint:
                            code="invalid_api_key")  # fmt: skip
 
 
-def _bearer(request: Request) -> str:
+def _key_of(request: Request) -> str:
+    """Return the API key of a request, as OpenAI's or as Anthropic's clients send it."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else ""
+    bearer = token.strip() if kind.lower() == "bearer" else ""
+    return bearer or request.headers.get("x-api-key", "").strip()
 
 
 async def _delayed(error: Exception) -> ApiError:
@@ -267,6 +282,13 @@ async def _api_error(request: Request, error: Any) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.status == 503:
         headers["Retry-After"] = "1"
+    return _in_form(request, error, headers)
+
+
+def _in_form(request: Request, error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    """Return an error in the form of the API that was called."""
+    if is_messages_path(request.url.path):
+        return JSONResponse(error_body(error), status_code=status_of(error), headers=headers)
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
@@ -274,11 +296,8 @@ async def _http_error(request: Request, error: Any) -> Response:
     if error.status_code == 404:
         return await _api_error(request, no_such_path(request.method, request.url.path))
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(
-        ApiError(error.status_code, message, code="method_not_allowed").body(), status_code=error.status_code
-    )
+    return _in_form(request, ApiError(error.status_code, message, code="method_not_allowed"))
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    answer = as_api_error(error)
-    return JSONResponse(answer.body(), status_code=answer.status)
+    return _in_form(request, as_api_error(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,10 @@ from hone.agents.rendering import Renderer
 from hone.agents.serving import replies
 from hone.agents.serving.chat_prompt import chat_prompt, ending_of, template_kwargs
 from hone.agents.serving.content import ReplyText
+from hone.agents.serving.errors import ApiError
 from hone.agents.serving.forcing import forced_answer
 from hone.agents.serving.service import TOOLS_AS_TEXT, Sampled, Service
-from hone.agents.serving.session import Prompt, Session
+from hone.agents.serving.session import Prompt, Session, Turn
 from hone.agents.serving.wire import ChatBody
 from hone.generation.protocol import Completion, GenerationRequest
 
@@ -26,6 +28,10 @@ class ChatCall:
         session: session that records the call; None records nothing.
         body: body of the request.
         number: number of the call, used in names.
+
+    Attributes:
+        names: unguessable names of the replies.
+        turns: recorded replies by their index.
 
     Raises:
         ApiError: the call cannot be served.
@@ -56,6 +62,8 @@ class ChatCall:
         self.requests: list[GenerationRequest] = service.requests(
             body, self.prompt, session, number, self.renderer.stop_token_ids, forced.constraint
         )
+        self.names = [secrets.token_hex(16) for _ in self.requests]
+        self.turns: dict[int, Turn] = {}
         self.reply_text = ReplyText(service, self.renderer, self.prompt, special_tokens=not body.skip_special_tokens)
 
     async def whole(self) -> dict[str, Any]:
@@ -80,7 +88,7 @@ class ChatCall:
                 yield self._delta(index, {"content": new}, sampled, fresh)
                 continue
             completions.append(sampled.completion)
-            message = self._record(sampled.completion)
+            message = self._record(index, sampled.completion)
             rest = {**message, "content": stream.end(message.get("content") or "")}
             deltas = list(replies.chat_deltas(rest)) or [{}]
             yield self._delta(index, deltas[0], sampled, fresh)
@@ -90,10 +98,14 @@ class ChatCall:
         if self.body.stream_options.include_usage:
             yield self.heading.chunk([], replies.usage(self.prompt.ids, completions))
 
-    def _record(self, completion: Completion) -> Message:
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Return the last chunk of an answer that fails."""
+        return error.body()
+
+    def _record(self, index: int, completion: Completion) -> Message:
         """Record a reply and return it as the message for the client."""
         message = self._message(completion)
-        self.session.record(self.prompt, completion, message)
+        self.turns[index] = self.session.record(self.prompt, completion, message, self.names[index])
         return message
 
     def _message(self, completion: Completion) -> Message:
@@ -117,7 +129,7 @@ class ChatCall:
         return self.reply_text.content(ids, self.renderer.parse(ids, prompt_ids=self.prompt.ids))
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        message = self._record(completion)
+        message = self._record(index, completion)
         choice: dict[str, Any] = {
             "index": index,
             "message": {**message, "content": message["content"] or (None if message.get("tool_calls") else "")},

@@ -43,6 +43,8 @@ def checked_messages(messages: Sequence[dict[str, Any]]) -> list[Message]:
             raise bad_request(f"a message of role {role} has no content", f"{where}.content")
         if isinstance(message.get("reasoning_content"), str):
             clean["reasoning_content"] = message["reasoning_content"]
+        if isinstance(message.get("reasoning_signature"), str):
+            clean["reasoning_signature"] = message["reasoning_signature"]
         if role == "tool":
             clean |= _result_fields(message, names, where)
         checked.append(clean)

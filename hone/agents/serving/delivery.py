@@ -41,6 +41,10 @@ class Call(Protocol):
         """Yield the answer in chunks; one with a ``type`` is an event of that name."""
         ...
 
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Return the last chunk of an answer that fails."""
+        ...
+
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """Await ``work``, and cancel it if the caller disconnects.
@@ -69,16 +73,15 @@ async def _disconnected(request: Request) -> None:
 
 async def events(call: Call, session: Session | None) -> AsyncIterator[bytes]:
     """Format chunks as server-sent events; a late error is an event too, since the status has been sent."""
-    number, typed = 0, False
+    typed = False
     try:
         async for chunk in call.chunks():
-            number, typed = number + 1, "type" in chunk
+            typed = "type" in chunk
             yield _event(chunk)
     except Exception as error:  # noqa: BLE001 - the error is the last event
         if session is not None:
             session.counts["failed"] += 1
-        body = as_api_error(error).body()
-        yield _event({"type": "error", **body["error"], "sequence_number": number} if typed else body)
+        yield _event(call.failure(as_api_error(error)))
     if not typed:
         yield b"data: [DONE]\n\n"
 

@@ -30,6 +30,8 @@ PATHS = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
     }
 )
 _BELOW = re.compile(r"(/sessions/)[^/]+(?:(/v1)(?=/)|$)")

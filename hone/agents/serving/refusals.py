@@ -5,7 +5,7 @@ from __future__ import annotations
 from hone.agents.serving.errors import ApiError
 
 SERVED = (
-    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /metrics, /version, "
+    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /tokenize, /detokenize, /metrics, /version, "
     "/health and /sessions/<id>"
 )
 ANOTHER_KIND = {

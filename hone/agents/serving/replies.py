@@ -111,6 +111,11 @@ def cut(text: str, stops: Sequence[str]) -> str:
     return text[: min(positions)] if positions else text
 
 
+def first_stop(text: str, stops: Sequence[str]) -> str | None:
+    """Return the stop string that occurs first in ``text``, or None."""
+    return min((stop for stop in stops if stop in text), key=text.find, default=None)
+
+
 class TextStream:
     """Incremental text of a reply, limited to text that can no longer change.
 

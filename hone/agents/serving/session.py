@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Turn:
         ids: all tokens up to the end of this reply.
         calls: tool calls made in the conversation up to this reply.
         messages: the conversation up to this reply, which is the last message, as the client received it.
+        name: unique name, which is also the signature of its reasoning; empty without one.
         children: number of turns that continue it.
     """
 
@@ -46,6 +47,7 @@ class Turn:
     ids: list[int]
     calls: int
     messages: list[Message]
+    name: str = ""
     children: int = 0
 
 
@@ -97,7 +99,8 @@ class Session:
     allow: Callable[[Prompt], int] | None = None
     turns: list[Turn] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    _by_conversation: dict[str, Turn] = field(default_factory=dict)
+    _by_conversation: dict[str, list[Turn]] = field(default_factory=dict)
+    _by_name: dict[str, Turn] = field(default_factory=dict)
     _uses: Counter[str] = field(default_factory=Counter)
 
     def prompt(
@@ -113,13 +116,14 @@ class Session:
             DataError: the template refuses the messages.
         """
         chain = fingerprints(messages, tools, renderer.template.kwargs)
+        names = {message["reasoning_signature"] for message in messages if message.get("reasoning_signature")}
         continues = ending is Ending.OPEN
-        unfinished = self._by_conversation.get(chain[-1]) if continues else None
+        unfinished = self._recorded(chain[-1], names) if continues else None
         if unfinished is not None and not renderer.turn_ended(unfinished.completion.token_ids):
             return Prompt(unfinished, [], list(unfinished.ids), list(messages), chain, continues)
         complete = list(messages[:-1] if continues else messages)
         for length in range(len(complete) - 1, 0, -1):
-            turn = self._by_conversation.get(chain[length])
+            turn = self._recorded(chain[length], names)
             new = complete[length:]
             if turn is None or any(message["role"] == "assistant" for message in new):
                 continue
@@ -149,10 +153,20 @@ class Session:
         self._uses[digest] += n
         return [derive_seed(self.seed, digest, number) for number in range(first, first + n)]
 
-    def record(self, prompt: Prompt, completion: Completion, message: Message) -> Turn:
+    def named(self, name: str) -> Turn | None:
+        """Return the turn of this name, or None."""
+        return self._by_name.get(name)
+
+    def record(self, prompt: Prompt, completion: Completion, message: Message, name: str = "") -> Turn:
         """Record a reply as tokens and as the message that the client received.
 
         A reply that continues a message is recorded as one message with it, since a client sends them so in its next call.
+
+        Args:
+            prompt: prompt of the reply.
+            completion: sampled reply.
+            message: the reply as the client receives it.
+            name: unique name of the turn, if its reasoning has a signature.
         """
         calls = prompt.calls + len(message.get("tool_calls") or ())
         before, chain = prompt.messages, prompt.chain
@@ -160,14 +174,32 @@ class Session:
             prefix, before, chain = before[-1].get("content") or "", before[:-1], chain[:-1]
             message = {**message, "content": prefix + (message.get("content") or "")}
         turn = Turn(
-            prompt.parent, prompt.given_ids, completion, prompt.ids + completion.token_ids, calls, [*before, message]
+            prompt.parent,
+            prompt.given_ids,
+            completion,
+            prompt.ids + completion.token_ids,
+            calls,
+            [*before, message],
+            name,
         )
         if prompt.parent is not None:
             prompt.parent.children += 1
         self.turns.append(turn)
         if chain:
-            self._by_conversation[_link(chain[-1], message)] = turn
+            self._by_conversation.setdefault(_link(chain[-1], message), []).append(turn)
+        if name:
+            self._by_name[name] = turn
         return turn
+
+    def _recorded(self, fingerprint: str, names: Set[str]) -> Turn | None:
+        """Return the turn that ends this conversation: of several that read alike, the one whose reasoning the signatures name.
+
+        Without signatures it is the latest.
+        """
+        turns = self._by_conversation.get(fingerprint, ())
+        if len(turns) < 2:
+            return turns[0] if turns else None
+        return max(reversed(turns), key=lambda turn: sum(one.name in names for one in _path(turn)))
 
     def ledgers(self) -> list[TokenLedger]:
         """Return a ledger for each path from a first to a last turn, in the order of the last turns."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from hone.agents.serving import replies
-from hone.agents.serving.errors import bad_request
+from hone.agents.serving.errors import ApiError, bad_request
 from hone.agents.serving.forcing import constraint_of
 from hone.agents.serving.service import Sampled, Service
 from hone.agents.serving.session import Prompt, Session
@@ -85,6 +85,10 @@ class TextCall:
                 completions.append(sampled.completion)
         if self.body.stream_options.include_usage:
             yield self.heading.chunk([], self._usage(completions))
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Return the last chunk of an answer that fails."""
+        return error.body()
 
     def _chunk(self, sampled: Sampled) -> dict[str, Any]:
         reply, index = self._replies[sampled.choice], sampled.choice

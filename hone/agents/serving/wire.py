@@ -265,5 +265,5 @@ def _explained(kind: type[BaseModel], problem: Any) -> ApiError:
     if problem["type"] == "missing":
         return bad_request(f"the field '{param}' is missing", param, "missing_required_parameter")
     shown = _short.repr(problem.get("input"))
-    supported = " (OpenAI's other values are not supported)" if problem["type"] == "literal_error" else ""
+    supported = " (the API's other values are not supported)" if problem["type"] == "literal_error" else ""
     return bad_request(f"{param}={shown}: {problem['msg']}{supported}", param)

@@ -204,6 +204,44 @@ class PydanticAi:
         return by_tool.model_dump()
 
 
+class Anthropic:
+    """Anthropic's package, which asks ``/v1/messages``."""
+
+    def __init__(self):
+        import anthropic
+
+        self.client = anthropic.Anthropic(base_url=URL.removesuffix("/v1"), api_key="none", max_retries=0)
+        self.messages = [{"role": "user", "content": QUESTION}]
+        self.arguments = {"model": MODEL, "max_tokens": 16, "extra_body": {"temperature": 0}}
+
+    def chat(self):
+        return self.client.messages.create(messages=self.messages, **self.arguments).content[0].text
+
+    def stream(self):
+        with self.client.messages.stream(messages=self.messages, **self.arguments) as stream:
+            return list(stream.text_stream)
+
+    def tools(self):
+        tools = [{"name": "get_weather", "description": "weather", "input_schema": SCHEMA}]
+        arguments = {**self.arguments, "max_tokens": 64, "tools": tools}
+        with self.client.messages.stream(messages=self.messages, tool_choice={"type": "any"}, **arguments) as stream:
+            first = stream.get_final_message()
+        calls = [block for block in first.content if block.type == "tool_use"]
+        results = [
+            {"type": "tool_result", "tool_use_id": call.id, "content": get_weather(**call.input)} for call in calls
+        ]
+        turns = [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+        answer = self.client.messages.create(
+            messages=[*self.messages, *turns], tool_choice={"type": "none"}, **arguments
+        )
+        return {"city": calls[0].input["city"], "answer": answer.content[0].text}
+
+    def structure(self):
+        arguments = {**self.arguments, "max_tokens": 64}
+        reply = self.client.messages.parse(messages=self.messages, output_format=Report, **arguments)
+        return reply.parsed_output.model_dump()
+
+
 class OpenAiAgents:
     """openai-agents, which asks ``/v1/responses``."""
 
@@ -267,6 +305,7 @@ CLIENTS = {
     "langchain-openai": LangChain,
     "pydantic-ai": PydanticAi,
     "openai-agents": OpenAiAgents,
+    "anthropic": Anthropic,
 }
 
 if __name__ == "__main__":

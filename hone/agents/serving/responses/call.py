@@ -45,7 +45,7 @@ class ResponsesCall:
         except ApiError as error:
             raise renamed(error) from error
         self.headers, self.requests = self._chat.headers, self._chat.requests
-        self._id, self._created = new_id("resp"), time.time()
+        self._id, self._created, self._events = new_id("resp"), time.time(), EventSequence()
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete response."""
@@ -61,7 +61,7 @@ class ResponsesCall:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of the response."""
-        events, usage, status = EventSequence(), None, "completed"
+        events, usage, status = self._events, None, "completed"
         log_probs: list[dict[str, Any]] = []
         reply: Message = {"role": "assistant", "content": ""}
         for kind in ("response.created", "response.in_progress"):
@@ -93,6 +93,10 @@ class ResponsesCall:
         response = self._response(status, events.output, usage)
         self._keep(response, reply)
         yield events.event(f"response.{status}", response=response)
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Return the last event of a response that fails."""
+        return self._events.event("error", **{**error.body()["error"], "type": "error"})
 
     def _keep(self, response: dict[str, Any], reply: Message) -> None:
         if self.body.store:

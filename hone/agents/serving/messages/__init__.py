@@ -1,0 +1,15 @@
+"""``/v1/messages``: Anthropic's Messages API, translated to a chat and recorded like one.
+
+==============  ===========================================================================================
+``request``     body of a request, and its translation to a chat
+``blocks``      content blocks as messages, a reply as content blocks
+``call``        the call: a complete message, or its events
+``events``      the sequence of events of a streamed message
+``errors``      error answers in Anthropic's form
+==============  ===========================================================================================
+"""
+
+from hone.agents.serving.messages.call import MessagesCall, count_tokens
+from hone.agents.serving.messages.request import CountBody, MessagesBody
+
+__all__ = ["CountBody", "MessagesBody", "MessagesCall", "count_tokens"]
