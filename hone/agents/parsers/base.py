@@ -80,6 +80,8 @@ class ToolParser(ABC):
 
     marks: ClassVar[tuple[str, ...]] = ()
     thoughts: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    closes_calls: ClassVar[bool] = True
+    """True if a call without an error stays as it is, whatever text follows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self._tokenizer = tokenizer
@@ -129,6 +131,10 @@ class ToolParser(ABC):
             for index, call in enumerate(parsed)
         )
         return AssistantTurn(plain(content), plain(reasoning or "") or None, calls)
+
+    def settled(self, output: Sequence[int]) -> list[int]:
+        """Return the tokens of an unfinished turn without those whose meaning the next tokens decide."""
+        return list(output)
 
     @abstractmethod
     def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hone.agents.parsers.base import TOOL_PARSERS, Lexed, ParsedCall, Schemas, ToolParser, arguments_of
@@ -28,6 +29,18 @@ class HarmonyParser(ToolParser):
 
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
     thoughts = ("<|channel|>analysis", "<|end|>")
+
+    def settled(self, output: Sequence[int]) -> list[int]:
+        """Return the tokens of an unfinished turn without the header of a message that has no body yet."""
+        body = self._characters.get("<|message|>")
+        endings = {self._characters.get(mark) for mark in ("<|end|>", "<|return|>", "<|call|>")}
+        for place in reversed(range(len(output))):
+            character = self._by_id.get(output[place])
+            if character is not None and character == body:
+                return list(output)
+            if character is not None and character in endings:
+                return list(output[: place + 1])
+        return []
 
     def split_thoughts(self, turn: Lexed, thinking: bool | None) -> tuple[str | None, str]:
         """Return the text of the analysis channel (None without any) and the turn."""

@@ -18,6 +18,7 @@ class Llama3JsonParser(ToolParser):
     """
 
     marks = ("<|python_tag|>",)
+    closes_calls = False
 
     def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
         """Return the text before the mark, or all text if it is not a call, and the calls."""

@@ -23,6 +23,7 @@ class PythonicParser(ToolParser):
     """
 
     marks = ("<|python_start|>", "<|python_end|>")
+    closes_calls = False
 
     def find(self, turn: Lexed, schemas: Schemas) -> tuple[str, list[ParsedCall]]:
         """Return the text before the marks, or all text if it is not a call, and the calls."""

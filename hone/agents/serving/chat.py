@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from hone.agents.messages import Message
+from hone.agents.messages import AssistantTurn, Message
 from hone.agents.rendering import Renderer
 from hone.agents.serving import replies
 from hone.agents.serving.chat_prompt import chat_prompt, ending_of, template_kwargs
@@ -16,6 +16,7 @@ from hone.agents.serving.errors import ApiError
 from hone.agents.serving.forcing import forced_answer
 from hone.agents.serving.service import TOOLS_AS_TEXT, Sampled, Service
 from hone.agents.serving.session import Prompt, Session, Turn
+from hone.agents.serving.turn_stream import TurnStream
 from hone.agents.serving.wire import ChatBody
 from hone.generation.protocol import Completion, GenerationRequest
 
@@ -73,24 +74,30 @@ class ChatCall:
         return self.heading.whole(choices, replies.usage(self.prompt.ids, completions)) | self._prompt_ids()
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the answer in chunks. Text that may be a tool call or reasoning is one chunk, once it is complete."""
-        texts = [replies.TextStream(self.body.stop) for _ in self.requests]
+        """Yield the answer in chunks: reasoning and text as they grow, each call once it is complete."""
+        most = None if self.body.parallel_tool_calls else 1
+        streams = [
+            TurnStream(self.renderer.parser, self.body.stop, has_tools=bool(self.tools), max_calls=most)
+            for _ in self.requests
+        ]
         seen = [0] * len(self.requests)
         completions: list[Completion] = []
         for index in range(len(self.requests)):
             yield self._delta(index, {"role": "assistant", "content": ""})
         async for sampled in self.service.stream(self.requests):
-            index, stream = sampled.choice, texts[sampled.choice]
+            index, stream = sampled.choice, streams[sampled.choice]
             fresh, seen[index] = slice(seen[index], len(sampled.ids)), len(sampled.ids)
             if sampled.completion is None:
-                text = "" if self.tools else self._content(sampled.ids)
-                new = "" if text.lstrip().startswith("<") else stream.grow(text)
-                yield self._delta(index, {"content": new}, sampled, fresh)
+                deltas = list(stream.grow(self._partial(sampled.ids))) or [{"content": ""}]
+                yield self._delta(index, deltas[0], sampled, fresh)
+                for delta in deltas[1:]:
+                    yield self._delta(index, delta)
                 continue
             completions.append(sampled.completion)
-            message = self._record(index, sampled.completion)
-            rest = {**message, "content": stream.end(message.get("content") or "")}
-            deltas = list(replies.chat_deltas(rest)) or [{}]
+            message = self._message(sampled.completion)
+            deltas = list(stream.end(message)) or [{}]
+            message = {**message, "content": stream.content}  # the client returns what it received
+            self._record(index, sampled.completion, message)
             yield self._delta(index, deltas[0], sampled, fresh)
             for delta in deltas[1:]:
                 yield self._delta(index, delta)
@@ -102,11 +109,9 @@ class ChatCall:
         """Return the last chunk of an answer that fails."""
         return error.body()
 
-    def _record(self, index: int, completion: Completion) -> Message:
-        """Record a reply and return it as the message for the client."""
-        message = self._message(completion)
+    def _record(self, index: int, completion: Completion, message: Message) -> None:
+        """Record a reply as tokens and as the message that the client receives."""
         self.turns[index] = self.session.record(self.prompt, completion, message, self.names[index])
-        return message
 
     def _message(self, completion: Completion) -> Message:
         """Return the reply as a message; malformed calls stay text, since OpenAI's form cannot express them."""
@@ -124,12 +129,17 @@ class ChatCall:
         content = replies.cut(self.reply_text.content(ids, turn) + unreadable, self.body.stop)
         return replace(turn, content=content, calls=calls).message()
 
-    def _content(self, ids: list[int]) -> str:
-        """Return the content of a reply without tools, complete or not."""
-        return self.reply_text.content(ids, self.renderer.parse(ids, prompt_ids=self.prompt.ids))
+    def _partial(self, ids: list[int]) -> AssistantTurn:
+        """Return a reply that is not complete as a turn."""
+        if self.tools and self.body.tool_choice == "none":
+            return AssistantTurn(self.reply_text.plain(ids))
+        settled = self.renderer.parser.settled(self.forced + ids)
+        turn = self.renderer.parse(settled, self.tools, calls_before=self.prompt.calls, prompt_ids=self.prompt.ids)
+        return replace(turn, content=self.reply_text.content(settled[len(self.forced) :], turn))
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        message = self._record(index, completion)
+        message = self._message(completion)
+        self._record(index, completion, message)
         choice: dict[str, Any] = {
             "index": index,
             "message": {**message, "content": message["content"] or (None if message.get("tool_calls") else "")},

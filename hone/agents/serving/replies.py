@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,15 +127,16 @@ class TextStream:
 
     Args:
         stops: strings that end the text and are not part of it.
+        marks: strings that end the text if they are complete, such as the mark of a tool call; a part of one is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self.sent = stops, ""
+    def __init__(self, stops: Sequence[str], marks: Sequence[str] = ()) -> None:
+        self._stops, self._held, self.sent = stops, (*stops, *marks), ""
 
     def grow(self, text: str) -> str:
         """Return the new part of ``text``, the text of all tokens sampled until now."""
         text = cut(text, self._stops)
-        text = text[: len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)]
+        text = text[: len(text) - max((_overlap(text, held) for held in self._held), default=0)]
         return self._new(text.rstrip("\ufffd"))
 
     def end(self, text: str) -> str:
@@ -152,13 +153,3 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of ``text`` that is a prefix of ``stop``."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def chat_deltas(message: Message) -> Iterator[dict[str, Any]]:
-    """Yield a complete reply as deltas: reasoning, text, then each call."""
-    if message.get("reasoning_content"):
-        yield {"reasoning_content": message["reasoning_content"]}
-    if message.get("content"):
-        yield {"content": message["content"]}
-    for index, call in enumerate(message.get("tool_calls") or ()):
-        yield {"tool_calls": [{"index": index, **call}]}

@@ -72,6 +72,8 @@ class MessagesCall:
             sampled = chunk.get("usage", {}).get("completion_tokens", sampled)
             for choice in chunk["choices"]:
                 delta = choice["delta"]
+                if not any(delta.values()):  # sampled, and not settled: the client sees that the reply grows
+                    yield {"type": "ping"}
                 if delta.get("reasoning_content"):
                     for event in events.thinking(delta["reasoning_content"]):
                         yield event

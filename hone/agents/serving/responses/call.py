@@ -81,8 +81,11 @@ class ResponsesCall:
                         yield event
                     log_probs = []
                 for call in delta.get("tool_calls") or ():
-                    call = {name: value for name, value in call.items() if name != "index"}
-                    reply.setdefault("tool_calls", []).append(call)
+                    calls = reply.setdefault("tool_calls", [])
+                    if "id" in call:
+                        calls.append({"id": call["id"], "type": call["type"], "function": dict(call["function"])})
+                    else:
+                        calls[-1]["function"]["arguments"] += call["function"]["arguments"]
                     for event in events.call(call):
                         yield event
                 if choice["finish_reason"] is not None:

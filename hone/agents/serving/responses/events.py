@@ -62,17 +62,16 @@ class EventSequence:
         yield self.event("response.reasoning_text.delta", **self._where(item), delta=delta)
 
     def call(self, call: dict[str, Any]) -> Iterator[Event]:
-        """Yield the events of a complete tool call in the form of chat."""
-        yield from self.end()
-        item = call_item(call)
-        place = {"output_index": len(self.output), "item_id": item["id"]}
-        self.output.append(item)
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        yield self.event("response.output_item.added", output_index=place["output_index"], item=begun)
-        arguments = item["arguments"]
-        yield self.event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield self.event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
-        yield self.event("response.output_item.done", output_index=place["output_index"], item=item)
+        """Yield the events of a part of a tool call in the form of chat; the first part has its id."""
+        if "id" in call:
+            yield from self.end()
+            self._open = {**call_item(call), "arguments": "", "status": "in_progress"}
+            self.output.append(self._open)
+            yield self.event("response.output_item.added", output_index=len(self.output) - 1, item=dict(self._open))
+        item, arguments = self._unfinished(), call["function"].get("arguments")
+        if arguments:
+            item["arguments"] += arguments
+            yield self.event("response.function_call_arguments.delta", **self._place(item), delta=arguments)
 
     def add_log_probs(self, log_probs: Sequence[dict[str, Any]]) -> None:
         """Add log-probs of tokens without text, such as the one that ends the reply, to the unfinished text."""
@@ -82,6 +81,9 @@ class EventSequence:
     def end(self, status: str = "completed") -> Iterator[Event]:
         """Yield the events that end the unfinished item, if there is one."""
         if self._open is None:
+            return
+        if self._open["type"] == "function_call":
+            yield from self._end_call(self._open)
             return
         item, part = self._current()
         where, self._open = self._where(item), None
@@ -99,6 +101,13 @@ class EventSequence:
             yield from self._begin("message")
         yield from self.end(status)
 
+    def _end_call(self, item: dict[str, Any]) -> Iterator[Event]:
+        place, self._open = self._place(item), None
+        item["status"] = "completed"
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield self.event("response.function_call_arguments.done", **place, **done)
+        yield self.event("response.output_item.done", output_index=place["output_index"], item=item)
+
     def _begin(self, kind: str) -> Iterator[Event]:
         if self._open is not None and self._open["type"] == kind:
             return
@@ -111,10 +120,17 @@ class EventSequence:
         part = text_part("") if kind == "message" else reasoning_part("")
         yield self.event("response.content_part.added", **self._where(item), part=part)
 
-    def _current(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _unfinished(self) -> dict[str, Any]:
         if self._open is None:
             raise ValueError("no item is unfinished")
-        return self._open, self._open["content"][0]
+        return self._open
+
+    def _current(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        item = self._unfinished()
+        return item, item["content"][0]
+
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": len(self.output) - 1}
 
     def _where(self, item: dict[str, Any]) -> dict[str, Any]:
-        return {"item_id": item["id"], "output_index": len(self.output) - 1, "content_index": 0}
+        return {**self._place(item), "content_index": 0}

@@ -168,7 +168,8 @@ def test_streamed_tool_calls_arrive_whole() -> None:
         stream = client(url).chat.completions.create(model="tiny", messages=[QUESTION], tools=[WEATHER], stream=True)
         pieces = [piece.choices[0] for piece in stream]
     calls = [call for piece in pieces for call in piece.delta.tool_calls or ()]
-    assert [call.function.name for call in calls] == ["get_weather"]
+    assert [(call.id, call.function.name) for call in calls] == [("call_0", "get_weather"), (None, None)]
+    assert json.loads(calls[1].function.arguments) == {"city": "Rome"}
     assert not any(piece.delta.content for piece in pieces) and pieces[-1].finish_reason == "tool_calls"
 
 
