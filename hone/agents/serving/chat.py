@@ -88,7 +88,8 @@ class ChatCall:
             index, stream = sampled.choice, streams[sampled.choice]
             fresh, seen[index] = slice(seen[index], len(sampled.ids)), len(sampled.ids)
             if sampled.completion is None:
-                deltas = list(stream.grow(self._partial(sampled.ids))) or [{"content": ""}]
+                turns = self._partial_turns(sampled.ids, fresh.start)
+                deltas = [delta for turn in turns for delta in stream.grow(turn)] or [{"content": ""}]
                 yield self._delta(index, deltas[0], sampled, fresh)
                 for delta in deltas[1:]:
                     yield self._delta(index, delta)
@@ -128,6 +129,17 @@ class ChatCall:
             calls = calls[:1]
         content = replies.cut(self.reply_text.content(ids, turn) + unreadable, self.body.stop)
         return replace(turn, content=content, calls=calls).message()
+
+    def _partial_turns(self, ids: list[int], seen: int) -> list[AssistantTurn]:
+        """Return a reply that is not complete, after the turn up to its first call where that is among the fresh tokens.
+
+        So the text before a call is complete when the call begins.
+        """
+        turn = self._partial(ids)
+        if not turn.calls or self._partial(ids[:seen]).calls:
+            return [turn]
+        stop = next(stop for stop in range(seen + 1, len(ids) + 1) if self._partial(ids[:stop]).calls)
+        return [self._partial(ids[: stop - 1]), turn]
 
     def _partial(self, ids: list[int]) -> AssistantTurn:
         """Return a reply that is not complete as a turn."""
