@@ -125,7 +125,5 @@ def _divided(
 ) -> list[list[int]]:
     if len(rows) <= ranks:
         return [[int(rows[rank])] if rank < len(rows) else [] for rank in range(ranks)]
-    units = None if lengths.unit_of is None else lengths.unit_of[rows]
-    part = Lengths(lengths.prompts[rows], lengths.responses[rows], lengths.group_of[rows], units)
-    division = (by_work and balance(part, ranks, cost, equal_count=equal)) or in_order(len(rows), ranks)
+    division = (by_work and balance(lengths.take(rows), ranks, cost, equal_count=equal)) or in_order(len(rows), ranks)
     return [rows[chosen].tolist() for chosen in division]

@@ -1,8 +1,8 @@
 """Balance the work of a batch: assign rows to ranks or micro-batches.
 
-Work is counted in tokens of the matmuls plus token pairs of attention, which grow with the square of the length. Rows of a
-prompt group that stay together compute their prompt once. A group is therefore split only where that makes the slowest
-part faster. The assignment of rows never changes a result.
+Work is counted in tokens of the matmuls plus token pairs of attention, which grow with the square of the length. Rows that stay
+together compute a common prefix once (:mod:`hone.data.prefixes`). Rows that share one are therefore separated only where that
+makes the slowest part faster. The assignment of rows never changes a result.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.data.partition import karmarkar_karp
+from hone.data.prefixes import PrefixOrder
 from hone.data.ragged import offsets_of
 
 GOOD_ENOUGH = 1.02
-"""Groups are not split further once the slowest part has at most this many times its share of perfectly balanced work."""
+"""Branches are not split further once the slowest part has at most this many times its share of perfectly balanced work."""
+
+LEAST_GROWTH = 1.75
+"""Once halving all chunks gives fewer than this many times as many, most are single rows, and all are split into those."""
 
 
 @dataclass(frozen=True)
@@ -72,35 +76,45 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the ``B`` rows of a batch, the only input of balancing.
+    """Lengths of the ``B`` rows of a batch and the prefixes that they share, the only input of balancing.
 
     Attributes:
-        prompts: ``[B]`` tokens of each row's prompt.
-        responses: ``[B]`` tokens of each response.
-        group_of: ``[B]``, equal numbers for rows with the same prompt.
+        tokens: ``[B]`` tokens of each row, prompt and response.
+        prefixes: which rows share how many tokens.
         unit_of: ``[B]``, equal numbers for rows that must stay together (the two sides of a preference); None: any may split.
     """
 
-    prompts: Tensor
-    responses: Tensor
-    group_of: Tensor
-    unit_of: Tensor | None = None
+    tokens: NDArray[np.int64]
+    prefixes: PrefixOrder
+    unit_of: NDArray[np.int64] | None = None
 
     @classmethod
     def from_uids(
         cls, prompts: Tensor, responses: Tensor, uids: Sequence[Hashable], units: Tensor | None = None
     ) -> Lengths:
-        """Build the lengths from the uid of each row's prompt group."""
-        numbers: dict[Hashable, int] = {}
-        return cls(prompts, responses, torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids]), units)
+        """Build the lengths from the uid of each row's prompt group; the rows of a group share their prompt.
+
+        Args:
+            prompts: ``[B]`` tokens of each row's prompt.
+            responses: ``[B]`` tokens of each response.
+            uids: prompt group of each row.
+            units: as ``unit_of``.
+        """
+        prefixes = PrefixOrder.from_groups(uids, prompts)
+        return cls((prompts + responses).numpy(), prefixes, None if units is None else units.numpy())
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self.tokens)
+
+    def take(self, rows: NDArray[np.int64]) -> Lengths:
+        """Return the lengths of some rows."""
+        units = None if self.unit_of is None else self.unit_of[rows]
+        return Lengths(self.tokens[rows], self.prefixes.take(rows), units)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Work of each part; a prompt counts once in every part that has rows of it.
+    """Work of each part; a token that rows of a part share counts once.
 
     Attributes:
         tokens: ``[parts]`` tokens that go through the model.
@@ -121,15 +135,23 @@ class Load:
 
 def load_of(lengths: Lengths, part_of: NDArray[np.int64], parts: int, model: CostModel) -> Load:
     """Return the load of each part when row i goes to part ``part_of[i]``."""
-    prompts, responses = lengths.prompts.numpy(), lengths.responses.numpy()
-    groups = _numbered(lengths.group_of)
-    _, first = np.unique(part_of * (int(groups.max(initial=0)) + 1) + groups, return_index=True)
-    tokens = np.bincount(part_of, responses, parts) + np.bincount(part_of[first], prompts[first], parts)
-    p, r = prompts.astype(np.float64), responses.astype(np.float64)
-    pairs = np.bincount(part_of, r * p + r * (r + 1) / 2, parts)
-    pairs += np.bincount(part_of[first], (p * (p + 1) / 2)[first], parts)
-    rows = np.bincount(part_of, minlength=parts)
-    return Load(tokens.astype(np.int64), model.cost(tokens.astype(np.int64), pairs), rows)
+    place = lengths.prefixes.place
+    order = np.lexsort((place, part_of))
+    part, place = part_of[order], place[order]
+    shared = np.zeros(len(order), np.int64)
+    (follows,) = np.nonzero(part[1:] == part[:-1])
+    if len(follows):
+        shared[follows + 1] = lengths.prefixes.between(place[follows], place[follows + 1])
+    added = lengths.tokens[order] - shared
+    tokens = np.bincount(part, added, parts).astype(np.int64)
+    pairs = np.bincount(part, _pairs(added, shared), parts)
+    return Load(tokens, model.cost(tokens, pairs), np.bincount(part, minlength=parts))
+
+
+def _pairs(added: NDArray[np.int64], shared: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the token pairs of ``added`` tokens after ``shared`` ones."""
+    tokens = added.astype(np.float64)
+    return tokens * shared + tokens * (tokens + 1) / 2
 
 
 def balance(
@@ -143,24 +165,24 @@ def balance(
 ) -> list[list[int]] | None:
     """Divide rows over ranks (or micro-batches) so that the slowest one has the least work.
 
-    Whole groups are tried first, then halves, quarters, ... down to single rows, until the balance is good. The division with
-    the least work in its slowest part is returned. With at least as many rows as parts, no part is empty.
+    Whole trees of prefixes are tried first, then their halves, quarters, ... down to single rows, until the balance is good. The
+    division with the least work in its slowest part is returned. With at least as many rows as parts, no part is empty.
 
     Args:
         lengths: lengths of the rows.
         parts: number of ranks or micro-batches.
         model: cost of the work; None: a dense decoder of width 4096.
         equal_count: give every part the same number of rows, up to one.
-        max_tokens: largest number of tokens of a part with several rows, shared prompts counted once.
+        max_tokens: largest number of tokens of a part with several rows, shared ones counted once.
         max_rows: largest number of rows of a part.
 
     Returns:
-        Row indices of each part, rows of one prompt next to each other; None when no division meets the limits.
+        Row indices of each part, rows that share a prefix next to each other; None when no division meets the limits.
     """
     model = model or CostModel()
     best, best_cost = None, np.inf
     enough = GOOD_ENOUGH * _least_cost(lengths, parts, model)
-    for chunk_of in _chunkings(lengths):
+    for chunk_of in _chunkings(lengths, model):
         count = int(chunk_of.max(initial=-1)) + 1
         if count < parts and count < len(lengths):
             continue
@@ -218,42 +240,72 @@ def balance_metrics(
     }
 
 
-def _chunkings(lengths: Lengths) -> Iterator[NDArray[np.int64]]:
-    """Yield ``[B]`` chunk numbers: whole groups, then groups split in 2, 4, ..., then single units."""
-    units = np.arange(len(lengths)) if lengths.unit_of is None else _numbered(lengths.unit_of)
-    _, first = np.unique(units, return_index=True)
-    group_of = _numbered(lengths.group_of)[first]  # group of each unit
-    order = np.argsort(group_of, kind="stable")
-    counts = np.bincount(group_of)
-    starts = offsets_of(torch.from_numpy(counts)).numpy()[:-1]
-    place = np.empty(len(order), np.int64)  # position of each unit in its group
-    place[order] = np.arange(len(order)) - np.repeat(starts, counts)
-    cuts, most = 1, int(counts.max(initial=1))
-    while True:
-        chunk = place * min(cuts, most) // np.maximum(counts[group_of], 1) if cuts < most else place
-        yield _numbered(torch.from_numpy(group_of * most + chunk))[units]
-        if cuts >= most:
-            return
-        cuts *= 2
+def _chunkings(lengths: Lengths, model: CostModel) -> Iterator[NDArray[np.int64]]:
+    """Yield ``[B]`` chunk numbers: whole trees, then each chunk split in two again and again, and at last single units."""
+    prefixes, units = lengths.prefixes, _units_of(lengths)
+    cuttable = _places_between_units(units[prefixes.order])
+    begins = cuttable & (prefixes.shared == 0)
+    begins[:1] = True
+    most, count = np.count_nonzero(cuttable), 0
+    while count * LEAST_GROWTH <= np.count_nonzero(begins) < most:
+        count = np.count_nonzero(begins)
+        chunk_of = np.empty(len(lengths), np.int64)
+        chunk_of[prefixes.order] = np.cumsum(begins) - 1
+        yield chunk_of
+        begins[_halves(lengths, begins, cuttable, model)] = True
+    yield units
+
+
+def _halves(
+    lengths: Lengths, begins: NDArray[np.bool_], cuttable: NDArray[np.bool_], model: CostModel
+) -> NDArray[np.int64]:
+    """Return the places at which to split chunks in two, so that the costlier part of each has the least work.
+
+    Args:
+        lengths: of the rows.
+        begins: ``[B]`` places where a chunk begins.
+        cuttable: ``[B]`` places where one may begin.
+        model: cost of the work.
+    """
+    tokens, shared = lengths.tokens[lengths.prefixes.order], lengths.prefixes.shared
+    work = model.cost(tokens - shared, _pairs(tokens - shared, shared))  # of each row after the one before it
+    again = model.cost(shared, _pairs(shared, np.zeros_like(shared)))  # what the first row of a chunk adds to that
+    done = np.concatenate([[0.0], work.cumsum()])
+    (first,) = np.nonzero(begins)
+    chunk = np.cumsum(begins) - 1
+    starts, ends = first[chunk], np.append(first[1:], len(begins))[chunk]
+    before = done[:-1] - done[starts] + again[starts]
+    after = done[ends] - done[:-1] + again
+    slower = np.where(cuttable & ~begins, np.maximum(before, after), np.inf)
+    best = np.lexsort((slower, chunk))[first]  # the first of each chunk, ordered by the slower half
+    return best[np.isfinite(slower[best])]
+
+
+def _units_of(lengths: Lengths) -> NDArray[np.int64]:
+    """Return ``[B]`` unit numbers from 0 on."""
+    if lengths.unit_of is None:
+        return np.arange(len(lengths))
+    return np.unique(lengths.unit_of, return_inverse=True)[1].reshape(-1)
+
+
+def _places_between_units(units: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return ``[B]`` whether a chunk may begin at a place of ``units``: no unit has rows on both sides."""
+    count, places = int(units.max(initial=-1)) + 1, np.arange(len(units))
+    last = np.zeros(count, np.int64)
+    np.maximum.at(last, units, places)
+    inside = np.maximum.accumulate(last[units])  # the last row of the units that have begun
+    return np.concatenate([[True], inside[:-1] < places[1:]]) if len(units) else np.zeros(0, bool)
 
 
 def _least_cost(lengths: Lengths, parts: int, model: CostModel) -> float:
-    """Return a lower bound for the work of the slowest part: an equal share of all work, every prompt counted once."""
+    """Return a lower bound for the work of the slowest part: an equal share of all work, every token counted once."""
     everything = load_of(lengths, np.zeros(len(lengths), np.int64), 1, model)
     return float(everything.cost[0]) / parts
 
 
 def _rows_of(lengths: Lengths, part_of: NDArray[np.int64], parts: int) -> list[list[int]]:
-    """Return the row indices of each part, sorted by group and row."""
-    order = np.lexsort((_numbered(lengths.group_of), part_of))
+    """Return the row indices of each part, in the order of their prefixes."""
+    order = np.lexsort((lengths.prefixes.place, part_of))
     bounds = offsets_of(torch.from_numpy(np.bincount(part_of, minlength=parts))).tolist()
     rows = order.tolist()
     return [rows[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
-
-
-def _numbered(values: Tensor) -> NDArray[np.int64]:
-    """Renumber the classes from 0 in the order of first appearance."""
-    _, first, inverse = np.unique(values.numpy(), return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[inverse.reshape(-1)]

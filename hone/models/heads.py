@@ -27,7 +27,7 @@ from hone.models.loading import causal_lm, value_head
 
 
 class Head(Protocol):
-    """Maps a packed micro-batch to named outputs, each ``[R]`` float32 with one number a response token."""
+    """Maps a packed micro-batch to named outputs, each ``[U]`` float32 with one number for each entry of ``output_index``."""
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]: ...
 
@@ -111,7 +111,7 @@ class ValueHead:
 
 
 def hidden_states(model: nn.Module, packed: PackedSequences) -> Tensor:
-    """Last hidden states ``[R, H]`` at the positions that predict response tokens."""
+    """Last hidden states ``[U, H]`` at ``output_index``, the positions that predict response tokens."""
     if llama_train.supports_training(model):
         hidden = llama_train.hidden_states(model, packed.input_ids, packed.context)
     elif llama_cuda.supports_training(model):

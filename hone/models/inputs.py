@@ -8,22 +8,34 @@ from torch import Tensor
 
 from hone.algorithms.support import Supports
 from hone.models.attention.context import AttentionContext
+from hone.models.gather import Gather
 
 
 @dataclass(frozen=True)
 class PackedSequences:
     """One micro-batch as the model sees it.
 
+    A head computes ``U`` outputs, one for each token that is a response token of some row. Rows that share response tokens share
+    their outputs.
+
     Attributes:
-        input_ids: ``[1, N]``, all sequences end to end.
+        input_ids: ``[1, N]``, all sequences end to end, shared prefixes once.
         context: positions and attention of the sequences.
-        output_index: ``[R]``, for every response token the index in the row whose output predicts it.
-        targets: ``[R]``, the response tokens.
-        supports: of the response tokens; None if all were sampled from the whole vocabulary.
+        output_index: ``[U]``, for every output the index in the row whose hidden state it is computed from.
+        targets: ``[U]``, the response tokens.
+        target_index: ``[U]``, the index in the row of each response token.
+        by_row: gathers the outputs ``[U]`` for every response token of every row, ``[R]``; None where they are so already.
+        supports: of the outputs; None if all tokens were sampled from the whole vocabulary.
     """
 
     input_ids: Tensor
     context: AttentionContext
     output_index: Tensor
     targets: Tensor
+    target_index: Tensor
+    by_row: Gather | None = None
     supports: Supports | None = None
+
+    def outputs_by_row(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs ``[R]`` of the rows' response tokens end to end, from those of the head ``[U]``."""
+        return outputs if self.by_row is None else {name: self.by_row(values) for name, values in outputs.items()}

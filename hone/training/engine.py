@@ -32,7 +32,7 @@ from hone.training.ranks import RankGroup
 from hone.training.updates import LossFn, Outputs, PartialLoss, Statistics, Totals
 
 Forward = Callable[[Head, PackedSequences, bool], dict[str, Tensor]]
-"""(head, packed micro-batch, with_entropy) to the head's outputs, each ``[R]``; with a gradient where it is enabled."""
+"""(head, packed micro-batch, with_entropy) to the head's outputs, each ``[U]``; with a gradient where it is enabled."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class MicroBatchLoop:
             for rows, micro in self._micro_batches(batch, max_tokens or self._settings.max_tokens):
                 packed = pack(micro, self._device)
                 with self.computing(), autocast(self._device, self._settings.dtype):
-                    outputs.add(rows, self._forward(head, packed, with_entropy))
+                    outputs.add(rows, packed.outputs_by_row(self._forward(head, packed, with_entropy)))
                 activity.tick()
         return outputs.columns()
 
@@ -144,7 +144,7 @@ class MicroBatchLoop:
             recording = contextlib.nullcontext() if recorder is None else recorder.forward(packed)
             on_host = contextlib.nullcontext() if self._offload is None else self._offload.saving()
             with self.computing(), autocast(self._device, self._settings.dtype), on_host, recording:
-                outputs = self._forward(head, packed, with_entropy)
+                outputs = packed.outputs_by_row(self._forward(head, packed, with_entropy))
             if recorder is not None:
                 recorder.keep_gradients(outputs)
             if outputs_seen is not None:
@@ -185,10 +185,10 @@ class MicroBatchLoop:
         max_tokens = micro_batch_tokens(max_tokens, on_cpu=self._device.type == "cpu")
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         together = batch.tensor("unit") if "unit" in batch else None  # the sides of a preference stay together
-        for rows in self._plan(prompts, responses.lengths, max_tokens, together):
+        for rows in self._plan(prompts, responses, max_tokens, together):
             yield rows, batch.reorder(rows) if rows else _filler()
 
-    def _plan(self, prompts: Ragged, responses: Tensor, max_tokens: int, together: Tensor | None) -> list[list[int]]:
+    def _plan(self, prompts: Ragged, responses: Ragged, max_tokens: int, together: Tensor | None) -> list[list[int]]:
         """Return the rows of each micro-batch; ranks with fewer rows get empty ones, so that all have the same number."""
         limit = self._settings.max_sequences
         plan = plan_micro_batches(prompts, responses, max_tokens, limit, together) if len(prompts) else []

@@ -1,10 +1,14 @@
 """Packing of rows into micro-batches within a token budget, without padding.
 
-A micro-batch is one row of tokens: the different prompts end to end, then all responses. The samples of a prompt group
-share their prompt: the model computes it once, and in attention it precedes each of its responses.
+A micro-batch is one row of tokens. Rows that begin alike (the samples of a prompt group, turns of an episode whose history was
+rewritten, forks of one episode) share their common prefix, however deep they part: the model computes it once, and in attention
+it precedes what follows it in each row.
 
-    tokens        p p p q q r r r r r s s s        responses r and r follow prompt p, s follows q
-    predicts          ^   ^ ^ ^   ^                the output at the token before a response token scores it
+    rows          p p | r r r t        p p | r r u        q | s s
+    tokens        p p r r r t u q s s                     u follows p p r r
+    predicts        ^ ^ ^ ^ ^   ^ ^                       the output at the token before a response token scores it
+
+Response tokens that rows share are scored once; each row reads the result, and their gradients add up.
 
 The choice of micro-batches changes memory and speed, never a result.
 """
@@ -19,35 +23,47 @@ from torch import Tensor
 from hone.algorithms.support import Supports
 from hone.data.balance import CostModel, Lengths, balance, load_of, part_of_rows
 from hone.data.batch import Batch
+from hone.data.prefixes import PrefixOrder, PrefixSet
 from hone.data.ragged import Ragged, offsets_of
 from hone.models.attention.packed import PackedContext
+from hone.models.gather import Gather
 from hone.models.inputs import PackedSequences
 
 
-def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return ``[starts[0], starts[0] + 1, ... (lengths[0] values), starts[1], ...]``."""
-    offsets = offsets_of(lengths)
-    return torch.arange(int(offsets[-1])) + (starts - offsets[:-1]).repeat_interleave(lengths)
-
-
 def pack(batch: Batch, device: torch.device) -> PackedSequences:
-    """Pack columns ``prompt_ids`` and ``response_ids``; neighbouring rows with equal prompts share it.
+    """Pack columns ``prompt_ids`` and ``response_ids``; common prefixes are packed once.
 
     Every prompt and every response has at least one token.
     """
     prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-    prompt_of = prompt_numbers(prompts)
-    first = torch.cat([torch.ones(1, dtype=torch.bool), prompt_of.diff() > 0])
-    unique = prompts.select(first.nonzero()[:, 0])
-    response_starts = len(unique.values) + responses.offsets[:-1]
-    output_index = concatenated_ranges(response_starts - 1, responses.lengths)
-    output_index[responses.offsets[:-1]] = unique.offsets[1:][prompt_of] - 1  # the prompt's last token scores the first
+    context, index = packed_rows(prompts, responses, device)
+    tokens = torch.empty(context.position_ids.shape[1], dtype=torch.int64)
+    is_response = _is_response(prompts, responses)
+    tokens[index.values[is_response]] = responses.values
+    tokens[index.values[~is_response]] = prompts.values
+    before = torch.cat([index.values[:1], index.values[:-1]])
+    is_target = torch.zeros(len(tokens), dtype=torch.bool)
+    is_target[index.values[is_response]] = True
+    target_index = is_target.nonzero()[:, 0]
+    output_of = (is_target.cumsum(0) - 1)[index.values[is_response]]
+    output_index = torch.empty_like(target_index)
+    output_index[output_of] = before[is_response]
+    supports = supports_of(batch, device)
+    if supports is not None:  # rows may have sampled a shared token from different supports
+        output_index, target_index, output_of = (
+            before[is_response],
+            index.values[is_response],
+            torch.arange(len(responses.values)),
+        )
+    one_each = bool((output_of == torch.arange(len(output_of))).all())
     return PackedSequences(
-        input_ids=torch.cat([unique.values, responses.values])[None].to(device),
-        context=PackedContext.with_shared_prefixes(unique.lengths, responses.lengths, prompt_of, device),
+        input_ids=tokens[None].to(device),
+        context=context,
         output_index=output_index.to(device),
-        targets=responses.values.to(device),
-        supports=supports_of(batch, device),
+        targets=tokens[target_index].to(device),
+        target_index=target_index.to(device),
+        by_row=None if one_each else Gather.from_source(output_of, len(target_index), device),
+        supports=supports,
     )
 
 
@@ -60,22 +76,35 @@ def supports_of(batch: Batch, device: torch.device) -> Supports | None:
     return Supports(sizes.to(device), ids.to(device), all_restricted=bool(sizes[sampled].all()))
 
 
-def prompt_numbers(prompts: Ragged) -> Tensor:
-    """Return ``[B]`` prompt numbers: the previous row's number if the prompt is the same, else the next number."""
-    lengths = prompts.lengths
-    same = lengths[1:] == lengths[:-1]
-    # neighbours of equal length are compared token by token
-    left = prompts.select(same.nonzero()[:, 0])
-    right = prompts.select(same.nonzero()[:, 0] + 1)
-    differs = torch.zeros(len(left), dtype=torch.int64)
-    differs.index_add_(0, torch.arange(len(left)).repeat_interleave(left.lengths), (left.values != right.values).long())
-    same[same.clone()] = differs == 0
-    return torch.cat([torch.zeros(1, dtype=torch.int64), (~same).long().cumsum(0)])
+def packed_rows(prompts: Ragged, responses: Ragged, device: torch.device | str = "cpu") -> tuple[PackedContext, Ragged]:
+    """Lay the rows out in one packed row.
+
+    Returns:
+        Positions and attention of the packed row, and for every token of every row (its prompt, then its response) the index in
+        the packed row. Common prefixes have the same indices.
+    """
+    tree = PrefixOrder.from_tokens(prompts, responses)
+    order, shared = torch.from_numpy(tree.order), torch.from_numpy(tree.shared)
+    lengths = prompts.lengths + responses.lengths
+    adds = shared < lengths[order]  # a row whose tokens are all in the row before it adds none
+    context = PackedContext.from_lengths(lengths[order][adds], device, shared=shared[adds])
+    sequence = torch.empty_like(order)
+    sequence[order] = adds.long().cumsum(0) - 1
+    offsets = offsets_of(lengths)
+    position = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
+    index = context.sequences.packed_index(sequence.repeat_interleave(lengths), position)
+    return context, Ragged(index, offsets)
+
+
+def _is_response(prompts: Ragged, responses: Ragged) -> Tensor:
+    """Return whether each token of the rows, prompts and responses alternating, is one of a response."""
+    lengths = torch.stack([prompts.lengths, responses.lengths], 1).flatten()
+    return (torch.arange(len(lengths)) % 2 == 1).repeat_interleave(lengths)
 
 
 def plan_micro_batches(
     prompts: Ragged,
-    responses: Tensor,
+    responses: Ragged,
     max_tokens: int,
     max_sequences: int | None = None,
     together: Tensor | None = None,
@@ -85,7 +114,7 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Divide rows into micro-batches of at most ``max_tokens`` tokens (and ``max_sequences`` rows).
 
-    Rows of one prompt stay neighbours, and their prompt counts once per micro-batch. Groups of similar length share a
+    Rows that begin alike stay neighbours, and their common tokens count once per micro-batch. Rows of similar length share a
     micro-batch, so that attention has little padding. A row longer than the budget gets a micro-batch alone; preflight warns
     about it.
 
@@ -94,7 +123,9 @@ def plan_micro_batches(
 
     Args:
         prompts: of each row.
-        responses: ``[B]`` tokens of each response.
+        responses: of each row.
+        max_tokens: budget of a micro-batch.
+        max_sequences: maximum of rows in a micro-batch, or None.
         together: ``[B]``, neighbours with equal numbers share a micro-batch (the two sides of a preference); None for no
             such constraint.
         count: exact number of micro-batches, at least that of a plan without it.
@@ -104,69 +135,60 @@ def plan_micro_batches(
         Row indices of each micro-batch; every row is in exactly one. With ``count`` the most expensive come first, and the
         last ones are empty if there are fewer rows.
     """
-    plan = _fewest(prompts, responses, max_tokens, max_sequences, together)
+    lengths = Lengths(
+        (prompts.lengths + responses.lengths).numpy(),
+        PrefixOrder.from_tokens(prompts, responses),
+        None if together is None else _runs(together).numpy(),
+    )
+    plan = _fewest(lengths, max_tokens, max_sequences)
     if count is None:
         return plan
     if count < len(plan):
-        raise ValueError(f"{len(responses)} rows need {len(plan)} micro-batches of {max_tokens} tokens, not {count}")
-    lengths = Lengths(
-        prompts.lengths, responses, prompt_numbers(prompts), None if together is None else _runs(together)
-    )
+        raise ValueError(f"{len(lengths)} rows need {len(plan)} micro-batches of {max_tokens} tokens, not {count}")
     even = balance(
         lengths, count, cost, equal_count=max_sequences is not None, max_tokens=max_tokens, max_rows=max_sequences
     )
-    plan = _split_to(plan, count, together) if even is None else even
+    plan = _split_to(plan, count, lengths) if even is None else even
     work = load_of(lengths, part_of_rows(plan), count, cost or CostModel()).cost
     return [plan[index] for index in sorted(range(count), key=lambda index: -work[index])]
 
 
-def _split_to(plan: list[list[int]], count: int, together: Tensor | None) -> list[list[int]]:
+def _split_to(plan: list[list[int]], count: int, lengths: Lengths) -> list[list[int]]:
     """Halve the micro-batches with most rows until there are ``count``; add empty ones if none can be halved."""
-    unit_of = None if together is None else _runs(together).tolist()
     plan = [list(rows) for rows in plan]
     while len(plan) < count:
-        rows = max(plan, key=lambda rows: len(_units(rows, unit_of)), default=[])
-        units = _units(rows, unit_of)
+        rows = max(plan, key=lambda rows: len(_units(rows, lengths)), default=[])
+        units = _units(rows, lengths)
         kept = [row for unit in units[: len(units) - len(units) // 2] for row in unit]
         plan.append(rows[len(kept) :])
         rows[:] = kept
     return plan
 
 
-def _units(rows: list[int], unit_of: list[int] | None) -> list[list[int]]:
+def _units(rows: list[int], lengths: Lengths) -> list[list[int]]:
     """Return the groups of neighbouring rows that must share a micro-batch."""
-    if unit_of is None:
+    if lengths.unit_of is None:
         return [[row] for row in rows]
-    return [list(members) for _, members in itertools.groupby(rows, key=unit_of.__getitem__)]
+    return [list(members) for _, members in itertools.groupby(rows, key=lengths.unit_of.__getitem__)]
 
 
-def _fewest(
-    prompts: Ragged, responses: Tensor, max_tokens: int, max_sequences: int | None, together: Tensor | None
-) -> list[list[int]]:
-    """Return the plan of one rank: rows fill one micro-batch after the other."""
-    prompt_of, prompt_lengths = prompt_numbers(prompts), prompts.lengths
-    unit_of = torch.arange(len(prompts)) if together is None else _runs(together)
-    longest = _largest(_largest(prompt_lengths + responses, prompt_of), unit_of)
-    order = torch.sort(longest, descending=True, stable=True).indices.tolist()
-    groups, sizes, lengths, units = prompt_of.tolist(), responses.tolist(), prompt_lengths.tolist(), unit_of.tolist()
-
-    def cost(rows: list[int], previous: int | None) -> int:
-        """Return the tokens that ``rows`` add after row ``previous``, whose prompt they may share."""
-        total = 0
-        for row in rows:
-            total += sizes[row] + (0 if previous is not None and groups[previous] == groups[row] else lengths[row])
-            previous = row
-        return total
-
+def _fewest(lengths: Lengths, max_tokens: int, max_sequences: int | None) -> list[list[int]]:
+    """Return the plan of one rank: rows fill one micro-batch after the other, in the order of their prefixes."""
+    tokens = lengths.tokens.tolist()
+    units: dict[int, list[int]] = {}
+    unit_of = range(len(lengths)) if lengths.unit_of is None else lengths.unit_of.tolist()
+    for row, unit in enumerate(unit_of):
+        units.setdefault(unit, []).append(row)
     plan: list[list[int]] = []
-    used = 0
-    for _, members in itertools.groupby(order, key=units.__getitem__):
-        rows = list(members)
-        added = cost(rows, plan[-1][-1]) if plan else 0
+    packed, used = PrefixSet(lengths.prefixes, tokens), 0
+    for unit in dict.fromkeys(unit_of[row] for row in lengths.prefixes.order.tolist()):
+        rows = units[unit]
+        added = sum(map(packed.add, rows))
         too_many_rows = plan and max_sequences is not None and len(plan[-1]) + len(rows) > max_sequences
         if not plan or used + added > max_tokens or too_many_rows:
             plan.append([])
-            used, added = 0, cost(rows, None)
+            packed, used = PrefixSet(lengths.prefixes, tokens), 0
+            added = sum(map(packed.add, rows))
         plan[-1] += rows
         used += added
     return plan
@@ -175,9 +197,3 @@ def _fewest(
 def _runs(values: Tensor) -> Tensor:
     """Return ``[B]`` numbers from 0 on, equal for neighbours with equal values."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), (values.diff() != 0).long().cumsum(0)])
-
-
-def _largest(values: Tensor, group_of: Tensor) -> Tensor:
-    """Return for each row the largest value in its group, ``[B]``."""
-    zeros = torch.zeros(int(group_of[-1]) + 1, dtype=torch.int64)
-    return zeros.scatter_reduce(0, group_of, values, reduce="amax")[group_of]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor, nn
 
 from hone.algorithms import bradley_terry_loss
@@ -22,11 +21,8 @@ class ScoreHead:
     """Computes ``scores``, the model's output after each response token."""
 
     def __call__(self, model: nn.Module, packed: PackedSequences, *, with_entropy: bool) -> dict[str, Tensor]:
-        total, responses = packed.input_ids.shape[1], len(packed.targets)
-        places = torch.arange(
-            total - responses, total, device=packed.input_ids.device
-        )  # responses are at the row's end
-        hidden = hidden_states(causal_lm(model), dataclasses.replace(packed, output_index=places))
+        after = dataclasses.replace(packed, output_index=packed.target_index)
+        hidden = hidden_states(causal_lm(model), after)
         return {"scores": value_head(model)(hidden).squeeze(-1).float()}
 
 

@@ -39,8 +39,34 @@ WORDS = (
 )
 CODES = (
     *("Falcon", "Tiger", "Walrus", "Panda", "Otter", "Heron", "Camel", "Bison", "Gecko", "Koala", "Lemur", "Moose"),
-    *("Badger", "Beaver", "Bobcat", "Cobra", "Coyote", "Crane", "Donkey", "Eagle", "Ferret", "Gopher", "Hamster", "Hornet"),
-    *("Iguana", "Jackal", "Jaguar", "Lizard", "Llama", "Lobster", "Magpie", "Mantis", "Marten", "Monkey", "Parrot", "Pelican"),
+    *(
+        "Badger",
+        "Beaver",
+        "Bobcat",
+        "Cobra",
+        "Coyote",
+        "Crane",
+        "Donkey",
+        "Eagle",
+        "Ferret",
+        "Gopher",
+        "Hamster",
+        "Hornet",
+    ),
+    *(
+        "Iguana",
+        "Jackal",
+        "Jaguar",
+        "Lizard",
+        "Llama",
+        "Lobster",
+        "Magpie",
+        "Mantis",
+        "Marten",
+        "Monkey",
+        "Parrot",
+        "Pelican",
+    ),
 )
 INSTRUCTION = "Summarize."
 """Request for a summary in the demonstrations; ``multi_turn.compaction.instruction`` of a run."""

@@ -91,7 +91,7 @@ class CausalTiles:
         slots = 0
         lengths = sequences.suffix_length.tolist(), sequences.prefix_length.tolist()
         for members in pack_tiles(*lengths, score_count):
-            slots += self._add_tile(Sequences(*(column[members] for column in sequences)), slots)
+            slots += self._add_tile(sequences, torch.tensor(members), slots)
 
     @property
     def fullness(self) -> float:
@@ -104,14 +104,15 @@ class CausalTiles:
             self._for_heads[heads, kv_heads] = self._with_heads(heads, kv_heads)
         return self._for_heads[heads, kv_heads]
 
-    def _add_tile(self, members: Sequences, slots: int) -> int:
+    def _add_tile(self, sequences: Sequences, members: Tensor, slots: int) -> int:
         """Add the tile of these sequences, before which there are ``slots`` query slots; returns its query slots."""
-        prefix_start, prefix_length, suffix_start, suffix_length = (column[:, None] for column in members)
+        members = members[:, None]
+        prefix_length, suffix_length = sequences.prefix_length[members], sequences.suffix_length[members]
         prefix_width, width = int(prefix_length.max()), int(suffix_length.max())
         column = torch.arange(width)
-        suffix = suffix_start + torch.minimum(column, suffix_length - 1)
+        suffix = sequences.packed_index(members, prefix_length + torch.minimum(column, suffix_length - 1))
         place = torch.arange(prefix_width) - (prefix_width - prefix_length)
-        prefix = torch.where(place < 0, suffix_start, prefix_start + place)
+        prefix = sequences.packed_index(members, torch.where(place < 0, prefix_length, place))
         real = column < suffix_length
         self._slot[suffix[real], 0] = slots
         self._slot[suffix[real], 1] = torch.arange(suffix.numel()).view_as(suffix)[real]

@@ -25,8 +25,10 @@ class PackedContext:
     sequences of similar length are gathered into padded tiles (:mod:`hone.models.attention.cpu`). What neither supports is padded
     on the right, where a causal kernel never shows padding to a token.
 
-    >>> PackedContext.from_lengths([3, 2], "cpu").position_ids
+    >>> PackedContext.from_lengths([3, 2]).position_ids
     tensor([[0, 1, 2, 0, 1]])
+    >>> PackedContext.from_lengths([3, 4], shared=[0, 2]).position_ids
+    tensor([[0, 1, 2, 2, 3]])
 
     Attributes:
         position_ids: ``[1, N]``, starting at 0 in each sequence.
@@ -37,44 +39,34 @@ class PackedContext:
     sequences: Sequences
 
     @classmethod
-    def from_lengths(cls, lengths: Tensor | Sequence[int], device: torch.device | str = "cpu") -> PackedContext:
-        """Pack sequences of the given lengths that share nothing.
-
-        Raises:
-            ValueError: there is no sequence, or one is empty.
-        """
-        lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
-        if len(lengths) == 0 or int(lengths.min()) < 1:
-            raise ValueError(f"every packed sequence needs at least one token; lengths are {lengths.tolist()}")
-        starts, none = lengths.cumsum(0) - lengths, torch.zeros_like(lengths)
-        return cls._from_sequences(Sequences(none, none, starts, lengths), device)
-
-    @classmethod
-    def with_shared_prefixes(
-        cls, prefixes: Tensor, suffixes: Tensor, prefix_of: Tensor, device: torch.device | str = "cpu"
+    def from_lengths(
+        cls,
+        lengths: Tensor | Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        shared: Tensor | Sequence[int] | None = None,
     ) -> PackedContext:
-        """Pack sequences that share prefixes: first each prefix once, then all suffixes.
+        """Pack sequences, each of which may begin with tokens of the sequence before it.
 
-        Linear layers see a prefix once; attention places it before each of its suffixes. The samples of a prompt group share
-        their prompt this way.
+        Linear layers see such a prefix once; attention places it before each suffix. In depth-first order of the tree of their
+        prefixes, sequences share whatever they have in common (:mod:`hone.data.prefixes`).
 
         Args:
-            prefixes: ``[G]`` tokens of each prefix, at least 1.
-            suffixes: ``[B]`` tokens of each suffix, at least 1.
-            prefix_of: ``[B]`` prefix of each suffix; every prefix has a suffix.
-        """
-        prefix_starts, none = prefixes.cumsum(0) - prefixes, torch.zeros_like(prefixes)
-        suffix_starts = int(prefixes.sum()) + suffixes.cumsum(0) - suffixes
-        of_prefixes = (none, none, prefix_starts, prefixes)
-        of_suffixes = (prefix_starts[prefix_of], prefixes[prefix_of], suffix_starts, suffixes)
-        return cls._from_sequences(Sequences(*map(torch.cat, zip(of_prefixes, of_suffixes, strict=True))), device)
+            lengths: ``[B]`` tokens of each sequence.
+            device: of the positions.
+            shared: ``[B]`` how many of the tokens are the first ones of the sequence before; None for none.
 
-    @classmethod
-    def _from_sequences(cls, sequences: Sequences, device: torch.device | str) -> PackedContext:
-        """Derive positions; the suffixes of ``sequences`` follow one another in the row."""
-        lengths = sequences.suffix_length
-        column = torch.arange(int(lengths.sum())) - sequences.suffix_start.repeat_interleave(lengths)
-        positions = sequences.prefix_length.repeat_interleave(lengths) + column
+        Raises:
+            ValueError: there is no sequence, or one has no token of its own.
+        """
+        lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
+        shared = (
+            torch.zeros_like(lengths) if shared is None else torch.as_tensor(shared, dtype=torch.int64, device="cpu")
+        )
+        sequences = Sequences.from_shared(lengths, shared)
+        suffixes = sequences.suffix_length
+        column = torch.arange(int(suffixes.sum())) - sequences.suffix_start.repeat_interleave(suffixes)
+        positions = shared.repeat_interleave(suffixes) + column
         return cls(positions[None].to(device), sequences)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

@@ -8,37 +8,79 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from hone.data.ragged import Ragged
 
 LEAST_FULL_PERCENT = 85
 """Smallest share of a tile that real entries fill."""
 
 
-class Sequences(NamedTuple):
-    """``B`` sequences within one row of ``N`` packed tokens; each attribute is ``[B]``.
+@dataclass(frozen=True)
+class Sequences:
+    """``B`` sequences within one row of ``N`` packed tokens, which may share prefixes at any depth.
 
-    A sequence is a prefix, which other sequences may share, followed by its suffix. Every packed token is in the suffix of
-    exactly one sequence.
+    A sequence is a prefix, whose tokens belong to earlier sequences, followed by its suffix. Every packed token is in the suffix
+    of exactly one sequence, and the suffixes follow one another in the row:
+
+        row            a b c d e | f g | h i
+        sequence 0     a b c d e
+        sequence 1     a b c       f g              shares three tokens with sequence 0
+        sequence 2     a b c       f     h i        shares four tokens with sequence 1
 
     Attributes:
-        prefix_start: index of the first prefix token.
-        prefix_length: number of prefix tokens, 0 without a prefix.
-        suffix_start: index of the first suffix token.
-        suffix_length: number of suffix tokens, at least 1.
+        prefixes: packed tokens of each prefix.
+        suffix_start: ``[B]`` index of the first suffix token.
+        suffix_length: ``[B]`` number of suffix tokens, at least 1.
     """
 
-    prefix_start: Tensor
-    prefix_length: Tensor
+    prefixes: Ragged
     suffix_start: Tensor
     suffix_length: Tensor
 
+    @classmethod
+    def from_shared(cls, lengths: Tensor, shared: Tensor) -> Sequences:
+        """Lay out sequences of ``lengths [B]`` tokens, of which the first ``shared [B]`` are those of the sequence before.
+
+        Raises:
+            ValueError: there is no sequence, a suffix is empty, or a prefix is longer than the sequence before.
+        """
+        suffixes = lengths - shared
+        before = torch.nn.functional.pad(lengths, (1, 0))[:-1]
+        if len(lengths) == 0 or int(suffixes.min()) < 1 or bool((shared > before).any()) or int(shared.min()) < 0:
+            raise ValueError(
+                "every packed sequence needs at least one token of its own, and shares tokens with the sequence before it; "
+                f"lengths are {lengths.tolist()}, shared tokens {shared.tolist()}"
+            )
+        starts = suffixes.cumsum(0) - suffixes
+        path, prefixes = torch.empty(0, dtype=torch.int64), []
+        if int(shared.max()):
+            for start, suffix, count in zip(starts.tolist(), suffixes.tolist(), shared.tolist(), strict=True):
+                prefixes.append(path[:count])
+                path = torch.cat([path[:count], torch.arange(start, start + suffix)])
+        return cls(Ragged.from_lengths(torch.cat([path[:0], *prefixes]), shared), starts, suffixes)
+
+    @property
+    def prefix_length(self) -> Tensor:
+        """Number of prefix tokens, ``[B]``."""
+        return self.prefixes.lengths
+
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each sequence, its prefix included."""
+        """Tokens of each sequence, its prefix included, ``[B]``."""
         return self.prefix_length + self.suffix_length
+
+    def packed_index(self, sequence: Tensor, position: Tensor) -> Tensor:
+        """Return the index in the row of the tokens at ``position`` of ``sequence``; both broadcast to the shape of the result."""
+        in_suffix = position - self.prefix_length[sequence]
+        suffix = self.suffix_start[sequence] + in_suffix
+        if not len(self.prefixes.values):
+            return suffix
+        entry = self.prefixes.offsets[sequence] + torch.where(in_suffix < 0, position, 0)
+        prefix = self.prefixes.values[entry.clamp(max=len(self.prefixes.values) - 1)]
+        return torch.where(in_suffix < 0, prefix, suffix)
 
 
 def token_count(suffix: int, prefix: int) -> int:
@@ -124,17 +166,14 @@ class PaddedTiles:
     @classmethod
     def from_sequences(cls, sequences: Sequences, device: torch.device) -> PaddedTiles:
         """Group ``sequences`` by their total length."""
-        lengths = sequences.lengths
+        lengths, prefix_lengths = sequences.lengths, sequences.prefix_length
         slot_of = torch.empty(int(sequences.suffix_length.sum()), dtype=torch.int64)
         tiles, slots = [], 0
-        for members in pack_tiles(lengths.tolist()):
-            prefix_start, prefix_length, suffix_start, suffix_length = (part[members][:, None] for part in sequences)
-            length = prefix_length + suffix_length
+        for members in map(torch.tensor, pack_tiles(lengths.tolist())):
+            length = lengths[members][:, None]
             column = torch.arange(int(length.max()))
-            place = torch.minimum(column, length - 1)
-            in_prefix = place < prefix_length
-            token = torch.where(in_prefix, prefix_start + place, suffix_start + place - prefix_length)
-            in_suffix = (column >= prefix_length) & (column < length)
+            token = sequences.packed_index(members[:, None], torch.minimum(column, length - 1))
+            in_suffix = (column >= prefix_lengths[members][:, None]) & (column < length)
             slot_of[token[in_suffix]] = slots + torch.arange(token.numel()).view_as(token)[in_suffix]
             slots += token.numel()
             tiles.append(PaddedTile(token.shape[0], token.shape[1], token.flatten().to(device)))

@@ -1,10 +1,10 @@
 """Causal attention of packed sequences on CUDA: one call of PyTorch's variable-length FlashAttention for all of them.
 
 Queries are the packed tokens in the order of the row. Keys are gathered, so that every sequence has its prefix before its suffix;
-a prefix that ``B`` sequences share has its queries computed once, and its keys read ``B + 1`` times:
+a prefix that ``B`` sequences share has its queries computed once, and its keys read ``B`` times:
 
-    row, queries    p p p | a a | b b b b
-    keys, values    p p p | p p p a a | p p p b b b b
+    row, queries    p p p a a | b b b b | c
+    keys, values    p p p a a | p p p b b b b | p p p b b c
 
 The kernel aligns the causal mask of a sequence with fewer queries than keys to the last key, so its first query sees the prefix.
 """
@@ -24,45 +24,13 @@ from torch import Tensor
 from hone.models.attention.context import Scoring
 from hone.models.attention.tiles import Sequences
 from hone.models.dtypes import compute_dtype
+from hone.models.gather import Gather
 
 log = logging.getLogger("hone.models.attention")
 
 _FIRST_CAPABILITY = (8, 0)
 """Compute capability of the first GPUs that have FlashAttention (Ampere)."""
 _WIDEST_HEAD = 256
-
-
-@dataclass(frozen=True)
-class KeyGather:
-    """The places of keys and values in the packed row, and the way back for their gradients.
-
-    Attributes:
-        source: ``[K]`` packed token in each key slot.
-        slots: ``[K]`` key slots, ordered by their packed token.
-        starts: ``[N]`` first entry of each packed token in ``slots``; every token has at least one.
-    """
-
-    source: Tensor
-    slots: Tensor
-    starts: Tensor
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """Gather ``states [N, ...]`` to ``[K, ...]``; gradients are sums in a fixed order, the same in every run."""
-        return _Gather.apply(states, self)  # type: ignore[return-value]
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, gather: KeyGather) -> Tensor:
-        ctx.gather = gather
-        return states.index_select(0, gather.source)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gather, grad = ctx.gather, grads[0]
-        # One kernel without atomics; on CUDA it adds in float32.
-        sums = F.embedding_bag(gather.slots, grad.flatten(1), gather.starts, mode="sum")
-        return sums.view(-1, *grad.shape[1:]), None
 
 
 @dataclass(frozen=True)
@@ -82,7 +50,7 @@ class VarlenPlan:
     key_ends: Tensor
     longest_query: int
     longest_key: int
-    gather: KeyGather | None
+    gather: Gather | None
     names_groups: bool
 
     @classmethod
@@ -104,16 +72,11 @@ def _ends(lengths: Tensor) -> Tensor:
     return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _key_gather(sequences: Sequences, device: torch.device) -> KeyGather:
-    lengths, prefixes = sequences.lengths, sequences.prefix_length
-    place = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    prefix = prefixes.repeat_interleave(lengths)
-    in_prefix = sequences.prefix_start.repeat_interleave(lengths) + place
-    in_suffix = sequences.suffix_start.repeat_interleave(lengths) + place - prefix
-    source = torch.where(place < prefix, in_prefix, in_suffix)
-    uses = source.bincount(minlength=int(sequences.suffix_length.sum()))
-    slots = source.argsort(stable=True)
-    return KeyGather(*(part.to(device) for part in (source, slots, uses.cumsum(0) - uses)))
+def _key_gather(sequences: Sequences, device: torch.device) -> Gather:
+    lengths = sequences.lengths
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    position = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return Gather.from_source(sequences.packed_index(sequence, position), int(sequences.suffix_length.sum()), device)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, plan: VarlenPlan) -> Tensor:

@@ -22,7 +22,7 @@ from hone.models.loading import causal_lm, load_policy, saved_model
 from hone.models.registry import family_of
 from hone.models.routing import attention_of
 from hone.training.microbatches import MAX_ELEMENTS, SavedMicroBatch
-from hone.training.packing import prompt_numbers, supports_of
+from hone.training.packing import packed_rows, supports_of
 
 CPU = torch.device("cpu")
 _LOW = (torch.float16, torch.bfloat16, torch.float32)
@@ -61,20 +61,14 @@ class Places:
 
     @classmethod
     def from_saved(cls, batch: Batch, token_index: Tensor) -> Places:
-        """Find the tokens in a packed row: different prompts first, then all responses."""
-        prompts, responses = batch.ragged("prompt_ids").to_lists(), batch.ragged("response_ids").to_lists()
-        numbers = prompt_numbers(batch.ragged("prompt_ids")).tolist()
-        starts, end = {}, 0
-        for number, prompt in zip(numbers, prompts, strict=True):
-            if number not in starts:
-                starts[number], end = end, end + len(prompt)
-        saved = {packed: slot for slot, packed in enumerate(token_index.tolist())}
-        compared = []
-        for row, (number, prompt, response) in enumerate(zip(numbers, prompts, responses, strict=True)):
-            packed = [*range(starts[number], starts[number] + len(prompt)), *range(end, end + len(response))]
-            end += len(response)
-            compared += [(row, token, saved[index], index) for token, index in enumerate(packed) if index in saved]
-        return cls(*torch.tensor(compared, dtype=torch.int64).unbind(1))
+        """Find the tokens in the packed row; a token that rows share is compared in each."""
+        _, index = packed_rows(batch.ragged("prompt_ids"), batch.ragged("response_ids"))
+        slot_of = torch.full((max(int(index.values.max()), int(token_index.max())) + 1,), -1)
+        slot_of[token_index] = torch.arange(len(token_index))
+        lengths, slot = index.lengths, slot_of[index.values]
+        sequence = torch.arange(len(index)).repeat_interleave(lengths)
+        token = torch.arange(len(slot)) - index.offsets[:-1].repeat_interleave(lengths)
+        return cls(*(values[slot >= 0] for values in (sequence, token, slot, index.values)))
 
 
 @dataclass

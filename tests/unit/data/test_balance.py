@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracles.partitions import best_makespan, load
+from support.prefix_trees import random_rows
 
 from hone.data.balance import (
     CostModel,
@@ -20,6 +21,8 @@ from hone.data.balance import (
     part_of_rows,
 )
 from hone.data.partition import karmarkar_karp
+from hone.data.prefixes import PrefixOrder
+from hone.data.ragged import Ragged
 
 COSTS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 GROUPS = st.lists(
@@ -29,14 +32,13 @@ GROUPS = st.lists(
 
 
 def lengths_of(groups, unit: int | None = None) -> Lengths:
-    rows = [(number, prompt, size) for number, (prompt, sizes) in enumerate(groups) for size in sizes]
-    group_of, prompts, responses = (torch.tensor(column) for column in zip(*rows, strict=True))
-    return Lengths(prompts, responses, group_of, None if unit is None else torch.arange(len(rows)) // unit)
+    group_of, prompts, responses = zip(*rows_of(groups), strict=True)
+    units = None if unit is None else torch.arange(len(group_of)) // unit
+    return Lengths.from_uids(torch.tensor(prompts), torch.tensor(responses), group_of, units)
 
 
-def rows_of(lengths: Lengths, rows: list[int]) -> list[tuple[int, int, int]]:
-    columns = (lengths.group_of, lengths.prompts, lengths.responses)
-    return [tuple(int(column[row]) for column in columns) for row in rows]
+def rows_of(groups) -> list[tuple[int, int, int]]:
+    return [(number, prompt, size) for number, (prompt, sizes) in enumerate(groups) for size in sizes]
 
 
 # ---------------------------------------------------------------------------------------------------------- partitions
@@ -72,7 +74,7 @@ def test_sixteen_thousand_sequences_over_a_thousand_ranks_take_less_than_a_secon
     groups, n = 2048, 8
     responses = np.clip(generator.lognormal(7.5, 0.8, groups * n), 16, 16384).astype(np.int64)
     prompts = torch.from_numpy(generator.integers(64, 1024, groups)).repeat_interleave(n)
-    lengths = Lengths(prompts, torch.from_numpy(responses), torch.arange(groups).repeat_interleave(n))
+    lengths = Lengths.from_uids(prompts, torch.from_numpy(responses), np.arange(groups).repeat(n).tolist())
     started = time.process_time()
     parts = balance(lengths, 1024)
     seconds = time.process_time() - started
@@ -91,9 +93,39 @@ def test_loads_are_what_counting_token_by_token_gives(groups, parts, random, pai
     counted = load_of(lengths, part_of, parts, CostModel(pairs_per_token))
     for part in range(parts):
         rows = np.flatnonzero(part_of == part).tolist()
-        tokens, cost = load(rows_of(lengths, rows), pairs_per_token)
+        tokens, cost = load([rows_of(groups)[row] for row in rows], pairs_per_token)
         assert counted.tokens[part] == tokens and counted.rows[part] == len(rows)
         assert counted.cost[part] == pytest.approx(cost)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 4), st.integers(1, 500))
+def test_loads_of_a_tree_count_each_token_of_a_part_once(seed, count, parts, pairs_per_token):
+    """Every distinct beginning of a row of the part is one token, which meets as many as it has."""
+    tokens, generator = random_rows(seed, count), np.random.default_rng(seed)
+    rows = Ragged.from_rows(tokens, torch.int64)
+    lengths = Lengths(rows.lengths.numpy(), PrefixOrder.from_tokens(rows))
+    part_of = generator.integers(0, parts, count)
+    counted = load_of(lengths, part_of, parts, CostModel(pairs_per_token))
+    chosen = np.flatnonzero(generator.random(count) < 0.5)
+    some = load_of(lengths.take(chosen), part_of[chosen], parts, CostModel(pairs_per_token))
+    for result, members in ((counted, range(count)), (some, chosen)):
+        for part in range(parts):
+            beginnings = {
+                tuple(tokens[row][:end])
+                for row in members
+                if part_of[row] == part
+                for end in range(1, len(tokens[row]) + 1)
+            }
+            assert result.tokens[part] == len(beginnings)
+            assert result.cost[part] == pytest.approx(len(beginnings) + sum(map(len, beginnings)) / pairs_per_token)
+
+
+def test_forks_are_separated_where_they_share_least():
+    """Two episodes of one prompt, forked late: an episode's forks stay together, whatever order they come in."""
+    prompt, first, second = [1] * 10, [2] * 200, [3] * 200
+    rows = Ragged.from_rows([prompt + stem + [10 + leaf] * 20 for leaf in range(4) for stem in (first, second)])
+    division = balance(Lengths(rows.lengths.numpy(), PrefixOrder.from_tokens(rows)), 2)
+    assert division is not None and sorted(map(sorted, division)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_the_default_cost_is_that_of_a_dense_decoder_of_width_4096():
@@ -136,7 +168,7 @@ def test_balance_gives_every_row_to_one_part(groups, parts, equal_count, unit):
         homes = Counter((row // unit, part) for part, rows in enumerate(division) for row in rows)
         assert len(homes) == -(-len(lengths) // unit), "a unit was parted"
     for rows in division:
-        keys = [(int(lengths.group_of[row]), row) for row in rows]
+        keys = [(rows_of(groups)[row][0], row) for row in rows]
         assert keys == sorted(keys), "rows of one prompt stand side by side"
 
 

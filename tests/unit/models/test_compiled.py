@@ -149,10 +149,9 @@ def test_attention_on_cuda_is_traced_whole(monkeypatch):
     """On the meta device, which counts as a recent GPU: the variable-length call is in the graph, with and without shared prefixes."""
     register_varlen()
     monkeypatch.setattr(varlen, "compute_dtype", lambda states: states.dtype)  # autocast refuses the meta device
-    lengths = torch.tensor([3, 4])
     for context in (
         PackedContext.from_lengths([5, 7], "meta"),
-        PackedContext.with_shared_prefixes(torch.tensor([5]), lengths, torch.tensor([0, 0]), "meta"),
+        PackedContext.from_lengths([8, 9], "meta", shared=[0, 5]),
     ):
         traceable = TraceableContext(context)
         states = [

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.prefix_trees import context_of_groups, contexts, tokens_of
 from torch import Tensor
 
 from hone.models.attention import cpu
 from hone.models.attention.cpu import causal_attention
 from hone.models.attention.cpu_tiles import CausalTiles
 from hone.models.attention.packed import PackedContext
-
-
-def context_of(prefixes: list[int], suffixes: list[list[int]]) -> PackedContext:
-    """Prompt ``i`` of ``prefixes[i]`` tokens, followed by responses of ``suffixes[i]`` tokens."""
-    prefix_of = [i for i, lengths in enumerate(suffixes) for _ in lengths]
-    flat = [length for lengths in suffixes for length in lengths]
-    return PackedContext.with_shared_prefixes(torch.tensor(prefixes), torch.tensor(flat), torch.tensor(prefix_of))
 
 
 def states(
@@ -34,31 +30,27 @@ def states(
 def golden(packed: PackedContext, inputs: list[Tensor], scale: float) -> Tensor:
     """Each sequence alone, all of it; of its outputs the own tokens' are taken."""
     found = []
-    for prefix, shared, start, own in zip(*(column.tolist() for column in packed.sequences), strict=True):
-        tokens = torch.cat([torch.arange(prefix, prefix + shared), torch.arange(start, start + own)])
+    for tokens, shared in zip(tokens_of(packed.sequences), packed.sequences.prefix_length.tolist(), strict=True):
         query, key, value = (x[tokens].transpose(0, 1)[None] for x in inputs)
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         found.append(out[0].transpose(0, 1)[shared:])
     return torch.cat(found)
 
 
-def tokens_of(packed: PackedContext) -> int:
+def count_of(packed: PackedContext) -> int:
     return packed.position_ids.shape[1]
 
 
 @given(
-    groups=st.lists(
-        st.tuples(st.integers(1, 30), st.lists(st.integers(1, 50), min_size=1, max_size=3)), min_size=1, max_size=4
-    ),
+    packed=contexts(),
     heads=st.sampled_from([(1, 1), (2, 1), (6, 2)]),
     value_width=st.sampled_from([4, 8]),
     block=st.integers(1, 40),
     piece=st.sampled_from([1, 500, 1 << 19]),
 )
 @examples(60)
-def test_values_and_gradients_equal_torchs_however_it_is_cut(groups, heads, value_width, block, piece):
-    packed = context_of([prefix for prefix, _ in groups], [suffixes for _, suffixes in groups])
-    inputs = states(tokens_of(packed), *heads, 8, value_width)
+def test_values_and_gradients_equal_torchs_however_it_is_cut(packed, heads, value_width, block, piece):
+    inputs = states(count_of(packed), *heads, 8, value_width)
     expected = golden(packed, inputs, 0.3)
     incoming = torch.randn(expected.shape, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, inputs, incoming)
@@ -72,22 +64,22 @@ def test_values_and_gradients_equal_torchs_however_it_is_cut(groups, heads, valu
 
 
 def test_gradients_are_those_of_finite_differences():
-    packed = context_of([3, 2], [[4, 2], [5]])
-    inputs = states(tokens_of(packed), 4, 2, 3, 3)
+    packed = context_of_groups([3, 2], [[4, 2], [5]])
+    inputs = states(count_of(packed), 4, 2, 3, 3)
     assert torch.autograd.gradcheck(lambda *x: causal_attention(*x, 0.5, CausalTiles(packed.sequences)), inputs)
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
 def test_float32_around_the_size_of_a_block(length):
-    packed = context_of([7, 5], [[length, length], [length]])
-    inputs = states(tokens_of(packed), 4, 2, 16, 16, torch.float32)
+    packed = context_of_groups([7, 5], [[length, length], [length]])
+    inputs = states(count_of(packed), 4, 2, 16, 16, torch.float32)
     found = causal_attention(*inputs, 0.25, CausalTiles(packed.sequences))
     torch.testing.assert_close(found, golden(packed, inputs, 0.25), rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_is_computed_in_float32_also_under_autocast():
-    packed = context_of([10], [[50, 40]])
-    inputs = states(tokens_of(packed), 4, 2, 16, 16, torch.bfloat16)
+    packed = context_of_groups([10], [[50, 40]])
+    inputs = states(count_of(packed), 4, 2, 16, 16, torch.bfloat16)
     exact = golden(packed, [x.float() for x in inputs], 0.25)
     with torch.autocast("cpu", torch.bfloat16):
         found = causal_attention(*inputs, 0.25, CausalTiles(packed.sequences))
@@ -98,8 +90,8 @@ def test_bfloat16_is_computed_in_float32_also_under_autocast():
 
 
 def test_a_later_token_changes_nothing_exactly():
-    packed = context_of([30], [[200, 200]])
-    inputs = [x.detach() for x in states(tokens_of(packed), 4, 2, 8, 8, torch.float32)]
+    packed = context_of_groups([30], [[200, 200]])
+    inputs = [x.detach() for x in states(count_of(packed), 4, 2, 8, 8, torch.float32)]
     tiles = CausalTiles(packed.sequences)
     before = causal_attention(*inputs, 0.3, tiles)
     for x in inputs:
@@ -117,10 +109,8 @@ def test_tiles_are_mostly_full(lengths):
 
 @given(st.integers(1, 40), st.integers(1, 300), st.lists(st.integers(0, 7), min_size=1, max_size=60))
 def test_prompts_and_the_responses_to_them_have_tiles_of_their_own(prompt, response, groups):
-    """Equal prompts and equal responses leave no slot empty, whatever their lengths are to each other."""
-    prompt_of = torch.tensor(sorted(groups)).unique(return_inverse=True)[1]
-    prompts, responses = torch.full((int(prompt_of.max()) + 1,), prompt), torch.full((len(groups),), response)
-    context = PackedContext.with_shared_prefixes(prompts, responses, prompt_of)
-    tiles = CausalTiles(context.sequences)
-    assert tiles.fullness == 1 and len(tiles.tiles) == 2
+    """Equal prompts and equal responses leave no slot empty: the first response follows its prompt, the others have a prefix."""
+    sizes = list(Counter(groups).values())
+    tiles = CausalTiles(context_of_groups([prompt] * len(sizes), [[response] * size for size in sizes]).sequences)
+    assert tiles.fullness == 1 and len(tiles.tiles) == 1 + (len(groups) > len(sizes))
     assert all(tile.hidden is None for tile in tiles.tiles)

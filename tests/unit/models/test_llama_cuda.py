@@ -32,8 +32,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama, tied": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "mistral, a window": transformers.MistralConfig(**SHAPE, sliding_window=4),
 }
-PREFIXES, SUFFIXES, PREFIX_OF = torch.tensor([5, 2]), torch.tensor([7, 1, 12]), torch.tensor([0, 0, 1])
-TOKENS = int(PREFIXES.sum() + SUFFIXES.sum())
+LENGTHS, SHARED = [12, 6, 14, 11], [0, 5, 0, 9]
+TOKENS = sum(LENGTHS) - sum(SHARED)
 
 
 def model_of(config: PretrainedConfig) -> Any:
@@ -55,7 +55,7 @@ def outcome(forward: Any, model: Any, *, bfloat16: bool = False) -> tuple[Tensor
     """Hidden states, and the gradient of every parameter."""
     ids = torch.arange(TOKENS)[None] % 50 + 3
     incoming = torch.randn(1, TOKENS, 32, generator=torch.Generator().manual_seed(1))
-    context = PackedContext.with_shared_prefixes(PREFIXES, SUFFIXES, PREFIX_OF)
+    context = PackedContext.from_lengths(LENGTHS, shared=SHARED)
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
         hidden = forward(model, ids, context)
     (hidden * incoming).sum().backward()

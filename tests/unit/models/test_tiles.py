@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.prefix_trees import contexts, tokens_of
 
 from hone.models.attention.packed import PackedContext
 from hone.models.attention.tiles import pack_tiles, score_count, token_count
@@ -43,11 +45,27 @@ def test_known_groups():
 
 
 @examples(40)
-@given(LENGTHS)
-def test_tiles_of_whole_sequences_gather_each_token_and_scatter_it_back(lengths):
-    suffixes, prefixes = torch.tensor([suffix for suffix, _ in lengths]), torch.tensor([max(1, p) for _, p in lengths])
-    context = PackedContext.with_shared_prefixes(prefixes, suffixes, torch.arange(len(lengths)))
+@given(contexts(longest=300, most=20))
+def test_tiles_of_whole_sequences_gather_each_token_and_scatter_it_back(context):
     tokens, position = torch.arange(context.position_ids.shape[1]), context.position_ids[0]
     gathered = [tile.gather(position) for tile in context.tiles.tiles]
     assert torch.equal(context.tiles.scatter([tile.gather(tokens) for tile in context.tiles.tiles]), tokens)
     assert all(bool((rows.diff(dim=1) >= 0).all()) and bool((rows[:, 0] == 0).all()) for rows in gathered)
+
+
+@examples(40)
+@given(contexts())
+def test_the_packed_index_of_a_token_is_where_the_tree_has_it(context):
+    sequences = context.sequences
+    for number, tokens in enumerate(tokens_of(sequences)):
+        index = sequences.packed_index(torch.tensor(number), torch.arange(len(tokens)))
+        assert index.tolist() == tokens
+        assert context.position_ids[0, tokens].tolist() == list(range(len(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shared"), [([], []), ([3, 0], [0, 0]), ([3, 2], [0, 2]), ([2, 5], [0, 3]), ([2, 2], [1, 0])]
+)
+def test_a_sequence_has_tokens_of_its_own_and_shares_only_what_there_is(lengths, shared):
+    with pytest.raises(ValueError):
+        PackedContext.from_lengths(lengths, shared=shared)

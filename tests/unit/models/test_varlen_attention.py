@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import varlen_reference
 from support.examples import examples
+from support.prefix_trees import context_of_groups, contexts, tokens_of
 from torch import Tensor
 
 from hone.models.attention import varlen
@@ -24,26 +25,18 @@ CPU = torch.device("cpu")
 
 
 class Case(NamedTuple):
-    """Packed sequences: prefixes with the suffixes that continue each, and an attention window."""
+    """Packed sequences that share prefixes, and an attention window."""
 
-    groups: list[tuple[int, list[int]]]
+    context: PackedContext
     window: int | None
-
-    @property
-    def context(self) -> PackedContext:
-        return packed(self.groups)
 
 
 def packed(groups: list[tuple[int, list[int]]], device: torch.device = CPU) -> PackedContext:
-    prefixes = torch.tensor([prefix for prefix, _ in groups])
-    suffixes = torch.tensor([suffix for _, of_group in groups for suffix in of_group])
-    prefix_of = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(of_group) for _, of_group in groups]))
-    return PackedContext.with_shared_prefixes(prefixes, suffixes, prefix_of, device)
+    return context_of_groups([prefix for prefix, _ in groups], [suffixes for _, suffixes in groups], device)
 
 
-lengths = st.integers(1, 9)
-groups = st.lists(st.tuples(lengths, st.lists(lengths, min_size=1, max_size=4)), min_size=1, max_size=4)
-cases = st.builds(Case, groups, st.none() | st.integers(1, 12))
+trees = contexts(longest=9)
+cases = st.builds(Case, trees, st.none() | st.integers(1, 12))
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +55,8 @@ def expected(context: PackedContext, states: list[Tensor], window: int | None) -
     """Attention of every token by the definition, in float64."""
     query, key, value = (part.double() for part in states)
     out = torch.zeros_like(query)
-    for first, count, start, length in zip(*(part.tolist() for part in context.sequences), strict=True):
-        tokens = [*range(first, first + count), *range(start, start + length)]
-        for place in range(count, count + length):
+    for tokens, count in zip(tokens_of(context.sequences), context.sequences.prefix_length.tolist(), strict=True):
+        for place in range(count, len(tokens)):
             visible = tokens[max(0, place + 1 - (window or place + 1)) : place + 1]
             for head in range(HEADS):
                 near = head // (HEADS // KV_HEADS)
@@ -109,31 +101,16 @@ def test_it_agrees_with_padded_tiles(case: Case) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-@given(groups)
+@given(trees)
 @examples(30)
-def test_no_query_is_computed_twice_and_keys_are_prefix_and_suffix(groups: list[tuple[int, list[int]]]) -> None:
-    context = packed(groups)
+def test_no_query_is_computed_twice_and_keys_are_prefix_and_suffix(context: PackedContext) -> None:
     tokens = context.position_ids.shape[1]
     plan = VarlenPlan.from_sequences(context.sequences, CPU)
-    assert plan.gather is not None
-    assert plan.query_ends[-1] == tokens == len(plan.gather.starts)
-    gathered, row = plan.gather.source.split(plan.key_ends.diff().tolist()), list(range(tokens))
-    for keys, first, count, start, length in zip(gathered, *(p.tolist() for p in context.sequences), strict=True):
-        assert keys.tolist() == row[first : first + count] + row[start : start + length]
-
-
-@given(groups)
-@examples(30)
-def test_the_gradient_of_the_gather_is_its_transpose(groups: list[tuple[int, list[int]]]) -> None:
-    context = packed(groups)
-    gather = VarlenPlan.from_sequences(context.sequences, CPU).gather
-    assert gather is not None
-    states = torch.arange(context.position_ids.shape[1], dtype=torch.float64)[:, None].requires_grad_()
-    incoming = torch.arange(1.0, len(gather.source) + 1, dtype=torch.float64)[:, None]
-    (grad,) = torch.autograd.grad(gather(states), states, incoming)
-    assert torch.equal(grad, torch.zeros_like(states).index_add(0, gather.source, incoming)), (
-        "sums of integers are exact"
-    )
+    assert plan.query_ends[-1] == tokens
+    assert (plan.gather is None) == (int(context.sequences.prefix_length.max()) == 0)
+    source = torch.arange(tokens) if plan.gather is None else plan.gather.source
+    gathered = source.split(plan.key_ends.diff().tolist())
+    assert [keys.tolist() for keys in gathered] == tokens_of(context.sequences)
 
 
 def test_sequences_without_prefixes_need_no_gather() -> None:

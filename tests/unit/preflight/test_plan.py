@@ -127,7 +127,7 @@ def test_micro_batches_are_filled_as_the_engine_fills_them(
 
     rows = groups * samples
     prompts = Ragged.from_rows([[row // samples] * prompt for row in range(rows)], torch.int64)
-    responses = torch.full((rows,), response)
+    responses = Ragged.from_rows([[1000 + row] * response for row in range(rows)], torch.int64)
     plan = plan_micro_batches(prompts, responses, budget, most)
     tokens = [len(part) * response + len({row // samples for row in part}) * prompt for part in plan]
     found = largest_micro_batch(rows, samples, prompt, response, budget, most)

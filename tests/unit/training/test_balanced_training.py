@@ -58,7 +58,7 @@ def over_ranks(
 
 
 def _plan(local: Batch, budget: int, count: int | None = None) -> list[list[int]]:
-    prompts, responses = local.ragged("prompt_ids"), local.ragged("response_ids").lengths
+    prompts, responses = local.ragged("prompt_ids"), local.ragged("response_ids")
     return plan_micro_batches(prompts, responses, budget, count=count, cost=COST)
 
 

@@ -8,7 +8,7 @@ from support.saved_updates import STEP, actor_of, batch_of, compared, fault_in_l
 
 from hone.errors import HoneError
 from hone.models.attention.packed import PackedContext
-from hone.training import objectives
+from hone.training import objectives, packing
 from hone.training.microbatches import MAX_TOKENS, _recorded_tokens, load_micro_batch
 from hone.training.oracle.plain import InFloat64, Places
 
@@ -61,22 +61,23 @@ def test_saving_does_not_change_the_update(tmp_path):
 def test_a_wrong_segment_boundary(tmp_path, arch, dtype, monkeypatch):
     actor = actor_of(tmp_path, arch, f"{ACTOR}.dtype={dtype}")
     batch = batch_of(actor)
-    sound = PackedContext.with_shared_prefixes
+    sound = packing.packed_rows
 
-    def shifted(prefixes, suffixes, *rest):
-        wrong = suffixes.clone()
-        wrong[2], wrong[3] = wrong[2] + 1, wrong[3] - 1  # the first token of response 3 ends response 2
-        return sound(prefixes, wrong, *rest)
+    def shifted(*columns):
+        context, index = sound(*columns)
+        wrong = context.sequences.lengths
+        wrong[1], wrong[2] = wrong[1] + 1, wrong[2] - 1  # the first token of response 2 ends response 1
+        return PackedContext.from_lengths(wrong, shared=context.sequences.prefix_length), index
 
     with monkeypatch.context() as patch:
-        patch.setattr(PackedContext, "with_shared_prefixes", shifted)
+        patch.setattr(packing, "packed_rows", shifted)
         update(actor, batch)
     result = compared(tmp_path)
     first = result.first
     assert first is not None and first.layer == 0 and first.place is not None
-    prompt = len(result.saved.batch.ragged("prompt_ids").row(3))
-    assert (first.place.sequence, first.place.token) == (3, prompt)
-    assert result.misplaced == len(result.saved.batch.ragged("response_ids").row(3))
+    prompt = len(result.saved.batch.ragged("prompt_ids").row(2))
+    assert (first.place.sequence, first.place.token) == (2, prompt)
+    assert result.misplaced == len(result.saved.batch.ragged("response_ids").row(2))
 
 
 def test_a_kernel_that_is_wrong_for_one_token_of_one_layer(tmp_path):

@@ -90,8 +90,9 @@ def gradient(engine: LocalBackend, batch: Batch, objective) -> tuple[torch.Tenso
 @examples(40)
 def test_the_sides_of_a_pair_share_a_micro_batch(pairs, seed, budget, rows):
     batch = preferences(pairs, seed)
-    lengths = batch.ragged("response_ids").lengths
-    plan = plan_micro_batches(batch.ragged("prompt_ids"), lengths, budget, rows, batch.tensor("unit"))
+    plan = plan_micro_batches(
+        batch.ragged("prompt_ids"), batch.ragged("response_ids"), budget, rows, batch.tensor("unit")
+    )
     assert sorted(row for micro in plan for row in micro) == list(range(2 * pairs))
     for micro in plan:
         units = batch.tensor("unit")[micro].tolist()

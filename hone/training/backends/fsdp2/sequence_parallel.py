@@ -74,7 +74,7 @@ def local_tokens(packed: PackedSequences, group: ProcessGroup) -> tuple[PackedSe
 
     Returns:
         The chunk, whose outputs are for the response tokens predicted in it; and the indices of these among the row's
-        response tokens, ``[r]``.
+        outputs, ``[u]``.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     length = packed.input_ids.shape[1]
@@ -84,18 +84,21 @@ def local_tokens(packed: PackedSequences, group: ProcessGroup) -> tuple[PackedSe
     def chunk(row: Tensor) -> Tensor:
         return torch.nn.functional.pad(row, (0, missing))[:, rank * size : (rank + 1) * size]
 
-    index = packed.output_index - rank * size
+    index, target_index = packed.output_index - rank * size, packed.target_index - rank * size
     indices = ((index >= 0) & (index < size)).nonzero()[:, 0]
     context = SequenceParallelContext(packed.context, chunk(packed.context.position_ids), group)
-    return PackedSequences(chunk(packed.input_ids), context, index[indices], packed.targets[indices]), indices
+    local = PackedSequences(
+        chunk(packed.input_ids), context, index[indices], packed.targets[indices], target_index[indices]
+    )
+    return local, indices
 
 
-def gather_outputs(values: Tensor, indices: Tensor, responses: int, group: ProcessGroup) -> Tensor:
-    """Return ``[responses]`` outputs of the whole row from each rank's chunk; gradients flow back to the chunks.
+def gather_outputs(values: Tensor, indices: Tensor, count: int, group: ProcessGroup) -> Tensor:
+    """Return all ``[count]`` outputs of the whole row from each rank's chunk; gradients flow back to the chunks.
 
     Every rank computes the same loss from the result, so each rank already has the whole gradient of its values.
     """
-    return _Collect.apply(values, indices, responses, group)  # type: ignore[return-value]
+    return _Collect.apply(values, indices, count, group)  # type: ignore[return-value]
 
 
 def check_heads(heads: int, key_value_heads: int, ranks: int) -> None:
@@ -112,9 +115,9 @@ def check_heads(heads: int, key_value_heads: int, ranks: int) -> None:
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, indices: Tensor, responses: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, indices: Tensor, count: int, group: ProcessGroup) -> Tensor:
         ctx.save_for_backward(indices)
-        whole = values.new_zeros(responses)
+        whole = values.new_zeros(count)
         whole[indices] = values
         dist.all_reduce(whole, group=group)
         return whole

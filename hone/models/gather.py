@@ -1,0 +1,56 @@
+"""A gather whose indices may repeat, with gradients that are sums in a fixed order, the same in every run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The source of each slot, and the way back for gradients.
+
+    Attributes:
+        source: ``[K]`` index of the value in each slot.
+        slots: ``[K]`` slots, ordered by their source.
+        starts: ``[N]`` first entry of each value in ``slots``.
+    """
+
+    source: Tensor
+    slots: Tensor
+    starts: Tensor
+
+    @classmethod
+    def from_source(cls, source: Tensor, count: int, device: torch.device) -> Gather:
+        """Build from the source of each slot, ``[K]`` on the CPU.
+
+        Args:
+            source: indices below ``count``; they may repeat.
+            count: number of values.
+            device: of the values.
+        """
+        uses = source.bincount(minlength=count)
+        slots = source.argsort(stable=True)
+        return cls(*(part.to(device) for part in (source, slots, uses.cumsum(0) - uses)))
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Gather ``values [N, ...]`` to ``[K, ...]``."""
+        return _Gather.apply(values, self)  # type: ignore[return-value]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, gather: Gather) -> Tensor:
+        ctx.gather, ctx.shape = gather, values.shape
+        return values.index_select(0, gather.source)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gather, grad = ctx.gather, grads[0]
+        # One kernel without atomics; on CUDA it adds in float32.
+        sums = F.embedding_bag(gather.slots, grad.reshape(len(grad), -1), gather.starts, mode="sum")
+        return sums.view(ctx.shape), None
