@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.models import VOCABULARY, random_batch
+from support.prefix_trees import tree_batch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -60,6 +61,7 @@ class Case:
         budget: tokens of a micro-batch.
         model_settings: keys of the model block.
         device: of the computation.
+        trees: whether rows share prefixes at any depth, sampled tokens included; otherwise at most their prompts.
         shift: added to the old and the reference log-probs, as if the policy's own were off by as much.
     """
 
@@ -75,6 +77,7 @@ class Case:
     loss_agg_mode: str = "token-mean"
     loss_mode: str = "vanilla"
     device: str = "cpu"
+    trees: bool = False
     shift: float = 0.0
 
     def model_config(self) -> ModelConfig:
@@ -153,7 +156,8 @@ def objective_of(case: Case) -> Any:
 
 def batch_of(case: Case, update: int) -> Batch:
     """Mini-batch ``update``, with old and reference log-probs made up."""
-    batch = random_batch(case.rows, case.seed + update, group=2)
+    seed = case.seed + update
+    batch = tree_batch(seed, case.rows) if case.trees else random_batch(case.rows, seed, group=2)
     noise = batch.ragged("noise")
     old, ref = (noise.with_values(-4.0 + sign * 0.3 * noise.values + case.shift) for sign in (1, -1))
     return batch.with_columns(old_log_probs=old, ref_log_probs=ref)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import make_engine, serve
+from support.prefix_trees import tree_batch
 from torch import Tensor
 
 from hone.config.model import OptimConfig
@@ -21,6 +22,7 @@ from hone.models.routing import use_hone_attention
 from hone.training.backends.local import LocalBackend
 from hone.training.engine import TrainSettings
 from hone.training.objectives import imitation_objective
+from hone.training.packing import pack
 
 LENGTHS = [9, 1, 17, 9, 4]
 TOLERANCE = {"atol": 2e-5, "rtol": 1e-5}
@@ -97,6 +99,28 @@ class ModelFamilySuite:
             assert bool(packed[name].isfinite().all()) and scale > 0, name
             torch.testing.assert_close(packed[name], alone[name], atol=2e-5 * scale, rtol=1e-4)
             assert parameter.shape == packed[name].shape
+
+    def test_a_tree_of_prefixes_gives_what_each_row_alone_gives(self, subject):
+        """Log-probs and gradients, where rows share prompts, parts of responses, and everything."""
+        batch, head = tree_batch(3, 7), PolicyHead()
+        weights = batch.ragged("noise").values
+
+        def outcome(packs: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
+            packed = [pack(batch.reorder(rows), CPU) for rows in packs]
+            outputs = [one.outputs_by_row(head(subject, one, with_entropy=True)) for one in packed]
+            log_probs, entropy = (torch.cat([one[name] for one in outputs]) for name in ("log_probs", "entropy"))
+            ((log_probs - 0.1 * entropy) * weights).sum().backward()
+            grads = {name: p.grad.clone() for name, p in subject.named_parameters() if p.grad is not None}
+            subject.zero_grad()
+            return log_probs.detach(), grads
+
+        everyone = list(range(len(batch)))
+        together, gradients = outcome([everyone])
+        alone, expected = outcome([[row] for row in everyone])
+        torch.testing.assert_close(together, alone, **TOLERANCE)
+        for name, gradient in expected.items():
+            scale = max(1.0, float(gradient.abs().max()))
+            torch.testing.assert_close(gradients[name], gradient, atol=2e-5 * scale, rtol=1e-4, msg=name)
 
     def test_an_update_makes_the_taught_responses_likelier(self, subject):
         rows = [prompt(seed, 5 + seed) for seed in range(4)]

@@ -43,6 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
     "clip_cov": {"loss_mode": "clip_cov"},
     "kl_cov": {"loss_mode": "kl_cov"},
     "m2po": {"loss_mode": "m2po"},
+    "prefix trees": {"trees": True},
+    "prefix trees, lora": {"trees": True, "model_settings": LORA, "optim": STEADY},
+    "prefix trees, critic": {"trees": True, "kind": "value"},
 }
 
 
@@ -104,10 +107,20 @@ class TrainBackendConformance:
             rows=st.integers(1, 9),
             budget=st.integers(8, 150),
             mode=st.sampled_from(["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]),
+            trees=st.booleans(),
         )
-        @example(seed=705, rows=1, budget=8, mode="token-mean")  # gain and KL penalty of the only token cancel
-        def check(seed: int, rows: int, budget: int, mode: str) -> None:
-            changes = {"updates": 1, "rows": rows, "seed": seed, "budget": budget, "loss_agg_mode": mode}
+        @example(
+            seed=705, rows=1, budget=8, mode="token-mean", trees=False
+        )  # gain and KL penalty of the only token cancel
+        def check(seed: int, rows: int, budget: int, mode: str, trees: bool) -> None:
+            changes = {
+                "updates": 1,
+                "rows": rows,
+                "seed": seed,
+                "budget": budget,
+                "loss_agg_mode": mode,
+                "trees": trees,
+            }
             case = self.case(layout, tiny_models["tied"], optim=STEADY, **changes)
             expected, shifted = alone(case), alone(dataclasses.replace(case, shift=ROUNDING))
             for outcome in run(train, case):
