@@ -28,7 +28,7 @@ class Compactor:
 
     def __init__(self, multi_turn: MultiTurnConfig) -> None:
         self.config: CompactionConfig = multi_turn.compaction
-        self.reserve = multi_turn.compaction_reserve
+        self.reserve = compaction_reserve(multi_turn)
 
     @property
     def asks(self) -> bool:
@@ -80,3 +80,16 @@ def latest_turns(messages: Sequence[Message], count: int) -> list[Message]:
     """Return the last ``count`` turns of the policy, each with the messages that follow it."""
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     return list(messages[turns[-min(count, len(turns))] :]) if count and turns else []
+
+
+_WRAPPER_TOKENS, _REQUEST_TOKENS = 32, 64
+"""Upper bounds of the usual templates: tokens around a tool result, and those of the request for a summary."""
+
+
+def compaction_reserve(multi_turn: MultiTurnConfig) -> int:
+    """Return the tokens that stay free after a turn: for the results of its calls, and for a summary with its request."""
+    config = multi_turn.compaction
+    if config.reserve_tokens is not None:
+        return config.reserve_tokens
+    results = multi_turn.max_parallel_calls * (multi_turn.max_tool_response_length + _WRAPPER_TOKENS)
+    return results + (config.max_summary_tokens + _REQUEST_TOKENS if config.strategy == "summarize" else 0)

@@ -7,9 +7,6 @@ from typing import Any
 
 from hone.config.fields import block, choice, named, number, texts
 
-_WRAPPER_TOKENS, _REQUEST_TOKENS = 32, 64
-"""Upper bounds of the usual templates: tokens around a tool result, and those of the request for a summary."""
-
 
 @dataclass
 class CompactionConfig:
@@ -82,15 +79,6 @@ class MultiTurnConfig:
     tokenization_sanity_check_mode: str = choice("ignore_strippable", "strict", "ignore_strippable", "disable")
     """Compare the tokens of every episode with its conversation rendered again: strict counts every difference,
     ignore_strippable ignores white space, disable skips the check. Training always uses the sampled tokens."""
-
-    @property
-    def compaction_reserve(self) -> int:
-        """Tokens that stay free after a turn: for the results of its calls, and for a summary with its request."""
-        config = self.compaction
-        if config.reserve_tokens is not None:
-            return config.reserve_tokens
-        results = self.max_parallel_calls * (self.max_tool_response_length + _WRAPPER_TOKENS)
-        return results + (config.max_summary_tokens + _REQUEST_TOKENS if config.strategy == "summarize" else 0)
 
 
 @dataclass

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hone.agents.compaction import compaction_reserve
 from hone.config.tree import RLConfig
 from hone.data.files import Row
 from hone.errors import DataError, Finding, HoneError
@@ -217,7 +218,7 @@ def conversations_fit(config: RLConfig) -> Iterator[Finding]:
             where=key,
         )
         return
-    prompt, reserve = config.data.max_prompt_length, multi_turn.compaction_reserve
+    prompt, reserve = config.data.max_prompt_length, compaction_reserve(multi_turn)
     if prompt + turn + reserve > compaction.context_tokens:
         yield error(
             f"context_tokens={compaction.context_tokens} < {prompt + turn + reserve}: data.max_prompt_length={prompt} + "
