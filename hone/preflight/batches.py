@@ -121,7 +121,7 @@ def token_budgets(config: RLConfig) -> Iterator[Finding]:
     for key, budget in budgets.items():
         if budget is not None and budget < longest:
             yield error(
-                f"{key.rpartition('.')[2]}={budget} tokens < {longest}, {_longest_keys(config)}",
+                f"{key.rpartition('.')[2]}={budget} tokens < {_longest_keys(config)} = {longest}",
                 why="the longest sequence does not fit",
                 fix=f"{key}={2 * longest} or more, or shorter sequences",
                 where=key,

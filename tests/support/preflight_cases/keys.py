@@ -223,6 +223,13 @@ METHODS = [
         warns=True,
     ),
     Case(
+        "R62 methods.turns_can_be_forked",
+        f"{MULTI}.subagents=true",
+        ("turn_value_by_forks", "replayed"),
+        fix=f"{MULTI}.subagents=false",
+        given=f"{TOOLS} {SHOWN} algorithm.adv_estimator=turn_value_by_forks",
+    ),
+    Case(
         "R37 agents.conversations_fit",
         f"{MULTI}.compaction.context_tokens=700",
         ("context_tokens=700 < 848", "=512", "=80", "256 tokens"),
