@@ -104,6 +104,28 @@ def test_a_game_is_learned(game: Path, run, tmp_path: Path):
     assert json.loads(bounded.output[bounded.output.index("{") :])["episode/end/assistant_turns"] == 1
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("preset", "more"),
+    [
+        ("agent_grpo", ()),
+        ("agent_ppo", ("critic.optim.lr=2e-3", "critic.optim.lr_warmup_steps=0", "trainer.total_training_steps=25")),
+    ],
+)
+def test_agent_presets_learn_a_game(game: Path, run, tmp_path: Path, preset: str, more: tuple[str, ...]):
+    (tmp_path / "louder.py").write_text(LOUDER)
+    made = run("data", "make", "environment:louder:Louder", "--out", tmp_path / "data", "--size", 24, "--val-size", 8)
+    assert made.code == 0, made.output
+    warm = ("actor_rollout_ref.actor.optim.lr_warmup_steps=0", "trainer.total_training_steps=14", *more)
+    arguments = command(game, tmp_path / "run", *warm)
+    arguments[1], arguments[3] = f"--preset={preset}", f"data.train_files={tmp_path}/data/train.parquet"
+    ended = run(*arguments)
+    assert ended.code == 0, ended.output
+    scores = curve(tmp_path / "run")
+    assert mean(scores[-3:]) > mean(scores[:3]) + 0.1, scores
+    assert "diagnosis" not in ended.output
+
+
 def test_a_recorded_game_is_forked_at_every_turn(game: Path, run, tmp_path: Path):
     ended = run(*command(game, tmp_path / "run", "trainer.total_training_steps=2", "trainer.rollout_dump_freq=1"))
     assert ended.code == 0, ended.output

@@ -196,6 +196,11 @@ def test_presets_have_no_findings(preset: str, model: Path, data: Path, tmp_path
         f"trainer.default_local_dir={tmp_path}/run",
         "trainer.device=cpu",
     ]
+    if preset.startswith("agent_"):
+        (tmp_path / "tools.yaml").write_text("tools: [{name: calculator}]")
+        overrides += ["data.max_prompt_length=320", "data.max_response_length=640"]  # the model has 2048 positions
+        overrides.append("actor_rollout_ref.rollout.multi_turn.renderer=text_tools")
+        overrides.append(f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path}/tools.yaml")
     config = load_config(RLConfig, overrides, preset=preset)
     assert [finding.error.render() for finding in findings(config)] == []
 
