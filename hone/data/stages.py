@@ -236,17 +236,15 @@ class StagedSampler(EpochSampler):
         stage, rates = self.stages[self.stage], self._rates[self.stage]
         if self.stage == len(self.stages) - 1:
             return
-        success = self.success(self.stage)
-        succeeded = stage.success is not None and len(rates) == stage.groups and success is not None
-        name = self.stages[self.stage + 1].name
-        if succeeded and success >= stage.success:  # type: ignore[operator]
+        success, least, name = self.success(self.stage), stage.success, self.stages[self.stage + 1].name
+        if least is not None and success is not None and len(rates) == stage.groups and success >= least:
             log.info("curriculum: stage '%s' begins, success in '%s' is %.3g", name, stage.name, success)
         elif stage.max_batches is not None and self._batches >= stage.max_batches:
             self.forced += 1
             log.warning(
                 "curriculum: stage '%s' begins after %d batches of '%s' without success: %s over %d of %d groups, the gate is %s",
                 *(name, self._batches, stage.name, "none" if success is None else f"{success:.3g}"),
-                *(len(rates), stage.groups, stage.success),
+                *(len(rates), stage.groups, least),
             )
         else:
             return
