@@ -12,22 +12,18 @@ from typing import Any
 
 import pytest
 from support.messages import raises
-from support.patience import LONG, SOON
+from support.patience import SOON
+from support.program_episodes import play
 from support.scripted import ScriptedEngine
 from support.templates import tokenizer
 
-from hone.agents.context import EpisodeContext
-from hone.agents.player import Player
 from hone.agents.program.process import ProgramFailed, ProgramOutcome, last_json
 from hone.agents.rendering import renderer_for
-from hone.config.agents import AgentConfig, MultiTurnConfig, ProgramConfig
 from hone.data.episode_log import EpisodeEnd
-from hone.data.types import Sample, Trajectory
+from hone.data.types import Sample
 from hone.errors import ConfigError
-from hone.generation.protocol import SamplingParams
 
 TOKENIZER = tokenizer("qwen2_5")
-SAMPLING = SamplingParams(max_tokens=400, temperature=0.7)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 OPENAI_AGENT = """
 import json, subprocess, sys
@@ -86,15 +82,6 @@ def rows(count: int = 1, prompt: str = "What is 2 + 3?") -> list[Sample]:
     messages = [{"role": "user", "content": prompt}]
     prompt_ids = renderer_for(TOKENIZER).prompt(messages)
     return [Sample(f"row{number}", prompt_ids, messages, "sums", ground_truth="5") for number in range(count)]
-
-
-def play(engine: Any, samples: list[Sample], n: int = 1, tokens: int = 400, **program: Any) -> list[Trajectory]:
-    agent = AgentConfig(program=ProgramConfig(**program), on_error="drop", max_retries=0)
-    turns = MultiTurnConfig(enable=True)
-    player = Player(engine, EpisodeContext(TOKENIZER, turns, agent, max_model_len=4096))
-    sampling = SamplingParams(max_tokens=tokens, temperature=0.7)
-    playing = player.play(samples, sampling, n=n, seed_of=lambda uid, index: hash((uid, index)) % 2**31)
-    return asyncio.run(asyncio.wait_for(playing, LONG))
 
 
 def gone(pid: float) -> bool:
