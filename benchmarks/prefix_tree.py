@@ -56,6 +56,7 @@ def serve(pipe: Any, plan: Plan, name: str) -> None:
     from hone.config.algorithm import RolloutCorrectionConfig
     from hone.config.correction import correction_settings
     from hone.config.model import ModelConfig, OptimConfig
+    from hone.config.parallel import ParallelConfig
     from hone.data.prefixes import PrefixOrder
     from hone.models.heads import PolicyHead
     from hone.training.backends.build import build_train_backend
@@ -74,7 +75,9 @@ def serve(pipe: Any, plan: Plan, name: str) -> None:
         PrefixOrder.from_tokens = prefixes  # type: ignore[method-assign]
     objective = PolicyObjective(ActorConfig(), correction_settings(RolloutCorrectionConfig()), max_response_length=4096)
     settings = TrainSettings(torch.device("cpu"), optim=OptimConfig(lr=1e-5), dtype=plan.dtype)
-    engine = build_train_backend("policy", ModelConfig(path=plan.model), PolicyHead(), settings, seed=0)
+    engine = build_train_backend(
+        "policy", ModelConfig(path=plan.model), PolicyHead(), settings, parallel=ParallelConfig(), meshes=None, seed=0
+    )
     pipe.send(tokens_of(batch))
     before, step = memory("VmRSS"), 0
     while True:
@@ -169,12 +172,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         parameters = save_model(directory, arguments.hidden, arguments.layers)
         plan = Plan(directory, arguments.dtype, arguments.threads)
-        pipes, processes, sizes = {}, [], {}
+        pipes: dict[str, Any] = {}
+        processes: list[Any] = []
         for name in CONTESTANTS:
             pipes[name], theirs = context.Pipe()
             processes.append(context.Process(target=serve, args=(theirs, plan, name), daemon=True))
             processes[-1].start()
-            sizes[name] = pipes[name].recv()
+            theirs.close()  # so that a contestant that fails ends the benchmark
+        sizes = {name: pipe.recv() for name, pipe in pipes.items()}
         measured: dict[str, list[Measured]] = {name: [] for name in CONTESTANTS}
         for _ in range(arguments.updates + 1):
             for name, pipe in pipes.items():

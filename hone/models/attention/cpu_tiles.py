@@ -17,6 +17,9 @@ from torch import Tensor
 
 from hone.models.attention.tiles import Sequences, pack_tiles, score_count
 
+KEY_SLOTS = 1 << 14
+"""Key slots that a tile may always have; more only up to twice the packed tokens, because each sequence gathers its prefix anew."""
+
 
 @dataclass(frozen=True)
 class CausalTile:
@@ -90,8 +93,12 @@ class CausalTiles:
         self._for_heads: dict[tuple[int, int], HeadTiles] = {}
         slots = 0
         lengths = sequences.suffix_length.tolist(), sequences.prefix_length.tolist()
-        for members in pack_tiles(*lengths, score_count):
-            slots += self._add_tile(sequences, torch.tensor(members), slots)
+        limit = max(KEY_SLOTS, 2 * tokens)
+        for rows in pack_tiles(*lengths, score_count):
+            members = torch.tensor(rows)
+            keys = len(rows) * int(sequences.prefix_length[members].max() + sequences.suffix_length[members].max())
+            for part in members.chunk(-(-keys // limit)):
+                slots += self._add_tile(sequences, part, slots)
 
     @property
     def fullness(self) -> float:

@@ -102,6 +102,16 @@ def test_a_later_token_changes_nothing_exactly():
     assert not torch.equal(before[180:230], after[180:230])
 
 
+def test_a_tile_gathers_few_keys_where_many_sequences_share_a_long_prefix():
+    """Forty answers of 20 tokens to 2,000: 40 x 2,020 keys in one tile would be 30 times the packed tokens."""
+    packed = context_of_groups([2000], [[20] * 40])
+    tiles = CausalTiles(packed.sequences)
+    keys = [tile.keys.numel() for tile in tiles.tiles]
+    assert len(keys) > 2 and max(keys) <= 1 << 14 and sum(tile.rows for tile in tiles.tiles) == 40
+    inputs = states(count_of(packed), 2, 1, 4, 4)
+    torch.testing.assert_close(causal_attention(*inputs, 0.3, tiles), golden(packed, inputs, 0.3))
+
+
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=60))
 def test_tiles_are_mostly_full(lengths):
     assert 0.85 <= CausalTiles(PackedContext.from_lengths(lengths).sequences).fullness <= 1
