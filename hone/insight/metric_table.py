@@ -401,7 +401,12 @@ _BALANCE = (
     MetricSpec("global_seqlen/minmax_diff", "tokens", _LAST, "Difference of the two."),
     MetricSpec("global_seqlen/balanced_min", "tokens", _LAST, "Fewest tokens of a rank with balanced rows."),
     MetricSpec("global_seqlen/balanced_max", "tokens", _LAST, "Most tokens of a rank with balanced rows."),
-    MetricSpec("global_seqlen/mean", "tokens", _LAST, "Mean tokens per rank; the prompt that rows of a group share in a rank counts once."),
+    MetricSpec(
+        "global_seqlen/mean",
+        "tokens",
+        _LAST,
+        "Mean tokens per rank; the prompt that rows of a group share in a rank counts once.",
+    ),
     MetricSpec(
         "global_seqlen/imbalance",
         "ratio",
