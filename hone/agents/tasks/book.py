@@ -1,7 +1,7 @@
-"""Task with a book that is longer than the context: find the code on one of its pages, each of which names the next.
+"""Task with a book that is longer than the context: find the code on one of its pages, which a tool gives one at a time.
 
-    Find the code in the book that begins at Ann.  lookup("Ann") -> elm oak next Tom -> lookup("Tom") -> ash code Falcon next Eva
-    (the conversation is replaced by a summary: code Falcon next Eva)  lookup("Eva") -> ... next end -> #### Falcon
+    Find the code in the book of 6 pages.  lookup("page 1") -> ... lookup("page 2") -> ... code 47 ...
+    (the conversation is replaced by a summary: read 2, code 47)  lookup("page 3") -> ... #### 47
 
 Each row has its pages (``tools_kwargs.lookup.create_kwargs.facts``). Demonstrations are parts of such episodes, each as the policy sees it
 between two summaries.
@@ -37,39 +37,6 @@ WORDS = (
     "oak",
     "pine",
 )
-NAMES = ("Ann", "Tom", "Eva", "Ben", "Zoe", "Max", "Ida", "Leo", "Mia", "Sam", "Liv", "Tim", "Una", "Kai", "Pia", "Rex")
-END = "end"
-CODES = (
-    *("Falcon", "Tiger", "Walrus", "Panda", "Otter", "Heron", "Camel", "Bison", "Gecko", "Koala", "Lemur", "Moose"),
-    *(
-        "Badger",
-        "Beaver",
-        "Bobcat",
-        "Cobra",
-        "Coyote",
-        "Crane",
-        "Donkey",
-        "Eagle",
-        "Ferret",
-        "Gopher",
-        "Hamster",
-        "Hornet",
-    ),
-    *(
-        "Iguana",
-        "Jackal",
-        "Jaguar",
-        "Lizard",
-        "Llama",
-        "Lobster",
-        "Magpie",
-        "Mantis",
-        "Marten",
-        "Monkey",
-        "Parrot",
-        "Pelican",
-    ),
-)
 INSTRUCTION = "Summarize."
 """Request for a summary in the demonstrations; ``multi_turn.compaction.instruction`` of a run."""
 
@@ -104,8 +71,8 @@ class Book:
             require(condition, problem, task="book", fix=fix)
 
         check(
-            1 <= options.window <= options.pages <= len(NAMES),
-            f"window={options.window}, pages={options.pages}: not 1 <= window <= pages <= {len(NAMES)}",
+            1 <= options.window <= options.pages <= 99,
+            f"window={options.window}, pages={options.pages}: not 1 <= window <= pages <= 99",
             "pages=6 window=3",
         )
         check(1 <= options.words <= 200, f"words={options.words} is not in 1..200", "words=4")
@@ -121,21 +88,19 @@ class Book:
     def problems(self, seed: int) -> Iterator[Problem]:
         """Draw problems without end."""
         draw, options = random.Random(seed), self.options
+        question = f"Find the code in the book of {options.pages} pages."
         while True:
-            code, place = draw.choice(CODES), draw.randrange(options.pages)
-            names = [*draw.sample(NAMES, options.pages), END]
-            texts = []
-            for number in range(options.pages):
-                words = [draw.choice(WORDS) for _ in range(options.words)]
-                if number == place:
-                    words.insert(draw.randrange(options.words + 1), f"code {code}")
-                texts.append(" ".join([*words, f"next {names[number + 1]}"]))
-            facts = [list(fact) for fact in zip(names, texts, strict=False)]
-            extra = {"page": place + 1, "tools_kwargs": {"lookup": {"create_kwargs": {"facts": facts}}}}
-            question = f"Find the code in the book that begins at {names[0]}."
-            note, answer = "", None
-            if options.demonstrations:
-                note, answer = self._part(draw, code, place, names, texts)
+            code, place = str(draw.randint(10, 99)), draw.randint(1, options.pages)
+            pages = [[draw.choice(WORDS) for _ in range(options.words)] for _ in range(options.pages)]
+            pages[place - 1].insert(draw.randrange(options.words), f"code {code}")
+            texts = [" ".join(words) for words in pages]
+            extra = {
+                "page": place,
+                "tools_kwargs": {
+                    "lookup": {"create_kwargs": {"facts": [[f"page {n}", t] for n, t in enumerate(texts, 1)]}}
+                },
+            }
+            note, answer = self._part(draw, code, place, texts) if options.demonstrations else ("", None)
             yield Problem(
                 question,
                 code,
@@ -149,28 +114,28 @@ class Book:
             )
 
     def _part(
-        self, draw: random.Random, code: str, place: int, names: Sequence[str], texts: Sequence[str]
+        self, draw: random.Random, code: str, place: int, texts: Sequence[str]
     ) -> tuple[str, list[dict[str, Any]]]:
         """Return the summary that a part of an episode begins with, and its turns."""
         window, pages = self.options.window, self.options.pages
         start = draw.randrange(pages + 1)
         stop = min(start + draw.randint(1, window), pages)
-        summary = self._summary(draw, names[start], code if place < start else None)
+        summary = self._summary(draw, start, code if place <= start else None)
         note = f"\n\n{SUMMARY}\n{summary}" if start else ""
-        known = code if code in note or start <= place < stop else None
+        known = code if code in summary or start < place <= stop else None
         turns = []
         for number in range(start, stop):
-            turns += [calls("lookup", number, key=names[number]), result("lookup", texts[number], number)]
+            key = f"page {number + 1}"
+            turns += [calls("lookup", number, key=key), result("lookup", texts[number], number)]
         if stop == pages and (start == pages or draw.random() < 0.5):
-            return note, [*turns, says(f"#### {known or draw.choice(CODES)}")]
-        summary = self._summary(draw, names[stop], known)
-        return note, [*turns, {"role": "user", "content": INSTRUCTION}, says(summary)]
+            return note, [*turns, says(f"#### {known or draw.randint(10, 99)}")]
+        return note, [*turns, {"role": "user", "content": INSTRUCTION}, says(self._summary(draw, stop, known))]
 
-    def _summary(self, draw: random.Random, following: str, code: str | None) -> str:
+    def _summary(self, draw: random.Random, read: int, code: str | None) -> str:
         """Return a summary; it says nothing of the code in ``forgets`` percent of the cases."""
         if draw.randrange(100) < self.options.forgets:
-            return f"next {following}"
-        return f"{f'code {code}' if code else 'no code'} next {following}"
+            return f"read {read}"
+        return f"read {read}, " + (f"code {code}" if code else "no code")
 
 
 @TASKS.register("book")
