@@ -5,6 +5,7 @@ environment variables. The harness runs its commands by bubblewrap in a folder o
 program's environment variables. The reward is 1 if the task's file has the right word at the end.
 """
 
+# pyright: reportMissingImports=false
 import json
 import os
 import sys

@@ -87,7 +87,7 @@ class ProgramConfig:
 
     command: list[str] = field(default_factory=list)
     """Program with its arguments, run once per episode, such as [python,my_agent.py]. It gets OPENAI_BASE_URL, OPENAI_API_KEY,
-    OPENAI_MODEL, and its row as JSON on standard input."""
+    OPENAI_MODEL, the same variables of ANTHROPIC, and its row as JSON on standard input."""
     function: str | None = None
     """Import path of a function to call instead of a command (my_agent:play), preferably async. Its arguments are the row, and
     base_url, api_key and model by name."""

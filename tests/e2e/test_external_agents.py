@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support.environments import FOLDER, foreign_python
+from support.environments import foreign_python, npm_folder
 from support.launch import hone
 from support.patience import LONG
 from support.world import curve
@@ -74,26 +74,15 @@ def test_a_coding_agent_is_trained_in_its_harness(work: Path) -> None:
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.rollout.n=4",
     )
-    run = train(work, "coding_agent", "coder", 120, *small)
+    run = train(work, "coding_agent", "coder", 240, *small)
     assert max(curve(run, "episode/fact/calls")) > 1
     assert max(curve(run)) > 0, "some files are right"
-
-
-def installed_server(prepare: ModuleType) -> Path:
-    """The server's folder, installed once and kept."""
-    folder = FOLDER / "server-everything"
-    version = prepare.SERVER.rpartition("@")[2]
-    package = folder / "node_modules" / "@modelcontextprotocol" / "server-everything" / "package.json"
-    is_installed = package.is_file() and f'"{version}"' in package.read_text()
-    if not is_installed and (shutil.which("npm") is None or prepare.install(folder)):
-        pytest.skip("npm is missing or cannot install the server")
-    return folder
 
 
 def test_a_server_of_mcp_from_npm_is_used_in_training(work: Path) -> None:
     prepare = prepared("mcp_server")
     (work / "mcp").mkdir()
-    (work / "mcp" / "server").symlink_to(installed_server(prepare))
+    (work / "mcp" / "server").symlink_to(npm_folder("server-everything", prepare.SERVER))
     made = [sys.executable, str(EXAMPLES / "mcp_server" / "prepare.py"), "data", "mcp/data", "--guesses", "30"]
     run_in = functools.partial(subprocess.run, check=True, timeout=LONG, cwd=work)
     run_in([*made, "--size", "200", "--max-number", "9"])

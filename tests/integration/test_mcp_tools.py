@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.environments import npm_folder
 from support.messages import raises
 from support.patience import SOON
 
@@ -96,3 +97,20 @@ def test_a_server_on_http(tmp_path: Path):
 def test_servers_that_cannot_be_used(tmp_path: Path, entry: str, words: str):
     with raises(ConfigError, words):
         loaded(tmp_path, entry)
+
+
+@pytest.mark.long
+def test_the_server_from_npm_by_which_clients_are_tested(tmp_path: Path):
+    folder = npm_folder("server-everything", "@modelcontextprotocol/server-everything@2026.8.31")
+    program = folder / "node_modules" / ".bin" / "mcp-server-everything"
+    tools = loaded(tmp_path, f"mcp: {{command: {program}, args: [stdio], only: [get-sum, echo, get-tiny-image]}}")
+    try:
+        assert set(tools) == {"get-sum", "echo", "get-tiny-image"}
+        assert set(tools["get-sum"].schema["function"]["parameters"]["required"]) == {"a", "b"}
+        assert ask(tools["get-sum"], a=2, b=3) == "The sum of 2 and 3 is 5."
+        assert ask(tools["echo"], message="é") == "Echo: é"
+        assert asyncio.run(tools["get-tiny-image"].execute(None, {})).left_out == 1
+        with raises(ToolError):
+            ask(tools["get-sum"], a="two", b=3)
+    finally:
+        tools["echo"].close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,26 @@ def foreign_python(name: str, *requirements: str) -> str:
                     pytest.skip(f"no environment for {', '.join(requirements)}: {ended.stderr.strip()[-300:]}")
             made.write_text("\n".join(requirements))
     return str(python)
+
+
+def npm_folder(name: str, package: str) -> Path:
+    """The folder below :data:`FOLDER` with a package of npm, installed when it is first asked for; skips the test where it cannot be.
+
+    Args:
+        name: of the folder.
+        package: the package with its version, like ``left-pad@1.3.0``.
+    """
+    npm, folder = shutil.which("npm"), FOLDER / name
+    if npm is None:
+        pytest.skip("npm is missing")
+    made = folder / "installed.txt"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.is_file() or made.read_text() != package:
+            install = [npm, "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", package]
+            ended = subprocess.run(install, capture_output=True, text=True, timeout=LONG)
+            if ended.returncode:
+                pytest.skip(f"npm cannot install {package}: {ended.stderr.strip()[-300:]}")
+            made.write_text(package)
+    return folder
