@@ -18,7 +18,7 @@ from torch import Tensor
 from hone.models.attention.tiles import Sequences, pack_tiles, score_count
 
 KEY_SLOTS = 1 << 14
-"""Key slots that a tile may always have; more only up to twice the packed tokens, because each sequence gathers its prefix anew."""
+"""Key slots that a tile may always have; more only up to twice the packed tokens, because each sequence gathers its prefix again."""
 
 
 @dataclass(frozen=True)
