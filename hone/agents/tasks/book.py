@@ -1,10 +1,10 @@
-"""Task with a book that is longer than the context: find the code on one of its pages, which a tool gives one at a time.
+"""Task with a book that is longer than the context: read it to its end, one page at a time.
 
-    Find the code in the book of 6 pages.  lookup("page 1") -> ... lookup("page 2") -> ... code 47 ...
-    (the conversation is replaced by a summary: read 2, code 47)  lookup("page 3") -> ... #### 47
+    Read the book of 6 pages.  lookup("page 1") -> ... lookup("page 2") -> ... lookup("page 3") -> ...
+    (the conversation is replaced by a summary: read 3)  lookup("page 4") -> ... lookup("page 6") -> ... #### done
 
 Each row has its pages (``tools_kwargs.lookup.create_kwargs.facts``). Demonstrations are parts of such episodes, each as the policy sees it
-between two summaries.
+between two summaries. The reward of `examples/long_book` looks at the calls of the episode.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ WORDS = (
     "kelp",
     "lake",
     "moss",
-    "north",
     "oak",
     "pine",
+    "reed",
 )
 INSTRUCTION = "Summarize."
 """Request for a summary in the demonstrations; ``multi_turn.compaction.instruction`` of a run."""
+DONE = "done"
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,20 @@ class BookOptions:
         pages: pages of a book.
         words: words of a page.
         window: most pages that a demonstration reads before its summary.
-        forgets: percent of the summaries in demonstrations that lack the code. A model that imitates them forgets equally often, and a
-            reward can teach it what a summary must contain.
+        forgets: percent of the summaries in demonstrations that do not say how far the book is read, so that the next part begins it again.
+            A model that imitates them forgets equally often, and a reward can teach it what a summary must contain.
         demonstrations: 1 gives each row a demonstration, 0 only the question.
     """
 
     pages: int = 6
-    words: int = 4
+    words: int = 8
     window: int = 3
     forgets: int = 0
     demonstrations: int = 1
 
 
 class Book:
-    """Task of the code in a book; see the module's docstring."""
+    """Task of a book; see the module's docstring."""
 
     data_source = "book"
 
@@ -70,13 +71,10 @@ class Book:
         def check(condition: bool, problem: str, fix: str) -> None:
             require(condition, problem, task="book", fix=fix)
 
-        check(
-            1 <= options.window <= options.pages <= 99,
-            f"window={options.window}, pages={options.pages}: not 1 <= window <= pages <= 99",
-            "pages=6 window=3",
-        )
-        check(1 <= options.words <= 200, f"words={options.words} is not in 1..200", "words=4")
-        check(0 <= options.forgets <= 100, f"forgets={options.forgets} is not in 0..100 percent", "forgets=60")
+        sizes = f"window={options.window}, pages={options.pages}: not 1 <= window <= pages <= 99"
+        check(1 <= options.window <= options.pages <= 99, sizes, "pages=6 window=3")
+        check(1 <= options.words <= 200, f"words={options.words} is not in 1..200", "words=8")
+        check(0 <= options.forgets <= 100, f"forgets={options.forgets} is not in 0..100 percent", "forgets=50")
         check(
             options.demonstrations in (0, 1),
             f"demonstrations={options.demonstrations} is not 0 or 1",
@@ -88,54 +86,41 @@ class Book:
     def problems(self, seed: int) -> Iterator[Problem]:
         """Draw problems without end."""
         draw, options = random.Random(seed), self.options
-        question = f"Find the code in the book of {options.pages} pages."
+        question = f"Read the book of {options.pages} pages."
         while True:
-            code, place = str(draw.randint(10, 99)), draw.randint(1, options.pages)
-            pages = [[draw.choice(WORDS) for _ in range(options.words)] for _ in range(options.pages)]
-            pages[place - 1].insert(draw.randrange(options.words), f"code {code}")
-            texts = [" ".join(words) for words in pages]
-            extra = {
-                "page": place,
-                "tools_kwargs": {
-                    "lookup": {"create_kwargs": {"facts": [[f"page {n}", t] for n, t in enumerate(texts, 1)]}}
-                },
-            }
-            note, answer = self._part(draw, code, place, texts) if options.demonstrations else ("", None)
+            texts = [" ".join(draw.choice(WORDS) for _ in range(options.words)) for _ in range(options.pages)]
+            facts = [[f"page {number}", text] for number, text in enumerate(texts, 1)]
+            note, answer = self._part(draw, texts) if options.demonstrations else ("", None)
             yield Problem(
                 question,
-                code,
+                DONE,
                 None,
-                extra,
+                {"tools_kwargs": {"lookup": {"create_kwargs": {"facts": facts}}}},
                 prompt=[{"role": "user", "content": question + note}],
                 answer=answer,
                 tools=self.tools,
                 agent_name="tool_agent",
-                key=f"{code} {texts}",
+                key=str(texts),
             )
 
-    def _part(
-        self, draw: random.Random, code: str, place: int, texts: Sequence[str]
-    ) -> tuple[str, list[dict[str, Any]]]:
+    def _part(self, draw: random.Random, texts: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
         """Return the summary that a part of an episode begins with, and its turns."""
-        window, pages = self.options.window, self.options.pages
+        pages = self.options.pages
         start = draw.randrange(pages + 1)
-        stop = min(start + draw.randint(1, window), pages)
-        summary = self._summary(draw, start, code if place <= start else None)
-        note = f"\n\n{SUMMARY}\n{summary}" if start else ""
-        known = code if code in summary or start < place <= stop else None
+        forgotten = start > 0 and draw.randrange(100) < self.options.forgets
+        note = f"\n\n{SUMMARY}\n{self._summary(start, forgotten)}" if start else ""
+        begin = 0 if forgotten else start
+        stop = min(begin + draw.randint(1, self.options.window), pages)
         turns = []
-        for number in range(start, stop):
-            key = f"page {number + 1}"
-            turns += [calls("lookup", number, key=key), result("lookup", texts[number], number)]
-        if stop == pages and (start == pages or draw.random() < 0.5):
-            return note, [*turns, says(f"#### {known or draw.randint(10, 99)}")]
-        return note, [*turns, {"role": "user", "content": INSTRUCTION}, says(self._summary(draw, stop, known))]
+        for number in range(begin, stop):
+            turns += [calls("lookup", number, key=f"page {number + 1}"), result("lookup", texts[number], number)]
+        if stop == pages and (begin == pages or draw.random() < 0.5):
+            return note, [*turns, says(f"#### {DONE}")]
+        forgets = draw.randrange(100) < self.options.forgets
+        return note, [*turns, {"role": "user", "content": INSTRUCTION}, says(self._summary(stop, forgets))]
 
-    def _summary(self, draw: random.Random, read: int, code: str | None) -> str:
-        """Return a summary; it says nothing of the code in ``forgets`` percent of the cases."""
-        if draw.randrange(100) < self.options.forgets:
-            return f"read {read}"
-        return f"read {read}, " + (f"code {code}" if code else "no code")
+    def _summary(self, read: int, forgets: bool) -> str:
+        return "reading" if forgets else f"read {read}"
 
 
 @TASKS.register("book")
