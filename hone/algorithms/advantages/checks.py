@@ -53,6 +53,14 @@ def _prepared(argument: str, value: Any, mask: Tensor, dtype: torch.dtype) -> An
         return _row_scores(argument, value, mask, dtype)
     if argument == "reward_components":
         return {key: _row_scores(f"reward_components['{key}']", scores, mask, dtype) for key, scores in value.items()}
+    if argument == "turn_values":
+        if len(value) != len(mask):
+            raise ConfigError(
+                f"{argument} has {len(value)} rows for {len(mask)} sequences",
+                fix="pass one mapping from turn to value per row",
+                where=argument,
+            )
+        _finite(argument, torch.tensor([sum(row.values(), 0.0) for row in value], device=mask.device))
     return value
 
 

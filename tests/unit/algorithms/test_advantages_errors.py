@@ -20,6 +20,7 @@ KEYS = {
     "sum_pi_squared": "actor_rollout_ref.actor.calculate_sum_pi_squared=true",
     "reward_components": "algorithm.gdpo_reward_keys",
     "turn_ids": "agent loop that records turns",
+    "turn_values": "algorithm.adv_estimator=turn_value_by_forks",
 }
 
 
