@@ -76,12 +76,12 @@ class Trajectory:
         stop_reason: why the last turn ended.
         sample: dataset row of the prompt.
         token_versions: weight version that sampled each token, -1 on others, length T; empty if unknown.
-        support_sizes: number of tokens that each token was sampled from, length T; 0 on tokens that were not sampled and where it is
-            the whole vocabulary. Empty if no token was restricted.
-        support_ids: the tokens of all supports, end to end.
         seconds: wall time from admission to the last token.
         episode: record of the episode; None for an episode of one turn.
         part: segment number within the episode; above 0 only if its history was rewritten.
+        support_sizes: number of tokens that each token was sampled from, length T; 0 on tokens that were not sampled and where it is
+            the whole vocabulary. Empty if no token was restricted.
+        support_ids: the tokens of all supports, end to end.
     """
 
     uid: str
@@ -95,11 +95,11 @@ class Trajectory:
     stop_reason: StopReason
     sample: Sample
     token_versions: list[int] = field(default_factory=list)
-    support_sizes: list[int] = field(default_factory=list)
-    support_ids: list[int] = field(default_factory=list)
     seconds: float = 0.0
     episode: EpisodeLog | None = None
     part: int = 0
+    support_sizes: list[int] = field(default_factory=list)
+    support_ids: list[int] = field(default_factory=list)
 
     @property
     def weight_versions(self) -> tuple[int, int]:

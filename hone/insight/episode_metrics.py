@@ -221,7 +221,8 @@ def _calls(logged: Sequence[tuple[Trajectory, EpisodeLog, float | None]]) -> dic
 
 
 def _by_tool(calls: Sequence[CallRecord]) -> dict[str, float]:
-    valid = [call for call in calls if call.status not in (CallStatus.UNKNOWN_TOOL, CallStatus.MALFORMED)]
+    nameless = (CallStatus.UNKNOWN_TOOL, CallStatus.MALFORMED)
+    valid = [call for call in calls if call.name and call.status not in nameless]
     metrics = {f"tool/{name}/calls": float(count) for name, count in Counter(call.name for call in valid).items()}
     reported: Mapping[str, list[float]] = defaultdict(list)
     for call in valid:

@@ -66,6 +66,7 @@ def batch() -> Batch:
         old_log_probs=values.with_values(values.values - 2),
         sum_pi_squared=values.with_values(values.values.abs()),
         rollout_is_weights=values.with_values(values.values.abs() + 0.5),
+        turn_values=[{1: 0.5}] * len(rows),
         score=[
             Score(float(total), terms={"acc": float(total > 0.5), "form": 1.0 - row % 2})
             for row, total in enumerate(totals)

@@ -82,9 +82,11 @@ def both_ways(found, seed: int) -> tuple[Batch, Batch]:
         named = {(t.uid, t.index): float(n) for n, t in enumerate(whole)}
         score = [Score(named[t.uid, t.index], {"acc": named[t.uid, t.index] % 2}) for t in rows]
         made.append(
-            batch.with_columns(score=score, reward_baselines=torch.full((len(rows),), 0.5)).select(
-                *(name for name in (*batch.names(), "score", "reward_baselines") if name != "trajectory")
-            )
+            batch.with_columns(
+                score=score,
+                reward_baselines=torch.full((len(rows),), 0.5),
+                turn_values=[{1: named[t.uid, t.index] / 3} for t in rows],
+            ).select(*(name for name in (*batch.names(), "score", "reward_baselines") if name != "trajectory"))
         )
     return made[0], made[1]
 
@@ -158,4 +160,5 @@ def test_columns_that_estimators_may_take_are_all_covered() -> None:
         "score",
         "response_mask",
         "trajectory",
+        "turn_values",
     }

@@ -32,7 +32,8 @@ def with_log_probs(batch: Batch) -> Batch:
 
 def share_of(model: torch.nn.Module, micro: Batch, objective: PolicyObjective, totals: Totals) -> float:
     """Loss and (accumulated into the model) gradient of one micro-batch."""
-    outputs = PolicyHead()(model, pack(micro, CPU), with_entropy=True)
+    packed = pack(micro, CPU)
+    outputs = packed.outputs_by_row(PolicyHead()(model, packed, with_entropy=True))
     lengths = micro.ragged("response_ids").lengths
     loss, _ = objective(
         {name: Ragged.from_lengths(values.float(), lengths) for name, values in outputs.items()}, micro, totals

@@ -65,11 +65,14 @@ def batch_of(groups: Sequence[Group]) -> Batch:
         return Ragged.from_rows([[value] * length for _, _, length in rows], dtype)
 
     prompts = [[number + 1, *[0] * (prompt - 1)] for number, prompt, _ in rows]
+    responses = [
+        [place + 1, *[0] * (length - 1)] for place, (_, _, length) in enumerate(rows)
+    ]  # they share prompts alone
     floats = {name: column(0.1, torch.float32) for name in ("advantages", "old_log_probs")}
     return Batch(
         {
             "prompt_ids": Ragged.from_rows(prompts, torch.int64),
-            "response_ids": column(1, torch.int64),
+            "response_ids": Ragged.from_rows(responses, torch.int64),
             "response_mask": column(1, torch.int64),
             **floats,
         }

@@ -117,10 +117,15 @@ def test_required_calls_stream(asking: openai.OpenAI) -> None:
     deltas = [
         chunk.choices[0] for chunk in ask(asking, tools=TOOLS, tool_choice="required", stream=True) if chunk.choices
     ]
-    calls = [call for choice in deltas for call in choice.delta.tool_calls or ()]
-    assert deltas[-1].finish_reason == "tool_calls" and calls
-    for call in calls:
-        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    for call in [call for choice in deltas for call in choice.delta.tool_calls or ()]:
+        if call.function.name:
+            names[call.index] = call.function.name
+        arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
+    assert deltas[-1].finish_reason == "tool_calls" and names
+    for index, name in names.items():
+        jsonschema.validate(json.loads(arguments[index]), SCHEMAS[name])
 
 
 FORMATS: dict[str, dict[str, Any]] = {
