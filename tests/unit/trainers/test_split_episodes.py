@@ -86,7 +86,9 @@ def both_ways(found, seed: int) -> tuple[Batch, Batch]:
                 score=score,
                 reward_baselines=torch.full((len(rows),), 0.5),
                 turn_values=[{1: named[t.uid, t.index] / 3} for t in rows],
-            ).select(*(name for name in (*batch.names(), "score", "reward_baselines") if name != "trajectory"))
+            ).select(
+                *(name for name in (*batch.names(), "score", "reward_baselines", "turn_values") if name != "trajectory")
+            )
         )
     return made[0], made[1]
 
