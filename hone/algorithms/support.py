@@ -32,11 +32,21 @@ class Supports:
         sizes: ``[R]`` int64; 0 stands for the whole vocabulary, or for a token that was not sampled.
         ids: ``[K]`` int64, the tokens of all supports end to end; each support contains the sampled token.
         all_restricted: whether every sampled token has a support.
+        rows: ``[K]`` int64, the token whose support each id belongs to.
     """
 
     sizes: Tensor
     ids: Tensor
     all_restricted: bool
+    rows: Tensor
+
+    @classmethod
+    def from_sizes(
+        cls, sizes: Tensor, ids: Tensor, *, all_restricted: bool, device: torch.device | str = "cpu"
+    ) -> Supports:
+        """Build from ``sizes`` and ``ids`` in host memory, on ``device``."""
+        rows = torch.arange(len(sizes)).repeat_interleave(sizes)
+        return cls(sizes.to(device), ids.to(device), all_restricted, rows.to(device))
 
 
 def support_log_probs(
@@ -71,9 +81,7 @@ def support_log_probs(
         are 0 where the support is the whole vocabulary.
     """
     hidden, weight, bias = _in_compute_dtype(hidden, weight, bias)
-    row_of = torch.arange(len(targets), device=targets.device).repeat_interleave(
-        supports.sizes, output_size=len(supports.ids)
-    )
+    row_of = supports.rows
     local = supports.ids - start
     is_local = (local >= 0) & (local < len(weight))
     is_target = supports.ids == targets[row_of]
@@ -156,11 +164,8 @@ class _SupportLogProbs(torch.autograd.Function):
 
 def restricted_logits(logits: Tensor, supports: Supports) -> Tensor:
     """Return logits ``[R, V]`` that are minus infinity outside the support of their row."""
-    row_of = torch.arange(len(logits), device=logits.device).repeat_interleave(
-        supports.sizes, output_size=len(supports.ids)
-    )
     inside = torch.zeros_like(logits, dtype=torch.bool)
-    inside[row_of, supports.ids] = True
+    inside[supports.rows, supports.ids] = True
     return logits.masked_fill(~(inside | (supports.sizes == 0)[:, None]), float("-inf"))
 
 

@@ -73,7 +73,7 @@ def supports_of(batch: Batch, device: torch.device) -> Supports | None:
     if not sizes.any():
         return None
     ids, sampled = batch.ragged("support_ids").values.long(), batch.ragged("response_mask").values > 0
-    return Supports(sizes.to(device), ids.to(device), all_restricted=bool(sizes[sampled].all()))
+    return Supports.from_sizes(sizes, ids, all_restricted=bool(sizes[sampled].all()), device=device)
 
 
 def packed_rows(prompts: Ragged, responses: Ragged, device: torch.device | str = "cpu") -> tuple[PackedContext, Ragged]:

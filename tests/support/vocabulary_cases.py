@@ -61,7 +61,8 @@ def supports_around(seed: int, targets: Tensor, sizes: list[int], vocabulary: in
         others = [token for token in torch.randperm(vocabulary, generator=generator).tolist() if token != target]
         rows.append(sorted([target, *others[: size - 1]]) if size else [])
     ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-    return Supports(torch.tensor([len(row) for row in rows], dtype=torch.int64), ids, all_restricted=all(sizes))
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return Supports.from_sizes(lengths, ids, all_restricted=all(sizes))
 
 
 def in_parts(

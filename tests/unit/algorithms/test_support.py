@@ -59,7 +59,7 @@ def test_the_score_has_mean_zero_only_over_the_support(kept: int) -> None:
     logits = (hidden @ weight.T).detach()[0]
     ids = logits.topk(kept).indices.sort().values
     drawn = logits[ids].softmax(-1)  # top-k sampling
-    supports = Supports(torch.full((kept,), kept), ids.repeat(kept), all_restricted=True)
+    supports = Supports.from_sizes(torch.full((kept,), kept), ids.repeat(kept), all_restricted=True)
     restricted, _ = support_log_probs(hidden.expand(kept, -1), weight, ids, supports)
     whole = token_log_probs((hidden @ weight.T).expand(kept, -1), ids)
     (gradient,) = torch.autograd.grad((drawn * restricted).sum(), hidden)
