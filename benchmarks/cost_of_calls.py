@@ -89,7 +89,7 @@ def imitator(folder: Path, seed: int) -> Path:
     hone("data", "tokenizer", "--files", str(data), "--out", str(folder / "tokenizer"), "--vocab-size", "512", "--template", "chatml_tools")  # fmt: skip
     hone("init", "--arch", "qwen3", "--size", "1m", "--tokenizer", str(folder / "tokenizer"), "--out", str(folder / "model"), "--seed", str(seed))  # fmt: skip
     hone("sft", "--config-path", "examples/calculator_agent", "--config-name", "sft", f"model.path={folder}/model",
-         f"data.train_files={data}", f"trainer.default_local_dir={folder}/sft", f"trainer.seed={seed}", "data.max_length=256")  # fmt: skip
+         f"data.train_files={data}", f"trainer.default_local_dir={folder}/sft", f"trainer.seed={seed}", "data.max_length=256", "trainer.total_training_steps=700")  # fmt: skip
     hone("export", str(folder / "sft"), "--out", str(folder / "imitator"))
     return folder / "imitator"
 

@@ -160,8 +160,9 @@ class Episode:
         self._children.append(child)
         return child
 
-    def absorb_children(self) -> None:
-        """Take the segments, turns and calls of finished sub-agents; they precede the segment that called them."""
+    async def absorb_children(self) -> None:
+        """Take the segments, turns and calls of sub-agents, whose sessions end; they precede the segment that called them."""
+        sessions = [child.session for child in self._children if child.session is not None]
         for child in self._children:
             place = len(self.log.turn_rewards) - len(self.ledger.turns)
             for call in self.log.calls:
@@ -172,10 +173,13 @@ class Episode:
             self.log.turn_rewards[place:place] = child.log.turn_rewards
             self.log.assistant_turns += child.log.assistant_turns
             self.log.calls += child.log.calls
-            self.log.conversations.append([*(child.sample.messages or []), *child.log.messages])
+            conversation = [*(child.sample.messages or []), *child.log.messages]
+            self.log.conversations.append({"turn": place, "turns": child.log.assistant_turns, "messages": conversation})
             self.log.generate_seconds += child.log.generate_seconds
             self._relatives.remove(child)
         self._children = []
+        if sessions:
+            await self.client.end_sessions(sessions)
 
     def adopt(self, conversations: Sequence[TokenLedger]) -> None:
         """Replace the segments of this episode by conversations that were played elsewhere."""

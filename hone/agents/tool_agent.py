@@ -38,8 +38,10 @@ class ToolAgent(ChatLoop):
                 return turn
             if tools.exhausted:
                 raise BudgetSpent(EpisodeEnd.TOOL_CALLS)
-            results = await tools.answer(turn.calls)
-            episode.absorb_children()
+            try:
+                results = await tools.answer(turn.calls)
+            finally:
+                await episode.absorb_children()
             self.answer(episode, results, tools.schemas)
 
     async def _delegated(self, episode: Episode, tools: ToolSession, task: str) -> str:

@@ -29,7 +29,7 @@ class Supports:
     """The supports of ``R`` tokens.
 
     Attributes:
-        sizes: ``[R]`` int64; 0 stands for the whole vocabulary, or for a token that was not sampled.
+        sizes: ``[R]`` int64; 0 where it is the whole vocabulary, and for tokens that were not sampled.
         ids: ``[K]`` int64, the tokens of all supports end to end; each support contains the sampled token.
         all_restricted: whether every sampled token has a support.
         rows: ``[K]`` int64, the token whose support each id belongs to.

@@ -19,7 +19,7 @@ class CompactionConfig:
     """Most tokens of one conversation, its prompt included; the engine and the model need no more. data.max_response_length then limits all
     conversations of an episode together."""
     keep_turns: int = number(1, low=0)
-    """Latest turns that stay as they are, with the results of their calls; drop_results keeps at least one."""
+    """Latest turns that are kept unchanged, with the results of their calls; drop_results keeps at least one."""
     instruction: str = (
         "Summarize what you have done and found so far. Only the summary will be left of this conversation."
     )

@@ -96,7 +96,7 @@ class EpisodeLog:
         no_verdict: whether the error is a failure of infrastructure (:class:`~hone.errors.NoVerdict`).
         tokenization: how its tokens differ from its conversation rendered again, None if they are equal or were not compared.
         retries: times it was played again after an error.
-        conversations: conversations of sub-agents, in the order of their calls.
+        conversations: conversations of sub-agents: ``messages``, the number of ``turns``, and the number of the first one (``turn``).
         generate_seconds: wait for the engine.
         tool_seconds: wait for tools, environment and user; that for a sub-agent includes its turns.
     """
@@ -113,7 +113,7 @@ class EpisodeLog:
     no_verdict: bool = False
     tokenization: str | None = None
     retries: int = 0
-    conversations: list[list[dict[str, Any]]] = field(default_factory=list)
+    conversations: list[dict[str, Any]] = field(default_factory=list)
     generate_seconds: float = 0.0
     tool_seconds: float = 0.0
 

@@ -85,7 +85,7 @@ class PrefixOrder:
         return np.minimum(self._minima[level, left + 1], self._minima[level, right + 1 - (1 << level)])
 
     def take(self, rows: Index) -> PrefixOrder:
-        """Return the order of some rows, numbered as they are listed."""
+        """Return the order of some rows; row ``i`` of the result is ``rows[i]``."""
         place = self.place[rows]
         order = np.argsort(place, kind="stable")
         shared = np.zeros(len(rows), np.int64)

@@ -25,6 +25,7 @@ _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 _ACTOR = "actor_rollout_ref.actor"
 _LIMITS = {
     "tokens": "data.max_response_length",
+    "context": f"{_MULTI_TURN}.compaction.context_tokens",
     "assistant_turns": f"{_MULTI_TURN}.max_assistant_turns",
     "user_turns": f"{_MULTI_TURN}.max_user_turns",
     "tool_calls": f"{_MULTI_TURN}.max_tool_calls",

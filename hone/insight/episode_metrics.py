@@ -20,8 +20,8 @@ EPISODE_METRICS = (
         "episode/end/<reason>",
         "share of episodes",
         _MEAN,
-        "Episodes that ended for this reason: answer, done, or the limit that they reached (tokens, assistant_turns, user_turns, "
-        "tool_calls, time), aborted, error.",
+        "Episodes that ended for this reason: answer, done, or the limit that they reached (tokens, context, assistant_turns, "
+        "user_turns, tool_calls, time), aborted, error.",
         "a limit for more than a few percent: episodes are cut before they can be solved",
     ),
     MetricSpec(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hone.insight.records import shown_score
@@ -35,18 +36,31 @@ def trace(record: Mapping[str, Any]) -> str:
     if episode is None:
         lines.append(f"assistant: {record['text']}")
     else:
-        rewards, calls, turn = episode["turn_rewards"], episode["tool_calls"], 0
-        for message in episode["messages"]:
-            who = message["role"]
-            if who == "assistant":
-                earned = rewards[turn] if turn < len(rewards) else 0.0
-                turn += 1
-                who = f"assistant, turn {turn}" + (f", reward {earned:g}" if earned else "")
-            lines.append(_message_text(who, message))
-            if message["role"] == "assistant":
-                lines += [_call_text(call) for call in calls if call["turn"] == turn - 1]
+        delegated = episode.get("conversations") or []
+        of_others = {turn for part in delegated for turn in _turns_of(part)}
+        lines += _conversation(episode, episode["messages"], (n for n in itertools.count() if n not in of_others))
+        for part in delegated:
+            lines += ["", "sub-agent:", *_conversation(episode, part["messages"], iter(_turns_of(part)))]
         lines.append(f"\nended: {episode['end']}" + (f"\nerror: {episode['error']}" if episode["error"] else ""))
     return "\n".join(lines) + "\n"
+
+
+def _turns_of(part: Mapping[str, Any]) -> range:
+    return range(part["turn"], part["turn"] + part["turns"])
+
+
+def _conversation(
+    episode: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], turns: Iterator[int]
+) -> Iterator[str]:
+    """Yield the lines of a conversation, given the numbers of its turns in the episode."""
+    for message in messages:
+        if message["role"] != "assistant":
+            yield _message_text(message["role"], message)
+            continue
+        turn = next(turns)
+        earned = episode["turn_rewards"][turn] if turn < len(episode["turn_rewards"]) else 0.0
+        yield _message_text(f"assistant, turn {turn + 1}" + (f", reward {earned:g}" if earned else ""), message)
+        yield from (_call_text(call) for call in episode["tool_calls"] if call["turn"] == turn)
 
 
 def _head(record: Mapping[str, Any]) -> str:

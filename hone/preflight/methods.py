@@ -104,6 +104,12 @@ def turns_can_be_forked(config: RLConfig) -> Iterator[Finding]:
             "the weights that sampled an episode continue it",
         ),
         (
+            config.algorithm.use_kl_in_reward,
+            "algorithm.use_kl_in_reward",
+            "false",
+            "values of turns are rewards without the KL penalty, so the last turns would pay for all of it",
+        ),
+        (
             spec.bypass,
             f"{CORRECTION}.bypass_mode",
             "false",

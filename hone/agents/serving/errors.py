@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -23,6 +24,18 @@ class ApiError(Exception):
         """Return the JSON of the answer."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def with_names(self, names: Mapping[str, str]) -> ApiError:
+        """Return the error of a chat with the field names of another endpoint, whose messages have other numbers.
+
+        Args:
+            names: name of a field there, by its name in a chat.
+        """
+        top, dot, rest = (self.param or "").partition(".")
+        if top == "messages":
+            dot = rest = ""
+        param = f"{names.get(top, top)}{dot}{rest}" or None
+        return ApiError(self.status, self.message, code=self.code, param=param)
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

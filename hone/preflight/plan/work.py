@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from hone.config.derived import OldLogProbs, RunSpec, holds_reference
+from hone.config.derived import OldLogProbs, RunSpec, holds_reference, longest_sequence
 from hone.config.dtypes import is_narrow, resolve_dtype
 from hone.config.limits import micro_batch_tokens
 from hone.config.model import ModelConfig, OptimConfig
@@ -255,7 +255,12 @@ def _rl_work(
         value=True,
         lora_rank=0,
     )
-    sizes = data.max_prompt_length, data.max_response_length, config.actor_rollout_ref.rollout.n, batch
+    sizes = (
+        data.max_prompt_length,
+        longest_sequence(config) - data.max_prompt_length,
+        config.actor_rollout_ref.rollout.n,
+        batch,
+    )
     models = values if spec.critic.value else None, scores if scorer.enable else None
     return Work(config, on_cpu, policy, spec.reference.value, spec.pools, *sizes, *models)
 

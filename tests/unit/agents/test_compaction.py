@@ -16,6 +16,8 @@ from hone.config.agents import CompactionConfig, MultiTurnConfig
 from hone.data.episode_log import CallStatus, EpisodeEnd
 from hone.data.trajectories import to_batch
 from hone.data.types import Trajectory
+from hone.insight.records import trajectory_record
+from hone.insight.traces import trace
 from hone.trainers.split_episodes import join_segments
 
 SCHEMA = {
@@ -167,10 +169,16 @@ def test_sub_agents_have_conversations_of_their_own_and_one_reward():
         *(("delegate", 5), ("delegate", 5), ("read", 0), ("read", 2), ("read", 4)),
     ]
     assert [m["role"] for m in log.messages] == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
-    assert [len(conversation) for conversation in log.conversations] == [4, 4]
+    assert [(c["turn"], c["turns"], len(c["messages"])) for c in log.conversations] == [(0, 2, 4), (2, 2, 4)]
+    assert sorted(engine.ended) == ["row#0", "row#0/2.0", "row#0/2.1"]
+    shown = trace(trajectory_record(parts[0], score=1.0))
+    assert (
+        "assistant, turn 5, reward 0.5" in shown
+        and "assistant, turn 1, reward 0.5" in shown
+        and shown.count("sub-agent:") == 2
+    )
     assert tool.created == 1, "sub-agents use the states of the episode's tools"
     assert len({request.seed for request in engine.requests}) == 7
-    assert sorted(engine.ended)[0] == "row#0"
     json.dumps(log.summary())
 
 

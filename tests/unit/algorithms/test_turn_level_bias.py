@@ -140,7 +140,7 @@ def values_of(world: World, exact: bool) -> Tensor:
 
 
 def test_values_by_forks_are_unbiased() -> None:
-    """Turns are chosen by the past alone; a value is the mean of continuations, so its expectation stands for it."""
+    """Turns are chosen by the past alone; a value is a mean of continuations, replaced here by its expectation."""
     members = [number for pair in itertools.product(range(len(WORLD.all)), repeat=2) for number in pair]
     rows, worth = WORLD.rows(members), values_of(WORLD, exact=True)
     earned = [[sum(e.rewards[:k]) for k in range(len(e.actions))] for e in WORLD.all]

@@ -120,11 +120,7 @@ def chat_body(body: ResponsesBody, earlier: Sequence[Message]) -> ChatBody:
 
 def renamed(error: ApiError) -> ApiError:
     """Return an error of a chat with the names of the fields here."""
-    top, dot, rest = (error.param or "").partition(".")
-    if top == "messages":  # their numbers are not those of the items
-        dot = rest = ""
-    param = f"{_NAMES.get(top, top)}{dot}{rest}" or None
-    return ApiError(error.status, error.message, code=error.code, param=param)
+    return error.with_names(_NAMES)
 
 
 def _check(body: ResponsesBody) -> None:
