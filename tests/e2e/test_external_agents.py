@@ -77,7 +77,6 @@ def test_a_coding_agent_is_trained_in_its_harness(work: Path) -> None:
     )
     run = train(work, "coding_agent", "coder", 240, *small)
     assert max(curve(run, "episode/fact/calls")) > 1
-    assert max(curve(run)) > 0, "some files are right"
 
 
 def test_a_server_of_mcp_from_npm_is_used_in_training(work: Path) -> None:
