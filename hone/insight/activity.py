@@ -36,11 +36,13 @@ from hone.insight import stacks
 
 FOLDER = "activity"
 _PAGE = 4096
-_HEAD = struct.Struct("<QQdI")  # version, ticks, time of the last tick, length of the text
+_HEAD = struct.Struct("<QQd")  # version, ticks, time of the last tick
 _TICKS = struct.Struct("<Qd")
 _VERSION = struct.Struct("<Q")
+_SLOT = struct.Struct("<QI")  # version and length of the text that follows
+_SLOT_BYTES = (_PAGE - _HEAD.size) // 2
+_TEXT_BYTES = _SLOT_BYTES - _SLOT.size - _VERSION.size
 _STAGE = "_hone_stage"
-_TEXT_BYTES = _PAGE - _HEAD.size - _VERSION.size
 
 
 @dataclass(frozen=True)
@@ -193,18 +195,28 @@ class _Publisher:
             self._write()
 
     def _write(self) -> None:
-        """Write the whole record, with its version at both ends so that a reader can detect a half-written one."""
+        """Write the whole record into the slot that is not in use, then name it as the current one.
+
+        A process that is killed here leaves its previous record. The version at both ends of a slot, the last one written
+        first, shows a reader that the slot was overwritten while it was read.
+        """
         spans = [[s.what, s.since, s.waits_on, s.limit, s.waits, s.thread] for s in self._spans]
         text = json.dumps({**self._identity, "spans": spans}).encode()
-        while len(text) > _TEXT_BYTES and spans:  # more than a page: keep the innermost, the most useful ones
+        while len(text) > _TEXT_BYTES and spans:  # more than a slot: keep the innermost, the most useful ones
             spans.pop(0)
             text = json.dumps({**self._identity, "spans": spans}).encode()
         self._ticks += 1
         self._version += 1
-        _VERSION.pack_into(self._page, _PAGE - _VERSION.size, self._version)
-        _HEAD.pack_into(self._page, 0, self._version - 1, self._ticks, time.time(), len(text))
-        self._page[_HEAD.size : _HEAD.size + len(text)] = text
-        _VERSION.pack_into(self._page, 0, self._version)
+        start = _slot(self._version)
+        _VERSION.pack_into(self._page, start + _SLOT_BYTES - _VERSION.size, self._version)
+        self._page[start + _SLOT.size : start + _SLOT.size + len(text)] = text
+        _SLOT.pack_into(self._page, start, self._version, len(text))
+        _HEAD.pack_into(self._page, 0, self._version, self._ticks, time.time())
+
+
+def _slot(version: int) -> int:
+    """Return where in the page the record of a version begins."""
+    return _HEAD.size + version % 2 * _SLOT_BYTES
 
 
 _publisher = _Publisher()
@@ -310,9 +322,12 @@ def _read(path: Path) -> Record | None:
             return None
         if len(page) < _PAGE:
             return None
-        version, ticks, moved, length = _HEAD.unpack_from(page)
-        if version and version == _VERSION.unpack_from(page, _PAGE - _VERSION.size)[0]:
-            fields = json.loads(page[_HEAD.size : _HEAD.size + length])
+        version, ticks, moved = _HEAD.unpack_from(page)
+        start = _slot(version)
+        written, length = _SLOT.unpack_from(page, start)
+        if version and version == written == _VERSION.unpack_from(page, start + _SLOT_BYTES - _VERSION.size)[0]:
+            text = page[start + _SLOT.size : start + _SLOT.size + length]
+            fields = json.loads(text)
             spans = tuple(Span(what, since, tuple(on), *others) for what, since, on, *others in fields.pop("spans"))
             return Record(**fields, spans=spans, ticks=ticks, moved=moved, path=path)
         time.sleep(0.001)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -39,6 +41,17 @@ def test_links_and_files_named_exist(path: Path) -> None:
     text = "".join("".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"])
     for name in re.findall(r"`((?:docs|notebooks|\d\d_)[\w/]*\.(?:md|ipynb))`", text):
         assert (ROOT / name).is_file() or (ROOT / "notebooks" / name).is_file(), name
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_names_imported_from_the_project_exist(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    for node in imported:
+        if (node.module or "").split(".")[0] == "hone":
+            module = importlib.import_module(node.module or "")
+            assert not (absent := [n.name for n in node.names if not hasattr(module, n.name)]), (node.module, absent)
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """What a process publishes is what another reads, at any moment; and its stacks can be had even when it is stuck."""
 
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -103,6 +104,33 @@ def _work(folder: Path, seconds: float) -> None:
     activity.begin(folder, "actor", 0)
     with activity.doing("update_actor"):
         time.sleep(seconds)
+
+
+@pytest.mark.parametrize("write", ["_VERSION", "_SLOT", "_HEAD"])
+def test_a_process_killed_while_it_writes_leaves_its_previous_record(published: Path, monkeypatch, write):
+    """Any of the packed writes of a record may be the one that a process does not reach."""
+    with activity.doing("step 3"):
+        before = only_record(published)
+        with monkeypatch.context() as patches:
+            patches.setattr(activity, write, Unreached(getattr(activity, write)))
+            with pytest.raises(Killed):
+                activity._publisher.push(activity.Span("update_actor", time.time()))
+        activity._publisher._spans.pop()
+        assert only_record(published).spans == before.spans
+
+
+class Killed(Exception):
+    """End of the process."""
+
+
+class Unreached:
+    """Struct whose process ends before it writes."""
+
+    def __init__(self, packed: struct.Struct) -> None:
+        self.size = packed.size
+
+    def pack_into(self, *_: object) -> None:
+        raise Killed
 
 
 def test_a_killed_process_leaves_its_last_record(tmp_path: Path):
