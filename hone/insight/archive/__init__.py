@@ -1,0 +1,1 @@
+"""Archive of rollouts: one parquet file per step, exact to the token."""

@@ -1,0 +1,96 @@
+"""Columns of the rollout archive.
+
+    <run>/rollouts/step_<N>.parquet      sequences of a training step
+    <run>/validation/step_<N>.parquet    sequences of a validation
+    <run>/rollouts/vocabulary.parquet    text of every token id: columns `id` (int32) and `text`
+
+A row is one sequence: an episode, or a segment of an episode whose history was rewritten (`part`). Its identity is
+(`step`, `uid`, `index`, `part`). Columns by token have one value per response token, and null where the run had no such number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+VERSION = 1
+"""Version of the format, in the metadata of each file under `hone.archive`."""
+INT, FLOAT, NUMBER, TEXT, JSON = "int32", "float32", "float64", "string", "json"
+INTS, FLOATS = "list<int32>", "list<float32>"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the archive.
+
+    Attributes:
+        name: name in the file.
+        kind: arrow type; ``json`` is a string with JSON.
+        about: meaning, with its unit.
+        required: True if no row may lack a value.
+    """
+
+    name: str
+    kind: str
+    about: str
+    required: bool = False
+
+    @property
+    def by_token(self) -> bool:
+        """True if the column has one value per response token."""
+        return self.kind in (INTS, FLOATS) and self.name != "prompt_ids"
+
+
+COLUMNS = (
+    Column("step", INT, "step that trained, or validated, the sequence", required=True),
+    Column("uid", TEXT, "prompt group: episodes with the same uid answer the same prompt", required=True),
+    Column("index", INT, "number within the group, from 0", required=True),
+    Column("part", INT, "segment of an episode whose history was rewritten, from 0", required=True),
+    Column("fate", TEXT, "`trained`, `filtered`, `failed` (no verdict), `too_old` or `validation`", required=True),
+    Column("data_source", TEXT, "name of the dataset that the prompt is of"),
+    Column("row", INT, "row of the dataset, from 0"),
+    Column("seed", TEXT, "seed of the episode's random draws, as a decimal number"),
+    Column("prompt", TEXT, "text of the prompt", required=True),
+    Column("messages", JSON, "messages of the prompt in OpenAI form"),
+    Column("text", TEXT, "text of the policy: all its turns, without tool results", required=True),
+    Column("ground_truth", JSON, "expected answer"),
+    Column("stop_reason", TEXT, "why the last turn ended"),
+    Column("seconds", NUMBER, "wall time from admission to the last token"),
+    Column("score", NUMBER, "reward; null without a verdict"),
+    Column("unshaped", NUMBER, "reward before the trainer's length penalty; null without one"),
+    Column("terms", JSON, "named numbers of the scorer"),
+    Column("extra", JSON, "other values of the scorer"),
+    Column("error", TEXT, "why there is no verdict"),
+    Column("cause", TEXT, "kind of that error"),
+    Column("episode", JSON, "turns, tool calls with input, output and seconds, end, sub-agents"),
+    Column("prompt_ids", INTS, "token ids of the prompt", required=True),
+    Column("response_ids", INTS, "token ids of everything after the prompt", required=True),
+    Column("response_mask", INTS, "1 on tokens that the policy sampled", required=True),
+    Column("loss_mask", INTS, "1 on tokens that the update learned from"),
+    Column("token_versions", INTS, "weight version that sampled the token, -1 on others"),
+    Column("rollout_log_probs", FLOATS, "log-prob of the engine under the temperature"),
+    Column("sampling_log_probs", FLOATS, "log-prob under the distribution that was sampled from"),
+    Column("old_log_probs", FLOATS, "log-prob of the trainer before the update"),
+    Column("new_log_probs", FLOATS, "log-prob of the trainer in the last update that saw the token"),
+    Column("ref_log_probs", FLOATS, "log-prob of the reference policy"),
+    Column("entropy", FLOATS, "entropy of the trainer's distribution in nats"),
+    Column("values", FLOATS, "value of the critic"),
+    Column("token_rewards", FLOATS, "reward placed on the token, KL penalty included"),
+    Column("advantages", FLOATS, "advantage"),
+    Column("returns", FLOATS, "target of the critic"),
+    Column("correction", FLOATS, "weight of the rollout correction"),
+)
+BY_NAME = {column.name: column for column in COLUMNS}
+
+
+def arrow_schema() -> pa.Schema:
+    """Return the schema of an archive file."""
+    import pyarrow as pa
+
+    types = {INT: pa.int32(), NUMBER: pa.float64(), TEXT: pa.string(), JSON: pa.string()}
+    types |= {INTS: pa.list_(pa.int32()), FLOATS: pa.list_(pa.float32())}
+    fields = [pa.field(column.name, types[column.kind], nullable=not column.required) for column in COLUMNS]
+    return pa.schema(fields, metadata={"hone.archive": str(VERSION)})
