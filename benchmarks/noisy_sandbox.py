@@ -1,6 +1,6 @@
 """Train an agent whose sandbox dies in 30 % of the calls: `python benchmarks/noisy_sandbox.py WORKDIR [--seeds 3] [--png FILE]`.
 
-Questions like `Is 17*24 over 90?` have the answer yes in 85 % of the cases. A model of a million parameters imitates two kinds of
+Questions like `Is 17*24 over 90?` have the answer yes in 75 % of the cases. A model of a million parameters imitates two kinds of
 demonstrations equally often: one asks a tool and is always right, one answers at once, with yes in 95 % of the cases. GRPO can teach it to
 ask. Three arms, each with the same seeds:
 
@@ -8,7 +8,7 @@ ask. Three arms, each with the same seeds:
     no verdict   a call in three or so (30 %) dies: the tool raises NoVerdict, the episode is played again once, then left out
     zero         the same, but an episode in which a call died gets the reward 0, as where a failed sandbox counts as a wrong answer
 
-With zero, asking earns 0.70 and guessing 0.82: a failing sandbox teaches that calls are bad. All arms are validated on a sandbox that
+With zero, asking earns at most 0.70 and guessing 0.73: a failing sandbox teaches that calls are bad. All arms are validated on a sandbox that
 works. The table and the picture have the share of right greedy answers to held-out questions. What WORKDIR already has is not trained again.
 """
 
@@ -34,9 +34,9 @@ from hone.errors import NoVerdict
 
 HERE = Path(__file__).resolve().parent
 ARMS = ("quiet", "no verdict", "zero")
-DIES, OVER, YES, GUESS = 0.3, 90, 0.85, 0.95
+DIES, OVER, YES, GUESS = 0.3, 90, 0.75, 0.95
 """Share of calls that die, threshold of the questions, shares of questions and of demonstrated guesses whose answer is yes."""
-STEPS = 40
+STEPS = 30
 
 
 class DyingComparison(Calculator):
@@ -122,7 +122,7 @@ def imitator(folder: Path, seed: int) -> Path:
     hone("data", "tokenizer", "--files", data, "--out", str(folder / "tokenizer"), "--vocab-size", "512", "--template", "chatml_tools")  # fmt: skip
     hone("init", "--arch", "qwen3", "--size", "1m", "--tokenizer", str(folder / "tokenizer"), "--out", str(folder / "model"), "--seed", str(seed))  # fmt: skip
     hone("sft", "--config-path", "examples/calculator_agent", "--config-name", "sft", f"model.path={folder}/model",
-         f"data.train_files={data}", f"trainer.default_local_dir={folder}/sft", f"trainer.seed={seed}", "trainer.total_training_steps=500")  # fmt: skip
+         f"data.train_files={data}", f"trainer.default_local_dir={folder}/sft", f"trainer.seed={seed}", "trainer.total_training_steps=700")  # fmt: skip
     hone("export", str(folder / "sft"), "--out", str(where))
     return where
 
