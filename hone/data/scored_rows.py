@@ -20,10 +20,17 @@ _LOOKED_AT = 2000
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """One row: the reward's input (without prompt tokens), and the worked answers in the file."""
+    """One row of a dataset.
+
+    Attributes:
+        sample: input of the reward, without prompt tokens.
+        worked: worked answers in the file.
+        demonstration: messages after the prompt of a worked episode with tool calls; empty without one.
+    """
 
     sample: Sample
     worked: tuple[str, ...] = ()
+    demonstration: tuple[dict[str, Any], ...] = ()
 
 
 def scored_rows(
@@ -72,9 +79,20 @@ def _scored(row: Row, reward_fn_key: str, messages_key: str, prompt_key: str) ->
         ground_truth=reward.get("ground_truth") if isinstance(reward, dict) else None,
         extra_info={**other_columns(row, prompt_key, reward_fn_key), **extra},
     )
-    answers = [_last_answer(plain(row.values.get(messages_key)))]
+    messages = plain(row.values.get(messages_key))
+    answers = [_last_answer(messages)]
     answers += [place.get(name) for place in (row.values, extra) for name in REFERENCES]
-    return ScoredRow(sample, tuple(dict.fromkeys(text for text in answers if isinstance(text, str) and text.strip())))
+    worked = tuple(dict.fromkeys(text for text in answers if isinstance(text, str) and text.strip()))
+    return ScoredRow(sample, worked, _demonstration(messages, sample.messages or []))
+
+
+def _demonstration(messages: Any, prompt: Sequence[Any]) -> tuple[dict[str, Any], ...]:
+    """Return the turns after the prompt if some of them call tools, and the last one answers."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return ()
+    turns = messages[len(prompt) :]
+    answered = isinstance(_last_answer(turns), str)
+    return tuple(turns) if answered and any(turn.get("tool_calls") for turn in turns) else ()
 
 
 def _last_answer(messages: Any) -> Any:

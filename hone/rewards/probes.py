@@ -13,7 +13,7 @@ from hone.data.episode_log import EpisodeLog
 from hone.data.scored_rows import ScoredRow
 from hone.data.seeding import derive_seed
 from hone.data.types import Sample
-from hone.rewards.episode_probes import bad_episodes, good_episode, plain_episode
+from hone.rewards.episode_probes import bad_episodes, demonstrated_episode, good_episode, plain_episode
 
 FORMS = {
     "as it is": "{}",
@@ -76,6 +76,10 @@ def ordinary(rows: Sequence[ScoredRow], number: int) -> Iterator[Probe]:
 
 def with_episodes(rows: Sequence[ScoredRow], number: int, probes: Sequence[Probe]) -> Iterator[Probe]:
     """Yield the ordinary probes of row ``number`` as the ends of episodes, and episodes that went badly."""
+    turns = rows[number].demonstration
+    if turns:
+        said = "\n".join(str(turn.get("content") or "") for turn in turns if turn["role"] == "assistant")
+        yield Probe("golden", "worked episode", rows[number].sample, said, demonstrated_episode(turns))
     for probe in probes:
         if probe.kind in ("golden", "wrong"):
             yield replace(probe, episode=good_episode(probe.sample, probe.text))

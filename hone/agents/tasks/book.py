@@ -52,14 +52,15 @@ class BookOptions:
         window: most pages that a demonstration reads before its summary.
         forgets: percent of the summaries in demonstrations that do not say how far the book is read, so that the next part begins it again.
             A model that imitates them forgets equally often, and a reward can teach it what a summary must contain.
-        demonstrations: 1 gives each row a demonstration, 0 only the question.
+        demonstrations: ``parts`` gives each row a part of an episode, as the policy sees it between two summaries; ``whole`` the
+            episode of a reader whose context holds the book, with which a reward can be tried.
     """
 
     pages: int = 6
     words: int = 8
     window: int = 3
     forgets: int = 0
-    demonstrations: int = 1
+    demonstrations: str = "parts"
 
 
 class Book:
@@ -76,9 +77,9 @@ class Book:
         check(1 <= options.words <= 200, f"words={options.words} is not in 1..200", "words=8")
         check(0 <= options.forgets <= 100, f"forgets={options.forgets} is not in 0..100 percent", "forgets=50")
         check(
-            options.demonstrations in (0, 1),
-            f"demonstrations={options.demonstrations} is not 0 or 1",
-            "demonstrations=1",
+            options.demonstrations in ("parts", "whole"),
+            f"demonstrations={options.demonstrations} is not parts or whole",
+            "demonstrations=parts",
         )
         self.options = options
         self.tools = [Lookup().schema]
@@ -90,7 +91,7 @@ class Book:
         while True:
             texts = [" ".join(draw.choice(WORDS) for _ in range(options.words)) for _ in range(options.pages)]
             facts = [[f"page {number}", text] for number, text in enumerate(texts, 1)]
-            note, answer = self._part(draw, texts) if options.demonstrations else ("", None)
+            note, answer = self._part(draw, texts) if options.demonstrations == "parts" else ("", self._whole(texts))
             yield Problem(
                 question,
                 DONE,
@@ -111,13 +112,20 @@ class Book:
         note = f"\n\n{SUMMARY}\n{self._summary(start, forgotten)}" if start else ""
         begin = 0 if forgotten else start
         stop = min(begin + draw.randint(1, self.options.window), pages)
-        turns = []
-        for number in range(begin, stop):
-            turns += [calls("lookup", number, key=f"page {number + 1}"), result("lookup", texts[number], number)]
+        turns = [turn for number in range(begin, stop) for turn in self._page(texts, number)]
         if stop == pages and (begin == pages or draw.random() < 0.5):
             return note, [*turns, says(f"#### {DONE}")]
         forgets = draw.randrange(100) < self.options.forgets
         return note, [*turns, {"role": "user", "content": INSTRUCTION}, says(self._summary(stop, forgets))]
+
+    def _whole(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the turns of an episode that reads every page."""
+        turns = [turn for number in range(len(texts)) for turn in self._page(texts, number)]
+        return [*turns, says(f"#### {DONE}")]
+
+    def _page(self, texts: Sequence[str], number: int) -> list[dict[str, Any]]:
+        """Return the call for a page, and its result."""
+        return [calls("lookup", number, key=f"page {number + 1}"), result("lookup", texts[number], number)]
 
     def _summary(self, read: int, forgets: bool) -> str:
         return "reading" if forgets else f"read {read}"

@@ -196,6 +196,87 @@ def end_servers(folder: Path) -> None:
                 os.kill(process, signal.SIGTERM)
 
 
+ARITHMETIC = "arithmetic max_number=10"
+REWARDS = {
+    "README.md:my_reward.py": (ARITHMETIC, 0),
+    "docs/rewards.md:brief.py": (ARITHMETIC, 0),
+    "docs/rewards.md:turns.py": ("calculator", 0),
+    "docs/rewards.md:thrifty.py": ("calculator", 0),
+    "docs/rewards.md:honest.py": (ARITHMETIC, 0),
+    "docs/preferences.md:brief.py": (ARITHMETIC, 0),
+    "docs/troubleshooting.md:strict.py": (ARITHMETIC, 2),  # the mistake that the page shows
+    "examples/long_book/reward.py": ("book demonstrations=whole", 0),
+    "examples/real_model/sums.py": (ARITHMETIC, 0),
+}
+"""Task for each reward function of pages and examples, and the exit code of `hone reward test`."""
+
+
+def rewards_shown() -> dict[str, str]:
+    """The reward functions of pages and examples, by page and file."""
+    shown = {
+        f"{page}:{block.file}": block.body
+        for page in WRITTEN
+        for block in blocks(page)
+        if block.file and "def compute_score" in block.body
+    }
+    for path in ROOT.glob("examples/*/*.py"):
+        if "def compute_score" in (source := path.read_text(encoding="utf-8")):
+            shown[path.relative_to(ROOT).as_posix()] = source
+    return shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(rewards_shown()))
+def test_rewards_of_pages_and_examples_pass_their_test(name: str, tmp_path: Path) -> None:
+    from support.launch import Command
+
+    task, code = REWARDS[name]
+    (tmp_path / "reward.py").write_text(rewards_shown()[name], encoding="utf-8")
+    made = Command(
+        ["data", "make", *task.split(), "--out", "data", "--size", "1", "--val-size", "8"], tmp_path / ".make", tmp_path
+    )
+    assert made.wait().code == 0
+    words = ["reward", "test", "--data", "data/val.parquet", "--reward", "reward.py:compute_score"]
+    ended = Command(words, tmp_path / ".test", tmp_path).wait()
+    assert ended.code == code, ended.output
+
+
+def examples_with_data() -> list[str]:
+    """Examples whose page makes its data and a model, and trains by reinforcement, with no reward model that must be trained first."""
+    bodies = {page: "".join(block.body for block in blocks(page) if block.language == "bash") for page in WRITTEN}
+    parts = ("hone data make", "hone init", "hone train")
+    whole = [page for page, body in bodies.items() if all(part in body for part in parts)]
+    return [page for page in whole if page.startswith("examples/") and "hone reward-model" not in bodies[page]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", examples_with_data())
+def test_settings_of_examples_pass_every_check(page: str, tmp_path: Path, forks: Forks) -> None:
+    """The model is the one that the example begins with: what imitation makes of it does not concern the checks."""
+    from support.launch import Command
+
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    lines = [line for block in blocks(page) if block.language == "bash" for line in commands(block.body)]
+    untrained = next(
+        words[words.index("--out") + 1] for line in lines if "hone init" in line for words in [line.split()]
+    )
+    checked = 0
+    for number, line in enumerate(lines):
+        words = shlex.split(line, comments=True)
+        if words[:2] == ["hone", "data"] and words[2] != "pairs":
+            made = Command(words[1:], tmp_path / f".data{number}", tmp_path).wait()  # with all rows, which batches need
+            assert made.code == 0, made.output
+        elif words[0] == "python" or words[:2] == ["hone", "init"]:
+            run_command(line, tmp_path, number, {}, (), forks.bin)
+        elif words[:2] == ["hone", "train"]:
+            short = [word for word in words[2:] if not word.startswith("actor_rollout_ref.model.path=")]
+            short += [f"actor_rollout_ref.model.path={untrained}", "trainer.device=cpu"]
+            ended = Command(["config", "check", *short], tmp_path / f".check{number}", tmp_path).wait()
+            assert ended.code == 0, ended.output
+            checked += 1
+    assert checked
+
+
 NO_DASHBOARD = ("ray start --head", "ray start --head --include-dashboard=false")
 """What a page leaves on, and no command of a page looks at: it takes seconds to start."""
 RAY = {
