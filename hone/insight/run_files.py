@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hone.errors import HoneError
 from hone.text import valid_text
@@ -72,7 +72,18 @@ def read_rows(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file under another name and rename it into place.
+    """Write a text file under another name and rename it into place.
+
+    Raises:
+        HoneError: the disk is full or not writable.
+    """
+    with atomic_file(path) as file:
+        file.write(valid_text(text).encode())
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file under another name for writing, and rename it into place at the end of the block without an error.
 
     Raises:
         HoneError: the disk is full or not writable.
@@ -81,8 +92,8 @@ def write_atomically(path: Path, text: str) -> None:
     with disk_errors(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w", encoding="utf-8", newline="\n") as file:
-                file.write(valid_text(text))
+            with temporary.open("wb") as file:
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

@@ -5,7 +5,11 @@
     <run>/rollouts/vocabulary.parquet    text of every token id: columns `id` (int32) and `text`
 
 A row is one sequence: an episode, or a segment of an episode whose history was rewritten (`part`). Its identity is
-(`step`, `uid`, `index`, `part`). Columns by token have one value per response token, and null where the run had no such number.
+(`step`, `uid`, `index`, `part`). Columns by token have one value per response token. What a run did not compute is null; so are the
+token ids of an import whose source has text alone.
+
+The metadata of a file has `hone.archive`, the version of the format, and `hone.rows`, the number of sequences of the step. A file with
+fewer rows has only the prompts that are stored at every step.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 VERSION = 1
-"""Version of the format, in the metadata of each file under `hone.archive`."""
+"""Version of the format."""
+VERSION_KEY, ROWS_KEY = b"hone.archive", b"hone.rows"
+"""Keys of the metadata of a file."""
 INT, FLOAT, NUMBER, TEXT, JSON = "int32", "float32", "float64", "string", "json"
 INTS, FLOATS = "list<int32>", "list<float32>"
 
@@ -53,7 +59,7 @@ COLUMNS = (
     Column("data_source", TEXT, "name of the dataset that the prompt is of"),
     Column("row", INT, "row of the dataset, from 0"),
     Column("seed", TEXT, "seed of the episode's random draws, as a decimal number"),
-    Column("prompt", TEXT, "text of the prompt", required=True),
+    Column("prompt", TEXT, "text of the prompt"),
     Column("messages", JSON, "messages of the prompt in OpenAI form"),
     Column("text", TEXT, "text of the policy: all its turns, without tool results", required=True),
     Column("ground_truth", JSON, "expected answer"),
@@ -66,9 +72,9 @@ COLUMNS = (
     Column("error", TEXT, "why there is no verdict"),
     Column("cause", TEXT, "kind of that error"),
     Column("episode", JSON, "turns, tool calls with input, output and seconds, end, sub-agents"),
-    Column("prompt_ids", INTS, "token ids of the prompt", required=True),
-    Column("response_ids", INTS, "token ids of everything after the prompt", required=True),
-    Column("response_mask", INTS, "1 on tokens that the policy sampled", required=True),
+    Column("prompt_ids", INTS, "token ids of the prompt"),
+    Column("response_ids", INTS, "token ids of everything after the prompt"),
+    Column("response_mask", INTS, "1 on tokens that the policy sampled"),
     Column("loss_mask", INTS, "1 on tokens that the update learned from"),
     Column("token_versions", INTS, "weight version that sampled the token, -1 on others"),
     Column("rollout_log_probs", FLOATS, "log-prob of the engine under the temperature"),
@@ -87,10 +93,9 @@ BY_NAME = {column.name: column for column in COLUMNS}
 
 
 def arrow_schema() -> pa.Schema:
-    """Return the schema of an archive file."""
+    """Return the schema of an archive file, without metadata."""
     import pyarrow as pa
 
     types = {INT: pa.int32(), NUMBER: pa.float64(), TEXT: pa.string(), JSON: pa.string()}
     types |= {INTS: pa.list_(pa.int32()), FLOATS: pa.list_(pa.float32())}
-    fields = [pa.field(column.name, types[column.kind], nullable=not column.required) for column in COLUMNS]
-    return pa.schema(fields, metadata={"hone.archive": str(VERSION)})
+    return pa.schema([pa.field(column.name, types[column.kind], nullable=not column.required) for column in COLUMNS])

@@ -1,0 +1,153 @@
+"""Reader of the rollout archive.
+
+>>> archive = open_archive(Path("runs/hone/demo"))                               # doctest: +SKIP
+>>> for record in archive.records(archive.steps()[-1], ["uid", "score"]):        # doctest: +SKIP
+...     print(record["uid"], record["score"])
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from hone.errors import HoneError
+from hone.insight.archive.schema import BY_NAME, COLUMNS, JSON, ROWS_KEY, VERSION, VERSION_KEY
+from hone.insight.archive.write import STEP_FILE, VOCABULARY
+
+_BATCH = 256
+"""Rows that are held as Python objects at once."""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Rollouts of a run by step. Files are listed when they are asked for, so a run that trains grows its archive.
+
+    Attributes:
+        folder: folder with the files of the steps.
+    """
+
+    folder: Path
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a file, in order."""
+        return sorted(self._files())
+
+    def records(
+        self, step: int, columns: Sequence[str] | None = None, uid: str | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the sequences of a step, in the order of the batch.
+
+        Args:
+            step: step with a file.
+            columns: names of the values in a record; None for all. Columns that are not named are not read.
+            uid: prompt group; None for all.
+
+        Raises:
+            HoneError: the step has no file, or the file cannot be read (code E-runs).
+        """
+        for part in self.table(step, columns, uid).to_batches(_BATCH):
+            decoded = [name for name in part.schema.names if BY_NAME[name].kind == JSON]
+            for record in part.to_pylist():
+                for name in decoded:
+                    record[name] = None if record[name] is None else json.loads(record[name])
+                yield record
+
+    def table(self, step: int, columns: Sequence[str] | None = None, uid: str | None = None) -> pa.Table:
+        """Return the sequences of a step as a table, in the order of the batch; columns of JSON are strings.
+
+        Args:
+            step, columns, uid: see :meth:`records`.
+
+        Raises:
+            HoneError: see :meth:`records`.
+        """
+        names = [column.name for column in COLUMNS] if columns is None else list(columns)
+        with self._open(step) as file:
+            if uid is None:
+                return file.read(names)
+            groups = file.read(list(dict.fromkeys([*names, "uid"])))
+            return groups.filter(pc.equal(groups["uid"], uid)).select(names)
+
+    def complete(self, step: int) -> bool:
+        """Return whether the file of a step has all its sequences, not only those of the prompts stored at every step.
+
+        Raises:
+            HoneError: see :meth:`records`.
+        """
+        with self._open(step) as file:
+            return int(file.schema_arrow.metadata[ROWS_KEY]) == file.metadata.num_rows
+
+    def vocabulary(self) -> list[str] | None:
+        """Return the text of every token id; None if the archive has none."""
+        for folder in (self.folder, self.folder.parent / "rollouts"):
+            if (folder / VOCABULARY).is_file():
+                return pq.read_table(folder / VOCABULARY, columns=["text"])["text"].to_pylist()
+        return None
+
+    def _files(self) -> dict[int, Path]:
+        if not self.folder.is_dir():
+            return {}
+        matches = ((STEP_FILE.fullmatch(file.name), file) for file in self.folder.iterdir())
+        return {int(match[1]): file for match, file in matches if match}
+
+    def _open(self, step: int) -> pq.ParquetFile:
+        files = self._files()
+        if step not in files:
+            listed = ", ".join(map(str, sorted(files)[-12:])) or "there is none"
+            raise HoneError(
+                f"no samples of step {step}; the last steps with samples: {listed}",
+                where=str(self.folder),
+                fix=f"--step {min(files, key=lambda other: abs(other - step))}" if files else _STORE_ALL,
+                code="E-runs",
+            )
+        try:
+            file = pq.ParquetFile(files[step])
+        except (pa.ArrowInvalid, OSError) as error:
+            raise HoneError(
+                f"the file cannot be read: {error}", where=str(files[step]), fix="remove the file", code="E-runs"
+            ) from None
+        version = (file.schema_arrow.metadata or {}).get(VERSION_KEY, b"none").decode()
+        if version != str(VERSION):
+            raise HoneError(
+                f"the file has version {version} of the rollout archive; this Hone reads version {VERSION}",
+                where=str(files[step]),
+                fix="read it with the Hone that wrote it, or import the source again: `hone archive import`",
+                code="E-runs",
+            )
+        return file
+
+
+_STORE_ALL = "trainer.rollout_dump_freq=1 writes all; a run of `hone sft` or `hone prefer` has none"
+
+
+def open_archive(folder: Path) -> Archive:
+    """Open an archive.
+
+    Args:
+        folder: ``rollouts`` or ``validation`` of a run directory, or a run directory, which means its rollouts. It may be empty.
+    """
+    return Archive(folder / "rollouts" if (folder / "rollouts").is_dir() else folder)
+
+
+def require_archive(folder: Path) -> Archive:
+    """Open an archive with at least one step.
+
+    Raises:
+        HoneError: no step has a file (code E-runs).
+    """
+    archive = open_archive(folder)
+    if not archive.steps():
+        raise HoneError(
+            f"no samples in {archive.folder}",
+            why="samples are written every trainer.rollout_dump_freq steps, and at each validation",
+            fix=_STORE_ALL,
+            code="E-runs",
+        )
+    return archive

@@ -1,0 +1,92 @@
+"""Writer of the rollout archive: one file per step, complete or absent."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hone.insight.archive.schema import COLUMNS, JSON, ROWS_KEY, TEXT, VERSION, VERSION_KEY, Column, arrow_schema
+from hone.insight.run_files import atomic_file, jsonable
+from hone.text import valid_text
+
+VOCABULARY = "vocabulary.parquet"
+STEP_FILE = re.compile(r"step_(\d+)\.parquet")
+_ROW_GROUP = 1000
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """Return the file of a step in a folder of the archive."""
+    return folder / f"step_{step}.parquet"
+
+
+def to_table(records: Iterable[Mapping[str, Any]], columns: Mapping[str, pa.Array] | None = None) -> pa.Table:
+    """Convert records to a table with all columns of the archive; missing values are null.
+
+    Args:
+        records: one mapping per sequence. Keys that the archive does not have are an error.
+        columns: finished columns, in the order of the records, instead of values in them.
+
+    Raises:
+        ValueError: a record has an unknown key, or lacks a required value.
+    """
+    records, columns = list(records), columns or {}
+    schema = arrow_schema()
+    unknown = {name for record in records for name in record} | set(columns) - set(schema.names)
+    if unknown := sorted(unknown - set(schema.names)):
+        raise ValueError(f"the archive has no column {', '.join(unknown)}")
+    arrays = [
+        columns[column.name]
+        if column.name in columns
+        else pa.array([_encoded(record.get(column.name), column) for record in records], schema.field(column.name).type)
+        for column in COLUMNS
+    ]
+    empty = [column.name for column, array in zip(COLUMNS, arrays, strict=True) if column.required and array.null_count]
+    if empty:
+        raise ValueError(f"rows of the archive lack {', '.join(empty)}")
+    return pa.table(arrays, schema=schema)
+
+
+def write_step(folder: Path, step: int, table: pa.Table, *, rows: int | None = None) -> Path:
+    """Write the file of a step under another name and rename it into place; return its path.
+
+    Args:
+        folder: folder of the archive, created if absent.
+        step: number of the step.
+        table: see :func:`to_table`.
+        rows: number of sequences of the step; None if all are in the table.
+
+    Raises:
+        HoneError: the disk is full or not writable.
+    """
+    path = step_file(folder, step)
+    metadata = {VERSION_KEY: str(VERSION), ROWS_KEY: str(len(table) if rows is None else rows)}
+    with atomic_file(path) as file:
+        pq.write_table(table.replace_schema_metadata(metadata), file, compression="zstd", row_group_size=_ROW_GROUP)
+    return path
+
+
+def write_vocabulary(folder: Path, texts: Sequence[str]) -> Path:
+    """Write the text of every token id, from 0.
+
+    Raises:
+        HoneError: the disk is full or not writable.
+    """
+    ids = pa.array(range(len(texts)), pa.int32())
+    table = pa.table({"id": ids, "text": pa.array([valid_text(text) for text in texts], pa.string())})
+    with atomic_file(folder / VOCABULARY) as file:
+        pq.write_table(table, file, compression="zstd")
+    return folder / VOCABULARY
+
+
+def _encoded(value: Any, column: Column) -> Any:
+    if value is None:
+        return None
+    if column.kind == JSON:
+        return valid_text(json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False))
+    return valid_text(str(value)) if column.kind == TEXT else value
