@@ -46,6 +46,7 @@ COMMANDS = {
     "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
     "runs": Entry("hone.cli.runs", "List, show and compare runs, and print their samples."),
     "episode": Entry("hone.cli.episode", "Continue a recorded episode from any of its turns."),
+    "what-if": Entry("hone.cli.what_if", "Compute a stored step again with other methods, and compare."),
     "oracle": Entry("hone.cli.oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),
     "algorithms": Entry("hone.cli.algorithms", "List the methods, show one, recommend one."),
     "config": Entry("hone.cli.config", "Show and explain configuration keys."),

@@ -1,0 +1,112 @@
+"""A step of a run as it is stored in the rollout archive, as the batch that the trainer had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hone.config import load_config
+from hone.config.tree import RLConfig
+from hone.data.batch import Batch
+from hone.data.ragged import Ragged
+from hone.data.trajectories import to_batch
+from hone.errors import HoneError
+from hone.insight.archive.read import open_archive
+from hone.insight.coverage.ledger import Fate
+from hone.insight.run_files import CONFIG
+from hone.rewards.score import Score
+from hone.rewards.stored import _trajectory
+from hone.trainers.update_view import KEPT
+
+TOKEN_COLUMNS = {
+    "old_log_probs": "old_log_probs",
+    "new_log_probs": "new_log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "entropy": "entropy",
+    "values": "values",
+    "sum_pi_squared": "sum_pi_squared",
+    "token_scores": "token_level_scores",
+    "token_rewards": "token_level_rewards",
+    "advantages": "advantages",
+    "returns": "returns",
+    "correction": "rollout_is_weights",
+    "loss_mask": KEPT,
+}
+"""Column of the archive by token, and the column of a batch."""
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A step of a run.
+
+    Attributes:
+        run: directory of the run.
+        step: number of the step.
+        config: configuration of the run.
+        batch: sequences that the step trained on, in the order of the trainer, with every column that is stored.
+    """
+
+    run: Path
+    step: int
+    config: RLConfig
+    batch: Batch
+
+
+def load_step(run: Path, step: int, overrides: Sequence[str] = ()) -> StoredStep:
+    """Read a step from the rollout archive of a run.
+
+    Args:
+        run: directory of the run.
+        step: number of the step.
+        overrides: keys of the configuration to change, as ``key=value``.
+
+    Raises:
+        HoneError: the step is not stored, not all of its sequences are, or it has no token ids (code E-runs).
+    """
+    archive = open_archive(run)
+    records = [record for record in archive.records(step) if record["fate"] == Fate.TRAINED]
+    if not archive.complete(step):
+        raise HoneError(
+            f"step {step} has only the prompts that are stored at every step",
+            why="advantages and losses need all sequences of the batch",
+            where=str(archive.folder),
+            fix=f"a step with all of them (trainer.rollout_dump_freq), or a run with trainer.rollout_dump_steps=[{step}]",
+            code="E-runs",
+        )
+    if not records or any(record["response_ids"] is None for record in records):
+        raise HoneError(
+            f"step {step} has no sequences with token ids that a step trained on",
+            where=str(archive.folder),
+            fix="a run of `hone train`",
+            code="E-runs",
+        )
+    return StoredStep(run, step, run_config(run, overrides), as_batch(records))
+
+
+def as_batch(records: Sequence[dict[str, Any]]) -> Batch:
+    """Convert records of the archive to the batch that the trainer had."""
+    scores = [Score(r["score"], r["terms"] or {}, r["extra"] or {}, unshaped=r["unshaped"]) for r in records]
+    columns: dict[str, Any] = {
+        "score": scores,
+        "reward": torch.tensor([score.total for score in scores], dtype=torch.float32),
+    }
+    for stored, name in TOKEN_COLUMNS.items():
+        if all(record[stored] is not None for record in records):
+            dtype = torch.int64 if name == KEPT else torch.float32
+            columns[name] = Ragged.from_rows([record[stored] for record in records], dtype)
+    if "token_level_scores" in columns:
+        columns.setdefault("token_level_rewards", columns["token_level_scores"])
+    if all(record["baseline"] is not None for record in records):
+        columns["reward_baselines"] = torch.tensor([record["baseline"] for record in records], dtype=torch.float32)
+    if all(record["turn_values"] is not None for record in records):
+        columns["turn_values"] = [{int(turn): value for turn, value in r["turn_values"].items()} for r in records]
+    return to_batch([_trajectory(record, {}) for record in records]).with_columns(**columns)
+
+
+def run_config(run: Path, overrides: Sequence[str] = ()) -> RLConfig:
+    """Read the configuration of a run, with some keys changed."""
+    return load_config(RLConfig, overrides, config_path=str(run), config_name=Path(CONFIG).stem)
