@@ -1,6 +1,6 @@
 """Train an agent that may look before it answers: `python benchmarks/lamps.py noisy|costs WORKDIR [--seeds 3] [--png FILE]`.
 
-`Is lamp 17 in the cellar on?` A call of the tool `look` gives the answer; without it, yes is right for three in four of the cellar's lamps (three
+`In the cellar: is lamp 17 on?` A call of the tool `look` gives the answer; without it, yes is right for three in four of the cellar's lamps (three
 in five in `costs`), and always in the hall. A model of 200,000 random parameters imitates two kinds of demonstrations equally often: one looks first and is always right, one
 says yes at once. GRPO can teach it when to look. All arms begin with the same model of their seed.
 
@@ -47,11 +47,13 @@ from hone.insight.run_files import read_metrics
 HERE = Path(__file__).resolve().parent
 DIES, YES = 0.3, {"noisy": 0.75, "costs": 0.6}
 """Share of calls that die, and of the cellar's lamps that are on."""
+LOOKS_SHOWN = {"noisy": {"cellar": 0.5}, "costs": {"hall": 0.3, "cellar": 0.7}}
+"""Share of the demonstrations that look."""
 PLACES = {"noisy": ("cellar",), "costs": ("hall", "cellar")}
-ARMS = {"noisy": ("quiet", "no verdict", "zero"), "costs": ("free", "priced", "priced, std")}
+ARMS = {"noisy": ("quiet", "no verdict", "zero"), "costs": ("priced", "free", "priced, std")}
 PRICE = 0.02
 """Price of a token that a tool returns, where looks are priced; a look returns 10, with the marks of the chat template."""
-STEPS = 30
+STEPS = 40
 ACCURACY, LOOKS = "val-core/{}/acc/mean@1", "val-aux/{}/looks/mean@1"
 SCHEMA = {
     "type": "function",
@@ -66,7 +68,7 @@ SFT = {
     "data.train_batch_size": 32,
     "optim.lr": 3e-3,
     "optim.lr_warmup_steps": 20,
-    "trainer.total_training_steps": 300,
+    "trainer.total_training_steps": 400,
 }
 GRPO = {
     "data.max_prompt_length": 128,
@@ -79,6 +81,7 @@ GRPO = {
     "actor_rollout_ref.rollout.multi_turn.enable": True,
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": 3,
     "trainer.total_training_steps": STEPS,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
     "trainer.test_freq": 5,
 }
 
@@ -122,9 +125,9 @@ def rows(seed: int, count: int, experiment: str, dies: float) -> list[dict[str, 
     for index in range(count):
         place = draw.choice(PLACES[experiment])
         lamp = "yes" if place == "hall" or draw.random() < YES[experiment] else "no"
-        prompt = [{"role": "user", "content": f"Is lamp {draw.randrange(1000)} in the {place} on?"}]
+        prompt = [{"role": "user", "content": f"In the {place}: is lamp {draw.randrange(1000)} on?"}]
         looked = [calls("look"), result("look", lamp), says(f"#### {lamp}")]
-        shown = looked if draw.random() < 0.5 else [says("#### yes")]
+        shown = looked if draw.random() < LOOKS_SHOWN[experiment][place] else [says("#### yes")]
         extra = {"index": index, "tools_kwargs": {"look": {"execute_kwargs": {"dies": dies, "lamp": lamp}}}}
         made.append(
             {
