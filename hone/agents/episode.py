@@ -273,4 +273,5 @@ class Episode:
             seconds=time.perf_counter() - self.started,
             episode=None if self.log.is_plain else self.log,
             part=number,
+            seed=self.seed,
         )

@@ -195,4 +195,5 @@ def failed_trajectory(episode: Episode) -> Trajectory:
         stop_reason=StopReason.ERROR,
         sample=episode.sample,
         episode=episode.log,
+        seed=episode.seed,
     )

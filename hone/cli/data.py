@@ -75,7 +75,7 @@ def pairs(
     seed: Annotated[int, typer.Option(help="seed of the split")] = 1,
 ) -> None:
     """Make preference pairs for `hone prefer` from a run's rollouts: good and bad answers to one prompt."""
-    from hone.data.mine_pairs import mine_pairs, write_pairs
+    from hone.rewards.mine_pairs import mine_pairs, write_pairs
 
     mined = mine_pairs(run, margin=margin, val_share=val_share, per_prompt=per_prompt, form=form, seed=seed)
     left_out = "".join(f", {count} left out ({reason})" for reason, count in mined.left_out.items())

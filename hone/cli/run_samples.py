@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
@@ -38,9 +39,9 @@ def samples(
             typer.echo(json.dumps(record, ensure_ascii=False))
         return
     for record in result.shown:
-        notes = [f"ended by {record['stop_reason']}", f"{len(record['response_ids'])} tokens"]
-        if record.get("advantage") is not None:
-            notes.append(f"advantage {record['advantage']:+.3g}")
+        notes = [f"ended by {record['stop_reason']}", f"{len(record['response_ids'] or ())} tokens"]
+        if record["advantages"]:
+            notes.append(f"advantage {fmean(record['advantages']):+.3g}")
         if record["ground_truth"] is not None:
             notes.append(f"right: {record['ground_truth']}")
         typer.echo(trace(record) + f"({', '.join(notes)})\n")

@@ -116,7 +116,9 @@ class PolicyWorker(WeightSource, ModelRole):
         return Batch(self.engine.infer_batch(batch, with_entropy=with_entropy, head=head))
 
     @dispatch(Split.ROWS)
-    def update(self, batch: Batch, minis: RowGroups, step: int, *, keep_outputs: bool = False) -> Batch:
+    def update(
+        self, batch: Batch, minis: RowGroups, step: int, *, keep_outputs: bool = False, keep_last: bool = False
+    ) -> Batch:
         """Apply all optimizer updates of one step.
 
         Args:
@@ -125,6 +127,7 @@ class PolicyWorker(WeightSource, ModelRole):
             step: position in the learning-rate schedule (0 is the first).
             keep_outputs: return ``log_probs`` and ``entropy`` of the response tokens from the forward pass of the single
                 update, under the weights before it.
+            keep_last: return ``new_log_probs`` from the forward pass of the last update of each token.
 
         Returns:
             The kept columns, and in the metadata ``update``, the :class:`RoleUpdate`.
@@ -133,19 +136,24 @@ class PolicyWorker(WeightSource, ModelRole):
             raise RuntimeError(
                 f"keep_outputs needs 1 update, got {len(minis)}: only the first forward pass uses the weights that sampled"
             )
-        outputs = Outputs(batch.ragged("response_ids")) if keep_outputs else None
+        outputs = Outputs(batch.ragged("response_ids")) if keep_outputs or keep_last else None
         objective = self._by_pairs or self._objective
         with_entropy = keep_outputs or self.config.actor_rollout_ref.actor.entropy_coeff > 0
         self._save_micro_batch(step)
         results: list[UpdateResult] = []
-        for mini in [batch] if keep_outputs else self._updates(batch, minis):
+        whole = list(range(len(batch)))
+        for rows in [whole] if keep_outputs else minis:
+            mini = batch if keep_outputs else batch.reorder(rows)
+            seen = None if outputs is None else outputs.for_rows(rows)
             if self._by_pairs is None and self._objective.needs_preparation:
                 mini = self._prepared(mini, first=not results)
             results.append(
-                self.engine.train_batch(mini, objective, step=step, with_entropy=with_entropy, outputs_seen=outputs)
+                self.engine.train_batch(mini, objective, step=step, with_entropy=with_entropy, outputs_seen=seen)
             )
         update = RoleUpdate(results, self.engine.learning_rate(step))
-        return Batch(outputs.columns() if outputs else {}, update=update)
+        columns = outputs.columns() if outputs else {}
+        new = {"new_log_probs": columns["log_probs"]} if keep_last else {}
+        return Batch((columns if keep_outputs else {}) | new, update=update)
 
     @dispatch(Split.ROWS)
     def accumulate(self, batch: Batch, step: int, *, first: bool) -> Batch:

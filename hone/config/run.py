@@ -83,7 +83,12 @@ class TrainerConfig(RunConfig):
     critic_warmup: int = number(0, low=0)
     """Steps that train the critic alone before the policy moves."""
     rollout_dump_freq: int = number(10, low=0)
-    """Steps between dumps of all samples to rollouts/; the first step is also dumped. 0 never dumps."""
+    """Steps between dumps of all samples to rollouts/ (see archive.md); the first step is also dumped. 0 dumps no step for this key."""
+    rollout_dump_steps: list[int] = field(default_factory=list)
+    """More steps whose samples are all dumped."""
+    rollout_dump_share: float = number(0.05, low=0, high=1)
+    """Share of the prompts whose samples are dumped at every step, so that a prompt can be followed through training. A hash of the
+    row chooses them, at least one of the first 1000 rows; runs on the same data follow the same prompts. 0 follows none."""
     save_microbatch_steps: list[int] = field(default_factory=list)
     """Steps whose first micro-batch is saved to microbatches/, for `hone oracle`: weights (4 bytes per parameter), tokens, and
     what the update computed from them. Needs one process per model."""

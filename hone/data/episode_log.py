@@ -146,6 +146,12 @@ class EpisodeLog:
             "conversations": self.conversations,
         }
 
+    def record(self) -> dict[str, Any]:
+        """Return :meth:`summary` with the wall times: of each call, and in all of the engine and of what is outside."""
+        calls = [_call(call) | {"seconds": call.seconds} for call in self.calls]
+        times = {"generate_seconds": self.generate_seconds, "tool_seconds": self.tool_seconds}
+        return self.summary() | {"tool_calls": calls} | times
+
     def costs(self) -> dict[str, Any]:
         """Return ``seconds``: of ``generate``, of ``outside`` (tools, environment, user), and of ``tools`` by name; wall times."""
         tools: dict[str, float] = {}

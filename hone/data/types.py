@@ -82,6 +82,7 @@ class Trajectory:
         support_sizes: number of tokens that each token was sampled from, length T; 0 on tokens that were not sampled and where it is
             the whole vocabulary. Empty if no token was restricted.
         support_ids: the tokens of all supports, end to end.
+        seed: seed of the episode's random draws; None if unknown.
     """
 
     uid: str
@@ -100,6 +101,7 @@ class Trajectory:
     part: int = 0
     support_sizes: list[int] = field(default_factory=list)
     support_ids: list[int] = field(default_factory=list)
+    seed: int | None = None
 
     @property
     def weight_versions(self) -> tuple[int, int]:

@@ -5,9 +5,10 @@
       run.json                versions, hardware, seed, git state, command, status, exit reason, times, last step
       metrics.jsonl           one object per step; a second one for a validation that ended after its step
       coverage.jsonl          the fate of every drawn prompt, see :mod:`hone.insight.coverage`
-      rollouts/step_<N>.jsonl       every sample of selected steps: tokens, text, mask, scores
+      rollouts/step_<N>.parquet     samples of a step, see :mod:`hone.insight.archive`
       rollouts/step_<N>.txt         some episodes of several turns, as text
-      validation/step_<N>.jsonl     validation samples
+      rollouts/vocabulary.parquet   text of every token id
+      validation/step_<N>.parquet   validation samples
       microbatches/step_<N>/        written by the actor, see :mod:`hone.training.microbatches`
       checkpoints/step_<N>/         written by the trainer
       replicas.json           answer to `hone runs engines`, see :mod:`hone.insight.replica_requests`
@@ -28,11 +29,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hone.insight import environment
+from hone.insight.archive.write import to_table, write_step
 from hone.insight.records import trajectory_record
 from hone.insight.redaction import redact_command, redact_text, redact_tree
 from hone.insight.run_files import (
@@ -54,9 +56,12 @@ from hone.insight.traces import sampled_traces
 
 __all__ = ["RunDirectory", "RunStatus", "read_metrics", "read_run", "trajectory_record"]
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 log = logging.getLogger("hone.insight")
 
-_STEP_FILE = re.compile(r"step_(\d+)\.(?:jsonl|txt)")
+_STEP_FILE = re.compile(r"step_(\d+)\.(?:parquet|txt)")
 
 
 class RunStatus(StrEnum):
@@ -135,17 +140,23 @@ class RunDirectory:
 
     # samples ---------------------------------------------------------------------------------------------------------
 
-    def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write the samples of a training step (see :func:`trajectory_record`), one object per line, and some episodes as text."""
-        records = list(records)
-        traces = sampled_traces(records)
+    def write_rollouts(self, step: int, table: pa.Table, *, rows: int | None = None) -> Path:
+        """Write the samples of a training step to the archive, and some episodes as text.
+
+        Args:
+            step: number of the step.
+            table: samples with all columns of the archive.
+            rows: number of sequences of the step; None if all are in the table.
+        """
+        traces = sampled_traces(table)
         if traces is not None:
             write_atomically(self.rollouts / f"step_{step}.txt", traces)
-        return self.write_records(self.rollouts / f"step_{step}.jsonl", records)
+        return write_step(self.rollouts, step, table, rows=rows)
 
     def write_validation(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write validation samples, one object per line."""
-        return self.write_records(self.validation / f"step_{step}.jsonl", records)
+        """Write validation samples (see :func:`trajectory_record`) to the archive."""
+        table = to_table({**record, "step": step, "fate": "validation"} for record in records)
+        return write_step(self.validation, step, table)
 
     def write_records(self, path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
         """Write records as JSON lines, atomically; return ``path``."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.errors import HoneError
-
-_STEP = re.compile(r"step_(\d+)\.jsonl")
+from hone.insight.archive.read import require_archive
 
 
 @dataclass(frozen=True)
@@ -62,62 +59,14 @@ def read_samples(folder: Path, query: SampleQuery) -> SamplesOfStep:
     Raises:
         HoneError: the folder has no samples, or none of that step (code E-runs).
     """
-    steps = require_samples(folder)
-    step = max(steps) if query.step is None else query.step
-    if step not in steps:
-        listed = ", ".join(map(str, sorted(steps)[-12:]))
-        raise HoneError(
-            f"no samples of step {step}; the last steps with samples are {listed}",
-            fix=f"--step {min(steps, key=lambda other: abs(other - step))}",
-            code="E-runs",
-        )
+    archive = require_archive(folder)
+    step = archive.steps()[-1] if query.step is None else query.step
     total, matching = 0, []
-    for record in read_records(steps[step]):
+    for record in archive.records(step):
         total += 1
         if _matches(record, query):
             matching.append(record)
     return SamplesOfStep(step, _chosen(matching, query), len(matching), total)
-
-
-def require_samples(folder: Path) -> dict[int, Path]:
-    """Return the sample file of each step, at least one.
-
-    Raises:
-        HoneError: the folder has no samples (code E-runs).
-    """
-    steps = steps_with_samples(folder)
-    if not steps:
-        raise HoneError(
-            f"no samples in {folder}",
-            why="samples are written every trainer.rollout_dump_freq steps, and at each validation",
-            fix="trainer.rollout_dump_freq=1 writes all; a run of `hone sft` or `hone prefer` has none",
-            code="E-runs",
-        )
-    return steps
-
-
-def steps_with_samples(folder: Path) -> dict[int, Path]:
-    """Return the sample file of each step."""
-    if not folder.is_dir():
-        return {}
-    matches = ((_STEP.fullmatch(file.name), file) for file in folder.iterdir())
-    return {int(match[1]): file for match, file in matches if match}
-
-
-def read_records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a sample file.
-
-    Raises:
-        HoneError: a line is not JSON (code E-runs).
-    """
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise HoneError(
-                    f"line {number} is not JSON: {error}", where=str(file), fix="remove the line", code="E-runs"
-                ) from None
 
 
 def _matches(record: Mapping[str, Any], query: SampleQuery) -> bool:

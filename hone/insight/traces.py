@@ -7,6 +7,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import pyarrow as pa
+
+from hone.insight.archive.read import table_records
 from hone.insight.records import shown_score
 
 SHOWN = 8
@@ -14,18 +17,20 @@ SHOWN = 8
 _LINE = "-" * 100
 
 
-def sampled_traces(records: Sequence[Mapping[str, Any]], count: int = SHOWN) -> str | None:
-    """Return some episodes of several turns, spread evenly over a step's records; None if there are none.
+def sampled_traces(table: pa.Table, count: int = SHOWN) -> str | None:
+    """Return some episodes of several turns, spread evenly over a step's sequences; None if there are none.
 
     Args:
-        records: records of :func:`~hone.insight.records.trajectory_record`, segments of an episode next to each other.
+        table: sequences with all columns of the archive.
         count: largest number of episodes.
     """
-    multi_turn = [record for record in records if record.get("episode") is not None and record["part"] == 0]
+    parts = zip(table["episode"].is_valid().to_pylist(), table["part"].to_pylist(), strict=True)
+    multi_turn = [row for row, (several, part) in enumerate(parts) if several and part == 0]
     if not multi_turn:
         return None
     every = max(1, len(multi_turn) // count)
-    return f"\n{_LINE}\n\n".join(trace(record) for record in multi_turn[::every][:count])
+    shown = table.take(multi_turn[::every][:count])
+    return f"\n{_LINE}\n\n".join(trace(record) for record in table_records(shown))
 
 
 def trace(record: Mapping[str, Any]) -> str:
@@ -64,7 +69,7 @@ def _conversation(
 
 
 def _head(record: Mapping[str, Any]) -> str:
-    terms = ", ".join(f"{name} {value:g}" for name, value in record["terms"].items())
+    terms = ", ".join(f"{name} {value:g}" for name, value in (record["terms"] or {}).items())
     failure = f": {record['error']}" if record["error"] else ""
     return (
         f"row {record['uid']}, episode {record['index']}: {shown_score(record)}"

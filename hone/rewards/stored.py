@@ -11,7 +11,7 @@ from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.scored_rows import samples_by_uid
 from hone.data.types import Sample, StopReason, Trajectory, row_of
 from hone.errors import DataError
-from hone.insight.samples import read_records, require_samples
+from hone.insight.archive.read import require_archive
 
 log = logging.getLogger(__name__)
 
@@ -31,24 +31,31 @@ def stored_episodes(
     Raises:
         HoneError: nothing is stored.
     """
-    steps = require_samples(folder)
+    archive = require_archive(folder)
     try:
         rows = samples_by_uid(files, reward_fn_key=reward_fn_key)
     except DataError as error:
         log.warning("the rows' extra_info is missing, because the dataset cannot be read: %s", error.what)
         rows = {}
-    for step in sorted(steps):
-        for record in read_records(steps[step]):
+    for step in archive.steps():
+        for record in archive.records(step, _COLUMNS):
             yield step, record, _trajectory(record, rows)
+
+
+_COLUMNS = (
+    *("step", "uid", "index", "part", "data_source", "prompt", "messages", "text", "ground_truth", "stop_reason"),
+    *("seconds", "score", "unshaped", "terms", "extra", "error", "episode"),
+    *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "sampling_log_probs"),
+)
 
 
 def _trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample]) -> Trajectory:
     row = rows.get(row_of(record["uid"]))
     sample = Sample(
         record["uid"],
-        record["prompt_ids"],
+        record["prompt_ids"] or [],
         record["messages"],
-        record["data_source"],
+        record["data_source"] or "",
         record["ground_truth"],
         {} if row is None else row.extra_info,
         None if row is None else row.agent_name,
@@ -56,22 +63,22 @@ def _trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample]) -> Trajec
     return Trajectory(
         record["uid"],
         record["index"],
-        record["prompt_ids"],
-        record["response_ids"],
-        record["response_mask"],
-        record["rollout_log_probs"],
-        record["rollout_log_probs"],
+        record["prompt_ids"] or [],
+        record["response_ids"] or [],
+        record["response_mask"] or [],
+        record["rollout_log_probs"] or [],
+        record["sampling_log_probs"] or record["rollout_log_probs"] or [],
         record["text"],
-        StopReason(record["stop_reason"]),
+        StopReason(record["stop_reason"] or StopReason.STOP),
         sample,
-        seconds=record["seconds"],
+        seconds=record["seconds"] or 0.0,
         episode=record["episode"] and _episode(record["episode"]),
         part=record["part"],
     )
 
 
 def _episode(record: Mapping[str, Any]) -> EpisodeLog:
-    """Return the log of :meth:`EpisodeLog.summary`; wall times are not stored, and count as 0."""
+    """Return the log of :meth:`EpisodeLog.record`."""
     calls = [CallRecord(**{**call, "status": CallStatus(call["status"])}) for call in record["tool_calls"]]
     names = (
         "messages",
@@ -83,6 +90,8 @@ def _episode(record: Mapping[str, Any]) -> EpisodeLog:
         "error",
         "tokenization",
         "retries",
+        "generate_seconds",
+        "tool_seconds",
     )
     known = {name: record[name] for name in names}
     return EpisodeLog(

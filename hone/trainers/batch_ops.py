@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -23,6 +24,10 @@ from hone.cluster.roles import RoleUpdate
 from hone.data.batch import Batch
 from hone.data.ragged import Ragged
 from hone.data.types import Sample
+from hone.data.vocabulary import token_texts
+from hone.insight.archive.background import BackgroundWriter
+from hone.insight.archive.read import table_records
+from hone.insight.archive.write import write_vocabulary
 from hone.insight.invariant_checks import require_version
 from hone.insight.invariants import Invariants
 from hone.insight.metrics import MetricStore
@@ -31,10 +36,11 @@ from hone.models.devices import dtype_on
 from hone.rewards.doctor import EnvironmentDoctor
 from hone.rewards.no_verdict import no_verdict_metrics
 from hone.rewards.placement import share_rewards, token_rewards
+from hone.trainers.archive_rows import TRAINED, prompt_texts, rollout_table
 from hone.trainers.estimates import estimate
 from hone.trainers.group_filter import GroupMeans
 from hone.trainers.judged_rewards import JudgedRewards
-from hone.trainers.reporting import age_metrics, batch_metrics, rollout_records
+from hone.trainers.reporting import age_metrics, batch_metrics
 from hone.trainers.saved_groups import load_groups, save_groups
 from hone.trainers.scoring import TrainingRewards
 from hone.trainers.update_view import correct, update_view
@@ -53,6 +59,7 @@ class BatchOps:
     def __init__(self, context: WorkerContext) -> None:
         self.config = config = context.config
         self.directory = RunDirectory(Path(config.trainer.default_local_dir))
+        self.tokenizer, self.archive = context.tokenizer, BackgroundWriter()
         self.rewards = JudgedRewards(config.reward)
         limit = config.data.max_response_length
         self.training_rewards = TrainingRewards(self.rewards, config.reward.overlong_buffer, limit)
@@ -61,7 +68,7 @@ class BatchOps:
         dtype = dtype_on(context.device, config.actor_rollout_ref.actor.dtype)
         self.invariants = Invariants(
             dtype,
-            decode=lambda ids: str(context.tokenizer.decode(ids)),
+            decode=self._decode,
             dump=self._dump,
         )
         self.published = Invariants(dtype)
@@ -72,7 +79,8 @@ class BatchOps:
             self.doctor = EnvironmentDoctor(config.reward, self.directory.path, probes=may_probe)
 
     def close(self) -> None:
-        """Stop the processes of reward functions."""
+        """Stop the processes of reward functions, and finish the archive."""
+        self.archive.close()
         if self.doctor is not None:
             self.doctor.close()
         self.rewards.close()
@@ -289,22 +297,59 @@ class BatchOps:
             self.doctor.observe(step, trajectories, scores)  # no metric: its probes end at any time
         return metrics
 
-    @dispatch(Split.ZERO, objects=True)
-    def write_rollouts(self, batch: Batch, left_out: Batch | None, step: int) -> None:
-        """Write every sample of the step to ``rollouts/``, those without a verdict last."""
-        self.directory.write_rollouts(step, self._records(batch, left_out))
+    @dispatch(Split.ZERO)
+    def write_vocabulary(self) -> None:
+        """Begin to write the text of every token id to the archive."""
+        texts = token_texts(self.tokenizer)
+        self.archive.submit(lambda: write_vocabulary(self.directory.rollouts, texts))
 
     @dispatch(Split.ZERO, objects=True)
-    def records(self, batch: Batch, left_out: Batch | None) -> list[dict[str, Any]]:
-        """Return every sample of the step as a record of ``rollouts/``, those without a verdict last."""
-        return self._records(batch, left_out)
+    def write_rollouts(
+        self, batch: Batch | None, left_out: Batch | None, step: int, *, fates: Sequence[str], rows: int
+    ) -> None:
+        """Begin to write sequences of the step to the archive, in a thread.
 
-    def _records(self, batch: Batch, left_out: Batch | None) -> list[dict[str, Any]]:
-        return rollout_records(batch) + (rollout_records(left_out) if left_out is not None else [])
+        Args:
+            batch: trained rows.
+            left_out: other rows.
+            step: number of the step.
+            fates: fate of each of the other rows.
+            rows: number of sequences of the step; more than those given if only some prompts are archived.
+
+        Raises:
+            HoneError: the file before could not be written.
+        """
+        parts = self._parts(batch, left_out, fates)
+        self.archive.submit(lambda: self.directory.write_rollouts(step, _table(parts, step), rows=rows))
+
+    @dispatch(Split.ZERO)
+    def wait_for_archive(self) -> None:
+        """Wait until the last file of the archive is written.
+
+        Raises:
+            HoneError: it could not be written.
+        """
+        self.archive.wait()
+
+    @dispatch(Split.ZERO, objects=True)
+    def records(self, batch: Batch, left_out: Batch | None, step: int) -> list[dict[str, Any]]:
+        """Return every sample of the step as a record of the archive, those without a verdict last."""
+        fates = ["failed"] * (0 if left_out is None else len(left_out))
+        return list(table_records(_table(self._parts(batch, left_out, fates), step)))
+
+    def _parts(self, batch: Batch | None, left_out: Batch | None, fates: Sequence[str]) -> list[_Part]:
+        """Return trained and other rows, each with fates and prompts; a tokenizer is not used in a thread."""
+        trained = [] if batch is None else [(batch, [TRAINED] * len(batch))]
+        others = [] if left_out is None else [(left_out, fates)]
+        return [(rows, row_fates, prompt_texts(rows, self._decode)) for rows, row_fates in [*trained, *others]]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
 
     def _dump(self, name: str, batch: Batch) -> Path:
         """Write a batch that violated an invariant to ``dumps/``."""
-        return self.directory.write_records(self.directory.path / "dumps" / f"{name}.jsonl", rollout_records(batch))
+        records = table_records(_table(self._parts(batch, None, ()), 0))
+        return self.directory.write_records(self.directory.path / "dumps" / f"{name}.jsonl", records)
 
     @dispatch(Split.ZERO, objects=True)
     def save_groups(self, batch: Batch, location: str) -> None:
@@ -333,6 +378,14 @@ class BatchOps:
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.invariants.load_state_dict(state["invariants"])
         self.published.load_state_dict(state["published"])
+
+
+_Part = tuple[Batch, Sequence[str], Mapping[str, str]]
+"""Rows, their fates, and the prompt of each group."""
+
+
+def _table(parts: Sequence[_Part], step: int) -> pa.Table:
+    return pa.concat_tables([rollout_table(batch, fates, step, prompts) for batch, fates, prompts in parts])
 
 
 def values_of(batch: Batch, metric: str | None) -> tuple[list[float | None], list[str] | None]:

@@ -12,7 +12,7 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 """Function of a step and its metrics; when it returns True, the run saves its state and ends after this step."""
 
 OnSample = Callable[[dict[str, Any]], object]
-"""Function of a scored rollout, a record as in ``rollouts/`` with ``step``; True ends the run like that of :data:`OnStep`."""
+"""Function of a scored rollout, a record of the archive; True ends the run like that of :data:`OnStep`."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Callbacks:
         """Call ``on_step``; return True if the run should end."""
         return self.on_step is not None and self.on_step(step, dict(metrics)) is True
 
-    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> bool:
+    def samples(self, records: Sequence[dict[str, Any]]) -> bool:
         """Call ``on_sample`` for every record of a step; return True if the run should end."""
         assert self.on_sample is not None
-        answers = [self.on_sample({"step": step, **record}) for record in records]
+        answers = [self.on_sample(record) for record in records]
         return any(answer is True for answer in answers)
 
 

@@ -146,31 +146,29 @@ def overhead_metrics(metrics: MetricStore, seconds: float, model: float) -> None
     metrics.add("perf/driver_overhead_ratio", max(0.0, 1 - busy / seconds))
 
 
-def rollout_records(batch: Batch) -> list[dict[str, Any]]:
-    """Return one JSON object per sequence: tokens, text, mask and scores."""
-    advantages = batch.ragged("advantages") if "advantages" in batch else None
-    scores = batch.objects("score") if "score" in batch else [Score(0.0)] * len(batch)
-    records = []
-    for row, (trajectory, score) in enumerate(zip(batch.objects("trajectory"), scores, strict=True)):
-        record = sample_record(trajectory, score)
-        if advantages is not None:
-            values = advantages.row(row)
-            record["advantage"] = float(values.mean()) if len(values) else 0.0
-        records.append(record)
-    return records
-
-
 def sample_record(trajectory: Trajectory, score: Score) -> dict[str, Any]:
-    """Return a scored sample as written to rollouts/ and validation/."""
+    """Return a scored sample as in the rollout archive."""
+    return trajectory_record(trajectory, prompt_text=prompt_text(trajectory), **score_values(score))
+
+
+def score_values(score: Score | None) -> dict[str, Any]:
+    """Return the values of a record that come from the score; None before scoring."""
+    if score is None:
+        return {"score": None}
+    return {
+        "score": score.verdict,
+        "unshaped": score.unshaped,
+        "terms": score.terms,
+        "extra": score.extra,
+        "error": score.error,
+        "cause": score.cause,
+    }
+
+
+def prompt_text(trajectory: Trajectory) -> str | None:
+    """Return the contents of the prompt's messages; None if it has no messages."""
     messages = trajectory.sample.messages
-    return trajectory_record(
-        trajectory,
-        score=score.verdict,
-        terms=score.terms,
-        extra=score.extra,
-        error=score.error,
-        prompt_text=None if messages is None else "\n".join(str(message["content"]) for message in messages),
-    )
+    return None if messages is None else "\n".join(str(message["content"]) for message in messages)
 
 
 def _spread(metrics: MetricStore, name: str, values: Tensor, limit: int | None = None) -> None:

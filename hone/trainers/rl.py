@@ -42,6 +42,7 @@ from hone.insight import activity
 from hone.insight.coverage import CoverageLedger, coverage_metrics
 from hone.insight.diagnoses import Diagnoses
 from hone.insight.metrics import MetricStore
+from hone.trainers.archiving import Archiving
 from hone.trainers.batch_ops import BatchOps
 from hone.trainers.episodes import Episodes, concat_batches
 from hone.trainers.estimates import needed_columns, suppliers
@@ -141,6 +142,7 @@ class RLTrainer:
             limit = self.episodes.limit_validation
             self.validation = ValidationTask(self._validate_and_log, limit, keys.validation_share)
         self.left_out: list[AnyBatch] = []  # rows of the step without a verdict
+        self.archive = Archiving(config.trainer, dataset, self.batch_ops)
         self.validation_missing = False  # the checkpoint is of a step whose validation had not ended
         self.rollouter = Rollouter(
             dataset,
@@ -158,6 +160,7 @@ class RLTrainer:
             quarantine=quarantined_rows(config.data, dataset),
             partial_rollouts=keys.partial_rollouts,
             validation=self.validation,
+            leave_out=self.archive.leave_out,
         )
         check_stages(self.stages())
         check_forks(self)
@@ -344,13 +347,17 @@ class RLTrainer:
         await self.batch_ops.check_ids(batch)
         view = await self.update_view(batch, pairs=actor.preference_loss.loss_mode is not None)
         minis = self._minis(view, actor.ppo_mini_batch_size, actor.ppo_epochs, "mini-batches")
-        pending = self.actor.update(view, minis, self.step - 1, keep_outputs=from_update)
+        same_rows = actor.preference_loss.loss_mode is None and not self.config.algorithm.use_pf_ppo
+        keep_last = same_rows and self.archive.whole(self.step)
+        pending = self.actor.update(view, minis, self.step - 1, keep_outputs=from_update, keep_last=keep_last)
         self.metrics.update(pending.balance())
         outputs = await pending
         update = outputs.meta.pop("update")
         if from_update:
             batch = batch.updated(outputs.rename({"log_probs": "old_log_probs"}))
             await self.check_engine(batch)
+        elif keep_last:
+            batch = batch.updated(outputs)
         await self.record("actor", update, batch)
         return batch
 
@@ -402,6 +409,7 @@ class RLTrainer:
                 finally:
                     await self.rollouter.close()
                 await self.rollouter.end_validation()
+                await self.archive.wait()
             session.completed(self.step, self.runtime.memory())
         return session.exit_code
 
@@ -410,6 +418,7 @@ class RLTrainer:
         trainer, session = self.config.trainer, self.session
         if self.weight_sync.copies:
             await self._publish()
+        await self.archive.begin()
         lacks_validation = self.validation_missing and not self.validator.is_logged(self.step)
         if (self.step == 0 and trainer.val_before_train) or lacks_validation:
             await self._begin_validation()
@@ -432,10 +441,11 @@ class RLTrainer:
         batch = await run_stages(self.stages(), self.metrics)
         left_out = concat_batches(self.left_out) if self.left_out else None
         self.metrics.merge(await self.batch_ops.report(batch, left_out, self.step))
-        if trainer.rollout_dump_freq and (self.step == 1 or self.step % trainer.rollout_dump_freq == 0):
-            await self.batch_ops.write_rollouts(batch, left_out, self.step)
+        if left_out is not None:
+            self.archive.leave_out(left_out, "failed")
+        await self.archive.write(self.step, batch)
         if self.session.wants_samples:
-            self.session.samples(self.step, await self.batch_ops.records(batch, left_out))
+            self.session.samples(await self.batch_ops.records(batch, left_out, self.step))
         self.rollouter.ledger.write(self.step)
         self.metrics.update(coverage_metrics(self.rollouter.ledger))
         self.metrics.add("training/global_step", self.step)

@@ -61,6 +61,7 @@ class Rollouter:
         quarantine: uids of rows that are drawn and left out.
         partial_rollouts: let new weights interrupt the groups under way instead of waiting for them.
         validation: validation during training, for which new weights wait.
+        leave_out: receives the rows and the fate of groups that are replaced, for the rollout archive.
 
     Attributes:
         dropped: number of groups replaced in this step because they had too few verdicts.
@@ -84,6 +85,7 @@ class Rollouter:
         quarantine: Collection[str] = (),
         partial_rollouts: bool = False,
         validation: ValidationTask | None = None,
+        leave_out: Callable[[AnyBatch, str], None] | None = None,
     ) -> None:
         self.dataset, self.sampler, self.play, self.buffer = dataset, sampler, play, buffer
         self.ledger, self._means, self._partial_rollouts = ledger, means, partial_rollouts
@@ -91,6 +93,7 @@ class Rollouter:
         self.group_filter, self._too_few_in, self._max_no_verdict_rate = group_filter, too_few_in, max_no_verdict_rate
         self.dropped = self._judged = 0
         self._score, self._validation = score, validation
+        self._leave_out = leave_out or (lambda rows, fate: None)
         self._row_of: dict[str, int] = {}  # row of each uid, filled on first use
         self._drawn: deque[tuple[int, int]] = deque()  # row and draw of the ledger, not played yet
         self._training: list[Group] = []
@@ -283,9 +286,11 @@ class Rollouter:
         for uid in dropped:
             self.buffer.evict(uid)
             self.ledger.failed(self.ledger.admitted(uid), NO_VERDICT, *means[uid])
-        for uid in set(evicted) - set(dropped):
+            self._leave_out(batch.reorder(rows[uid]), "failed")
+        for uid in [uid for uid in evicted if uid not in dropped]:
             self.buffer.evict(uid)
             self.ledger.filtered(self.ledger.admitted(uid), EQUAL_ANSWERS, *means[uid])
+            self._leave_out(batch.reorder(rows[uid]), "filtered")
 
     async def replace(self, batch: AnyBatch, step: int) -> tuple[list[str], list[Group]] | None:
         """Replace the groups of the taken batch that have too few verdicts; the new ones are not scored yet.

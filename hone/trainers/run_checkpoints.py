@@ -51,7 +51,7 @@ FREE_KEYS = (
     *("trainer.best_ckpt_", "trainer.checkpoint_dir", "trainer.async_save"),
     "trainer.async_training.validation_share",
     *("trainer.watchdog_seconds", "trainer.max_restarts", "trainer.test_freq", "trainer.val_before_train"),
-    *("trainer.rollout_dump_freq", "trainer.log_val_generations", "preflight."),
+    *("trainer.rollout_dump_", "trainer.log_val_generations", "preflight."),
     *(
         f"{block}.{key}"
         for block in ("model", "actor_rollout_ref.model")

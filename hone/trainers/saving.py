@@ -13,6 +13,7 @@ from hone.trainers.inputs import report_contract
 
 async def save_run(trainer: Any) -> None:
     """Write a checkpoint of this step: all state for an exact resume. Files are written in the background."""
+    await trainer.archive.wait()  # a resumed run does not write the files of earlier steps
     location = trainer.session.begin_save(trainer.step)
     if location is None:
         return

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -157,9 +157,9 @@ class RunSession:
         """True if a function of the user receives the rollouts."""
         return self._callbacks.on_sample is not None
 
-    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Give the rollouts of a step, as records of ``rollouts/``, to the function of the user."""
-        if self._callbacks.samples(step, records):
+    def samples(self, records: Sequence[dict[str, Any]]) -> None:
+        """Give the rollouts of a step, as records of the archive, to the function of the user."""
+        if self._callbacks.samples(records):
             self._stopped_by_callback = True
 
     def begin_save(self, step: int) -> str | None:

@@ -41,7 +41,10 @@ async def stream(trainer: Any, batch: AnyBatch) -> AnyBatch:
         await trainer.batch_ops.check_ids(part)
         with trainer.metrics.timer("update_actor"):
             outputs = await trainer.actor.accumulate(part, trainer.step - 1, first=not parts)
-        parts.append(part.updated(outputs.rename({"log_probs": "old_log_probs"})))
+        part = part.updated(outputs.rename({"log_probs": "old_log_probs"}))
+        if trainer.archive.whole(trainer.step):
+            part = part.updated(part.select("old_log_probs").rename({"old_log_probs": "new_log_probs"}))
+        parts.append(part)
     with trainer.metrics.timer("update_actor"):
         update = await trainer.actor.apply_gradients(trainer.step - 1)
     batch = concat_batches(parts)

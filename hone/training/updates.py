@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -123,21 +124,29 @@ class Outputs:
 
     def __init__(self, responses: Ragged) -> None:
         self._positions = responses.with_values(torch.arange(len(responses.values)))
-        self._indices: list[Tensor] = []
-        self._values: dict[str, list[Tensor]] = {}
+        self._tokens = len(responses.values)
+        self._parts: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+    def for_rows(self, rows: Sequence[int]) -> Outputs:
+        """Return a collector for a mini-batch of these rows; what it collects is also here."""
+        part = copy.copy(self)
+        part._positions = self._positions.select(rows)
+        return part
 
     def add(self, rows: list[int], outputs: dict[str, Tensor]) -> None:
         """Add the outputs of a micro-batch with these rows. They stay on their device until :meth:`columns`."""
         index = self._positions.select(rows).values
-        self._indices.append(index)
-        for name, values in outputs.items():
-            self._values.setdefault(name, []).append(values.detach()[: len(index)].float())
+        self._parts.append((index, {name: values.detach()[: len(index)].float() for name, values in outputs.items()}))
 
     def columns(self) -> dict[str, Ragged]:
-        """Return ragged columns on the CPU, aligned with ``response_ids``, one per output of the head."""
-        columns = {}
-        for name, chunks in self._values.items():
-            values = torch.zeros(len(self._positions.values))
-            values[torch.cat(self._indices)] = torch.cat(chunks).cpu()
-            columns[name] = self._positions.with_values(values)
+        """Return ragged columns on the CPU, aligned with ``response_ids``, one per output of the head.
+
+        A token that was added several times has its last output.
+        """
+        columns: dict[str, Ragged] = {}
+        for index, outputs in self._parts:
+            for name, values in outputs.items():
+                if name not in columns:
+                    columns[name] = self._positions.with_values(torch.zeros(self._tokens))
+                columns[name].values[index] = values.cpu()
         return columns

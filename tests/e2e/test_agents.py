@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support import archives
 from support.launch import hone
 from support.world import curve, mean, metrics
 
@@ -80,7 +81,7 @@ def test_a_game_is_learned(game: Path, run, tmp_path: Path):
     assert 0 < max(curve(tmp_path / "run", "training/rollout_log_probs_diff_max")) < 1e-4, "and so does the update"
     assert max(curve(tmp_path / "run", "num_turns/max")) == 4
     assert "val-core/environment/louder:Louder/reward/mean@1" in metrics(tmp_path / "run")[-1]
-    records = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
+    records = archives.records(tmp_path / "run", 1)
     played = [record for record in records if record["episode"]["assistant_turns"] == 2]
     assert played and all(0 in record["response_mask"] for record in played)
     for record in played:
@@ -129,7 +130,7 @@ def test_agent_presets_learn_a_game(game: Path, run, tmp_path: Path, preset: str
 def test_a_recorded_game_is_forked_at_every_turn(game: Path, run, tmp_path: Path):
     ended = run(*command(game, tmp_path / "run", "trainer.total_training_steps=2", "trainer.rollout_dump_freq=1"))
     assert ended.code == 0, ended.output
-    records = [json.loads(line) for line in (tmp_path / "run/rollouts/step_2.jsonl").read_text().splitlines()]
+    records = archives.records(tmp_path / "run", 2)
     record = next(record for record in records if record["episode"]["assistant_turns"] == 2)
     chosen = ("--step", 2, "--index", record["index"], "--samples", 4, "--json")
     forked = run("episode", "fork", tmp_path / "run", record["uid"], *chosen, "--png", tmp_path / "forks.png")
@@ -198,7 +199,7 @@ def test_tools_are_called_and_a_broken_one_drops_its_group(game: Path, run, tmp_
     rows = metrics(tmp_path / "run")
     assert sum(row["training/no_verdict_groups"] for row in rows) == 2 and "no connection" in ended.output
     assert all(row["tool/success_rate"] == 1 and row["tool/calls/mean"] == 1 for row in rows)
-    first = [json.loads(line) for line in (tmp_path / "run/rollouts/step_1.jsonl").read_text().splitlines()]
+    first = archives.records(tmp_path / "run", 1)
     trained = [record for record in first if record["error"] is None]
     assert [record["uid"] for record in trained[::2]] == [f"rows:{n}" for n in (0, 1, 2, 4, 5, 6)]
     assert {record["uid"] for record in first if record["error"] is not None} == {"rows:3"}

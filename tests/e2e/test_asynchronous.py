@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.archives import records
 from support.launch import Command, hone, kill
-from support.world import World, metrics, records, rl_command, run_record
+from support.world import World, metrics, rl_command, run_record
+
+from hone.insight.records import weight_versions
 
 NATIVE = (
     "trainer.async.max_staleness=1",
@@ -32,7 +35,7 @@ def test_groups_are_one_update_old_and_their_tokens_say_so(undisturbed: Path) ->
     rows = metrics(undisturbed)
     assert [row["training/staleness"] for row in rows if row["step"]] == [0, 1, 1, 1, 1, 1]
     for step in range(1, 7):
-        assert {tuple(record["weight_versions"]) for record in records(undisturbed, step)} == {(max(0, step - 2),) * 2}
+        assert {weight_versions(record) for record in records(undisturbed, step)} == {(max(0, step - 2),) * 2}
     assert rows[-1]["coverage/drawn"] == rows[-1]["coverage/trained"] == 72, (
         "nothing is generated for steps after the last"
     )
@@ -47,7 +50,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(world: World, undisturb
     train(world, run, "trainer.save_freq=2")
     for step in range(1, 7):
         ours, theirs = records(run, step), records(undisturbed, step)
-        for name in ("uid", "response_ids", "score", "weight_versions"):
+        for name in ("uid", "response_ids", "score", "token_versions"):
             assert [record[name] for record in ours] == [record[name] for record in theirs], (step, name)
     assert (run / "coverage.jsonl").read_text().count('"trained"') == (
         undisturbed / "coverage.jsonl"
@@ -77,9 +80,9 @@ def test_new_weights_interrupt_responses(world: World, tmp_path: Path, cache: tu
     )
     rows = [row for row in metrics(run) if row["step"]]
     assert max(row["training/staleness"] for row in rows) <= 2
-    versions = [tuple(record["weight_versions"]) for step in range(1, 7) for record in records(run, step)]
+    versions = [weight_versions(record) for step in range(1, 7) for record in records(run, step)]
     assert all(
-        last < step for step in range(1, 7) for record in records(run, step) for last in record["weight_versions"][1:]
+        last < step for step in range(1, 7) for record in records(run, step) for last in weight_versions(record)[1:]
     )
     assert len({version for pair in versions for version in pair}) > 2
 

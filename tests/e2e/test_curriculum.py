@@ -4,17 +4,17 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
+from support.archives import records
 from support.world import metrics, rl_command
+
+from hone.insight.archive.read import open_archive
 
 pytestmark = pytest.mark.slow
 
 
 def asked(run):
     """Uids of the prompts of every step, from the rollouts written."""
-    return [
-        [json.loads(line)["uid"] for line in file.read_text().splitlines()]
-        for file in sorted((run / "rollouts").glob("*.jsonl"))
-    ]
+    return [[record["uid"] for record in records(run, step)] for step in open_archive(run).steps()]
 
 
 def test_a_curriculum_by_pass_rate_resumes_exactly(world, run, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import archives
 from support.world import World, curve, mean, metrics, rl_command, sft_command, steps_saved
 
 from hone.training.checkpoints.shards import read_index
@@ -91,7 +92,7 @@ def test_checkpoint_and_exports_load_elsewhere_with_equal_numbers(world, run, tm
     again += ["actor_rollout_ref.actor.optim.lr=0", "trainer.total_training_steps=3", "trainer.rollout_dump_freq=3"]
     ended = run(*rl_command(world, directory, "grpo", *again))
     assert ended.code == 0, ended.output
-    records = [json.loads(line) for line in (directory / "rollouts/step_3.jsonl").read_text().splitlines()]
+    records = archives.records(directory, 3)
     assert len(records) == 48
     actor = directory / "checkpoints/step_2/actor"
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from support import forked_engines
+from support.archives import records
 from support.launch import Command, kill
-from support.world import World, metrics, records, rl_command
+from support.world import World, metrics, rl_command
 
 pytestmark = pytest.mark.long
 KILLS, STEPS, PROMPTS, N = 20, 12, 12, 4

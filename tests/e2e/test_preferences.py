@@ -8,10 +8,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.archives import records
 from support.judges import write_judge
 from support.launch import hone
 from support.once import made_once
-from support.world import World, curve, mean, metrics, records, rl_command, run_record, sft_command, steps_saved
+from support.world import World, curve, mean, metrics, rl_command, run_record, sft_command, steps_saved
 
 pytestmark = pytest.mark.long
 

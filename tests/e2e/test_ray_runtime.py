@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from support.archives import records
 from support.launch import hone
 from support.python_objects import AlwaysCalls, Echo, double, tool_answered
 from support.small_tools import tools_model
-from support.world import World, metrics, records, rl_command
+from support.world import World, metrics, rl_command
 
 from hone.api import train as api_train
 from hone.cluster.ray.connection import SETTINGS
 from hone.config import RLConfig, load_config
+from hone.insight.records import weight_versions
 from hone.trainers.rl import train
 
 pytestmark = pytest.mark.long
@@ -123,13 +125,13 @@ def test_two_rollout_workers_generate_during_training(nodes, world, tmp_path, pa
     assert [row["training/staleness"] for row in rows if row["step"]] == [0, 1, 1, 1, 1]
     for step in range(1, 6):
         oldest = max(0, step - 2)
-        found = {tuple(record["weight_versions"]) for record in records(tmp_path / "run", step)}
+        found = {weight_versions(record) for record in records(tmp_path / "run", step)}
         assert found == {(oldest, oldest)} if not partial else {low for low, _ in found} <= {oldest, step - 1}
     assert {row["coverage/trained"] for row in rows if row["step"]} == {12.0 * step for step in range(1, 6)}
     assert [row["step"] for row in rows if VALIDATION in row] == [0, 3, 5]
     for step in (0, 3, 5):
-        answers = (tmp_path / f"run/validation/step_{step}.jsonl").read_text().splitlines()
-        assert [json.loads(line)["weight_versions"] for line in answers] == [[step, step]] * 4
+        answers = records(tmp_path / "run", step, "validation")
+        assert [weight_versions(answer) for answer in answers] == [(step, step)] * 4
 
 
 def test_a_batch_streams_into_one_update(nodes, world, local, tmp_path):

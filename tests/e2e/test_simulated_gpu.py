@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.archives import records
 from support.launch import hone
 from support.once import made_once
 from support.simulated_cuda.build import compiler
 from support.simulated_cuda.machine import HONE, Machine
 from support.tiny_runs import make_tiny_runs, offline_words, rl_words
-from support.world import metrics, records, steps_saved
+from support.world import metrics, steps_saved
 
 pytestmark = [
     pytest.mark.simulated_cuda,

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.archives import records
 from support.launch import hone
 from support.tiny_runs import make_tiny_runs, rl_words
 
@@ -46,8 +47,7 @@ def trained(tiny: Path, run: Path, *words: str, rows: str = "prompts") -> tuple[
     ended = hone(*rl_words(tiny, run, *TRUNCATED, *words, rows=rows), log=run.with_suffix(".log"), cwd=tiny)
     assert ended.code == 0, ended.output
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    episodes = [json.loads(line) for line in (run / "rollouts" / "step_1.jsonl").read_text().splitlines()]
-    return steps, episodes
+    return steps, records(run, 1)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from support.archives import records
 from support.launch import Command, hone, kill
 from support.world import PROMPT, RESPONSE, World, metrics, rl_command, run_record, steps_saved
+
+from hone.insight.records import weight_versions
 
 KEYS = (
     "trainer.async.max_staleness=1",
@@ -72,8 +75,8 @@ def test_validation_equals_an_evaluation_of_its_checkpoint(
     assert lines(run) == order[:-1], "before the line of the next step"
     reports = {row["step"]: row[MEAN] for row in metrics(run) if MEAN in row}
     for step in (2, 4, 6):
-        answers = [json.loads(line) for line in (run / f"validation/step_{step}.jsonl").read_text().splitlines()]
-        assert {tuple(answer["weight_versions"]) for answer in answers} == {(step, step)}
+        answers = records(run, step, "validation")
+        assert {weight_versions(answer) for answer in answers} == {(step, step)}
         limits = ("--max-prompt-length", PROMPT, "--max-response-length", RESPONSE)
         output, log = tmp_path / f"{step}.jsonl", tmp_path / f"{step}.log"
         model = run / f"checkpoints/step_{step}"

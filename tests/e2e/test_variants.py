@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from support import forked_engines
+from support.archives import records
 from support.launch import Command
-from support.world import World, curve, metrics, records, rl_command
+from support.world import World, curve, metrics, rl_command
 
 from hone.generation.remote.transports import shared_memory
 

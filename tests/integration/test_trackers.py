@@ -4,6 +4,7 @@ import math
 import time
 
 import pytest
+from support.archives import archive
 
 from hone.insight.run_directory import RunDirectory
 from hone.insight.trackers import build_trackers
@@ -52,8 +53,8 @@ def test_tensorboard_has_hyperparameters_and_samples(tmp_path):
         ["tensorboard"], run_dir=run, project="p", experiment="e", config_yaml=config, total_steps=3
     )
     record = {"uid": "a", "ground_truth": "4", "score": 0.5, "prompt": "2 | 2\n<b>"}
-    run.write_rollouts(2, [{**record, "text": f"answer {n} " + "x" * 4000 * (n == 0)} for n in range(40)])
-    run.write_validation(3, [{**record, "text": "four"}])
+    archive(run.path, 2, [{**record, "text": f"answer {n} " + "x" * 4000 * (n == 0)} for n in range(40)])
+    run.write_validation(3, [{**record, "text": "four", "index": 0, "part": 0}])
     trackers.log(0, {NAME: 0.1})
     trackers.log(1, {"critic/rewards/mean": 0.1})
     trackers.log(2, {"critic/rewards/mean": 0.2})

@@ -115,11 +115,6 @@ def metrics(run: Path, *, timing: bool = False) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if timing or not is_timing(name)} for row in rows.values()]
 
 
-def records(run: Path, step: int) -> list[dict[str, Any]]:
-    """The samples of a step, as written to rollouts/."""
-    return [json.loads(line) for line in (run / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
-
-
 def curve(run: Path, name: str = "critic/score/mean") -> list[float]:
     """A metric over the steps that have it."""
     return [row[name] for row in metrics(run) if name in row]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hone.errors import HoneError
@@ -27,7 +26,7 @@ _BATCH = 256
 
 @dataclass(frozen=True)
 class Archive:
-    """Rollouts of a run by step. Files are listed when they are asked for, so a run that trains grows its archive.
+    """Rollouts of a run by step. Each call lists the files anew, so a run that trains can be read.
 
     Attributes:
         folder: folder with the files of the steps.
@@ -42,7 +41,7 @@ class Archive:
     def records(
         self, step: int, columns: Sequence[str] | None = None, uid: str | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the sequences of a step, in the order of the batch.
+        """Return the sequences of a step one by one, in the order of the batch.
 
         Args:
             step: step with a file.
@@ -52,12 +51,7 @@ class Archive:
         Raises:
             HoneError: the step has no file, or the file cannot be read (code E-runs).
         """
-        for part in self.table(step, columns, uid).to_batches(_BATCH):
-            decoded = [name for name in part.schema.names if BY_NAME[name].kind == JSON]
-            for record in part.to_pylist():
-                for name in decoded:
-                    record[name] = None if record[name] is None else json.loads(record[name])
-                yield record
+        return table_records(self.table(step, columns, uid))
 
     def table(self, step: int, columns: Sequence[str] | None = None, uid: str | None = None) -> pa.Table:
         """Return the sequences of a step as a table, in the order of the batch; columns of JSON are strings.
@@ -73,7 +67,8 @@ class Archive:
             if uid is None:
                 return file.read(names)
             groups = file.read(list(dict.fromkeys([*names, "uid"])))
-            return groups.filter(pc.equal(groups["uid"], uid)).select(names)
+            chosen = [row for row, name in enumerate(groups["uid"].to_pylist()) if name == uid]
+            return groups.take(chosen).select(names)
 
     def complete(self, step: int) -> bool:
         """Return whether the file of a step has all its sequences, not only those of the prompts stored at every step.
@@ -134,6 +129,16 @@ def open_archive(folder: Path) -> Archive:
         folder: ``rollouts`` or ``validation`` of a run directory, or a run directory, which means its rollouts. It may be empty.
     """
     return Archive(folder / "rollouts" if (folder / "rollouts").is_dir() else folder)
+
+
+def table_records(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table of the archive as records, with the values of its JSON columns."""
+    decoded = [name for name in table.schema.names if BY_NAME[name].kind == JSON]
+    for part in table.to_batches(_BATCH):
+        for record in part.to_pylist():
+            for name in decoded:
+                record[name] = None if record[name] is None else json.loads(record[name])
+            yield record
 
 
 def require_archive(folder: Path) -> Archive:

@@ -80,7 +80,11 @@ COLUMNS = (
     Column("loss_mask", INTS, "1 on tokens that the update learned from"),
     Column("token_versions", INTS, "weight version that sampled the token, -1 on others"),
     Column("rollout_log_probs", FLOATS, "log-prob of the engine under the temperature"),
-    Column("sampling_log_probs", FLOATS, "log-prob under the distribution that was sampled from"),
+    Column(
+        "sampling_log_probs",
+        FLOATS,
+        "log-prob under the distribution that was sampled from; null where that is the same",
+    ),
     Column("old_log_probs", FLOATS, "log-prob of the trainer before the update"),
     Column("new_log_probs", FLOATS, "log-prob of the trainer in the last update that saw the token"),
     Column("ref_log_probs", FLOATS, "log-prob of the reference policy"),

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hone.insight.archive.read import open_archive
 from hone.insight.records import shown_score
-from hone.insight.samples import SampleQuery, read_samples, steps_with_samples
+from hone.insight.samples import SampleQuery, read_samples
 from hone.insight.trackers.base import TRACKERS, RunInfo, require
 
 SHOWN = 8
@@ -31,25 +32,34 @@ class TensorBoardTracker:
         self._writer = SummaryWriter(
             log_dir=str(info.run_dir.path / "tensorboard"), purge_step=None if last is None else last + 1
         )
+        archives = [open_archive(folder) for folder in (info.run_dir.rollouts, info.run_dir.validation)]
+        self._samples = [(archive, set(archive.steps())) for archive in archives]
         self._described = last is not None
         if last is None:
             self._writer.add_text("config", "\n".join(f"    {line}" for line in _dump(info).splitlines()), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one scalar per metric, and the samples that the run has written for this step."""
+        """Write one scalar per metric, and the samples that the run has written since the last call."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         if not self._described:
             self._described = True
             self._write_hyperparameters(metrics)
-        for folder in (self._info.run_dir.rollouts, self._info.run_dir.validation):
-            if step in steps_with_samples(folder):
-                self._writer.add_text(f"samples/{folder.name}", samples_table(folder, step), step)
+        self._write_samples()
 
     def finish(self, status: str) -> None:
         """Flush and close."""
         del status
+        self._write_samples()
         self._writer.close()
+
+    def _write_samples(self) -> None:
+        """Write samples of the steps whose file has appeared; it may be written after the step is logged."""
+        for archive, written in self._samples:
+            for step in archive.steps():
+                if step not in written:
+                    written.add(step)
+                    self._writer.add_text(f"samples/{archive.folder.name}", samples_table(archive.folder, step), step)
 
     def _write_hyperparameters(self, metrics: Mapping[str, float]) -> None:
         """Write the data of the hparams plugin; of several entries in one file it reads the first."""

@@ -9,7 +9,6 @@ independent of its group.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from hone.errors import HoneError
+from hone.insight.archive.read import open_archive
 from hone.insight.compare import Run
-from hone.text import json_lines
 from hone.threads import divided
 from hone.trainers.schedule.clock import run as run_virtual
 from hone.trainers.schedule.engine import Speed
@@ -175,9 +174,13 @@ class _Episode:
 
 
 def _dumps(run: Run) -> list[list[_Episode]]:
-    """Return the episodes of each dump; all requests of the first one begin together."""
-    paths = sorted((run.path / "rollouts").glob("step_*.jsonl"), key=lambda path: int(path.stem.rpartition("_")[2]))
-    dumps = [[_episode(json.loads(line)) for line in json_lines(path.read_text(encoding="utf-8"))] for path in paths]
+    """Return the episodes of each complete dump; all requests of the first one begin together."""
+    archive = open_archive(run.path / "rollouts")
+    dumps = [
+        [_episode(record) for record in archive.records(step, ["response_mask", "seconds", "episode"])]
+        for step in archive.steps()
+        if archive.complete(step)
+    ]
     dumps = [[episode for episode in dump if episode.tokens] for dump in dumps]
     if not dumps or not dumps[0]:
         raise HoneError(
@@ -191,7 +194,7 @@ def _dumps(run: Run) -> list[list[_Episode]]:
 
 def _episode(record: Mapping[str, Any]) -> _Episode:
     spans = [(bool(sampled), len(list(span))) for sampled, span in groupby(record["response_mask"])]
-    tool_seconds = float((record.get("episode") or {}).get("tool_seconds") or 0.0)
+    tool_seconds = float((record["episode"] or {}).get("tool_seconds") or 0.0)
     turns = [length for sampled, length in spans if sampled]
     given = [length for sampled, length in spans[1:] if not sampled]
     waits = tool_seconds / max(1, len(given))

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.agents import call, play, sample, setting
+from support.archives import archive, records
 from support.templates import tokenizer as template_tokenizer
 from typer.testing import CliRunner
 
@@ -29,7 +30,7 @@ from hone.data.files import read_rows
 from hone.data.messages import schemas_of
 from hone.data.prompts import PromptDataset
 from hone.errors import DataError
-from hone.insight.run_directory import RunDirectory, trajectory_record
+from hone.insight.run_directory import trajectory_record
 from hone.insight.run_files import jsonable
 from hone.rewards.http import JsonService
 from hone.rewards.judge import Judge
@@ -80,7 +81,7 @@ def test_the_model_is_told_that_its_call_is_malformed(attack: str, tmp_path: Pat
     log = trajectory.episode
     assert log is not None and log.end is EpisodeEnd.ANSWER and log.retries == 0
     assert [record.status for record in log.calls] == [CallStatus.MALFORMED]
-    RunDirectory(tmp_path).write_rollouts(1, [trajectory_record(trajectory, score=0.0)])
+    archive(tmp_path, 1, [trajectory_record(trajectory, score=0.0)])
 
 
 def test_a_malformed_call_in_the_history_is_rendered_as_text() -> None:
@@ -163,9 +164,9 @@ def test_extras_of_a_reward_are_written(tmp_path: Path) -> None:
     score = to_score({"score": 1.0, "note": LONE, f"key{LONE}": {LONE: [LONE]}, f"term{LONE}": 2.0})
     assert score.total == 1.0 and score.error is None and set(score.terms) == {"term\ufffd"}
     encoded([score.extra, score.terms])
-    path = RunDirectory(tmp_path).write_rollouts(1, [{"text": LONE, "extra": {"note": LONE}, "uid": "row"}])
-    assert [json.loads(line) for line in path.read_text().splitlines()][0]["extra"] == {"note": "\ufffd"}
-    RunDirectory(tmp_path).write_validation(1, [{"messages": [{"content": LONE}]}])
+    archive(tmp_path, 1, [{"text": LONE, "extra": {"note": LONE}, "messages": [{"content": LONE}]}])
+    (row,) = records(tmp_path, 1)
+    assert (row["text"], row["extra"], row["messages"]) == ("\ufffd", {"note": "\ufffd"}, [{"content": "\ufffd"}])
 
 
 def test_a_deep_extra_of_a_reward_is_written(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_a_deep_extra_of_a_reward_is_written(tmp_path: Path) -> None:
     for _ in range(400):
         extra = [extra]
     score = to_score({"score": 1.0, "note": extra})
-    RunDirectory(tmp_path).write_rollouts(1, [{"uid": "row", "extra": jsonable_from_deep_stack(score.extra)}])
+    archive(tmp_path, 1, [{"extra": jsonable_from_deep_stack(score.extra)}])
 
 
 def jsonable_from_deep_stack(value: Any, frames: int = 300) -> Any:

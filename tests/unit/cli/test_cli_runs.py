@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.archives import archive
 from support.messages import raises
 from typer.testing import CliRunner
 
@@ -111,7 +112,6 @@ def test_bad_input(root):
 
 
 def test_samples_of_a_run(root):
-    run = RunDirectory(root / "hone/fast")
     record = {"uid": "train:1", "index": 0, "prompt": "p", "messages": [{"role": "user", "content": "p"}], "terms": {}}
     rest = {
         "error": None,
@@ -121,7 +121,7 @@ def test_samples_of_a_run(root):
         "response_ids": [1, 2],
         "ground_truth": "4",
     }
-    run.write_rollouts(3, [record | rest | {"score": float(n), "text": f"answer {n}"} for n in range(4)])
+    archive(root / "hone/fast", 3, [record | rest | {"score": float(n), "text": f"answer {n}"} for n in range(4)])
     out = invoke("samples", "hone/fast", "--root", root, "--worst", 1)
     assert "answer 0" in out and "answer 1" not in out and "step 3" in out
     lines = invoke("samples", "hone/fast", "--root", root, "--best", 2, "--json").splitlines()

@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.archives import records, table
 from support.messages import raises
 
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.errors import HoneError
+from hone.insight.archive.read import open_archive
 from hone.insight.run_directory import RunDirectory, RunStatus, read_metrics, read_run, trajectory_record
+
+RECORD = {"uid": "b", "index": 0, "part": 0, "text": ""}
 
 
 @pytest.fixture
@@ -32,12 +36,12 @@ def start(run, **changes):
 def test_layout(run):
     start(run)
     run.log_metrics(1, {"actor/lr": 1e-6})
-    run.write_rollouts(1, [{"uid": "a"}])
-    run.write_validation(1, [{"uid": "b"}])
+    run.write_rollouts(1, table(1, [{}]))
+    run.write_validation(1, [RECORD])
     names = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*")}
     assert names == {
         *("config.yaml", "run.json", "metrics.jsonl", "checkpoints"),
-        *("rollouts", "rollouts/step_1.jsonl", "validation", "validation/step_1.jsonl"),
+        *("rollouts", "rollouts/step_1.parquet", "validation", "validation/step_1.parquet"),
     }
 
 
@@ -85,14 +89,14 @@ def test_a_validation_that_ends_after_its_step_has_a_line_of_its_own(run):
 def test_rewind_forgets_what_came_after_the_checkpoint(run):
     for step in range(6):
         run.log_metrics(step, {"x": step / 3})
-        run.write_rollouts(step, [{"step": step}])
-        run.write_validation(step, [{"step": step}])
+        run.write_rollouts(step, table(step, [{}]))
+        run.write_validation(step, [RECORD])
     (run.rollouts / "notes.txt").write_text("mine")
     before = run.metrics_path.read_text().splitlines()[:4]
     assert run.rewind(3) == 2
     assert run.metrics_path.read_text().splitlines() == before
     for folder in (run.rollouts, run.validation):
-        assert sorted(path.name for path in folder.glob("*.jsonl")) == [f"step_{step}.jsonl" for step in range(4)]
+        assert open_archive(folder).steps() == [0, 1, 2, 3]
     assert (run.rollouts / "notes.txt").exists()
     run.log_metrics(4, {"x": 1})
     assert [row["step"] for row in read_metrics(run.path)] == [0, 1, 2, 3, 4]
@@ -192,7 +196,7 @@ def test_records_of_any_kind_become_json(run):
         "o": {1: (2, {3})},
         "p": Path("a"),
     }
-    path = run.write_rollouts(7, [record, {"text": "ä\n"}])
+    path = run.write_records(run.path / "dumps/ratio.jsonl", [record, {"text": "ä\n"}])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows == [
         {"ids": [0, 1, 2], "x": 0.5, "s": "failed", "nan": "NaN", "o": {"1": [2, [3]]}, "p": "a"},
@@ -210,16 +214,16 @@ def test_disk_full_while_appending(run, tmp_path):
 
 
 def test_disk_full_leaves_the_old_file_and_no_litter(run, monkeypatch):
-    run.write_rollouts(1, [{"good": True}])
+    run.write_rollouts(1, table(1, [{"text": "good"}]))
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with raises(HoneError, "trainer.default_local_dir", code="E-disk-full"):
-        run.write_rollouts(1, [{"good": False}])
-    assert [path.name for path in run.rollouts.iterdir()] == ["step_1.jsonl"]
-    assert json.loads((run.rollouts / "step_1.jsonl").read_text()) == {"good": True}
+        run.write_rollouts(1, table(1, [{"text": "bad"}]))
+    assert [path.name for path in run.rollouts.iterdir()] == ["step_1.parquet"]
+    assert [record["text"] for record in records(run.path, 1)] == ["good"]
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):
@@ -243,7 +247,8 @@ def test_a_trajectory_becomes_a_record_with_tokens_text_mask_and_scores(run):
         *("u1", 3, [1, 2], [7, 8], [1, 0], [-0.5, 0.0], [-0.5, 0.0], "hi", StopReason.LENGTH, sample)
     )
     record = trajectory_record(trajectory, score=0.5, terms={"acc": 1.0}, extra={"pred": "18"}, prompt_text="ask")
-    (row,) = [json.loads(line) for line in run.write_rollouts(1, [record]).read_text().splitlines()]
+    run.write_rollouts(1, table(1, [record]))
+    (row,) = records(run.path, 1)
     expected = {"uid": "u1", "index": 3, "prompt_ids": [1, 2], "response_ids": [7, 8], "response_mask": [1, 0]}
     expected |= {
         "rollout_log_probs": [-0.5, 0.0],

@@ -1,9 +1,9 @@
 """Samples of a run, chosen for a person to look at."""
 
-import json
 from pathlib import Path
 
 import pytest
+from support.archives import archive
 
 from hone.errors import HoneError
 from hone.insight.samples import SampleQuery, read_samples, spread
@@ -12,17 +12,18 @@ from hone.insight.samples import SampleQuery, read_samples, spread
 @pytest.fixture
 def rollouts(tmp_path: Path) -> Path:
     for step in (1, 5):
-        with (tmp_path / f"step_{step}.jsonl").open("w") as file:
-            for number in range(10):
-                record = {
-                    "uid": f"train:{number // 2}",
-                    "prompt": f"Ask {number}",
-                    "messages": None,
-                    "text": f"Say {number}",
-                }
-                file.write(json.dumps(record | {"score": float((number * 7) % 10), "step": step}) + "\n")
-    (tmp_path / "step_5.txt").write_text("text")
-    return tmp_path
+        records = [
+            {
+                "uid": f"train:{number // 2}",
+                "prompt": f"Ask {number}",
+                "text": f"Say {number}",
+                "score": float((number * 7) % 10),
+            }
+            for number in range(10)
+        ]
+        archive(tmp_path, step, records)
+    (tmp_path / "rollouts/step_5.txt").write_text("text")
+    return tmp_path / "rollouts"
 
 
 def test_the_newest_step_is_read_and_spread(rollouts: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.archives import table
+
 from hone.data.episode_log import CallRecord, CallStatus, EpisodeEnd, EpisodeLog
 from hone.data.types import Sample, StopReason, Trajectory
 from hone.insight.records import trajectory_record
@@ -51,7 +53,7 @@ def test_an_episode_is_read_from_top_to_bottom():
 
 def test_some_of_a_step_are_written_next_to_the_records(tmp_path):
     records = [record(log(), index, part) for index in range(20) for part in (0, 1)]
-    text = sampled_traces(records, 5)
+    text = sampled_traces(table(1, records), 5)
     assert text is not None
     assert [line.split()[3] for line in text.splitlines() if line.startswith("row row")] == [
         "0:",
@@ -60,11 +62,11 @@ def test_some_of_a_step_are_written_next_to_the_records(tmp_path):
         "12:",
         "16:",
     ]
-    assert sampled_traces([record(None)]) is None
+    assert sampled_traces(table(1, [record(None)])) is None
     directory = RunDirectory(tmp_path)
-    directory.write_rollouts(3, iter(records))
+    directory.write_rollouts(3, table(3, records))
     assert (tmp_path / "rollouts/step_3.txt").read_text().count("ended: answer") == 8
-    directory.write_rollouts(4, [record(None)])
+    directory.write_rollouts(4, table(4, [record(None)]))
     assert not (tmp_path / "rollouts/step_4.txt").exists()
     directory.rewind(2)
     assert list((tmp_path / "rollouts").iterdir()) == []

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.agents import call, play, sample, setting
+from support.archives import archive
 from support.examples import examples
 from typer.testing import CliRunner
 
@@ -107,7 +108,7 @@ def stored(tmp_path: Path) -> Path:
     played, _ = play(setting([Calculator()]), script, [sample(uid=uid, tools=[SCHEMA])], n=4)
     run = RunDirectory(tmp_path / "runs/hone/demo")
     run.start(seed=1, config_yaml=f"data: {{train_files: {tmp_path}/train.jsonl}}\n", command=["hone"])
-    run.write_rollouts(1, [sample_record(t, Score(float("42" in t.text))) for t in played])
+    archive(run.path, 1, [sample_record(t, Score(float("42" in t.text))) for t in played])
     run.close()
     return tmp_path
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.archives import archive
 from support.messages import raises
 from typer.testing import CliRunner
 
@@ -55,8 +56,11 @@ def recorded(schedule: Schedule, folder: Path, *, dumps: bool = True) -> Run:
         metrics.append({"step": number, **seconds})
     (folder / "rollouts").mkdir()
     if dumps:
-        lines = [json.dumps({"response_mask": [1] * tokens, "seconds": at}) for tokens, at in ends(schedule)]
-        (folder / "rollouts" / "step_1.jsonl").write_text("\n".join(lines))
+        rows = [{"response_mask": [1] * tokens, "seconds": at} for tokens, at in ends(schedule)]
+        archive(folder, 1, rows)
+        archive(
+            folder, 2, rows[:1], rows=len(rows)
+        )  # a prompt that is followed does not tell what the engines had to do
     config = {
         "data.train_batch_size": schedule.groups_per_batch,
         "actor_rollout_ref.rollout.n": schedule.n,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +13,15 @@ import pyarrow.parquet as pq
 
 from hone.data.seeding import derive_seed
 from hone.errors import DataError, did_you_mean
-from hone.text import json_lines
+from hone.insight.archive.read import require_archive
 
 FORMS = ("messages", "tokens")
 """Forms of a written pair: chat messages, for any model; or the sampled tokens, for models with the run's tokenizer."""
 
-_STEP = re.compile(r"step_(\d+)\.jsonl")
+_COLUMNS = (
+    *("uid", "index", "part", "data_source", "prompt", "messages", "text", "stop_reason", "score", "error"),
+    *("prompt_ids", "response_ids", "response_mask"),
+)
 
 
 @dataclass
@@ -69,13 +70,14 @@ def mine_pairs(
         seed: seed of the division.
 
     Raises:
-        DataError: there are no rollouts or pairs, too few prompts for a validation share, or an option is out of bounds.
+        HoneError: there are no rollouts (code E-runs).
+        DataError: there are no pairs, too few prompts for a validation share, or an option is out of bounds.
     """
     _check_options(margin, val_share, per_prompt, form)
     records = list(_records(run))
-    plain = all(record.get("messages") and all(record["response_mask"]) for record in records)
+    plain = all(record["messages"] and all(record["response_mask"] or ()) for record in records)
     form = form or ("messages" if plain else "tokens")
-    segmented = {(record["uid"], record.get("index")) for record in records if record.get("part")}
+    segmented = {(record["uid"], record["index"]) for record in records if record["part"]}
     mined = MinedPairs(samples=len(records))
     groups: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {}
     for record in records:
@@ -138,36 +140,23 @@ def _check_options(margin: float, val_share: float, per_prompt: int, form: str |
 
 
 def _records(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the samples of all dumped steps, in order."""
-    folder = run / "rollouts"
-    files = [(int(match[1]), path) for path in folder.glob("*.jsonl") if (match := _STEP.fullmatch(path.name))]
-    if not files:
-        raise DataError(
-            f"'{run}' has no dumped rollouts",
-            why="pairs are built from the answers that a run dumped",
-            fix="name a run directory of `hone train`, and let it write samples: trainer.rollout_dump_freq=1",
-        )
-    for _, path in sorted(files):
-        for number, line in enumerate(json_lines(path.read_text(encoding="utf-8"))):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"not JSON: {error}", where=f"{path}, line {number + 1}", fix="remove the line"
-                ) from error
+    """Yield the samples of all archived steps, in order."""
+    archive = require_archive(run)
+    for step in archive.steps():
+        yield from archive.records(step, _COLUMNS)
 
 
-def _unusable(record: dict[str, Any], form: str, segmented: set[tuple[str, int | None]]) -> str:
+def _unusable(record: dict[str, Any], form: str, segmented: set[tuple[str, int]]) -> str:
     """Return why a sample cannot be in a pair, or ""; ``in_parts`` names episodes with several samples."""
-    if record.get("error") or not isinstance(record.get("score"), int | float):
+    if record["error"] or not isinstance(record.get("score"), int | float):
         return "not scored"
     if not record["response_ids"]:
         return "empty"
-    if (record["uid"], record.get("index")) in segmented:
+    if (record["uid"], record["index"]) in segmented:
         return "one of several segments of an episode whose history was rewritten"
     if form == "messages" and not all(record["response_mask"]):
         return "several turns (use --as tokens)"
-    if form == "messages" and not record.get("messages"):
+    if form == "messages" and not record["messages"]:
         return "the prompt is not messages"
     if form == "messages" and record["stop_reason"] != "stop":
         return "cut off by the length limit"

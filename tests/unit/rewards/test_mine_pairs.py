@@ -1,17 +1,18 @@
 """Mining pairs from rollouts."""
 
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.archives import archive
 from support.examples import examples
 from support.messages import raises
 
-from hone.data.mine_pairs import mine_pairs, write_pairs
-from hone.errors import DataError
+from hone.errors import DataError, HoneError
+from hone.insight.archive.write import step_file
+from hone.rewards.mine_pairs import mine_pairs, write_pairs
 
 
 def record(uid, text, score, **more):
@@ -24,9 +25,8 @@ def record(uid, text, score, **more):
 
 
 def run_of(folder: Path, *steps) -> Path:
-    (folder / "rollouts").mkdir(parents=True)
     for number, records in enumerate(steps, 1):
-        (folder / "rollouts" / f"step_{number}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        archive(folder, number, records)
     return folder
 
 
@@ -132,9 +132,9 @@ def test_mistakes(tmp_path, options, mention):
 
 
 def test_a_folder_without_rollouts(tmp_path):
-    with raises(DataError, str(tmp_path), "trainer.rollout_dump_freq=1"):
+    with raises(HoneError, str(tmp_path), "trainer.rollout_dump_freq=1"):
         mine_pairs(tmp_path)
     run = run_of(tmp_path / "run", [record("a", "x", 1.0)])
-    (run / "rollouts" / "step_1.jsonl").write_text("{}\n{")
-    with raises(DataError, "step_1.jsonl, line 2"):
+    step_file(run / "rollouts", 1).write_bytes(b"PAR1")
+    with raises(HoneError, where=str(step_file(run / "rollouts", 1))):
         mine_pairs(run)
