@@ -45,6 +45,7 @@ COMMANDS = {
     "doctor": Entry("hone.cli.doctor", "Check this machine: versions, devices, limits, packages, credentials."),
     "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
     "runs": Entry("hone.cli.runs", "List, show and compare runs, and print their samples."),
+    "archive": Entry("hone.cli.archive", "Import rollouts of other programs, and export those of a run."),
     "episode": Entry("hone.cli.episode", "Continue a recorded episode from any of its turns."),
     "what-if": Entry("hone.cli.what_if", "Compute a stored step again with other methods, and compare."),
     "oracle": Entry("hone.cli.oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),
