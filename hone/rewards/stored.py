@@ -39,7 +39,7 @@ def stored_episodes(
         rows = {}
     for step in archive.steps():
         for record in archive.records(step, _COLUMNS):
-            yield step, record, _trajectory(record, rows)
+            yield step, record, stored_trajectory(record, rows)
 
 
 _COLUMNS = (
@@ -49,7 +49,8 @@ _COLUMNS = (
 )
 
 
-def _trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample]) -> Trajectory:
+def stored_trajectory(record: Mapping[str, Any], rows: Mapping[str, Sample]) -> Trajectory:
+    """Return the trajectory of a record of the archive; ``rows`` has the dataset's rows by uid, for their ``extra_info``."""
     row = rows.get(row_of(record["uid"]))
     sample = Sample(
         record["uid"],

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from hone.data.batch import Batch
+from hone.data.batch import Batch, same_column
 from hone.data.ragged import Ragged
 from hone.data.types import Trajectory
 from hone.insight.archive.schema import BY_NAME, INTS
@@ -26,6 +26,7 @@ TRAINED = "trained"
 _SOURCES = {
     **{name: name for name in ("prompt_ids", "response_ids", "response_mask", "token_versions", "old_log_probs")},
     **{name: name for name in ("new_log_probs", "ref_log_probs", "entropy", "values", "advantages", "returns")},
+    "sum_pi_squared": "sum_pi_squared",
     "token_rewards": "token_level_rewards",
     "correction": "rollout_is_weights",
 }
@@ -61,10 +62,26 @@ def rollout_table(batch: Batch, fates: Sequence[str], step: int, prompts: Mappin
         }
         for trajectory, score, fate in zip(trajectories, scores, fates, strict=True)
     ]
+    for record, extra in zip(records, _by_sequence(batch), strict=True):
+        record.update(extra)
     columns = {name: _lists(batch.ragged(source), name) for name, source in _SOURCES.items() if source in batch}
     if all(fate == TRAINED for fate in fates):
         columns["loss_mask"] = _lists(batch.ragged(KEPT if KEPT in batch else "response_mask"), "loss_mask")
+    if "token_level_scores" in batch and not same_column(batch["token_level_scores"], batch["token_level_rewards"]):
+        columns["token_scores"] = _lists(batch.ragged("token_level_scores"), "token_scores")
     return to_table(records, columns | _engine_log_probs(batch, trajectories))
+
+
+def _by_sequence(batch: Batch) -> list[dict[str, Any]]:
+    """Return the inputs of estimators that have one value per sequence."""
+    rows: list[dict[str, Any]] = [{} for _ in range(len(batch))]
+    if "reward_baselines" in batch:
+        for row, baseline in zip(rows, batch.tensor("reward_baselines").tolist(), strict=True):
+            row["baseline"] = baseline
+    if "turn_values" in batch:
+        for row, values in zip(rows, batch.objects("turn_values"), strict=True):
+            row["turn_values"] = values
+    return rows
 
 
 def _engine_log_probs(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:

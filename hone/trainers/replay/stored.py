@@ -19,7 +19,7 @@ from hone.insight.archive.read import open_archive
 from hone.insight.coverage.ledger import Fate
 from hone.insight.run_files import CONFIG
 from hone.rewards.score import Score
-from hone.rewards.stored import _trajectory
+from hone.rewards.stored import stored_trajectory
 from hone.trainers.update_view import KEPT
 
 TOKEN_COLUMNS = {
@@ -98,13 +98,14 @@ def as_batch(records: Sequence[dict[str, Any]]) -> Batch:
         if all(record[stored] is not None for record in records):
             dtype = torch.int64 if name == KEPT else torch.float32
             columns[name] = Ragged.from_rows([record[stored] for record in records], dtype)
-    if "token_level_scores" in columns:
-        columns.setdefault("token_level_rewards", columns["token_level_scores"])
+    columns.setdefault("token_level_scores", columns.get("token_level_rewards"))
     if all(record["baseline"] is not None for record in records):
         columns["reward_baselines"] = torch.tensor([record["baseline"] for record in records], dtype=torch.float32)
     if all(record["turn_values"] is not None for record in records):
         columns["turn_values"] = [{int(turn): value for turn, value in r["turn_values"].items()} for r in records]
-    return to_batch([_trajectory(record, {}) for record in records]).with_columns(**columns)
+    return to_batch([stored_trajectory(record, {}) for record in records]).with_columns(
+        **{name: column for name, column in columns.items() if column is not None}
+    )
 
 
 def run_config(run: Path, overrides: Sequence[str] = ()) -> RLConfig:

@@ -202,11 +202,7 @@ def every_method(config: RLConfig) -> Iterator[tuple[str, list[str]]]:
 
 def _rewards(stored: StoredStep, batch: Batch, config: RLConfig) -> Ragged:
     """Return the rewards by token, with the KL penalty where the configuration has it."""
-    scores = (
-        batch.ragged("token_level_scores")
-        if "token_level_scores" in batch
-        else stored.batch.ragged("token_level_rewards")
-    )
+    scores = batch.ragged("token_level_scores")
     if not config.algorithm.use_kl_in_reward:
         return scores
     if "ref_log_probs" not in batch:

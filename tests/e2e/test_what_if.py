@@ -1,0 +1,93 @@
+"""A stored step computed again is the step: its advantages bit for bit, its gradient norm, and those of runs of other methods."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.launch import hone
+from support.world import World, rl_command
+
+from hone.insight.run_files import read_metrics
+from hone.trainers.replay.direction import WeightGradients
+from hone.trainers.replay.stored import load_step, run_config
+from hone.trainers.replay.what_if import recompute, what_if
+
+STEPS = ("trainer.total_training_steps=2", "trainer.rollout_dump_freq=1", "trainer.test_freq=0", "trainer.save_freq=1")
+ONE_UPDATE = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+METHODS = {
+    "rloo": ("algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"),
+    "gspo": ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo",),
+    "kl": ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.3"),
+    "kl_loss": ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.2"),
+    "correction": (
+        "algorithm.rollout_correction.rollout_is=token",
+        "actor_rollout_ref.actor.recompute_old_log_probs=true",
+    ),
+    "remax": ("algorithm.adv_estimator=remax",),
+    "otb": ("algorithm.adv_estimator=optimal_token_baseline",),
+}
+
+
+def trained(world: World, folder: Path, *overrides: str) -> Path:
+    ended = hone(*rl_command(world, folder, "grpo", *STEPS, *ONE_UPDATE, *overrides), log=folder.with_suffix(".log"))
+    assert ended.code == 0, ended.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(world, tmp_path_factory.mktemp("plain") / "run")
+
+
+def grad_norm(run: Path, step: int) -> float:
+    return next(row["actor/grad_norm"] for row in read_metrics(run) if row["step"] == step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_the_step_of_each_method_is_computed_again(world: World, plain: Path, tmp_path: Path, method: str) -> None:
+    """The first step of both runs has the same rollouts, so the plain one under another method is the other run."""
+    other = trained(world, tmp_path / "run", *METHODS[method])
+    for step in (1, 2):
+        stored = load_step(other, step)
+        weights = WeightGradients(stored)
+        result = what_if(stored, [], weights)
+        assert result.gap == 0
+        norm = float(weights.of(result.actual.token_gradient).norm())
+        assert norm == pytest.approx(grad_norm(other, step), rel=1e-4)
+    if method in ("rloo", "gspo"):  # the others need columns that a plain run does not have
+        stored = load_step(plain, 1)
+        changed = recompute(stored, run_config(plain, METHODS[method]))
+        actual = load_step(other, 1)
+        assert changed.advantages.values.tolist() == actual.batch.ragged("advantages").values.tolist()
+        norm = float(WeightGradients(stored).of(changed.token_gradient).norm())
+        assert norm == pytest.approx(grad_norm(other, 1), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_every_method_in_one_table(plain: Path, tmp_path: Path) -> None:
+    ended = hone("what-if", plain, "--step", "1", "--json", log=tmp_path / "log")
+    assert ended.code == 0, ended.output
+    table = json.loads(ended.output[ended.output.index("{") :])
+    assert table["advantage_gap"] == 0 and table["exact"]
+    lines = {line["name"]: line for line in table["compared"]}
+    assert lines["the run"]["cosine"] == pytest.approx(1) and lines["the run"]["direction"] == 1
+    same = lines["adv_estimator=grpo"]
+    assert same["cosine"] == pytest.approx(1) and same["direction"] == pytest.approx(1)
+    assert lines["adv_estimator=gae"]["missing"] and not lines["adv_estimator=rloo"]["missing"]
+    assert len(lines) > 30
+    ended = hone("what-if", plain, "--step", "1", "algorithm.norm_adv_by_std_in_grpo=false", log=tmp_path / "other")
+    assert ended.code == 0 and "norm_adv_by_std_in_grpo=false" in ended.message
+
+
+@pytest.mark.slow
+def test_a_step_without_all_its_samples_or_its_checkpoint_is_refused(world: World, tmp_path: Path) -> None:
+    run = trained(
+        world, tmp_path / "run", "trainer.rollout_dump_freq=2", "trainer.save_freq=0", "trainer.rollout_dump_share=1.0"
+    )
+    ended = hone("what-if", run, "--step", "2", log=tmp_path / "log")
+    assert ended.code == 2 and "E-what-if" in ended.output and "save_steps_for_replay" in ended.output
+    assert hone("what-if", run, "--step", "2", "--no-weights", log=tmp_path / "log2").code == 0
+    assert hone("what-if", run, "--step", "9", log=tmp_path / "log3").code == 2
