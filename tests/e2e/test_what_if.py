@@ -55,14 +55,14 @@ def test_the_step_of_each_method_is_computed_again(world: World, plain: Path, tm
         weights = WeightGradients(stored)
         result = what_if(stored, [], weights)
         assert result.gap == 0
-        norm = float(weights.of(result.actual.token_gradient).norm())
+        norm = float(weights.gradient(result.actual.token_gradient).norm())
         assert norm == pytest.approx(grad_norm(other, step), rel=1e-4)
     if method in ("rloo", "gspo"):  # the others need columns that a plain run does not have
         stored = load_step(plain, 1)
         changed = recompute(stored, run_config(plain, METHODS[method]))
         actual = load_step(other, 1)
         assert changed.advantages.values.tolist() == actual.batch.ragged("advantages").values.tolist()
-        norm = float(WeightGradients(stored).of(changed.token_gradient).norm())
+        norm = float(WeightGradients(stored).gradient(changed.token_gradient).norm())
         assert norm == pytest.approx(grad_norm(other, 1), rel=1e-4)
 
 

@@ -54,7 +54,7 @@ class WeightGradients:
             for parameter in trained:
                 parameter.requires_grad_(id(parameter) in kept)
 
-    def of(self, token_gradient: Ragged) -> Tensor:
+    def gradient(self, token_gradient: Ragged) -> Tensor:
         """Return the gradient for derivatives by the log-probs of the batch's tokens, as one float32 vector."""
         self._engine.begin_update()
         self._engine.accumulate(self._batch.with_columns(**{_DERIVATIVE: token_gradient}), PartialLoss(_linear, None))

@@ -1,4 +1,4 @@
-"""What each token contributes to an update: the chain from its advantage to its share of the gradient.
+"""Contribution of each token to an update: the chain from its advantage to its share of the gradient.
 
 The derivative of the loss by the log-prob of a token is exact without the model, because a policy loss sees the model only through
 log-probs. For a token with advantage A, correction w, ratio r and normaliser c,
@@ -94,7 +94,7 @@ def token_gradients(view: Batch, config: RLConfig, step: int, log_probs: Ragged 
     return TokenGradients(**columns, ratio=current.with_values(ratio), loss=tuple(float(loss) for loss in losses))
 
 
-def first_pass(uids: Sequence[str], config: RLConfig, step: int) -> Iterator[list[int]]:
+def first_pass(uids: Sequence[str], config: RLConfig, step: int) -> Iterator[Sequence[int]]:
     """Yield the rows of each mini-batch of a step's first pass."""
     actor, seed = config.actor_rollout_ref.actor, config.trainer.seed
     order = derive_seed(seed, "mini-batches", step - 1) if actor.shuffle else None

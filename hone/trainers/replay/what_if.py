@@ -1,4 +1,4 @@
-"""What another estimator, loss, clip, correction or normalisation would have made of a stored step."""
+"""Effects that another estimator, loss, clip, correction or normalisation would have had on a stored step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROW = "row"
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What a configuration makes of a step.
+    """Advantages and derivatives that a configuration makes of a step.
 
     Attributes:
         advantages: aligned with ``response_ids``.
@@ -154,7 +154,7 @@ def what_if(
     """
     actual = recompute(stored, stored.config)
     gap = (actual.advantages.values - stored.batch.ragged("advantages").values).abs()
-    direction = weights.of(actual.token_gradient) if weights else None
+    direction = weights.gradient(actual.token_gradient) if weights else None
     compared = [replace(compare("the run", actual, actual), direction=None if weights is None else 1.0)]
     for name, overrides in changes:
         try:
@@ -164,7 +164,7 @@ def what_if(
             continue
         line = compare(name, actual, other)
         if weights is not None and direction is not None:
-            line = replace(line, direction=cosine(direction, weights.of(other.token_gradient)))
+            line = replace(line, direction=cosine(direction, weights.gradient(other.token_gradient)))
         compared.append(line)
     return WhatIf(actual, float(gap.max()), compared, None if weights is None else weights.exact)
 

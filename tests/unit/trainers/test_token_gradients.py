@@ -76,7 +76,9 @@ def test_mini_batches_add_up_and_a_first_update_has_ratio_1(loss: str) -> None:
     rows = rows.select(*(name for name in rows.names() if name != "rollout_is_weights"))
     chain = token_gradients(rows, made, 1)
     minis = list(first_pass(rows.uids, made, 1))
-    assert sorted(row for mini in minis for row in mini) == list(range(len(rows))) and len(chain.loss) == len(minis) == 2
+    assert (
+        sorted(row for mini in minis for row in mini) == list(range(len(rows))) and len(chain.loss) == len(minis) == 2
+    )
     torch.testing.assert_close(chain.ratio.values, rows.ragged("response_mask").values.float())
     for mini, loss_of_mini in zip(minis, chain.loss, strict=True):
         alone = token_gradients(rows.reorder(mini), config_with_one_mini(made), 1)
