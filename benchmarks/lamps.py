@@ -50,7 +50,7 @@ DIES, YES = 0.3, {"noisy": 0.75, "costs": 0.6}
 LOOKS_SHOWN = {"noisy": {"cellar": 0.5}, "costs": {"hall": 0.3, "cellar": 0.7}}
 """Share of the demonstrations that look."""
 PLACES = {"noisy": ("cellar",), "costs": ("hall", "cellar")}
-ARMS = {"noisy": ("quiet", "no verdict", "zero"), "costs": ("priced", "free", "priced, std")}
+ARMS = {"noisy": ("quiet", "no verdict", "zero"), "costs": ("free", "priced", "priced, std")}
 PRICE = 0.02
 """Price of a token that a tool returns, where looks are priced; a look returns 10, with the marks of the chat template."""
 STEPS = 40
