@@ -1,14 +1,23 @@
-"""Output of the `hone runs` commands: plain tables and JSON."""
+"""Output of the `hone runs` commands: plain tables, charts and JSON."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from hone.insight.compare import Run
+
+RootOption = Annotated[Path, typer.Option("--root", help="folder that holds the runs")]
+PngOption = Annotated[Path | None, typer.Option("--png", help="also draw the curves into this file")]
+CHARTS = 4
+"""Charts that are drawn when no metric is named."""
 
 
 def new_console() -> Console:
@@ -34,3 +43,61 @@ def print_json(value: Any) -> None:
     from hone.insight.run_files import jsonable
 
     typer.echo(json.dumps(jsonable(value), indent=2, ensure_ascii=False))
+
+
+def overview(run: Run) -> dict[str, Any]:
+    """Return the main facts of a run for a table or JSON."""
+    reward = run.last("critic/rewards/mean")
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "status": run.status,
+        "exit_reason": run.record.get("exit_reason", ""),
+        "steps": run.steps,
+        "last_reward": reward,
+        "last_loss": run.last("train/loss"),
+        "started": run.record.get("started"),
+        "seconds": run.seconds,
+    }
+
+
+def print_chart(console: Console, metric: str, runs: Sequence[Run]) -> None:
+    """Print a chart of a metric for each run, with common axes."""
+    from hone.insight.curves import points, text_chart
+
+    width = max(20, min(72, console.width - 14))
+    curves = {run.name: points(run.metrics, metric) for run in runs}
+    for run in runs:
+        curve = curves[run.name]
+        if curve:
+            title = metric if len(runs) == 1 else f"{metric}  {run.name}"
+            console.print(f"\n{title}", style="bold", markup=False, highlight=False)
+            console.print(
+                text_chart(curve, width=width, compared_with=list(curves.values())),
+                markup=False,
+                highlight=False,
+                no_wrap=True,
+            )
+
+
+def draw_curves(png: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
+    """Draw metrics of runs into a PNG.
+
+    Raises:
+        HoneError: there are no metrics, or the file cannot be written.
+    """
+    from hone.errors import HoneError
+    from hone.insight.curves import draw_png, points
+    from hone.insight.run_files import disk_errors
+
+    if not names:
+        raise HoneError("the runs have no metrics to draw", fix="name metrics with --metrics", code="E-runs")
+    curves = {name: {run.name: points(run.metrics, name) for run in runs} for name in names}
+    present = {name: {run: curve for run, curve in by_run.items() if curve} for name, by_run in curves.items()}
+    with disk_errors(png):
+        draw_png(png, present)
+
+
+def number(value: float | None) -> str:
+    """Return a number with four digits, nothing for None."""
+    return "" if value is None else f"{value:.4g}"

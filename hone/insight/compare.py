@@ -201,11 +201,16 @@ def summarise(run: Run, metric: str) -> Summary | None:
         return None
     finite = [(step, value) for step, value in curve if math.isfinite(value)] or curve
     best: tuple[float | None, float | None] = (None, None)
-    if metric.startswith(_LESS_IS_BETTER):
+    if less_is_better(metric):
         best = min(finite, key=lambda point: point[1])
     elif metric.startswith(_MORE_IS_BETTER):
         best = max(finite, key=lambda point: point[1])
     return Summary(len(curve), curve[0][1], curve[-1][1], best[1], None if best[0] is None else int(best[0]))
+
+
+def less_is_better(metric: str) -> bool:
+    """Return whether smaller values of a metric are better: losses, error rates, times."""
+    return metric.startswith(_LESS_IS_BETTER)
 
 
 def headline_metrics(runs: Sequence[Run]) -> list[str]:

@@ -199,7 +199,9 @@ def seeds_needed(
     spread = float(np.std(seed_means, ddof=1))
     if spread == 0:
         return 2
-    for count in range(2, most + 1):
+    normal = NormalDist()
+    fewest = ((normal.inv_cdf((1 + level) / 2) + normal.inv_cdf(power)) * spread / effect) ** 2  # t needs more
+    for count in range(max(2, math.ceil(min(fewest, most + 1))), most + 1):
         shift = abs(effect) / spread * math.sqrt(count)
         if shift >= student_quantile((1 + level) / 2, count - 1) + student_quantile(power, count - 1):
             return count

@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from hone.insight.comparison.paired import (
     Verdict,
@@ -54,7 +55,7 @@ def test_pairs_have_what_both_arms_have():
     st.floats(-10, 10),
     st.floats(0.1, 10),
 )
-@settings(max_examples=20)
+@examples(20)
 def test_the_interval_moves_and_scales_with_the_scores(rows, shift, scale):
     values = np.array(rows)
     low, high = bootstrap_interval(values, draws=200)

@@ -1,0 +1,146 @@
+"""`hone runs compare`: configurations and metrics of runs, and which differences are more than noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hone.cli.options import Json
+from hone.cli.run_output import (
+    CHARTS,
+    PngOption,
+    RootOption,
+    draw_curves,
+    new_console,
+    new_table,
+    number,
+    overview,
+    print_chart,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hone.insight.compare import Summary
+    from hone.insight.confidence import ArmComparison
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="two or more runs: directories, or names below the root")],
+    metrics: Annotated[str | None, typer.Option("--metrics", help="metrics to compare, separated by commas")] = None,
+    level: Annotated[float, typer.Option("--level", help="level of the intervals", min=0.5, max=0.999)] = 0.95,
+    effect: Annotated[
+        float | None,
+        typer.Option("--effect", help="difference to find, for the number of seeds; default: the observed one"),
+    ] = None,
+    png: PngOption = None,
+    root: RootOption = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Compare runs: differences of their configurations, metrics, and which differences are more than noise.
+
+    Runs with equal configurations apart from the seed form an arm. Each arm is compared with the first, paired by seed and
+    prompt.
+    """
+    from hone.errors import HoneError
+    from hone.insight.compare import config_differences, find_run, headline_metrics, require_metrics, summarise
+    from hone.insight.confidence import compare_arms
+    from hone.insight.run_scores import scores_in_common
+
+    if len(runs) < 2:
+        raise HoneError(f"{len(runs)} run to compare", fix="give two or more: hone runs compare A B", code="E-runs")
+    compared = [find_run(name, root) for name in runs]
+    chosen = [name.strip() for name in metrics.split(",") if name.strip()] if metrics else []
+    names = require_metrics(chosen, compared) or headline_metrics(compared)
+    differences = config_differences(compared)
+    measured = [scores_in_common(compared, metric) for metric in chosen or [None]]
+    results = [
+        result
+        for scores in measured
+        if scores is not None
+        for result in compare_arms(compared, scores, level=level, effect=effect)
+    ]
+    if png is not None:
+        draw_curves(png, compared, names)
+    if as_json:
+        summaries = {
+            name: {run.name: vars(summary) for run in compared if (summary := summarise(run, name))} for name in names
+        }
+        record = {"runs": [overview(run) for run in compared], "config": differences, "metrics": summaries}
+        confidence = [vars(result) | {"result": vars(result.result)} for result in results]
+        print_json(record | {"confidence": confidence, "png": str(png) if png else None})
+        return
+    console = new_console()
+    labels = [run.name for run in compared]
+    table = new_table("config key", *labels)
+    for key, values in differences.items():
+        table.add_row(key, *map(str, values))
+    console.print(table if differences else "the configs are equal")
+    table = new_table("metric: last (best)", *(f"{label}>" for label in labels))
+    for name in names:
+        cells = [summarise(run, name) for run in compared]
+        table.add_row(name, *(_last_and_best(cell) if cell else "" for cell in cells))
+    console.print(table if names else "no metrics in common to compare; name them with --metrics")
+    print_confidence(console, results)
+    for name in chosen or names[:CHARTS]:
+        print_chart(console, name, compared)
+    if png is not None:
+        console.print(f"wrote {png}", markup=False, highlight=False)
+
+
+def _last_and_best(summary: Summary) -> str:
+    best = "" if summary.best is None else f" ({number(summary.best)})"
+    return number(summary.last) + best
+
+
+def print_confidence(console: Console, results: Sequence[ArmComparison]) -> None:
+    """Print each comparison of two arms as a row, and in words what limits it."""
+    if not results:
+        return
+    level = results[0].result.level
+    columns = (
+        "first>",
+        "second>",
+        "difference>",
+        f"{level:.0%} interval>",
+        "seeds x prompts>",
+        "verdict",
+        "seeds needed>",
+    )
+    table = new_table("score", "second arm", *columns)
+    for item in results:
+        result = item.result
+        table.add_row(
+            item.score,
+            _arm(item.second),
+            number(result.first),
+            number(result.second),
+            f"{result.difference:+.4g}",
+            "" if math.isnan(result.low) else f"{result.low:+.4g} to {result.high:+.4g}",
+            f"{result.seeds} x {result.prompts}",
+            str(result.verdict),
+            "" if result.seeds_needed is None else str(result.seeds_needed),
+        )
+    console.print(f"first arm: {_arm(results[0].first)}", markup=False, highlight=False)
+    console.print(table)
+    for line in dict.fromkeys(line for item in results for line in limits(item)):
+        console.print(line, markup=False, highlight=False)
+
+
+def limits(item: ArmComparison) -> list[str]:
+    """Return sentences on what the interval of a comparison leaves out."""
+    lines = []
+    if item.result.seeds == 1:
+        lines.append("one seed: the interval is over prompts only; repeat both runs with other values of trainer.seed")
+    if not item.paired_by_seed:
+        lines.append("the arms share no seed: paired by prompt only")
+    return lines
+
+
+def _arm(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,75 @@
+"""Confidence of a comparison of runs: arms, paired scores, and the verdict of each arm against the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hone.errors import HoneError
+from hone.insight.compare import Run
+from hone.insight.comparison.arms import SEED, split_arms
+from hone.insight.comparison.paired import Comparison, PairedScores, compare_paired, pair_scores
+from hone.insight.run_scores import RunScores
+
+
+@dataclass(frozen=True)
+class ArmComparison:
+    """One arm compared with the first by one score.
+
+    Attributes:
+        score: what was measured.
+        first: names of the runs of the first arm.
+        second: names of the runs of the other arm.
+        result: the comparison.
+        paired_by_seed: True if the runs of a pair share their seed.
+    """
+
+    score: str
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    result: Comparison
+    paired_by_seed: bool
+
+
+def compare_arms(
+    runs: Sequence[Run], scores: RunScores, *, level: float = 0.95, effect: float | None = None
+) -> list[ArmComparison]:
+    """Compare every arm among the runs with the first arm.
+
+    Args:
+        runs: two or more; those with equal configurations apart from the seed form an arm.
+        scores: their scores.
+        level: level of the intervals.
+        effect: difference that the needed seeds should find; None means the observed one.
+
+    Raises:
+        HoneError: the runs have no prompts in common (code E-runs).
+    """
+    arms = split_arms([run.config for run in runs])
+    results = []
+    for other in arms[1:]:
+        paired, by_seed = _paired(runs, scores.values, arms[0], other)
+        result = compare_paired(paired, more_is_better=scores.more_is_better, level=level, effect=effect)
+        first, second = (tuple(runs[index].name for index in arm) for arm in (arms[0], other))
+        results.append(ArmComparison(scores.name, first, second, result, by_seed))
+    return results
+
+
+def _paired(
+    runs: Sequence[Run], values: Sequence[Mapping[str, float]], first: list[int], second: list[int]
+) -> tuple[PairedScores, bool]:
+    """Pair two arms by seed; without a common seed by the order of their seeds."""
+    sides = [
+        {str(runs[i].config.get(SEED, runs[i].record.get("seed"))): values[i] for i in arm} for arm in (first, second)
+    ]
+    by_seed = bool(sides[0].keys() & sides[1].keys())
+    if not by_seed:
+        sides = [dict(zip(map(str, range(len(side))), side.values(), strict=False)) for side in sides]
+    try:
+        return pair_scores(*sides), by_seed
+    except ValueError:
+        raise HoneError(
+            "the runs have no prompt in common, so nothing can be paired",
+            fix="compare runs that were validated on the same data.val_files",
+            code="E-runs",
+        ) from None
