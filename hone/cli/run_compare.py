@@ -99,37 +99,25 @@ def _last_and_best(summary: Summary) -> str:
 
 
 def print_confidence(console: Console, results: Sequence[ArmComparison]) -> None:
-    """Print each comparison of two arms as a row, and in words what limits it."""
-    if not results:
-        return
-    level = results[0].result.level
-    columns = (
-        "first>",
-        "second>",
-        "difference>",
-        f"{level:.0%} interval>",
-        "seeds x prompts>",
-        "verdict",
-        "seeds needed>",
-    )
-    table = new_table("score", "second arm", *columns)
+    """Print each comparison of two arms in words, and what limits it."""
     for item in results:
-        result = item.result
-        table.add_row(
-            item.score,
-            _arm(item.second),
-            number(result.first),
-            number(result.second),
-            f"{result.difference:+.4g}",
-            "" if math.isnan(result.low) else f"{result.low:+.4g} to {result.high:+.4g}",
-            f"{result.seeds} x {result.prompts}",
-            str(result.verdict),
-            "" if result.seeds_needed is None else str(result.seeds_needed),
-        )
-    console.print(f"first arm: {_arm(results[0].first)}", markup=False, highlight=False)
-    console.print(table)
-    for line in dict.fromkeys(line for item in results for line in limits(item)):
-        console.print(line, markup=False, highlight=False)
+        for line in confidence_lines(item):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def confidence_lines(item: ArmComparison) -> list[str]:
+    """Return the difference of two arms, its interval, the verdict, and what the interval leaves out, one a line."""
+    result = item.result
+    size = f"{result.seeds} seed{'s' * (result.seeds != 1)} x {result.prompts} prompt{'s' * (result.prompts != 1)}"
+    lines = [
+        f"{_arm(item.second)} (second) against {_arm(item.first)} (first), {item.score}:",
+        f"  {number(result.first)} -> {number(result.second)}, difference {result.difference:+.4g}, {size}",
+    ]
+    if not math.isnan(result.low):
+        lines.append(f"  {result.level:.0%} interval {result.low:+.4g} to {result.high:+.4g}: {result.verdict}")
+    if result.seeds_needed is not None:
+        lines.append(f"  seeds needed to find this difference with 80 % power: {result.seeds_needed}")
+    return lines + [f"  {line}" for line in limits(item)]
 
 
 def limits(item: ArmComparison) -> list[str]:

@@ -1,0 +1,107 @@
+"""Training runs that `hone twins` and `hone sweep` start, each in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOG = "output.log"
+_ALL = 1_000_000
+_SHOWN = 12  # last lines of a failed run's output in the error
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run to train.
+
+    Attributes:
+        words: arguments of the `hone` command.
+        directory: run directory.
+    """
+
+    words: tuple[str, ...]
+    directory: Path
+
+    @property
+    def finished(self) -> bool:
+        """True if the run has ended with all its steps."""
+        from hone.insight.run_directory import RunStatus, read_run
+        from hone.insight.run_files import RUN
+
+        return (self.directory / RUN).exists() and read_run(self.directory).get("status") == RunStatus.FINISHED.value
+
+
+def settings_of(program: str, directory: Path, overrides: Mapping[str, Any]) -> list[str]:
+    """Return overrides of a trial: its directory, resuming, all validation answers, and the given keys.
+
+    Args:
+        program: training command.
+        directory: run directory.
+        overrides: further keys.
+    """
+    from hone.config.overrides import hydra_value
+
+    keys: dict[str, Any] = {"trainer.default_local_dir": str(directory), "trainer.resume_mode": "auto"}
+    if program == "train":
+        keys["trainer.log_val_generations"] = _ALL
+    return [f"{key}={hydra_value(value)}" for key, value in (keys | dict(overrides)).items()]
+
+
+def run_trial(trial: Trial) -> None:
+    """Train a run to its end, its output in ``output.log`` of the run directory; a run that was cut off is resumed.
+
+    Raises:
+        HoneError: the run failed.
+        KeyboardInterrupt: interrupted; the run has saved a checkpoint.
+    """
+    from hone.errors import HoneError
+
+    trial.directory.mkdir(parents=True, exist_ok=True)
+    log = trial.directory / LOG
+    with log.open("ab") as output:
+        command = [sys.executable, "-m", "hone.cli.main", *trial.words]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        with _forwarding(process):
+            code = _wait(process)
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        raise KeyboardInterrupt
+    if code:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN:]
+        raise HoneError(
+            f"the run ended with exit code {code}:\n    " + "\n    ".join(lines),
+            where=str(trial.directory),
+            why="a comparison needs all its runs",
+            fix="correct what the message above names and run the same command: finished runs are not repeated",
+            code="E-runs",
+        )
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end; an interrupt, which reached the run too, lets it save first."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+
+
+@contextmanager
+def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass SIGTERM on to the run in the block, so that it saves and ends."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def file_words(file: Path, preset: str | None, overrides: Sequence[str]) -> list[str]:
+    """Return the arguments by which a training command reads a configuration file."""
+    chosen = ["--preset", preset] if preset else []
+    return ["--config-path", str(file.parent), "--config-name", file.name, *chosen, *overrides]
