@@ -46,6 +46,7 @@ COMMANDS = {
     "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
     "runs": Entry("hone.cli.runs", "List, show and compare runs, and print their samples."),
     "archive": Entry("hone.cli.archive", "Import rollouts of other programs, and export those of a run."),
+    "runs": Entry("hone.cli.runs", "List, show, compare and bisect runs; sheets and samples."),
     "twins": Entry("hone.cli.twins", "Train two configurations in pairs until one is better, or they are equal."),
     "episode": Entry("hone.cli.episode", "Continue a recorded episode from any of its turns."),
     "what-if": Entry("hone.cli.what_if", "Compute a stored step again with other methods, and compare."),

@@ -1,4 +1,4 @@
-"""`hone runs`: list, show and compare runs from their directories, print their samples, and account for their prompts."""
+"""`hone runs`: list, show, compare and bisect runs from their directories, and print sheets, samples and the fates of prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hone.cli import run_compare, run_coverage, run_engines, run_samples
+from hone.cli import run_bisect, run_compare, run_coverage, run_engines, run_samples, run_sheet
 from hone.cli.run_output import (
     CHARTS,
     PngOption,
@@ -41,10 +41,13 @@ _HIGHLIGHTS = (
 
 @app.callback()
 def group() -> None:
-    """List, show and compare runs, print their samples, account for their prompts, and change the number of engines."""
+    """List, show, compare and bisect runs, print sheets and samples, and change the number of engines."""
 
 
 app.command("compare")(run_compare.compare)
+app.command("bisect")(run_bisect.bisect)
+app.command("sheet")(run_sheet.sheet)
+app.command("note")(run_sheet.note)
 app.command("samples")(run_samples.samples)
 app.command("coverage")(run_coverage.coverage)
 app.command("engines")(run_engines.engines)

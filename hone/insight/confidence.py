@@ -55,6 +55,23 @@ def compare_arms(
     return results
 
 
+def compare_pair(first: Run, second: Run, scores: RunScores, *, level: float = 0.95) -> ArmComparison:
+    """Compare one run with another, whatever their configurations.
+
+    Args:
+        first: run to compare with.
+        second: the other run.
+        scores: their scores.
+        level: level of the interval.
+
+    Raises:
+        HoneError: the runs have no prompts in common (code E-runs).
+    """
+    paired, by_seed = _paired([first, second], scores.values, [0], [1])
+    result = compare_paired(paired, more_is_better=scores.more_is_better, level=level)
+    return ArmComparison(scores.name, (first.name,), (second.name,), result, by_seed)
+
+
 def _paired(
     runs: Sequence[Run], values: Sequence[Mapping[str, float]], first: list[int], second: list[int]
 ) -> tuple[PairedScores, bool]:
