@@ -44,7 +44,6 @@ COMMANDS = {
     "reward": Entry("hone.cli.reward", "Try a reward on answers of known quality."),
     "doctor": Entry("hone.cli.doctor", "Check this machine: versions, devices, limits, packages, credentials."),
     "plan": Entry("hone.cli.plan", "Predict memory and step time of a run, and find its placement."),
-    "runs": Entry("hone.cli.runs", "List, show and compare runs, and print their samples."),
     "archive": Entry("hone.cli.archive", "Import rollouts of other programs, and export those of a run."),
     "runs": Entry("hone.cli.runs", "List, show, compare and bisect runs; sheets and samples."),
     "twins": Entry("hone.cli.twins", "Train two configurations in pairs until one is better, or they are equal."),

@@ -5,6 +5,7 @@ This is the only reader of sample files for comparisons: :func:`stored_samples`.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import defaultdict
@@ -14,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import HoneError, did_you_mean
+from hone.insight.archive.read import open_archive
 from hone.insight.compare import Run, less_is_better
 from hone.insight.coverage.reading import read_coverage
 from hone.insight.run_files import COVERAGE_FILE
-from hone.insight.samples import read_records, steps_with_samples
 
 SCORE = "score"
 _MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+)/(?P<field>[^/]+)/mean@\d+")
@@ -46,10 +47,8 @@ def stored_samples(folder: Path) -> dict[int, Callable[[], Iterable[dict[str, An
         folder: ``rollouts`` or ``validation`` of a run directory.
     """
 
-    def reader(file: Path) -> Callable[[], Iterable[dict[str, Any]]]:
-        return lambda: read_records(file)
-
-    return {step: reader(file) for step, file in steps_with_samples(folder).items()}
+    archive = open_archive(folder)
+    return {step: functools.partial(archive.records, step) for step in archive.steps()}
 
 
 def scores_in_common(runs: Sequence[Run], metric: str | None = None) -> RunScores | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import HoneError
+from hone.insight.archive.read import open_archive
 from hone.insight.compare import Run
 from hone.insight.comparison.divergence import RunTrace
 from hone.insight.coverage.reading import read_coverage
@@ -26,7 +27,8 @@ def read_trace(run: Run) -> RunTrace:
     Raises:
         HoneError: ``coverage.jsonl`` is damaged (code E-runs).
     """
-    samples = stored_samples(run.path / "rollouts")
+    archive = open_archive(run.path / "rollouts")
+    samples = stored_samples(archive.folder)
     return RunTrace(
         config=run.config,
         circumstances=_circumstances(run.record),
@@ -35,6 +37,7 @@ def read_trace(run: Run) -> RunTrace:
         micro_batches=_readers(run.path / "microbatches", _micro_batch),
         metrics={int(row["step"]): row for row in run.metrics},
         weights=_readers(run.path / "checkpoints", _weights),
+        partial=[step for step in samples if not archive.complete(step)],
     )
 
 

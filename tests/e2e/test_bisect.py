@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.archives import archive
 from support.launch import hone
 from support.tiny_runs import make_tiny_runs, rl_words
 
 from hone.insight.compare import read_whole_run
 from hone.insight.comparison.divergence import Bisection, Stage, bisect_runs
-from hone.insight.run_directory import RunDirectory
 from hone.insight.run_scores import stored_samples
 from hone.insight.run_traces import read_trace
 
@@ -46,7 +46,7 @@ def bisected(good: Path, bad: Path, tolerance: float = 0.0) -> Bisection:
 def change_samples(run: Path, step: int, change: Callable[[list[dict[str, Any]]], None]) -> None:
     records = list(stored_samples(run / "rollouts")[step]())
     change(records)
-    RunDirectory(run).write_rollouts(step, records)
+    archive(run, step, records)
 
 
 def change_lines(file: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
@@ -100,14 +100,14 @@ def log_prob(run: Path) -> None:
 def reward(run: Path) -> None:
     def change(records):
         records[7]["score"] += 0.5
-        records[7]["advantage"] += 0.5
+        records[7]["advantages"] = [value + 0.5 for value in records[7]["advantages"]]
 
     change_samples(run, 2, change)
 
 
 def advantage(run: Path) -> None:
     def change(records):
-        records[1]["advantage"] *= -1
+        records[1]["advantages"] = [-value for value in records[1]["advantages"]]
 
     change_samples(run, 2, change)
 
@@ -145,7 +145,7 @@ PLANTED = [
     (token, Stage.TOKENS, 2, 5, "response token 5"),
     (log_prob, Stage.LOG_PROBS, 1, 3, "log-prob of response token 3"),
     (reward, Stage.REWARDS, 2, 7, "score"),
-    (advantage, Stage.ADVANTAGES, 2, 1, "mean advantage"),
+    (advantage, Stage.ADVANTAGES, 2, 1, "advantages of response token 1"),
     (micro_batch, Stage.MICRO_BATCHES, 2, None, "tokens of the micro-batch"),
     (loss, Stage.LOSS, 2, None, "actor/pg_loss"),
     (weights, Stage.WEIGHTS, 1, None, "model.layers.1.mlp.up_proj.weight"),

@@ -8,7 +8,7 @@ A stage is compared by the stored samples of the step where both runs have them,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
@@ -67,6 +67,13 @@ _KEYS: tuple[tuple[Stage, tuple[str, ...]], ...] = (
 )
 """Prefixes of keys, and the first stage that they act on."""
 
+TOKEN_COLUMNS = (
+    *((Stage.LOG_PROBS, name) for name in ("old_log_probs", "ref_log_probs", "entropy")),
+    *((Stage.ADVANTAGES, name) for name in ("values", "token_rewards", "advantages", "returns")),
+    *((Stage.LOSS, name) for name in ("correction", "loss_mask", "new_log_probs")),
+)
+"""Columns of the rollout archive by token, after those of sampling, with the stage that computes them."""
+
 _CAUSES = {
     Stage.DATA: "the dataset file, the chat template or the tokenizer changed",
     Stage.ORDER: "another seed, sampler or number of rows, or a run that was resumed at another place",
@@ -92,6 +99,7 @@ class RunTrace:
         micro_batches: reader of the facts of the saved micro-batch of a step, by name.
         metrics: metrics of each step.
         weights: reader of the tensors of each checkpoint: name to hash and L2 norm.
+        partial: steps with some of their samples: one that is absent there means nothing.
     """
 
     config: Mapping[str, Any]
@@ -101,6 +109,7 @@ class RunTrace:
     micro_batches: Mapping[int, Callable[[], Mapping[str, Any]]] = field(default_factory=dict)
     metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     weights: Mapping[int, Callable[[], Mapping[str, tuple[str, float]]]] = field(default_factory=dict)
+    partial: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -174,7 +183,9 @@ def _step_differences(good: RunTrace, bad: RunTrace, step: int, tolerance: float
     """Yield differences of a step in the order of its stages."""
     by_stage: dict[Stage, list[Divergence]] = {stage: [] for stage in Stage}
     if step in good.samples and step in bad.samples:
-        for item in _sample_differences(step, good.samples[step](), bad.samples[step](), tolerance):
+        stored = good.samples[step](), bad.samples[step]()
+        whole = step not in good.partial and step not in bad.partial
+        for item in _sample_differences(step, *stored, tolerance, whole=whole):
             by_stage[item.stage].append(item)
     if step in good.draws and step in bad.draws:
         pairs = enumerate(zip_longest(good.draws[step], bad.draws[step]), 1)
@@ -202,13 +213,14 @@ def _step_differences(good: RunTrace, bad: RunTrace, step: int, tolerance: float
 
 
 def _sample_differences(
-    step: int, good: Sequence[Record], bad: Sequence[Record], tolerance: float
+    step: int, good: Sequence[Record], bad: Sequence[Record], tolerance: float, *, whole: bool
 ) -> Iterator[Divergence]:
-    """Yield the differences between the samples of a step, in the order of the first run's samples."""
+    """Yield the differences between the samples of a step, in the order of the first run's; with ``whole`` also absent ones."""
     mine, other = _by_name(good), _by_name(bad)
     for name in mine:
         if name not in other:
-            yield Divergence(Stage.ORDER, step, name, "sample", "present", "absent")
+            if whole:
+                yield Divergence(Stage.ORDER, step, name, "sample", "present", "absent")
             continue
         pair = mine[name], other[name]
         for key in ("messages", "prompt", "ground_truth", "data_source", "prompt_ids"):
@@ -222,11 +234,10 @@ def _sample_differences(
         for key in dict.fromkeys([*terms[0], *terms[1]]):
             if not _same(terms[0].get(key), terms[1].get(key), tolerance):
                 yield Divergence(Stage.REWARDS, step, name, f"term {key}", terms[0].get(key), terms[1].get(key))
-        if not _same(pair[0].get("advantage"), pair[1].get("advantage"), tolerance):
-            values = pair[0].get("advantage"), pair[1].get("advantage")
-            yield Divergence(Stage.ADVANTAGES, step, name, "mean advantage", *values)
+        for stage, column in TOKEN_COLUMNS:
+            yield from _column_differences(stage, step, name, column, *(side.get(column) for side in pair), tolerance)
     for name in other:
-        if name not in mine:
+        if name not in mine and whole:
             yield Divergence(Stage.ORDER, step, name, "sample", "absent", "present")
 
 
@@ -248,6 +259,16 @@ def _token_differences(step: int, name: str, good: Record, bad: Record, toleranc
         yield Divergence(Stage.TOKENS, step, name, f"response token {token + 1}", *values)
     elif good.get("response_mask") != bad.get("response_mask"):
         yield Divergence(Stage.TOKENS, step, name, "response_mask", good["response_mask"], bad["response_mask"])
+
+
+def _column_differences(
+    stage: Stage, step: int, name: str, column: str, good: Any, bad: Any, tolerance: float
+) -> Iterator[Divergence]:
+    """Yield the first difference of a column by token, where both runs stored it."""
+    for number, (mine, other) in enumerate(zip(good or (), bad or (), strict=False), 1):
+        if not _same(mine, other, tolerance):
+            yield Divergence(stage, step, name, f"{column} of response token {number}", mine, other)
+            return
 
 
 def _by_name(records: Sequence[Record]) -> dict[str, Record]:

@@ -21,7 +21,7 @@ def root(tmp_path):
         run.start(seed=1, config_yaml=to_yaml(config), command=["hone", "train"])
         for step in range(1, 9):
             run.log_metrics(step, {"critic/rewards/mean": (0.1 + gain / 8) * step})
-        rest = {"index": 0, "part": 0, "data_source": "sums", "extra": {}, "terms": {}}
+        rest = {"index": 0, "part": 0, "data_source": "sums", "extra": {}, "terms": {}, "text": ""}
         noise = random.Random(0)
         scores = [noise.random() + gain + noise.gauss(0, 0.01) for _ in range(20)]
         run.write_validation(8, [rest | {"uid": f"v:{n}", "score": score} for n, score in enumerate(scores)])
