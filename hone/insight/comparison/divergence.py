@@ -235,7 +235,7 @@ def _sample_differences(
             if not _same(terms[0].get(key), terms[1].get(key), tolerance):
                 yield Divergence(Stage.REWARDS, step, name, f"term {key}", terms[0].get(key), terms[1].get(key))
         for stage, column in TOKEN_COLUMNS:
-            yield from _column_differences(stage, step, name, column, *(side.get(column) for side in pair), tolerance)
+            yield from _column_differences(stage, step, name, column, pair, tolerance)
     for name in other:
         if name not in mine and whole:
             yield Divergence(Stage.ORDER, step, name, "sample", "absent", "present")
@@ -262,10 +262,11 @@ def _token_differences(step: int, name: str, good: Record, bad: Record, toleranc
 
 
 def _column_differences(
-    stage: Stage, step: int, name: str, column: str, good: Any, bad: Any, tolerance: float
+    stage: Stage, step: int, name: str, column: str, pair: tuple[Record, Record], tolerance: float
 ) -> Iterator[Divergence]:
     """Yield the first difference of a column by token, where both runs stored it."""
-    for number, (mine, other) in enumerate(zip(good or (), bad or (), strict=False), 1):
+    good, bad = (side.get(column) or () for side in pair)
+    for number, (mine, other) in enumerate(zip(good, bad, strict=False), 1):
         if not _same(mine, other, tolerance):
             yield Divergence(stage, step, name, f"{column} of response token {number}", mine, other)
             return
