@@ -202,15 +202,23 @@ def redact_value(text: str) -> str:
     return _QUERY.sub(_hidden_parameter, text)
 
 
+def redact_credentials(text: str) -> str:
+    """Hide what has the form of a credential, and values of :func:`hide_variables`; names, URLs and prose stay.
+
+    >>> redact_credentials("password=x, token hf_aBcDeFgHiJkLmNoPqRsTuVwX")
+    'password=x, token <redacted>'
+    """
+    text = _variables_hidden(text)
+    return _LOOKS_SECRET.sub(HIDDEN, _PRIVATE_KEY.sub(rf"\1{HIDDEN}\2", text))
+
+
 def redact_text(text: str) -> str:
     """Hide credentials as :func:`redact_value` does, and every value assigned to a secret name inside ``text``.
 
     >>> redact_text("+reward.kwargs={api_key: abc123, max_tokens: 5}")
     '+reward.kwargs={api_key: <redacted>, max_tokens: 5}'
     """
-    for value in sorted(_variables, key=len, reverse=True):
-        text = text.replace(value, _variables[value])
-    text, redacted, position = redact_value(text), [], 0
+    text, redacted, position = redact_value(_variables_hidden(text)), [], 0
     while match := _NAME.search(text, position):
         redacted.append(text[position : match.end()])
         position = match.end()
@@ -275,6 +283,12 @@ def _options_hidden(words: Sequence[str]) -> list[str]:
         _hidden(word) if option.startswith("-") and "=" not in option and is_secret_name(option) else word
         for option, word in zip(before, words, strict=False)
     ]
+
+
+def _variables_hidden(text: str) -> str:
+    for value in sorted(_variables, key=len, reverse=True):
+        text = text.replace(value, _variables[value])
+    return text
 
 
 def _hidden(value: Any) -> str:

@@ -416,7 +416,7 @@ class RLTrainer:
     async def _train(self) -> None:
         """Train and save until the last step, or until a stop request."""
         trainer, session = self.config.trainer, self.session
-        if self.weight_sync.copies:
+        if self.weight_sync.copies or self.step:  # a resumed engine that shares the weights does not know their version
             await self._publish()
         await self.archive.begin()
         lacks_validation = self.validation_missing and not self.validator.is_logged(self.step)

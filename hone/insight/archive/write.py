@@ -12,12 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hone.insight.archive.schema import COLUMNS, JSON, ROWS_KEY, TEXT, VERSION, VERSION_KEY, Column, arrow_schema
+from hone.insight.redaction import redact_credentials
 from hone.insight.run_files import atomic_file, jsonable
 from hone.text import valid_text
 
 VOCABULARY = "vocabulary.parquet"
 STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 _ROW_GROUP = 1000
+_SPELLED = ("prompt", "messages", "text", "episode")
+"""Columns whose text the token ids of the row spell."""
 
 
 def step_file(folder: Path, step: int) -> Path:
@@ -27,6 +30,8 @@ def step_file(folder: Path, step: int) -> Path:
 
 def to_table(records: Iterable[Mapping[str, Any]], columns: Mapping[str, pa.Array] | None = None) -> pa.Table:
     """Convert records to a table with all columns of the archive; missing values are null.
+
+    Credentials are hidden in texts. A row in whose conversation one was hidden has no token ids, because they spell it.
 
     Args:
         records: one mapping per sequence. Keys that the archive does not have are an error.
@@ -40,16 +45,23 @@ def to_table(records: Iterable[Mapping[str, Any]], columns: Mapping[str, pa.Arra
     unknown = {name for record in records for name in record} | set(columns) - set(schema.names)
     if unknown := sorted(unknown - set(schema.names)):
         raise ValueError(f"the archive has no column {', '.join(unknown)}")
-    arrays = [
-        columns[column.name]
-        if column.name in columns
-        else pa.array([_encoded(record.get(column.name), column) for record in records], schema.field(column.name).type)
-        for column in COLUMNS
-    ]
+    arrays, secret_rows = [], set[int]()
+    for column in COLUMNS:
+        if column.name in columns:
+            arrays.append(columns[column.name])
+            continue
+        values = [record.get(column.name) for record in records]
+        if column.kind in (TEXT, JSON):
+            encoded = [None if value is None else _encoded(value, column) for value in values]
+            values = [None if text is None else _redacted(text, column) for text in encoded]
+            if column.name in _SPELLED:
+                secret_rows |= {row for row, text in enumerate(encoded) if text != values[row]}
+        arrays.append(pa.array(values, schema.field(column.name).type))
     empty = [column.name for column, array in zip(COLUMNS, arrays, strict=True) if column.required and array.null_count]
     if empty:
         raise ValueError(f"rows of the archive lack {', '.join(empty)}")
-    return pa.table(arrays, schema=schema)
+    table = pa.table(arrays, schema=schema)
+    return _without_ids(table, secret_rows) if secret_rows else table
 
 
 def write_step(folder: Path, step: int, table: pa.Table, *, rows: int | None = None) -> Path:
@@ -84,9 +96,31 @@ def write_vocabulary(folder: Path, texts: Sequence[str]) -> Path:
     return folder / VOCABULARY
 
 
-def _encoded(value: Any, column: Column) -> Any:
-    if value is None:
-        return None
-    if column.kind == JSON:
-        return valid_text(json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False))
-    return valid_text(str(value)) if column.kind == TEXT else value
+def _encoded(value: Any, column: Column) -> str:
+    text = json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False) if column.kind == JSON else str(value)
+    return valid_text(text)
+
+
+def _redacted(text: str, column: Column) -> str:
+    """Hide credentials in a text or in the strings of a JSON value."""
+    redacted = redact_credentials(text)
+    if redacted == text or column.kind == TEXT:
+        return redacted
+    return json.dumps(_redacted_tree(json.loads(text)), ensure_ascii=False)
+
+
+def _redacted_tree(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {redact_credentials(name): _redacted_tree(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_redacted_tree(entry) for entry in value]
+    return redact_credentials(value) if isinstance(value, str) else value
+
+
+def _without_ids(table: pa.Table, rows: set[int]) -> pa.Table:
+    """Return the table with null token ids in these rows: the ids spell what was hidden."""
+    for name in ("prompt_ids", "response_ids"):
+        values = [None if row in rows else ids for row, ids in enumerate(table[name].to_pylist())]
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, table.schema.field(name), pa.array(values, table.schema.field(name).type))
+    return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -15,7 +16,8 @@ from support.examples import examples
 from support.messages import raises
 
 from hone.errors import HoneError
-from hone.insight.archive.read import open_archive, require_archive
+from hone.insight import redaction
+from hone.insight.archive.read import open_archive, require_archive, table_records
 from hone.insight.archive.schema import COLUMNS, FLOATS, INT, INTS, JSON, NUMBER, VERSION_KEY
 from hone.insight.archive.write import step_file, to_table, write_step, write_vocabulary
 
@@ -109,3 +111,39 @@ def test_a_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
         write_step(tmp_path, 1, to_table([row("b")]))
     assert [file.name for file in tmp_path.iterdir()] == ["step_1.parquet"]
     assert next(open_archive(tmp_path).records(1, ["uid"])) == {"uid": "a"}
+
+
+TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZ"
+
+
+@pytest.mark.parametrize(
+    ("record", "keeps_ids"),
+    [
+        ({"text": f"the token is {TOKEN}."}, False),
+        ({"prompt": TOKEN}, False),
+        ({"messages": [{"role": "user", "content": f"use {TOKEN}"}]}, False),
+        ({"episode": {"tool_calls": [{"result": f'"{TOKEN}"', "seconds": 0.5}]}}, False),
+        ({"episode": {"messages": [{"content": "-----BEGIN PRIVATE KEY-----\nabc\ndef"}]}}, False),
+        ({"extra": {"judge": f"saw {TOKEN}"}}, True),
+        ({"error": f"401 for {TOKEN}"}, True),
+        ({"text": "password=abc and sk-1, prompt_key: hf_short"}, True),
+    ],
+)
+def test_credentials_are_hidden_and_so_are_their_tokens(record: dict[str, Any], keeps_ids: bool) -> None:
+    ids = {"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [1, 1]}
+    rows = [row("a", 0, **ids), row("a", 1, **ids, **record)]
+    clean, shown = table_records(to_table(rows))
+    assert TOKEN not in json.dumps(shown) and "abc\\ndef" not in json.dumps(shown)
+    assert (clean["prompt_ids"], clean["response_ids"]) == ([1], [2, 3])
+    assert (shown["prompt_ids"], shown["response_ids"]) == (([1], [2, 3]) if keeps_ids else (None, None))
+    assert shown["response_mask"] == [1, 1]
+    (name,) = record
+    same = json.loads(json.dumps(record[name]).replace(TOKEN, "<redacted>"))
+    assert shown[name] == same or name == "episode"
+
+
+def test_variables_of_the_configuration_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_variables", {})
+    redaction.hide_variables({"SEARCH_KEY": "plain-but-secret"})
+    (shown,) = table_records(to_table([row("a", text="it is plain-but-secret", response_ids=[1])]))
+    assert (shown["text"], shown["response_ids"]) == ("it is ${oc.env:SEARCH_KEY}", None)
