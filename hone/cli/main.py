@@ -47,6 +47,7 @@ COMMANDS = {
     "archive": Entry("hone.cli.archive", "Import rollouts of other programs, and export those of a run."),
     "runs": Entry("hone.cli.runs", "List, show, compare and bisect runs; sheets and samples."),
     "twins": Entry("hone.cli.twins", "Train two configurations in pairs until one is better, or they are equal."),
+    "sweep": Entry("hone.cli.sweep", "Train a grid or random draws of a configuration, and rank them."),
     "episode": Entry("hone.cli.episode", "Continue a recorded episode from any of its turns."),
     "what-if": Entry("hone.cli.what_if", "Compute a stored step again with other methods, and compare."),
     "oracle": Entry("hone.cli.oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),

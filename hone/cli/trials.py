@@ -23,10 +23,12 @@ class Trial:
     Attributes:
         words: arguments of the `hone` command.
         directory: run directory.
+        cwd: directory in which the command runs; None means the current one.
     """
 
     words: tuple[str, ...]
     directory: Path
+    cwd: Path | None = None
 
     @property
     def finished(self) -> bool:
@@ -66,7 +68,8 @@ def run_trial(trial: Trial) -> None:
     log = trial.directory / LOG
     with log.open("ab") as output:
         command = [sys.executable, "-m", "hone.cli.main", *trial.words]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=trial.cwd, **streams, start_new_session=True)
         with _forwarding(process):
             code = _wait(process)
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
@@ -83,12 +86,12 @@ def run_trial(trial: Trial) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end; an interrupt, which reached the run too, lets it save first."""
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        raise
+    """Wait for the end; an interrupt is passed on to the run, which saves first."""
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
 
 
 @contextmanager
