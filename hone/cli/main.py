@@ -48,6 +48,7 @@ COMMANDS = {
     "runs": Entry("hone.cli.runs", "List, show, compare and bisect runs; sheets and samples."),
     "twins": Entry("hone.cli.twins", "Train two configurations in pairs until one is better, or they are equal."),
     "sweep": Entry("hone.cli.sweep", "Train a grid or random draws of a configuration, and rank them."),
+    "view": Entry("hone.cli.view", "Look at runs in a browser: curves, answers, tokens, episodes."),
     "episode": Entry("hone.cli.episode", "Continue a recorded episode from any of its turns."),
     "what-if": Entry("hone.cli.what_if", "Compute a stored step again with other methods, and compare."),
     "oracle": Entry("hone.cli.oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),

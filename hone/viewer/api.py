@@ -1,0 +1,91 @@
+"""Addresses of the page's data: one function each, from parameters to JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hone.errors import HoneError
+from hone.viewer import groups
+from hone.viewer.queries import NUMBERS, WORDS
+from hone.viewer.run import Archived, ViewedRun
+
+
+class Workspace:
+    """The runs of one viewer, by name.
+
+    Args:
+        runs: name to run directory.
+    """
+
+    def __init__(self, runs: Mapping[str, Path]) -> None:
+        self.runs = {name: ViewedRun(path, name) for name, path in runs.items()}
+
+    def run(self, parameters: Mapping[str, Any]) -> ViewedRun:
+        """Return the run that the parameters name; the first without a name.
+
+        Raises:
+            HoneError: there is no such run.
+        """
+        name = str(parameters.get("run") or next(iter(self.runs)))
+        if name not in self.runs:
+            raise HoneError(f"no run '{name}'", fix=f"one of {', '.join(self.runs)}", code="E-view-address")
+        return self.runs[name]
+
+    def archived(self, parameters: Mapping[str, Any]) -> Archived:
+        """Return the archive that the parameters name (``run`` and ``kind``)."""
+        return self.run(parameters).archived(str(parameters.get("kind") or "rollouts"))
+
+
+def integer(parameters: Mapping[str, Any], name: str, default: int = 0) -> int:
+    """Return a parameter that is a whole number.
+
+    Raises:
+        HoneError: it is not (code E-view-address).
+    """
+    value = parameters.get(name)
+    try:
+        return default if value in (None, "") else int(value)  # type: ignore[arg-type]
+    except ValueError:
+        raise HoneError(f"{name}={value} is not a whole number", code="E-view-address") from None
+
+
+def _runs(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return {
+        "runs": [run.state() for run in workspace.runs.values()],
+        "columns": {"numbers": NUMBERS, "words": WORDS},
+    }
+
+
+def _state(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return workspace.run(parameters).state()
+
+
+def _page(parameters: Mapping[str, str]) -> tuple[str, str, int, int]:
+    offset, limit = max(0, integer(parameters, "offset")), max(1, integer(parameters, "limit", 100))
+    return parameters.get("q", ""), parameters.get("sort", ""), offset, limit
+
+
+def _groups(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return groups.group_list(workspace.archived(parameters), *_page(parameters))
+
+
+def _answers(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return groups.answer_list(workspace.archived(parameters), *_page(parameters))
+
+
+def _group(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return groups.one_group(workspace.archived(parameters), integer(parameters, "step"), parameters.get("uid", ""))
+
+
+READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
+    "runs": _runs,
+    "state": _state,
+    "groups": _groups,
+    "answers": _answers,
+    "group": _group,
+}
+"""Answers to GET."""
+WRITES: dict[str, Callable[[Workspace, Any], Any]] = {}
+"""Answers to POST."""
