@@ -80,16 +80,22 @@ class Diagnoses:
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[Diagnosis]:
         """Log what the metrics of a step show, and return it."""
+        due = self.due(step, metrics)
+        for diagnosis in due:
+            causes = "".join(
+                f"\n  {number}. {c.evidence}. Fix: {c.fix}" for number, c in enumerate(diagnosis.causes, 1)
+            )
+            log.warning("diagnosis, step %d: %s.\n  Why it matters: %s%s", step, diagnosis.what, diagnosis.why, causes)
+        return due
+
+    def due(self, step: int, metrics: Mapping[str, float]) -> list[Diagnosis]:
+        """Return what the metrics of a step show, without what was reported in the last :data:`COOLDOWN` steps."""
         due = []
         for diagnosis in (self._zero_reward(metrics), self._ratio_explosion(metrics)):
             if diagnosis is None or step - self._reported.get(diagnosis.name, -COOLDOWN) < COOLDOWN:
                 continue
             self._reported[diagnosis.name] = step
             due.append(diagnosis)
-            causes = "".join(
-                f"\n  {number}. {c.evidence}. Fix: {c.fix}" for number, c in enumerate(diagnosis.causes, 1)
-            )
-            log.warning("diagnosis, step %d: %s.\n  Why it matters: %s%s", step, diagnosis.what, diagnosis.why, causes)
         return due
 
     def _zero_reward(self, metrics: Mapping[str, float]) -> Diagnosis | None:

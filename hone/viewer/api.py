@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import HoneError
-from hone.viewer import groups
+from hone.viewer import (
+    comparison,
+    episodes,
+    groups,
+    labels,
+    overview,
+    prompts,
+    questions,
+    rescoring,
+    selections,
+    tokens,
+)
 from hone.viewer.queries import NUMBERS, WORDS
 from hone.viewer.run import Archived, ViewedRun
 
@@ -79,13 +90,96 @@ def _group(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     return groups.one_group(workspace.archived(parameters), integer(parameters, "step"), parameters.get("uid", ""))
 
 
+def _overview(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return overview.overview(workspace.run(parameters))
+
+
+def _alerts(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return [vars(alert) for alert in overview.alerts(workspace.run(parameters))]
+
+
+def _metrics(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return overview.metrics(workspace.run(parameters))
+
+
+def _tokens(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    address = (
+        integer(parameters, "step"),
+        parameters.get("uid", ""),
+        integer(parameters, "index"),
+        integer(parameters, "part"),
+    )
+    return tokens.token_list(workspace.run(parameters), workspace.archived(parameters), *address)
+
+
+def _episode(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return episodes.one_episode(
+        workspace.archived(parameters),
+        integer(parameters, "step"),
+        parameters.get("uid", ""),
+        integer(parameters, "index"),
+    )
+
+
+def _prompts(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    query, sort, offset, limit = _page(parameters)
+    return prompts.prompt_list(workspace.archived(parameters), query, parameters.get("course", ""), sort, offset, limit)
+
+
+def _prompt(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    archived = workspace.archived(parameters)
+    return prompts.one_prompt(
+        archived, parameters.get("source", ""), integer(parameters, "row", -1), parameters.get("uid", "")
+    )
+
+
+def _questions(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return questions.question_list(workspace.archived(parameters))
+
+
+def _compare(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    kind = parameters.get("kind") or "rollouts"
+    sides = []
+    for side in ("a", "b"):
+        archived = workspace.archived({"run": parameters.get(f"run_{side}"), "kind": kind})
+        sides += [archived, parameters.get(f"q_{side}", "")]
+    return comparison.compare(*sides)
+
+
+def _labels(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return labels.label_list(workspace.run(parameters), parameters.get("kind") or "rollouts")
+
+
+def _selection(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return selections.selection(workspace.archived(parameters), parameters.get("q", ""), parameters.get("form", "sft"))
+
+
+def _label(workspace: Workspace, body: Any) -> Any:
+    return labels.add_label(workspace.run(body), body.get("kind") or "rollouts", body)
+
+
+def _rescore(workspace: Workspace, body: Any) -> Any:
+    return rescoring.rescore(workspace.run(body), str(body.get("reward") or ""))
+
+
 READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
     "runs": _runs,
     "state": _state,
     "groups": _groups,
     "answers": _answers,
     "group": _group,
+    "overview": _overview,
+    "alerts": _alerts,
+    "compare": _compare,
+    "labels": _labels,
+    "selection": _selection,
+    "metrics": _metrics,
+    "tokens": _tokens,
+    "episode": _episode,
+    "prompts": _prompts,
+    "prompt": _prompt,
+    "questions": _questions,
 }
-"""Answers to GET."""
-WRITES: dict[str, Callable[[Workspace, Any], Any]] = {}
+"""Answers to GET; a :class:`~hone.viewer.selections.Download` is saved as a file."""
+WRITES: dict[str, Callable[[Workspace, Any], Any]] = {"label": _label, "rescore": _rescore}
 """Answers to POST."""

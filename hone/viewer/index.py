@@ -125,7 +125,7 @@ class RunIndex:
                 except FileNotFoundError:
                     continue
                 present[step] = (stat.st_mtime_ns, stat.st_size)
-            self._unread = {step: stamp for step, stamp in present.items() if self._stamp(step) != stamp}
+            self._unread = {step: stamp for step, stamp in present.items() if self.stamp(step) != stamp}
             removed = set(self._steps) - set(present)
             for step in removed:
                 del self._steps[step]
@@ -178,7 +178,8 @@ class RunIndex:
 
     # reading ---------------------------------------------------------------------------------------------------------
 
-    def _stamp(self, step: int) -> tuple[int, int] | None:
+    def stamp(self, step: int) -> tuple[int, int] | None:
+        """Return modification time and size of the file of a step, as it was read; None for an unknown step."""
         return self._steps[step].stamp if step in self._steps else None
 
     def _reading(self) -> bool:
@@ -299,7 +300,7 @@ def heavy_columns(archive: Archive, step: int) -> tuple[dict[str, np.ndarray], p
     """Return the heavy columns of a step, except ``end``, whose texts are the second value.
 
     ``influence`` is the sum over the loss tokens of |advantage x correction|; ``same`` is a hash of the text; ``lag`` is how many
-    updates lie between the oldest token and the newest of the step.
+    updates separate the oldest token from the newest of the step.
     """
     table = archive.table(step, [*_TOKEN_COLUMNS, "text", "episode"])
     ragged = {name: Ragged.from_column(table[name]) for name in _TOKEN_COLUMNS}

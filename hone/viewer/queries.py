@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,8 +48,12 @@ WORDS = {
     "source": "data source",
     "stop": "stop reason",
     "end": "end of an episode",
+    "is": "rejected, longer, identical or equal",
+    "label": "label or comment of a person",
 }
 """Columns of texts that a query can compare."""
+MASKS: dict[str, Callable[[Any, Rows, str], np.ndarray]] = {}
+"""Columns that are computed by a function of an archive, its rows and the value; filled by the modules that define them."""
 _COMPARISON = re.compile(r"(-?)([a-z_]+)(<=|>=|!=|<|>|=|:)(.+)", re.DOTALL)
 _SEARCHED = ("prompt", "text", "episode")
 _HELD_BYTES = 512 * 2**20
@@ -148,8 +154,17 @@ class Search:
         return self._held[step]
 
 
-def matching(index: RunIndex, search: Search, rows: Rows, query: str) -> np.ndarray:
+def matching(
+    index: RunIndex, search: Search, rows: Rows, query: str, masks: Callable[[str, str], np.ndarray]
+) -> np.ndarray:
     """Return which rows a query leaves.
+
+    Args:
+        index: index of the archive.
+        search: text search in it.
+        rows: its rows.
+        query: the query.
+        masks: function from a column of :data:`MASKS` and a value to the rows that have it.
 
     Raises:
         HoneError: the query cannot be parsed.
@@ -159,6 +174,9 @@ def matching(index: RunIndex, search: Search, rows: Rows, query: str) -> np.ndar
     for condition in conditions:
         if not condition.column:
             kept = search.mask(rows, condition.value, mask)
+        elif condition.column in MASKS:
+            kept = masks(condition.column, condition.value)
+            kept = ~kept if condition.operator == "!=" else kept
         elif condition.column in CODES:
             kept = _has_text(index, rows, condition)
         else:

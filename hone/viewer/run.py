@@ -15,14 +15,14 @@ import numpy as np
 from hone.errors import HoneError
 from hone.insight.compare import Run, read_whole_run
 from hone.viewer.index import CODES, Rows, RunIndex
-from hone.viewer.queries import Groups, Search, group_rows, matching
+from hone.viewer.queries import MASKS, Groups, Search, group_rows, matching
 
 T = TypeVar("T")
 
 KINDS = ("rollouts", "validation")
 _PAUSE = 0.5
 """Seconds between two looks at the directory."""
-_HELD = 64
+_HELD = 128
 """Answers to earlier questions that are kept."""
 
 
@@ -31,9 +31,12 @@ class Archived:
 
     Args:
         folder: folder of the archive.
+        run_path: directory of the run.
+        kind: a name of :data:`KINDS`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run_path: Path, kind: str) -> None:
+        self.run_path, self.kind = run_path, kind
         self.index = RunIndex(folder)
         self.search = Search(self.index)
         self._looked = 0.0
@@ -42,6 +45,9 @@ class Archived:
         self._masks: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
         self._prompts: OrderedDict[int, list[str]] = OrderedDict()
         self._records: OrderedDict[tuple[Any, ...], list[dict[str, Any]]] = OrderedDict()
+        self._derived: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._vocabulary: list[str] | None = None
+        self._vocabulary_stamp = 0
 
     def rows(self) -> Rows:
         """Return all rows; new files are noticed."""
@@ -59,7 +65,28 @@ class Archived:
 
     def matching(self, rows: Rows, query: str) -> np.ndarray:
         """Return which rows a query leaves."""
-        return _kept(self._masks, (rows.version, query), lambda: matching(self.index, self.search, rows, query))
+        if "label:" in query:  # a label can be added at any time
+            return self._matching(rows, query)
+        return _kept(self._masks, (rows.version, query), lambda: self._matching(rows, query))
+
+    def _matching(self, rows: Rows, query: str) -> np.ndarray:
+        return matching(self.index, self.search, rows, query, lambda name, value: MASKS[name](self, rows, value))
+
+    def derived(self, name: str, rows: Rows, make: Callable[[], T]) -> T:
+        """Return something computed from all rows; it is computed again when they change."""
+        return _kept(self._derived, (name, rows.version), make)
+
+    def derived_of_step(self, name: str, step: int, make: Callable[[], T]) -> T:
+        """Return something computed from the file of a step; it is computed again when the file changes."""
+        return _kept(self._derived, (name, step, self.index.stamp(step)), make, held=4096)
+
+    def vocabulary(self) -> list[str] | None:
+        """Return the text of every token id; None if the run has none. It is read again when the file changed."""
+        file = self.index.archive.folder / "vocabulary.parquet"
+        stamp = file.stat().st_mtime_ns if file.exists() else 1
+        if stamp != self._vocabulary_stamp:
+            self._vocabulary, self._vocabulary_stamp = self.index.archive.vocabulary(), stamp
+        return self._vocabulary
 
     def prompts(self, step: int) -> list[str]:
         """Return the prompts of a step by row."""
@@ -117,8 +144,8 @@ class ViewedRun:
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
         self._archives = {
-            "rollouts": Archived(path / "rollouts" if (path / "rollouts").is_dir() else path),
-            "validation": Archived(path / "validation"),
+            "rollouts": Archived(path / "rollouts" if (path / "rollouts").is_dir() else path, path, "rollouts"),
+            "validation": Archived(path / "validation", path, "validation"),
         }
         self._run: tuple[tuple[int, ...], Run] | None = None
 
@@ -160,8 +187,16 @@ class ViewedRun:
             "reading": progress["reading"],
             "broken": progress["broken"],
             "version": progress["version"],
+            "range": self._range(),
+            "labels": labels.stat().st_mtime_ns if (labels := self.path / "labels.jsonl").exists() else 0,
             "validation": self.archived("validation").index.archive.steps(),
         }
+
+    def _range(self) -> list[Any]:
+        """Return the lowest and the highest score."""
+        scores = self.archived("rollouts").index.rows()["score"]
+        known = scores[np.isfinite(scores)]
+        return [number(known.min()), number(known.max())] if len(known) else [0, 1]
 
 
 def _kept(cache: OrderedDict[Any, T], key: Any, make: Callable[[], T], *, held: int = _HELD) -> T:

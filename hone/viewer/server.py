@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
@@ -19,6 +20,7 @@ from starlette.routing import Route
 
 from hone.errors import HoneError
 from hone.viewer.api import READS, WRITES, Workspace
+from hone.viewer.selections import Download
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -100,7 +102,11 @@ class Viewer:
         def answer(request: Request) -> Response:
             if not self._allowed(request):
                 return _refusal()
-            return JSONResponse(read(self._workspace, request.query_params))
+            result = read(self._workspace, request.query_params)
+            if isinstance(result, Download):
+                headers = {"Content-Disposition": f'attachment; filename="{result.name}"'}
+                return Response(result.text, media_type="application/jsonl", headers=headers)
+            return JSONResponse(result)
 
         return answer
 
@@ -112,8 +118,6 @@ class Viewer:
                 return _refusal()
             if int(request.headers.get("content-length", _MAX_BODY + 1)) > _MAX_BODY:
                 return PlainTextResponse("too large", status_code=413)
-            from starlette.concurrency import run_in_threadpool
-
             result = await run_in_threadpool(write, self._workspace, await request.json())
             return JSONResponse(result)
 

@@ -3,12 +3,27 @@ import { html, render, useState, useEffect, useRef } from "./vendor/preact.js";
 import { get, link, go, useRoute, useKeys, handleKey, embedded, fmt } from "./lib.js";
 import { Failure, Toasts, Segments } from "./widgets.js";
 import { Groups, GroupPage } from "./groups.js";
+import { RunPage } from "./run.js";
+import { TokensPage } from "./tokens.js";
+import { Prompts, PromptPage } from "./prompts.js";
+import { Questions, Answers } from "./questions.js";
+import { EpisodePage } from "./episode.js";
+import { Compare, Rescore } from "./compare.js";
 
 const POLL = 1000;
 
 const VIEWS = {
+  run: { title: "Run", key: "r", draw: RunPage },
   groups: { title: "Groups", key: "g", draw: Groups, filters: true },
   group: { parent: "groups", draw: GroupPage },
+  tokens: { parent: "groups", draw: TokensPage },
+  episode: { parent: "groups", draw: EpisodePage },
+  answers: { title: "Answers", key: "a", draw: Answers, filters: true },
+  prompts: { title: "Prompts", key: "p", draw: Prompts, filters: true },
+  prompt: { parent: "prompts", draw: PromptPage },
+  questions: { title: "Questions", key: "q", draw: Questions },
+  compare: { title: "Compare", key: "c", draw: Compare },
+  rescore: { title: "Re-score", key: "s", draw: Rescore },
 };
 
 function useTheme() {
@@ -72,7 +87,7 @@ function App() {
   }, []);
   const state = runs?.runs.find((run) => run.name === route.run) || runs?.runs[0];
   const run = state?.name || "";
-  const view = VIEWS[route.view] ? route.view : "groups";
+  const view = VIEWS[route.view] ? route.view : "run";
   useEffect(() => {
     if (runs && (!route.run || !VIEWS[route.view])) go(link(run, view), true);
   }, [runs, route.run, route.view]);
@@ -118,7 +133,7 @@ function SearchField({ field, route, run, view, columns }) {
   useEffect(() => setText(route.params.q || ""), [route.params.q, view]);
   const timer = useRef(0);
   const apply = (value) => {
-    const target = VIEWS[view].filters ? view : "groups";
+    const target = VIEWS[view].filters ? view : "answers";
     go(link(run, target, [], { ...(target === view ? route.params : { kind: route.params.kind }), q: value }), target === view);
   };
   const changed = (value) => {

@@ -39,10 +39,14 @@ export function GroupPage({ route }) {
   return html`<${Group} run=${route.run} kind=${route.params.kind} step=${step} uid=${uid} q=${route.params.q} key=${`${step} ${uid}`} alone />`;
 }
 
-export function Group({ run, kind, step, uid, q, alone }) {
+export function Group({ run, kind, step, uid, q, alone, index, part }) {
   const { data, error } = useData("group", { run, kind, step, uid });
   const [current, setCurrent] = useState(0);
   const answers = data?.answers || [];
+  useEffect(() => {
+    const place = answers.findIndex((answer) => answer.index === index && answer.part === part);
+    if (place >= 0) setCurrent(place);
+  }, [data, index, part]);
   const target = (view) => answers[current] && go(link(run, view, [step, uid, answers[current].index, answers[current].part], { kind }));
   useKeys({
     h: () => setCurrent((value) => Math.max(0, value - 1)),
@@ -54,7 +58,7 @@ export function Group({ run, kind, step, uid, q, alone }) {
   });
   useEffect(() => {
     document.querySelector('.answer[aria-current="true"]')?.scrollIntoView({ block: "nearest", inline: "nearest" });
-  }, [current]);
+  }, [current, data]);
   if (error) return html`<${Failure} error=${error} />`;
   if (!data) return null;
   return html`

@@ -1,0 +1,48 @@
+// Ready questions, and the flat list of answers that they and filters open.
+import { html, useState, useEffect } from "./vendor/preact.js";
+import { useData, link, go, fmt, signed, tone, plural, useKeys } from "./lib.js";
+import { VirtualList, SortHead, Failure, Nothing, useRows } from "./widgets.js";
+import { Group } from "./groups.js";
+
+export function Questions({ route, state }) {
+  const { kind } = route.params;
+  const { data, error } = useData("questions", { run: route.run, kind }, state.version);
+  if (error) return html`<${Failure} error=${error} />`;
+  return html`<div class="scroll"><div class="pad"><h1 style=${{ marginBottom: "4px" }}>Questions</h1>
+    <p class="muted" style=${{ marginBottom: "16px" }}>Each is a filter with an order; change it in the list that it opens.${state.reading ? ` Numbers grow while ${state.steps.length - state.deep} steps are still being indexed.` : ""}</p>
+    <div class="questions">${(data || []).map((question) => html`<a key=${question.name} class="card question ${question.count ? "" : "none"}" href=${link(route.run, question.view, [], { kind, q: question.query, sort: question.sort })}>
+      <span class="row"><b class="grow">${question.title}</b><span class="num ${question.count ? "score" : "faint"}">${fmt(question.count)}</span></span>
+      <span class="muted">${question.about}</span><code class="faint">${question.query}${question.sort && `  ·  by ${question.sort.replace(/^-(.*)/, "$1, largest first")}`}</code></a>`)}</div></div></div>`;
+}
+
+const MEASURES = ["ratio", "gap", "influence", "entropy", "toolerrors", "seconds", "lag", "correction"];
+
+export function Answers({ route, state }) {
+  const { q = "", sort = "", kind = "" } = route.params;
+  const rows = useRows("answers", { run: route.run, kind, q, sort }, "answers", state.version);
+  const [selected, setSelected] = useState({ place: null, answer: null });
+  useEffect(() => setSelected({ place: null, answer: null }), [rows.key]);
+  const name = sort.replace(/^-/, "");
+  const measure = MEASURES.includes(name) ? name : MEASURES.find((other) => q.includes(other)) || "entropy";
+  const columns = [["step", "step"], [null, "prompt"], ["index", "#"], ["score", "score", "right"], ["advantage", "adv", "right"], ["tokens", "tokens", "right"], [measure, measure, "right"]];
+  const first = rows.total ? rows.row(0) : null;
+  const shown = selected.answer || first;
+  const open = (answer) => answer && go(link(route.run, "tokens", [answer.step, answer.uid, answer.index, answer.part], { kind }));
+  useKeys({ t: () => open(shown) });
+  return html`<div class="split"><section aria-label="answers">
+    <${SortHead} columns="cols-answers" names=${columns} sort=${sort} onSort=${(next) => go(link(route.run, "answers", [], { ...route.params, sort: next }), true)} />
+    ${rows.error && html`<${Failure} error=${rows.error} />`}
+    <${VirtualList} rows=${rows} height=${44} columns="cols-answers" label="answers" selected=${selected.answer ? selected.place : first ? 0 : null} onSelect=${(place, answer) => setSelected({ place, answer })} onOpen=${open}
+      draw=${(answer) => html`<span class="num faint">${answer.step}</span>
+        <span class="two-lines"><span class="ellipsis" style=${{ display: "block" }}>${answer.prompt || answer.uid}</span><span><span class="ellipsis">${answer.source} · ${answer.uid}</span>${answer.stop === "length" && html`<span class="chip warn">length</span>`}${answer.error > 0 && html`<span class="chip neg">no verdict</span>`}${answer.toolerrors > 0 && html`<span class="chip neg">${plural(answer.toolerrors, "tool error")}</span>`}</span></span>
+        <span class="num faint">${answer.index}</span><span class="num right">${fmt(answer.score)}</span><span class="num right ${tone(answer.advantage)}">${signed(answer.advantage, 2)}</span><span class="num right muted">${fmt(answer.tokens)}</span><span class="num right">${fmt(answer[measure])}</span>`} />
+    ${rows.total === 0 && !rows.error && html`<${Nothing} title="No answer matches">${q && "Change the filter: / edits it."}</${Nothing}>`}
+    <div class="bar foot"><span class="count num">${plural(rows.total ?? 0, "answer")}</span><span class="grow"></span><${Download} run=${route.run} kind=${kind} q=${q} /></div>
+  </section><section aria-label="group">${shown ? html`<${Group} key=${`${shown.step} ${shown.uid}`} run=${route.run} kind=${kind} step=${shown.step} uid=${shown.uid} q=${q} index=${shown.index} part=${shown.part} />` : html`<${Nothing} title="No answer selected" />`}</section></div>`;
+}
+
+// Links that save the answers of a filter as a dataset.
+export function Download({ run, kind, q }) {
+  const address = (form) => `api/selection?${new URLSearchParams({ run, kind: kind || "", q: q || "", form })}`;
+  return html`<span class="muted">save as</span><a class="button small" href=${address("sft")} download title="conversations for hone sft">SFT</a><a class="button small" href=${address("pairs")} download title="best and worst answer of each group, for hone prefer">pairs</a>`;
+}

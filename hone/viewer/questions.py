@@ -1,0 +1,157 @@
+"""Ready questions about a run: each is a query, with the order in which its answers are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hone.errors import HoneError
+from hone.viewer.index import Rows, RunIndex
+from hone.viewer.prompts import prompts_of, right_score
+from hone.viewer.queries import MASKS
+from hone.viewer.run import Archived
+
+_TAIL = 240
+"""Characters at the end of an answer in which the expected one is looked for."""
+_LONG = 100
+"""Most characters of an expected answer that is looked for."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One ready question.
+
+    Attributes:
+        name: name in addresses.
+        title: the question.
+        about: what an answer means.
+        view: ``answers`` or ``groups``.
+        query: query of :mod:`hone.viewer.queries`.
+        sort: order of the list.
+    """
+
+    name: str
+    title: str
+    about: str
+    view: str
+    query: str
+    sort: str = ""
+
+
+QUESTIONS = (
+    Question("rejected", "Right answer rejected?", "The end of the answer has the expected text, and the score is low: look at the "
+             "reward's parsing.", "answers", "is:rejected"),
+    Question("longer", "Reward up while length explodes?", "The prompt's answers score no worse than at its first visit and are at "
+             "least twice as long.", "groups", "is:longer", "-tokens"),
+    Question("identical", "Identical answers?", "At least half of a group's answers are the same text: too little exploration.",
+             "groups", "is:identical"),
+    Question("equal", "Groups that taught nothing?", "All answers have the same score, so every advantage is 0.", "groups", "is:equal"),
+    Question("tools", "Which tool calls failed?", "A call was malformed, unknown, too slow, or raised.", "answers", "toolerrors>0",
+             "-toolerrors"),
+    Question("ratio", "Largest log-ratio?", "The update moved these tokens most: new minus old log-prob.", "answers", "ratio>0", "-ratio"),
+    Question("gap", "Where do engine and trainer disagree?", "Largest difference of their log-probs on a token.", "answers", "gap>0",
+             "-gap"),
+    Question("influence", "Most influential on the update?", "Largest sum of |advantage x correction| over the tokens of the loss.",
+             "answers", "influence>0", "-influence"),
+    Question("cut", "Cut off by the length limit?", "The answer has no end, and mostly no result.", "answers", "stop:length", "-tokens"),
+    Question("verdict", "Without a verdict?", "The reward failed on these answers.", "answers", "error=1"),
+)  # fmt: skip
+
+
+def question_list(archived: Archived) -> list[dict[str, Any]]:
+    """Return the questions, each with the number of rows that it finds."""
+    rows = archived.rows()
+    return [asdict(question) | {"count": int(archived.matching(rows, question.query).sum())} for question in QUESTIONS]
+
+
+def _group_of_rows(archived: Archived, rows: Rows) -> np.ndarray:
+    """Return the number of each row's group."""
+    groups = archived.groups(rows)
+    result = np.zeros(len(rows), np.int64)
+    result[groups.order] = np.repeat(np.arange(len(groups)), np.diff(groups.starts))
+    return result
+
+
+def _equal(archived: Archived, rows: Rows) -> np.ndarray:
+    groups = archived.groups(rows)
+    return ((groups.columns["spread"] == 0) & (groups.columns["n"] > 1))[_group_of_rows(archived, rows)]
+
+
+def _identical(archived: Archived, rows: Rows) -> np.ndarray:
+    group, same = _group_of_rows(archived, rows), rows["same"]
+    known = ~np.isnan(same)
+    _, place, counts = np.unique(
+        group * 2**32 + np.nan_to_num(same).astype(np.int64), return_inverse=True, return_counts=True
+    )
+    size = archived.groups(rows).columns["n"][group]
+    return known & (counts[place] * 2 >= size) & (size > 1)
+
+
+def _longer(archived: Archived, rows: Rows) -> np.ndarray:
+    groups, prompts = archived.groups(rows), prompts_of(archived)
+    begins = np.repeat(prompts.order[prompts.starts[:-1]], np.diff(prompts.starts)) if len(groups) else prompts.order
+    first = np.zeros(len(groups), np.int64)
+    first[prompts.order] = begins
+    tokens, score = groups.columns["tokens"], groups.columns["score"]
+    with np.errstate(invalid="ignore"):
+        longer = (tokens >= 2 * tokens[first]) & (score >= score[first])
+    return longer[_group_of_rows(archived, rows)]
+
+
+def _rejected(archived: Archived, rows: Rows) -> np.ndarray:
+    low = rows["score"] < right_score(rows["score"])
+    result = np.zeros(len(rows), bool)
+    for step in np.unique(rows["step"][low]).tolist():
+        places = np.flatnonzero(rows["step"] == step)
+        ends = archived.derived_of_step("rejected", int(step), lambda step=int(step): ends_right(archived.index, step))
+        if len(ends) == len(places):
+            result[places] = ends
+    return result & low
+
+
+def ends_right(index: RunIndex, step: int) -> np.ndarray:
+    """Return for each row of a step whether the expected text is a word near the end of the answer."""
+    try:
+        table = index.archive.table(step, ["text", "ground_truth"])
+    except HoneError:
+        return np.zeros(0, bool)
+    pairs = zip(table["text"].to_pylist(), table["ground_truth"].to_pylist(), strict=True)
+    patterns: dict[str, re.Pattern[str] | None] = {}
+    result = []
+    for text, encoded in pairs:
+        if encoded is not None and encoded not in patterns:
+            patterns[encoded] = _pattern(json.loads(encoded))
+        pattern = patterns.get(encoded) if encoded is not None else None
+        result.append(pattern is not None and pattern.search(text[-_TAIL:]) is not None)
+    return np.array(result, bool)
+
+
+def _pattern(expected: Any) -> re.Pattern[str] | None:
+    """Return the pattern of an expected answer as a word; None for one that cannot be looked for."""
+    if isinstance(expected, Mapping):
+        expected = next((expected[name] for name in ("answer", "target", "ground_truth") if name in expected), None)
+    if isinstance(expected, list) and len(expected) == 1:
+        expected = expected[0]
+    if isinstance(expected, bool) or not isinstance(expected, (str, int, float)):
+        return None
+    text = str(expected).strip()
+    if not text or len(text) > _LONG:
+        return None
+    return re.compile(rf"(?<![\w.,-]){re.escape(text)}(?![\w]|[.,]\d)")
+
+
+_IS = {"rejected": _rejected, "longer": _longer, "identical": _identical, "equal": _equal}
+
+
+def _is(archived: Archived, rows: Rows, value: str) -> np.ndarray:
+    if value not in _IS:
+        raise HoneError(f"'is' has no '{value}'", fix=f"is:{' is:'.join(_IS)}", code="E-view-query")
+    return _IS[value](archived, rows)
+
+
+MASKS["is"] = _is

@@ -1,0 +1,111 @@
+"""Tokens of one answer with every number the run kept about them, and the chain from reward to weight in the update."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hone.insight.archive.schema import COLUMNS
+from hone.viewer.run import Archived, ViewedRun, number, numbers, plain
+
+_ACTOR = "actor_rollout_ref.actor"
+_CHAIN = "hone.insight.archive.chain"
+KEYS = {
+    "reward": "reward.*",
+    "advantage": "algorithm.adv_estimator",
+    "correction": "algorithm.rollout_correction",
+    "mask": "algorithm.rollout_correction",
+    "ratio": f"{_ACTOR}.policy_loss.loss_mode",
+}
+"""Config key of each stored factor."""
+
+
+def token_list(run: ViewedRun, archived: Archived, step: int, uid: str, index: int, part: int) -> dict[str, Any]:
+    """Return the tokens of a sequence.
+
+    Returns:
+        ``prompt`` (texts of the prompt's tokens), ``texts`` and ``ids`` of the response, ``columns`` (name to one value per token), and
+        ``chain``: factors with ``name``, ``key``, ``config`` (value of the key) and ``values``.
+
+    Raises:
+        HoneError: there is no such sequence.
+    """
+    record = archived.record(step, uid, index, part)
+    vocabulary = archived.vocabulary()
+    ids = record["response_ids"] or []
+    columns = {
+        column.name: numbers(record[column.name])
+        for column in COLUMNS
+        if column.by_token and column.name != "response_ids" and record[column.name] is not None
+    }
+    columns |= _differences(record)
+    facts = (
+        "step",
+        "uid",
+        "index",
+        "part",
+        "fate",
+        "score",
+        "stop_reason",
+        "terms",
+        "prompt",
+        "text",
+        "data_source",
+        "row",
+    )
+    return {
+        **{name: plain(record[name]) for name in facts},
+        "prompt_texts": _texts(record["prompt_ids"] or [], vocabulary),
+        "texts": _texts(ids, vocabulary) if ids else [record["text"]],
+        "ids": ids,
+        "columns": columns,
+        "chain": chain(record, run.read().config),
+    }
+
+
+def _texts(ids: Sequence[int], vocabulary: Sequence[str] | None) -> list[str]:
+    if vocabulary is None:
+        return [f"⟨{token}⟩" for token in ids]
+    return [vocabulary[token] if 0 <= token < len(vocabulary) else f"⟨{token}⟩" for token in ids]
+
+
+def _differences(record: Mapping[str, Any]) -> dict[str, list[Any]]:
+    pairs = {
+        "log_ratio": ("new_log_probs", "old_log_probs"),
+        "engine_gap": ("old_log_probs", "rollout_log_probs"),
+        "reference_gap": ("old_log_probs", "ref_log_probs"),
+    }
+    mask = record["response_mask"] or []
+    return {
+        name: [
+            number(left - right) if chosen and left is not None and right is not None else None
+            for left, right, chosen in zip(record[first], record[second], mask, strict=False)
+        ]
+        for name, (first, second) in pairs.items()
+        if record[first] is not None and record[second] is not None
+    }
+
+
+def chain(record: Mapping[str, Any], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the factors of every token's weight in the update, from the reward on, each with its config key.
+
+    Without :func:`hone.insight.archive.chain.token_chain` the factors end with the ratio.
+    """
+    if importlib.util.find_spec(_CHAIN) is not None:
+        module = importlib.import_module(_CHAIN)
+        return [plain(factor) for factor in module.token_chain(record, config)]
+    ids, mask = record["response_ids"] or [], record["response_mask"] or []
+    loss = record["loss_mask"] or mask
+    score = record["score"]
+    factors: list[tuple[str, Any]] = [
+        ("reward", record["token_rewards"] or [score] * len(ids)),
+        ("advantage", record["advantages"]),
+        ("correction", record["correction"]),
+        ("mask", loss),
+    ]
+    return [
+        {"name": name, "key": KEYS[name], "config": plain(config.get(KEYS[name])), "values": numbers(values)}
+        for name, values in factors
+        if values is not None
+    ]
