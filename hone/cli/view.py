@@ -26,6 +26,12 @@ def command(
         ),
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="print the address, open no browser")] = False,
+    export: Annotated[
+        Path | None, typer.Option("--export", help="write one HTML file to send to a colleague, and start no server")
+    ] = None,
+    query: Annotated[
+        str, typer.Option("--filter", help="groups to export, such as 'score<0.5'; by default those of the newest step")
+    ] = "",
 ) -> None:
     """Look at runs in a browser: curves, groups of answers, tokens, episodes, comparisons.
 
@@ -33,4 +39,4 @@ def command(
     """
     from hone.viewer.command import ViewRequest, view
 
-    view(ViewRequest(runs or (), root, host, port, token, not no_browser))
+    view(ViewRequest(runs or (), root, host, port, token, not no_browser, export, query))

@@ -94,6 +94,10 @@ def _overview(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     return overview.overview(workspace.run(parameters))
 
 
+def _config(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return overview.config(workspace.run(parameters))
+
+
 def _alerts(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
     return [vars(alert) for alert in overview.alerts(workspace.run(parameters))]
 
@@ -170,6 +174,7 @@ READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
     "group": _group,
     "overview": _overview,
     "alerts": _alerts,
+    "config": _config,
     "compare": _compare,
     "labels": _labels,
     "selection": _selection,

@@ -25,6 +25,8 @@ class ViewRequest:
     port: int = 8750
     token: str | None = None
     open_browser: bool = True
+    export: Path | None = None
+    query: str = ""
 
 
 def chosen_runs(names: Sequence[str], root: Path) -> dict[str, Path]:
@@ -49,11 +51,18 @@ def chosen_runs(names: Sequence[str], root: Path) -> dict[str, Path]:
 
 
 def view(request: ViewRequest) -> None:
-    """Serve the page in the foreground, until a signal.
+    """Serve the page in the foreground, until a signal; with ``export`` write one file instead.
 
     Raises:
         HoneError: a run does not exist, the address is not available, or the packages are missing.
     """
+    if request.export is not None:
+        from hone.viewer.api import Workspace
+        from hone.viewer.export import export
+
+        written = export(Workspace(chosen_runs(request.runs, request.root)), request.export, request.query)
+        log.info("wrote %s: %d groups, %.1f MB", request.export, written["groups"], written["bytes"] / 1e6)
+        return
     try:
         from hone.agents.serving.server import HttpServer
         from hone.viewer.server import Viewer

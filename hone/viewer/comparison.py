@@ -18,7 +18,7 @@ from hone.viewer.run import Archived, number
 SAMPLED = 1500
 """Most answers of a side that are read for phrases and tools."""
 _WORD = re.compile(r"\w+|[^\w\s]")
-_LONGEST = 3
+_LONGEST = 5
 _PHRASES, _PAIRS = 24, 400
 
 
@@ -129,9 +129,9 @@ def _shares(first: Counter[str], second: Counter[str]) -> list[dict[str, Any]]:
 
 
 def phrases(first: list[str], second: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return the phrases of one to three words whose share of answers differs most, by the z score of the difference.
+    """Return the phrases of one to five words whose share of answers differs most, by the z score of the difference.
 
-    A phrase within a longer one that is as frequent is left out.
+    A phrase that overlaps with one of a larger difference is left out.
     """
     counters = []
     for texts in (first, second):
@@ -141,7 +141,7 @@ def phrases(first: list[str], second: list[str]) -> dict[str, list[dict[str, Any
             found = {
                 tuple(words[at : at + size]) for size in range(1, _LONGEST + 1) for at in range(len(words) - size + 1)
             }
-            counter.update(phrase for phrase in found if any(word.isalpha() for word in phrase))
+            counter.update(phrase for phrase in found if phrase[0].isalpha() and phrase[-1].isalpha())
         counters.append(counter)
     sizes = [max(1, len(first)), max(1, len(second))]
     scored = []
@@ -154,22 +154,23 @@ def phrases(first: list[str], second: list[str]) -> dict[str, list[dict[str, Any
         deviation = math.sqrt(max(pooled * (1 - pooled), 1e-9) * (1 / sizes[0] + 1 / sizes[1]))
         scored.append(((shares[1] - shares[0]) / deviation, phrase, shares))
     return {
-        "more": _without_parts(sorted(scored, key=lambda entry: (-entry[0], -len(entry[1]))), 1),
-        "less": _without_parts(sorted(scored, key=lambda entry: (entry[0], -len(entry[1]))), -1),
+        "more": _without_parts(sorted(scored, key=lambda entry: (-round(entry[0], 1), -len(entry[1]), entry[1])), 1),
+        "less": _without_parts(sorted(scored, key=lambda entry: (round(entry[0], 1), -len(entry[1]), entry[1])), -1),
     }
 
 
 def _without_parts(scored: list[tuple[float, tuple[str, ...], list[float]]], sign: int) -> list[dict[str, Any]]:
+    """Return the best phrases; an overlap is a pair of neighbouring words, or a single word, that a better phrase has."""
     kept: list[dict[str, Any]] = []
-    phrases_kept: list[tuple[str, tuple[str, ...]]] = []
+    taken: set[tuple[str, ...]] = set()
     for z, phrase, shares in scored:
         if len(kept) == _PHRASES or z * sign < 2:
             break
-        shown = re.sub(r" ([^\w\s])", r"\1", " ".join(phrase))
-        words = f" {' '.join(phrase)} "
-        if any(words in f" {' '.join(other)} " or f" {' '.join(other)} " in words for _, other in phrases_kept):
+        parts = {phrase[at : at + 2] for at in range(len(phrase) - 1)} if len(phrase) > 1 else {phrase}
+        if parts & taken:
             continue
-        phrases_kept.append((shown, phrase))
+        taken |= parts | {(word,) for word in phrase}
+        shown = re.sub(r" ([^\w\s])", r"\1", " ".join(phrase))
         kept.append({"phrase": shown, "first": shares[0], "second": shares[1], "z": round(z, 2)})
     return kept
 

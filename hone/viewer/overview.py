@@ -30,7 +30,7 @@ def metrics(run: ViewedRun) -> dict[str, Any]:
 
 
 def overview(run: ViewedRun) -> dict[str, Any]:
-    """Return the facts of a run: record, config with sources, and the ledger of fates."""
+    """Return the facts of a run: record, and the ledger of fates."""
     read = run.read()
     return {
         "name": run.name,
@@ -38,9 +38,14 @@ def overview(run: ViewedRun) -> dict[str, Any]:
         "status": read.status,
         "seconds": number(read.seconds) if read.seconds is not None else None,
         "record": plain({name: value for name, value in read.record.items() if name not in _SLOW}),
-        "config": config_sources(read.config, [str(word) for word in read.record.get("command", [])]),
         "ledger": ledger(run.path),
     }
+
+
+def config(run: ViewedRun) -> list[dict[str, Any]]:
+    """Return every key of a run's config, see :func:`config_sources`."""
+    read = run.read()
+    return config_sources(read.config, [str(word) for word in read.record.get("command", [])])
 
 
 # alerts --------------------------------------------------------------------------------------------------------------

@@ -105,6 +105,7 @@ def _longer(archived: Archived, rows: Rows) -> np.ndarray:
 
 def _rejected(archived: Archived, rows: Rows) -> np.ndarray:
     low = rows["score"] < right_score(rows["score"])
+    low &= rows["stop"] != (archived.index.code("stop", "length") or -1)
     result = np.zeros(len(rows), bool)
     for step in np.unique(rows["step"][low]).tolist():
         places = np.flatnonzero(rows["step"] == step)

@@ -2,7 +2,7 @@
 import { html, useRef, useLayoutEffect } from "./vendor/preact.js";
 import { fmt } from "./lib.js";
 
-const SERIES = ["--accent", "--neg", "--pos", "--warn", "--muted", "--faint"];
+const SERIES = ["--accent", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6"];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const FONT = "11px Inter, system-ui, sans-serif";
 
@@ -24,7 +24,7 @@ export function Chart({ title, steps, series, stacked, theme, height = 132, mark
     const drawn = series.map((one, place) => {
       const colour = css(SERIES[place % SERIES.length]);
       const few = one.values.filter((value) => value !== null).length <= 24;
-      return { label: one.name, stroke: colour, width: stacked ? 0.5 : 1.5, fill: stacked ? `${colour}${place ? "88" : "aa"}` : undefined, spanGaps: true, points: { show: few && !stacked, size: 4, fill: colour } };
+      return { label: one.name, stroke: colour, width: stacked ? 0.5 : 1.5, fill: stacked ? `color-mix(in oklab, ${colour} 62%, ${css("--panel")})` : undefined, spanGaps: true, points: { show: few && !stacked, size: 4, fill: colour } };
     });
     const write = (plot, place) => {
       if (!legend.current) return;
@@ -38,7 +38,7 @@ export function Chart({ title, steps, series, stacked, theme, height = 132, mark
       padding: [8, 6, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "steps" }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: stacked ? { range: (plot, low, high) => [0, high * 1.06 || 1] } : {} },
       axes: [
         { ...axis, size: 20, gap: 2, grid: { show: false }, space: 60 },
         { ...axis, size: 44, gap: 4, space: 28, values: (plot, ticks) => ticks.map((tick) => compact(tick)) },

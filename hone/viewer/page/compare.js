@@ -6,10 +6,11 @@ import { Failure, Nothing } from "./widgets.js";
 const NUMBERS = [["answers", "answers"], ["score", "mean score"], ["right", "right"], ["tokens", "tokens"], ["entropy", "entropy"], ["turns", "turns"], ["calls", "tool calls"], ["toolerrors", "tool errors"]];
 
 export function Compare({ route, state, runs }) {
-  const first = state.steps[0];
-  const last = state.steps[state.steps.length - 1];
+  const fifth = Math.max(1, Math.round(state.steps.length / 5));
+  const early = state.steps[fifth - 1];
+  const late = state.steps[state.steps.length - fifth];
   const { kind } = route.params;
-  const given = { run_a: route.run, q_a: `step=${first}`, run_b: route.run, q_b: `step=${last}`, ...route.params };
+  const given = { run_a: route.run, q_a: `step<=${early}`, run_b: route.run, q_b: `step>=${late}`, ...route.params };
   const [form, setForm] = useState(given);
   const { data, error, loading } = useData(state.steps.length ? "compare" : "", { run_a: given.run_a, q_a: given.q_a, run_b: given.run_b, q_b: given.q_b, kind });
   const apply = (event) => {

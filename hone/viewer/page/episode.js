@@ -70,8 +70,13 @@ function Entry({ entry, children }) {
   </li>`;
 }
 
+function readable(value) {
+  const line = JSON.stringify(value);
+  return line.length < 90 ? line : JSON.stringify(value, null, 1);
+}
+
 function Call({ call }) {
   return html`<div class="call card">
     <div class="row"><b class="mono">${call.name || "?"}</b><span class="chip ${call.status === "ok" ? "pos" : "neg"}">${call.status}</span>${call.attempts > 1 && html`<span class="chip warn">${call.attempts} tries</span>`}${call.truncated && html`<span class="chip warn">output cut</span>`}${call.reward ? html`<span class="chip ${tone(call.reward)}">reward ${signed(call.reward)}</span>` : ""}<span class="grow"></span>${call.seconds !== undefined && html`<span class="num faint">${seconds(call.seconds)}</span>`}</div>
-    <dl class="io"><dt>in</dt><dd class="text">${call.arguments === null ? html`<span class="neg">not readable</span>` : JSON.stringify(call.arguments, null, 1)}</dd><dt>out</dt><dd class="text">${call.result}</dd></dl></div>`;
+    <dl class="io"><dt>in</dt><dd class="text">${call.arguments === null ? html`<span class="neg">not readable</span>` : readable(call.arguments)}</dd><dt>out</dt><dd class="text">${call.result}</dd></dl></div>`;
 }

@@ -35,7 +35,7 @@ export function RunPage({ route, state, theme }) {
     ${tab === "curves" && metrics.data && html`<${Curves} metrics=${metrics.data} alerts=${alerts.data || []} route=${route} theme=${theme} />`}
     ${tab === "time" && metrics.data && html`<${Time} metrics=${metrics.data} theme=${theme} />`}
     ${tab === "ledger" && html`<${Ledger} ledger=${overview.data.ledger} theme=${theme} />`}
-    ${tab === "config" && html`<${Config} config=${overview.data.config} command=${record.command || []} />`}
+    ${tab === "config" && html`<${Config} run=${route.run} command=${record.command || []} />`}
     ${tab === "environment" && html`<${Environment} record=${record} />`}
   </div></div>`;
 }
@@ -56,7 +56,7 @@ function Curves({ metrics, alerts, route, theme }) {
   const [space, setSpace] = useState("main");
   const [filter, setFilter] = useState("");
   const names = Object.keys(metrics.columns);
-  const main = [...new Set([...metrics.headline, ...HEADLINE])].filter((name) => names.includes(name));
+  const main = [...new Set([...metrics.headline.filter((name) => name.startsWith("val-core/")), ...HEADLINE, ...metrics.headline])].filter((name) => names.includes(name));
   const spaces = [...new Set(names.map((name) => name.split("/")[0]))];
   const shown = filter ? names.filter((name) => name.toLowerCase().includes(filter.toLowerCase())) : space === "main" ? main : names.filter((name) => name.startsWith(`${space}/`) || name === space);
   if (!names.length) return html`<p class="muted">The run has no metrics yet.</p>`;
@@ -105,7 +105,8 @@ function Ledger({ ledger, theme }) {
 
 const text = (value) => (value === null || value === undefined ? "null" : typeof value === "string" ? value || '""' : JSON.stringify(value));
 
-function Config({ config, command }) {
+function Config({ run, command }) {
+  const config = useData("config", { run }).data || [];
   const [filter, setFilter] = useState("");
   const [all, setAll] = useState(false);
   const shown = config.filter((entry) => (all || filter || entry.source !== "default") && `${entry.key} ${text(entry.value)} ${entry.source}`.toLowerCase().includes(filter.toLowerCase()));

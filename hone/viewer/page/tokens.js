@@ -16,6 +16,7 @@ const MODES = [
   ["surprise", "surprise", "single"],
 ];
 const BLOCK = 400;
+const SIGNED = ["reward", "advantage", "share"];
 const ABOUT = {
   advantages: "advantage of the token", log_ratio: "new minus old log-prob: how far the update moved the token", engine_gap: "trainer minus engine log-prob, same weights",
   entropy: "entropy of the distribution in nats", correction: "weight of the rollout correction", loss_mask: "tokens that the update learned from; others were given, or rejected",
@@ -87,7 +88,7 @@ function limitOf(values) {
 function colourOf([, , kind], values) {
   const limit = limitOf(kind === "around1" ? values.map((value) => (value === null ? null : value - 1)) : values);
   const lowest = Math.min(...values.filter((value) => value !== null && value >= 0));
-  const mix = (variable, share) => `color-mix(in oklab, var(${variable}) ${Math.round(Math.min(1, share) * 62)}%, transparent)`;
+  const mix = (variable, share) => `color-mix(in oklab, var(${variable}) ${Math.round(Math.min(1, share) * 50)}%, transparent)`;
   return (value) => {
     if (value === null) return "";
     if (kind === "mask") return value ? mix("--pos", 0.45) : mix("--neg", 0.3);
@@ -152,8 +153,8 @@ function Inspector({ data, columns, at }) {
   const rest = ["log_ratio", "engine_gap", "reference_gap", "old_log_probs", "new_log_probs", "rollout_log_probs", "sampling_log_probs", "ref_log_probs", "entropy", "values", "returns", "token_versions"].filter((name) => columns[name]);
   return html`<section class="stack">
     <div class="row"><code class="token-text">${JSON.stringify(data.texts[at]).slice(1, -1) || "∅"}</code><span class="grow"></span><span class="faint num">${at} · id ${data.ids[at] ?? "–"}</span></div>
-    <ol class="chain">${data.chain.map((factor) => html`<li key=${factor.name} class=${factor.values[at] === 0 ? "zero" : ""}>
-      <div class="row"><span>${factor.name}</span><span class="grow"></span><b class="num">${signed(factor.values[at], 4)}</b></div>
+    <ol class="chain">${data.chain.map((factor) => html`<li key=${factor.name} class=${factor.values[at] === 0 && factor.name !== "reward" ? "zero" : ""}>
+      <div class="row"><span>${factor.name}</span><span class="grow"></span><b class="num">${SIGNED.includes(factor.name) ? signed(factor.values[at], 4) : fmt(factor.values[at], 4)}</b></div>
       <div class="row faint mono"><span class="ellipsis" title=${factor.key}>${factor.key}</span>${factor.config !== null && factor.config !== undefined && html`<span class="ellipsis">= ${typeof factor.config === "object" ? JSON.stringify(factor.config) : factor.config}</span>`}</div></li>`)}</ol>
     ${why && html`<p class="chip-block warn">${why}</p>`}
     <dl class="terms">${rest.map((name) => html`<dt key=${name}>${name.replaceAll("_", " ")}</dt><dd>${fmt(columns[name][at], 4)}</dd>`)}
