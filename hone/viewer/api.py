@@ -138,7 +138,11 @@ def _prompt(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
 
 
 def _questions(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
-    return questions.question_list(workspace.archived(parameters))
+    return [vars(question) for question in questions.QUESTIONS]
+
+
+def _count(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
+    return questions.count(workspace.archived(parameters), parameters.get("question", ""))
 
 
 def _compare(workspace: Workspace, parameters: Mapping[str, str]) -> Any:
@@ -184,6 +188,7 @@ READS: dict[str, Callable[[Workspace, Mapping[str, str]], Any]] = {
     "prompts": _prompts,
     "prompt": _prompt,
     "questions": _questions,
+    "count": _count,
 }
 """Answers to GET; a :class:`~hone.viewer.selections.Download` is saved as a file."""
 WRITES: dict[str, Callable[[Workspace, Any], Any]] = {"label": _label, "rescore": _rescore}

@@ -138,10 +138,10 @@ def phrases(first: list[str], second: list[str]) -> dict[str, list[dict[str, Any
         counter: Counter[tuple[str, ...]] = Counter()
         for text in texts:
             words = [word.lower() for word in _WORD.findall(text[:6000])]
-            found = {
+            present = {
                 tuple(words[at : at + size]) for size in range(1, _LONGEST + 1) for at in range(len(words) - size + 1)
             }
-            counter.update(phrase for phrase in found if phrase[0].isalpha() and phrase[-1].isalpha())
+            counter.update(phrase for phrase in present if phrase[0].isalpha() and phrase[-1].isalpha())
         counters.append(counter)
     sizes = [max(1, len(first)), max(1, len(second))]
     scored = []

@@ -69,10 +69,7 @@ def _quoted(value: str) -> str:
 def _run_answers(workspace: Workspace, run: str) -> dict[str, Any]:
     key, runs = _ask(workspace, "runs", {})
     runs["runs"] = [state for state in runs["runs"] if state["name"] == run]
-    questions = [
-        _ask(workspace, name, {"run": run})
-        for name in ("overview", "metrics", "alerts", "config", "questions", "labels")
-    ]
+    questions = [_ask(workspace, name, {"run": run}) for name in ("overview", "metrics", "alerts", "config", "labels")]
     return {key: runs, **dict(questions)}
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 
 from hone.errors import HoneError
 from hone.insight.archive.read import Archive, open_archive
 
+pc: Any = pyarrow.compute  # its functions are made at run time, which type checkers do not see
 CODES = ("uid", "fate", "source", "stop", "end")
 """Columns of texts; the index holds a code for each, and :attr:`RunIndex.texts` the texts. Code 0 is the empty text."""
 LIGHT = {
@@ -41,7 +42,7 @@ HEAVY = (
     *("turns", "calls", "toolerrors", "end", "same"),
 )
 """Columns computed in the background; NaN, or code 0, until then."""
-AT_ONCE = 0.4
+AT_ONCE = 0.25
 """Seconds of reading before the first answer."""
 _TOKEN_COLUMNS = (
     *("response_ids", "response_mask", "loss_mask", "token_versions", "rollout_log_probs", "old_log_probs"),
@@ -305,7 +306,7 @@ def heavy_columns(archive: Archive, step: int) -> tuple[dict[str, np.ndarray], p
     table = archive.table(step, [*_TOKEN_COLUMNS, "text", "episode"])
     ragged = {name: Ragged.from_column(table[name]) for name in _TOKEN_COLUMNS}
     mask, length = ragged["response_mask"], len(table)
-    columns = {"tokens": ragged["response_ids"].lengths.astype(np.float32)}
+    columns: dict[str, np.ndarray] = {"tokens": ragged["response_ids"].lengths.astype(np.float32)}
     offsets, chosen = mask.offsets, mask.values.astype(np.float32)
     columns["sampled"] = sampled = np.nan_to_num(_by_row(np.add, chosen, offsets))
     safe = np.maximum(sampled, 1)
@@ -340,7 +341,8 @@ def heavy_columns(archive: Archive, step: int) -> tuple[dict[str, np.ndarray], p
         oldest = _by_row(np.minimum, np.where(versions >= 0, versions, np.iinfo(np.int32).max), offsets)
         columns["lag"] = versions.max() - oldest
     same = pc.dictionary_encode(table["text"].combine_chunks())
-    columns["same"] = np.array([hash(text) & 0xFFFFFFFF for text in _texts(same)], np.float64)[_indices(same)]
+    hashes = np.array([hash(text) & 0xFFFFFFFF for text in _texts(same)], np.float64)
+    columns["same"] = hashes[_indices(same)]
     turns, calls, errors, ends = np.ones(length, np.float32), np.zeros(length), np.zeros(length), [""] * length
     for number, episode in _episodes(table["episode"]):
         turns[number] = episode.get("assistant_turns") or 1

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from hone.errors import HoneError, did_you_mean
-from hone.viewer.index import CODES, Rows, RunIndex
+from hone.viewer.index import CODES, Rows, RunIndex, pc
 
 NUMBERS = {
     "step": "training step",

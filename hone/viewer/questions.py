@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,10 +63,16 @@ QUESTIONS = (
 )  # fmt: skip
 
 
-def question_list(archived: Archived) -> list[dict[str, Any]]:
-    """Return the questions, each with the number of rows that it finds."""
-    rows = archived.rows()
-    return [asdict(question) | {"count": int(archived.matching(rows, question.query).sum())} for question in QUESTIONS]
+def count(archived: Archived, name: str) -> dict[str, int]:
+    """Return how many answers a question finds, as ``count``.
+
+    Raises:
+        HoneError: there is no such question (code E-view-address).
+    """
+    question = next((question for question in QUESTIONS if question.name == name), None)
+    if question is None:
+        raise HoneError(f"no question '{name}'", fix="choose one of the page", code="E-view-address")
+    return {"count": int(archived.matching(archived.rows(), question.query).sum())}
 
 
 def _group_of_rows(archived: Archived, rows: Rows) -> np.ndarray:

@@ -19,11 +19,15 @@ const VIEWS = {
   tokens: { parent: "groups", draw: TokensPage },
   episode: { parent: "groups", draw: EpisodePage },
   answers: { title: "Answers", key: "a", draw: Answers, filters: true },
-  prompts: { title: "Prompts", key: "p", draw: Prompts, filters: true },
-  prompt: { parent: "prompts", draw: PromptPage },
-  questions: { title: "Questions", key: "q", draw: Questions },
-  compare: { title: "Compare", key: "c", draw: Compare },
-  rescore: { title: "Re-score", key: "s", draw: Rescore },
+  ...(embedded // a file holds groups, and no answers to other questions
+    ? {}
+    : {
+        prompts: { title: "Prompts", key: "p", draw: Prompts, filters: true },
+        prompt: { parent: "prompts", draw: PromptPage },
+        questions: { title: "Questions", key: "q", draw: Questions },
+        compare: { title: "Compare", key: "c", draw: Compare },
+        rescore: { title: "Re-score", key: "s", draw: Rescore },
+      }),
 };
 
 function useTheme() {
@@ -111,8 +115,8 @@ function App() {
         : html`<b>${run}</b>`}
       <span class="row muted" title=${state.status}><span class="dot ${state.status}"></span>${state.status}${state.step ? html`, step <span class="num">${state.step}</span>` : ""}</span>
       <span class="grow"></span>
-      <${SearchField} field=${search} route=${route} run=${run} view=${view} columns=${runs.columns} />
-      ${state.validation.length > 0 && html`<${Segments} label="samples" value=${kind} onChange=${(value) => go(link(run, current, [], { ...route.params, kind: value }))} options=${[["", "training"], ["validation", "validation"]]} />`}
+      ${!embedded && html`<${SearchField} field=${search} route=${route} run=${run} view=${view} columns=${runs.columns} />`}
+      ${!embedded && state.validation.length > 0 && html`<${Segments} label="samples" value=${kind} onChange=${(value) => go(link(run, current, [], { ...route.params, kind: value }))} options=${[["", "training"], ["validation", "validation"]]} />`}
       <button class="button quiet" onClick=${toggleTheme} title="light or dark (d)" aria-label="light or dark">${theme === "dark" ? "☾" : "☀"}</button>
       <button class="button quiet" onClick=${() => setHelp(true)} title="keys (?)" aria-label="keys">?</button>
     </header>
@@ -139,7 +143,7 @@ function SearchField({ field, route, run, view, columns }) {
   const changed = (value) => {
     setText(value);
     clearTimeout(timer.current);
-    if (VIEWS[view].filters) timer.current = setTimeout(() => apply(value), 140);
+    if (VIEWS[view].filters) timer.current = setTimeout(() => apply(value), 90);
   };
   return html`<label class="search"><span class="visually-hidden">filter and search</span>
     <svg viewBox="0 0 16 16" fill="none" stroke="currentColor" stroke-width="1.6" aria-hidden="true"><circle cx="7" cy="7" r="4.5" /><path d="m10.5 10.5 4 4" /></svg>

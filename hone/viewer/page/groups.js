@@ -1,7 +1,7 @@
 // Groups of a run, and one group with its answers side by side.
 import { html, useState, useEffect } from "./vendor/preact.js";
-import { useData, link, go, fmt, signed, tone, useKeys, plural } from "./lib.js";
-import { VirtualList, SortHead, Strip, Failure, Nothing, useRows } from "./widgets.js";
+import { useData, link, go, fmt, signed, tone, useKeys, plural, embedded } from "./lib.js";
+import { VirtualList, Download, SortHead, Strip, Failure, Nothing, useRows } from "./widgets.js";
 
 const COLUMNS = [["step", "step"], [null, "prompt"], ["n", "answers"], ["score", "mean", "right"], ["spread", "spread", "right"], ["tokens", "tokens", "right"]];
 
@@ -29,6 +29,7 @@ export function Groups({ route, state, range }) {
           <span class="num right muted">${fmt(group.spread, 2)}</span>
           <span class="num right muted">${fmt(group.tokens === null ? null : Math.round(group.tokens))}</span>`} />
       ${rows.total === 0 && !rows.error && html`<${Nothing} title="No group matches">${q && "Change the filter: / edits it."}</${Nothing}>`}
+      <div class="bar foot"><span class="count num" data-query=${rows.query}>${plural(rows.total ?? 0, "group")}${rows.query && rows.rows !== null ? `, ${plural(rows.rows, "answer")} match` : ""}</span><span class="grow"></span><${Download} run=${route.run} kind=${kind} q=${q} /></div>
     </section>
     <section aria-label="group">${shown ? html`<${Group} key=${`${shown.step} ${shown.uid}`} run=${route.run} kind=${kind} step=${shown.step} uid=${shown.uid} q=${q} />` : html`<${Nothing} title="No group selected" />`}</section>
   </div>`;
@@ -69,7 +70,7 @@ export function Group({ run, kind, step, uid, q, alone, index, part }) {
         ${data.ground_truth !== null && html`<span>expected <b class="mono">${shown(data.ground_truth)}</b></span>`}
         <span>${data.data_source}${data.row !== null ? ` · row ${data.row}` : ""}</span>
         <span class="mono faint">${data.uid}</span>
-        ${data.row !== null && html`<a href=${link(run, "prompt", [data.data_source || "", data.row], { kind })}>through training</a>`}
+        ${data.row !== null && html`<a hidden=${Boolean(embedded)} href=${link(run, "prompt", [data.data_source || "", data.row], { kind })}>through training</a>`}
         ${!alone && html`<a href=${link(run, "group", [step, uid], { kind })}>open <kbd>o</kbd></a>`}
       </div>
     </div>

@@ -1,7 +1,7 @@
 // Ready questions, and the flat list of answers that they and filters open.
 import { html, useState, useEffect } from "./vendor/preact.js";
 import { useData, link, go, fmt, signed, tone, plural, useKeys } from "./lib.js";
-import { VirtualList, SortHead, Failure, Nothing, useRows } from "./widgets.js";
+import { VirtualList, Download, SortHead, Failure, Nothing, useRows } from "./widgets.js";
 import { Group } from "./groups.js";
 
 export function Questions({ route, state }) {
@@ -10,9 +10,15 @@ export function Questions({ route, state }) {
   if (error) return html`<${Failure} error=${error} />`;
   return html`<div class="scroll"><div class="pad"><h1 style=${{ marginBottom: "4px" }}>Questions</h1>
     <p class="muted" style=${{ marginBottom: "16px" }}>Each is a filter with an order; change it in the list that it opens.${state.reading ? ` Numbers grow while ${state.steps.length - state.deep} steps are still being indexed.` : ""}</p>
-    <div class="questions">${(data || []).map((question) => html`<a key=${question.name} class="card question ${question.count ? "" : "none"}" href=${link(route.run, question.view, [], { kind, q: question.query, sort: question.sort })}>
-      <span class="row"><b class="grow">${question.title}</b><span class="num ${question.count ? "score" : "faint"}">${fmt(question.count)}</span></span>
-      <span class="muted">${question.about}</span><code class="faint">${question.query}${question.sort && `  ·  by ${question.sort.replace(/^-(.*)/, "$1, largest first")}`}</code></a>`)}</div></div></div>`;
+    <div class="questions">${(data || []).map((question) => html`<${One} key=${question.name} ...${{ question, kind, run: route.run, version: state.version }} />`)}</div></div></div>`;
+}
+
+function One({ question, run, kind, version }) {
+  const { data } = useData("count", { run, kind, question: question.name }, version);
+  const count = data?.count;
+  return html`<a class="card question ${count === 0 ? "none" : ""}" href=${link(run, question.view, [], { kind, q: question.query, sort: question.sort })}>
+    <span class="row"><b class="grow">${question.title}</b><span class="num ${count ? "score" : "faint"}">${count === undefined ? "…" : fmt(count)}</span></span>
+    <span class="muted">${question.about}</span><code class="faint">${question.query}${question.sort && `  ·  by ${question.sort.replace(/^-(.*)/, "$1, largest first")}`}</code></a>`;
 }
 
 const MEASURES = ["ratio", "gap", "influence", "entropy", "toolerrors", "seconds", "lag", "correction"];
@@ -39,10 +45,4 @@ export function Answers({ route, state }) {
     ${rows.total === 0 && !rows.error && html`<${Nothing} title="No answer matches">${q && "Change the filter: / edits it."}</${Nothing}>`}
     <div class="bar foot"><span class="count num">${plural(rows.total ?? 0, "answer")}</span><span class="grow"></span><${Download} run=${route.run} kind=${kind} q=${q} /></div>
   </section><section aria-label="group">${shown ? html`<${Group} key=${`${shown.step} ${shown.uid}`} run=${route.run} kind=${kind} step=${shown.step} uid=${shown.uid} q=${q} index=${shown.index} part=${shown.part} />` : html`<${Nothing} title="No answer selected" />`}</section></div>`;
-}
-
-// Links that save the answers of a filter as a dataset.
-export function Download({ run, kind, q }) {
-  const address = (form) => `api/selection?${new URLSearchParams({ run, kind: kind || "", q: q || "", form })}`;
-  return html`<span class="muted">save as</span><a class="button small" href=${address("sft")} download title="conversations for hone sft">SFT</a><a class="button small" href=${address("pairs")} download title="best and worst answer of each group, for hone prefer">pairs</a>`;
 }

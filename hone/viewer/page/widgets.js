@@ -1,6 +1,6 @@
 // Pieces of several views: virtual list, messages, segments, score strips, toasts.
 import { html, useState, useEffect, useRef, useLayoutEffect, useCallback } from "./vendor/preact.js";
-import { get, scoreColour, fmt, useKeys } from "./lib.js";
+import { get, scoreColour, fmt, useKeys, embedded } from "./lib.js";
 
 const PAGE = 100;
 
@@ -44,7 +44,7 @@ export function useRows(name, params, field, version) {
           if (store.current !== held) return;
           held.pages.set(page, answer[field]);
           held.total = answer.total;
-          setState({ total: answer.total, error: null, rows: answer.rows ?? null, answer });
+          setState({ total: answer.total, error: null, rows: answer.rows ?? null, answer, query: params.q || "" });
           redraw((count) => count + 1);
         },
         (error) => store.current === held && setState((last) => ({ ...last, total: last.total ?? 0, error })),
@@ -154,4 +154,11 @@ export async function copy(text, what = "Copied") {
   } catch {
     toast("The browser did not allow copying.");
   }
+}
+
+// Links that save the answers of a filter as a dataset.
+export function Download({ run, kind, q }) {
+  if (embedded) return null;
+  const address = (form) => `api/selection?${new URLSearchParams({ run, kind: kind || "", q: q || "", form })}`;
+  return html`<span class="muted">save as</span><a class="button small" href=${address("sft")} download title="conversations for hone sft">SFT</a><a class="button small" href=${address("pairs")} download title="best and worst answer of each group, for hone prefer">pairs</a>`;
 }

@@ -1,0 +1,206 @@
+"""`hone view` in Chromium: every view, the keyboard, a live run, hostile text, a label, an exported file, and no request elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from support.browser import browser, chromium, viewing
+from support.launch import hone
+from support.patience import LONG
+from support.viewer_runs import write_run
+
+from hone.insight.archive.read import open_archive
+from hone.insight.archive.write import to_table, write_step
+
+pytest.importorskip("playwright")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(chromium() is None, reason="no Chromium: apt-get install chromium"),
+]
+HOSTILE = '<script>document.title="taken"</script><img src=x onerror=\'document.title="taken"\'>'
+MILLISECONDS = LONG * 1000
+
+
+@pytest.fixture(scope="module")
+def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose last step also has a group of hostile texts."""
+    path = write_run(tmp_path_factory.mktemp("view") / "demo", steps=5, groups=6, n=4, prompts=12, agents=0.4)
+    archive = open_archive(path)
+    last = list(archive.records(5))
+    bad = [
+        record
+        | {
+            "uid": HOSTILE,
+            "index": number,
+            "prompt": HOSTILE,
+            "text": HOSTILE + str(number),
+            "row": 99,
+            "terms": {HOSTILE: 1.0},
+        }
+        for number, record in enumerate(last[:2])
+    ]
+    write_step(path / "rollouts", 5, to_table([*bad, *last]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def address(run_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with viewing(run_path, log=tmp_path_factory.mktemp("log") / "log", seconds=LONG) as url:
+        yield url
+
+
+class Page:
+    """A page of the viewer that collects errors and requests to other machines."""
+
+    def __init__(self, context: Any, address: str) -> None:
+        self.base = address.split("/?")[0]
+        self.page = context.new_page()
+        self.page.set_default_timeout(MILLISECONDS)
+        self.errors: list[str] = []
+        self.foreign: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on(
+            "request",
+            lambda request: None if request.url.startswith((self.base, "data:")) else self.foreign.append(request.url),
+        )
+        self.page.goto(address)
+        self.page.wait_for_selector(".nav")
+
+    def show(self, path: str, selector: str) -> Any:
+        self.page.goto(f"{self.base}/#/demo/{path}")
+        self.page.wait_for_selector(selector)
+        return self.page
+
+    def until(self, condition: str) -> None:
+        deadline = time.monotonic() + LONG
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < deadline, condition
+            time.sleep(0.02)
+
+
+@pytest.fixture(params=["light", "dark"])
+def viewer(request: pytest.FixtureRequest, address: str) -> Iterator[Page]:
+    with browser(color_scheme=request.param) as context:
+        page = Page(context, address)
+        assert page.page.evaluate("document.documentElement.dataset.theme") == request.param
+        yield page
+        assert (page.errors, page.foreign) == ([], [])
+
+
+def test_every_view_is_drawn(viewer: Page) -> None:
+    page = viewer.show("run", ".charts canvas")
+    assert page.locator(".chart").count() >= 8
+    for tab, selector in (
+        ("time", ".meter"),
+        ("ledger", ".table td"),
+        ("config", ".table .chip"),
+        ("environment", ".columns td"),
+    ):
+        viewer.show(f"run?tab={tab}", selector)
+    page = viewer.show("groups?q=step%3D4", ".answer")
+    assert page.locator(".answer").count() == 4
+    page = viewer.show("tokens/4/train:6/0/0", ".tokens [data-token]")
+    page.hover('[data-token="3"]')
+    page.wait_for_selector(".chain li")
+    coloured = page.evaluate("[...document.querySelectorAll('[data-token]')].filter((t) => t.style.background).length")
+    page.keyboard.press("2")
+    page.wait_for_url("**by=log_ratio")
+    assert coloured > 0
+    viewer.show("episode/4/train:6/0/0", ".turn")
+    viewer.show("prompts", ".item .spark")
+    page = viewer.show("questions", ".question .num")
+    assert page.locator(".question").count() == 10
+    viewer.show("answers?q=is:equal", ".item")
+    viewer.show("compare?q_a=step%3D1&q_b=step%3D3", ".table")
+    viewer.show("rescore", ".message")
+
+
+def test_the_keyboard_is_enough(viewer: Page) -> None:
+    page = viewer.show("groups", ".answer")
+    first = page.locator(".prompt .facts").inner_text()
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    viewer.until("document.querySelector('.item[aria-selected=true]')?.ariaPosInSet === '3'")
+    viewer.until(f"![undefined, {first!r}].includes(document.querySelector('.prompt .facts')?.innerText)")
+    page.keyboard.press("l")
+    viewer.until("[...document.querySelectorAll('.answer')].findIndex((a) => a.ariaCurrent === 'true') === 1")
+    page.keyboard.press("t")
+    page.wait_for_selector(".tokens")
+    page.keyboard.press("u")
+    page.wait_for_selector(".list")
+    page.keyboard.press("/")
+    page.keyboard.type("step=2 score<0.5")
+    viewer.until("document.querySelector('.bar.foot .count')?.dataset.query === 'step=2 score<0.5'")
+    assert {cell.inner_text() for cell in page.locator(".item > .num.faint").all()} == {"2"}
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    page.wait_for_selector("[role=dialog]")
+    page.keyboard.press("Escape")
+    viewer.until("!document.querySelector('[role=dialog]')")
+    page.keyboard.press("g")
+    page.keyboard.press("p")
+    page.wait_for_selector(".item .spark")
+
+
+def test_hostile_text_stays_text(viewer: Page) -> None:
+    page = viewer.show("groups", ".answer")
+    page.wait_for_selector(".item .strip")
+    assert HOSTILE in page.locator(".prompt .text").inner_text()
+    assert page.locator(".answer script, .answer img, .prompt img, .list img").count() == 0
+    page.keyboard.press("t")
+    page.wait_for_selector(".tokens")
+    assert page.title() == "Hone"
+
+
+def test_a_label_is_written_and_found(viewer: Page, run_path: Path) -> None:
+    page = viewer.show("tokens/3/train:0/1/0", ".inspector")
+    page.click("text=look again")
+    page.wait_for_selector(".inspector .chip.accent")
+    assert (run_path / "labels.jsonl").read_text().count('"label": "look again"') >= 1
+    page = viewer.show('answers?q=label:"look again"', ".item")
+    assert page.locator(".item").count() == 1
+
+
+def test_a_new_step_of_a_live_run_appears(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "demo", steps=2, groups=2, n=2, finished=False)
+    with viewing(path, log=tmp_path / "log", seconds=LONG) as url, browser() as context:
+        page = Page(context, url)
+        page.show("groups", ".item .strip")
+        table = open_archive(path).table(1)
+        step = pa.array([3] * len(table), pa.int32())
+        write_step(path / "rollouts", 3, table.set_column(0, table.schema.field("step"), step))
+        page.until("document.querySelector('.item .num')?.textContent === '3'")
+        assert (page.errors, page.foreign) == ([], [])
+
+
+def test_an_exported_file_works_without_a_server(run_path: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run_path, tmp_path / "copied" / "demo")
+    file = tmp_path / "demo.html"
+    ended = hone(
+        "view", copy, "--export", file, "--filter", "step=4", log=tmp_path / "export.log", cwd=tmp_path, timeout=LONG
+    )
+    assert ended.code == 0
+    with browser() as context:
+        page = context.new_page()
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "request",
+            lambda request: None if request.url.startswith(("file:", "data:")) else problems.append(request.url),
+        )
+        page.goto(file.as_uri())
+        page.wait_for_selector(".charts canvas")
+        page.keyboard.press("g")
+        page.keyboard.press("g")
+        page.wait_for_selector(".answer")
+        assert page.locator(".item").count() == 6
+        page.keyboard.press("t")
+        page.wait_for_selector(".tokens [data-token]")
+        assert problems == []

@@ -1,0 +1,276 @@
+"""Answers of the viewer's addresses: prompts, questions, comparison, labels, selections, export and access."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from hone.errors import HoneError
+from hone.insight.archive.read import open_archive
+from hone.viewer.api import READS, WRITES, Workspace
+from hone.viewer.comparison import phrases
+from hone.viewer.export import PAGE, bundle, export, page_with
+from hone.viewer.overview import config_sources
+from hone.viewer.prompts import COURSES
+from hone.viewer.server import Viewer
+
+RIGHT = 0.5
+
+
+def ask(workspace: Workspace, name: str, **parameters: Any) -> Any:
+    return READS[name](workspace, {key: str(value) for key, value in parameters.items()})
+
+
+def test_a_prompt_has_its_visits_in_order_and_the_courses_count_all_prompts(
+    workspace: Workspace, run_path: Path
+) -> None:
+    listed = ask(workspace, "prompts", limit=200)
+    assert listed["total"] == 16 == sum(listed["courses"].values()) and set(listed["courses"]) == set(COURSES)
+    archive = open_archive(run_path)
+    for prompt in listed["prompts"]:
+        visits = ask(workspace, "prompt", source=prompt["source"], row=prompt["row"])["visits"]
+        shares = []
+        for visit in visits:
+            scores = [record["score"] for record in archive.records(visit["step"], ["score"], f"train:{prompt['row']}")]
+            shares.append(sum(score >= RIGHT for score in scores) / len(scores))
+        assert [visit["right"] for visit in visits] == pytest.approx(shares)
+        assert prompt["course"] == "never" if max(shares) == 0 else prompt["course"] != "never"
+        assert prompt["gain"] == pytest.approx(shares[-1] - shares[0])
+
+
+def test_ready_questions_find_what_loops_find(workspace: Workspace, run_path: Path) -> None:
+    archive = open_archive(run_path)
+    records = [record for step in archive.steps() for record in archive.records(step)]
+    groups: dict[tuple[int, str], list[Any]] = {}
+    for record in records:
+        groups.setdefault((record["step"], record["uid"]), []).append(record)
+
+    def members(record: Any) -> list[Any]:
+        return groups[record["step"], record["uid"]]
+
+    expected = {
+        "rejected": lambda r: (
+            r["score"] < RIGHT
+            and r["stop_reason"] == "stop"
+            and re.search(rf"(?<![\d.]){r['ground_truth']}(?![\d])", r["text"][-240:]) is not None
+        ),
+        "identical": lambda r: sum(r["text"] == other["text"] for other in members(r)) >= 2,
+        "equal": lambda r: len({other["score"] for other in members(r)}) == 1,
+        "tools": lambda r: any(c["status"] != "ok" for c in (r["episode"] or {"tool_calls": []})["tool_calls"]),
+        "cut": lambda r: r["stop_reason"] == "length",
+        "verdict": lambda r: False,
+    }
+    for name, holds in expected.items():
+        assert ask(workspace, "count", question=name)["count"] == sum(map(holds, records)), name
+    listed = {question["name"] for question in ask(workspace, "questions")}
+    assert set(expected) < listed
+    for name in listed:
+        assert ask(workspace, "count", question=name)["count"] <= len(records)
+
+
+def test_tokens_have_one_value_each_and_the_differences_of_the_log_probs(workspace: Workspace, run_path: Path) -> None:
+    record = next(open_archive(run_path).records(4))
+    shown = ask(workspace, "tokens", step=4, uid=record["uid"])
+    assert "".join(shown["prompt_texts"]) == record["prompt"]
+    assert "".join(shown["texts"]).startswith(record["text"].split("\n")[0])
+    assert {len(values) for values in shown["columns"].values()} == {len(record["response_ids"])}
+    ratios = [value for value in shown["columns"]["log_ratio"] if value is not None]
+    pairs = zip(record["new_log_probs"], record["old_log_probs"], record["response_mask"], strict=True)
+    assert ratios == pytest.approx([new - old for new, old, chosen in pairs if chosen], abs=1e-6)
+    assert [factor["name"] for factor in shown["chain"]][:3] == ["reward", "advantage", "correction"]
+    assert next(factor for factor in shown["chain"] if factor["name"] == "advantage")["config"] == "grpo"
+
+
+def test_an_episode_has_its_calls_at_their_turns(workspace: Workspace, run_path: Path) -> None:
+    archive = open_archive(run_path)
+    record = next(
+        r
+        for step in archive.steps()
+        for r in archive.records(step)
+        if r["episode"] and len(r["episode"]["tool_calls"]) == 2
+    )
+    shown = ask(workspace, "episode", step=record["step"], uid=record["uid"], index=record["index"])
+    turns = [entry for entry in shown["lanes"][0]["entries"] if entry["turn"] is not None]
+    assert [entry["turn"] for entry in turns] == [0, 1, 2]
+    assert [[call["status"] for call in entry["calls"]] for entry in turns] == [["invalid_arguments"], ["ok"], []]
+    assert turns[0]["reward"] == pytest.approx(-0.1)
+
+
+def test_sub_agents_are_lanes_after_the_turn_that_called_them(tmp_path: Path) -> None:
+    from hone.insight.archive.write import to_table, write_step
+
+    said = {"role": "assistant", "content": "x"}
+    episode = {
+        "assistant_turns": 3,
+        "messages": [said, {"role": "tool", "content": "r"}, said],
+        "turn_rewards": [0.0, 0.5, 1.0],
+        "tool_calls": [{"name": "delegate", "turn": 0, "status": "ok"}],
+        "conversations": [{"turn": 1, "turns": 1, "messages": [{"role": "user", "content": "q"}, said]}],
+    }
+    base = {"step": 1, "uid": "u", "index": 0, "fate": "trained", "text": "x", "episode": episode}
+    parts = [
+        base | {"part": 0, "prompt_ids": [1, 2], "response_ids": [3, 4]},
+        base | {"part": 1, "prompt_ids": [1, 2, 9], "response_ids": [5]},
+    ]
+    write_step(tmp_path, 1, to_table(parts))
+    shown = ask(Workspace({"r": tmp_path}), "episode", step=1, uid="u", index=0)
+    own, child = shown["lanes"]
+    assert [(entry["turn"], entry["reward"]) for entry in own["entries"] if entry["turn"] is not None] == [
+        (0, 0),
+        (2, 1),
+    ]
+    assert (child["first"], child["after"], [entry["turn"] for entry in child["entries"]]) == (1, 0, [None, 1])
+    assert [(segment["tokens"], segment["shared"]) for segment in shown["segments"]] == [(4, 0), (4, 2)]
+
+
+def test_two_steps_are_paired_by_prompt_and_by_seed(workspace: Workspace) -> None:
+    same = ask(workspace, "compare", q_a="step=2", q_b="step=2")
+    assert (same["paired"]["count"], same["paired"]["better"], same["paired"]["mean"]) == (8, 0, 0)
+    assert (same["same_seed"]["pairs"], same["same_seed"]["equal"]) == (32, 32) and not same["phrases"]["more"]
+    changed = ask(workspace, "compare", q_a="step=2", q_b="step=6")  # 16 prompts, 8 a step
+    assert changed["paired"]["count"] == 8 and changed["same_seed"]["pairs"] == 0
+    differences = [b - a for a, b in (prompt["scores"] for prompt in changed["paired"]["prompts"])]
+    assert changed["paired"]["mean"] == pytest.approx(sum(differences) / 8, abs=1e-6)
+    assert [abs(d) for d in differences] == sorted((abs(d) for d in differences), reverse=True)
+    with pytest.raises(HoneError) as error:
+        ask(workspace, "compare", q_a="step=2", q_b="step=99")
+    assert error.value.code == "E-view-comparison"
+
+
+def test_the_phrases_that_differ_are_found() -> None:
+    first = [f"the sum is {number}" for number in range(40)]
+    second = [f"wait let me check the sum is {number}" for number in range(40)]
+    found = phrases(first, second)
+    assert found["more"][0] == {
+        "phrase": "let me check the sum",
+        "first": 0,
+        "second": 1,
+        "z": pytest.approx(8.94, abs=0.01),
+    }
+    assert not found["less"]
+
+
+def test_a_label_is_kept_found_again_and_refused_when_empty(run_path: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_path, tmp_path / "copy")
+    workspace = Workspace({"copy": tmp_path / "copy"})
+    at = {"step": 2, "uid": "train:8", "index": 1, "part": 0}
+    WRITES["label"](workspace, at | {"label": "reward wrong", "comment": "<b>x</b>"})
+    listed = ask(workspace, "labels")
+    assert [{name: entry[name] for name in at} for entry in listed["labels"]] == [at]
+    assert listed["names"][0] == "reward wrong"
+    found = ask(workspace, "answers", q='label:"reward wrong"')
+    assert [(a["step"], a["uid"], a["index"]) for a in found["answers"]] == [(2, "train:8", 1)]
+    for wrong, code in ((at | {"label": " "}, "E-view-label"), (at | {"index": 77, "label": "x"}, "E-view-address")):
+        with pytest.raises(HoneError) as error:
+            WRITES["label"](workspace, wrong)
+        assert error.value.code == code
+    assert len((tmp_path / "copy" / "labels.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_selection_is_conversations_or_pairs_of_best_and_worst(workspace: Workspace) -> None:
+    lines = [
+        json.loads(line) for line in ask(workspace, "selection", q="step=5 score>=0.5", form="sft").text.splitlines()
+    ]
+    assert lines and all(line["score"] >= 0.5 and line["step"] == 5 for line in lines)
+    assert all(line["messages"][0]["role"] == "user" and line["messages"][-1]["role"] == "assistant" for line in lines)
+    pairs = [json.loads(line) for line in ask(workspace, "selection", q="step=5", form="pairs").text.splitlines()]
+    groups = [group for group in ask(workspace, "groups", q="step=5")["groups"] if group["spread"] > 0]
+    assert len(pairs) == len(groups)
+    by_uid = {group["uid"]: group for group in groups}
+    for pair in pairs:
+        scores = by_uid[pair["uid"]]["scores"]
+        assert (pair["chosen_score"], pair["rejected_score"]) == (
+            pytest.approx(max(scores)),
+            pytest.approx(min(scores)),
+        )
+    with pytest.raises(HoneError) as error:
+        ask(workspace, "selection", q="step=99")
+    assert error.value.code == "E-view-selection"
+
+
+def test_the_sources_of_keys() -> None:
+    flat = {"actor_rollout_ref.actor.optim.lr": 1e-3, "trainer.seed": 3, "data.shuffle": True, "data.train_files": "x"}
+    listed = config_sources(flat, ["hone", "train", "--preset=grpo", "actor.optim.lr=1e-3", "trainer.seed=3"])
+    sources = {entry["key"]: entry["source"] for entry in listed}
+    assert sources["trainer.seed"] == "command line" and sources["data.train_files"] == "file"
+    assert sources["data.shuffle"] == "default"
+
+
+def test_the_run_page_has_curves_ledger_and_environment(workspace: Workspace) -> None:
+    metrics, overview = ask(workspace, "metrics"), ask(workspace, "overview")
+    assert metrics["steps"] == [1, 2, 3, 4, 5, 6] and len(metrics["columns"]["critic/rewards/mean"]) == 6
+    assert overview["ledger"]["counts"]["drawn"] == 48 and overview["ledger"]["problem"] is None
+    assert overview["record"]["versions"]["hone"] and overview["status"] == "finished"
+
+
+# access --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(workspace: Workspace) -> TestClient:
+    return TestClient(Viewer(workspace, "secret").app, base_url="http://127.0.0.1:8750", follow_redirects=False)
+
+
+def test_nothing_is_served_without_the_token_and_the_cookie_keeps_it(client: TestClient) -> None:
+    for path in ("/", "/app.js", "/api/runs", "/?token=wrong"):
+        assert client.get(path).status_code == 403
+    entered = client.get("/?token=secret")
+    assert (entered.status_code, entered.headers["location"]) == (303, "/")
+    cookie = entered.headers["set-cookie"]
+    assert "HttpOnly" in cookie and "SameSite=strict" in cookie
+    page = client.get("/")
+    assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    for path in ("/app.js", "/vendor/preact.js", "/style.css", "/api/runs"):
+        assert client.get(path).status_code == 200
+    assert client.get("/../server.py").status_code == client.get("/vendor/LICENSES.txt").status_code == 404
+
+
+def test_a_write_needs_the_header_and_the_same_origin(client: TestClient) -> None:
+    client.get("/?token=secret")
+    body = {"step": 1, "uid": "none", "index": 0, "part": 0, "label": "x"}
+    header = {"X-Hone-View": "1"}
+    assert client.post("/api/label", json=body).status_code == 403
+    assert client.post("/api/label", json=body, headers=header | {"Origin": "http://evil.example"}).status_code == 403
+    allowed = client.post("/api/label", json=body, headers=header | {"Origin": "http://127.0.0.1:8750"})
+    assert allowed.status_code == 404 and allowed.json()["error"]["code"] == "E-view-address"
+    assert client.get("/api/groups?q=scroe<1").json()["error"]["code"] == "E-view-query"
+
+
+# the file of an export -----------------------------------------------------------------------------------------------
+
+
+def test_an_export_holds_the_groups_of_the_filter_and_asks_nobody(workspace: Workspace, tmp_path: Path) -> None:
+    written = export(workspace, tmp_path / "run.html", "step=3")
+    text = (tmp_path / "run.html").read_text()
+    data = json.loads(re.search(r'id="hone-data">(.*?)</script>', text, re.DOTALL)[1])
+    assert written == {"groups": 8, "bytes": len(text.encode())}
+    assert sum(key.startswith("tokens?") for key in data["answers"]) == 32
+    assert "default-src &#x27;none&#x27;" in text and not re.search(r'(?:src|href)="', text)
+    with pytest.raises(HoneError) as error:
+        export(workspace, tmp_path / "none.html", "step=99")
+    assert error.value.code == "E-view-export" and not (tmp_path / "none.html").exists()
+
+
+def test_data_cannot_end_the_script_that_holds_it() -> None:
+    text = page_with({"about": "</script><script>alert(1)</script>", "answers": {}})
+    assert text.count("<script") == 3 and "alert(1)\\u003c/script>" in text
+
+
+def test_the_bundle_has_no_modules_left() -> None:
+    assert not re.search(r"^(import|export) ", bundle("app.js"), re.MULTILINE)
+
+
+def test_the_files_of_others_are_those_whose_hashes_are_listed() -> None:
+    folder = PAGE / "vendor"
+    listed = dict(reversed(line.split()) for line in (folder / "SHA256SUMS").read_text().splitlines())
+    files = {file.name for file in folder.iterdir()} - {"SHA256SUMS", "LICENSES.txt"}
+    assert set(listed) == files == {"preact.js", "uplot.js", "uplot.css"}
+    for name, digest in listed.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
