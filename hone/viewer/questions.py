@@ -60,6 +60,7 @@ QUESTIONS = (
              "answers", "influence>0", "-influence"),
     Question("cut", "Cut off by the length limit?", "The answer has no end, and mostly no result.", "answers", "stop:length", "-tokens"),
     Question("verdict", "Without a verdict?", "The reward failed on these answers.", "answers", "error=1"),
+    Question("labelled", "Labelled by a person?", "Labels and comments of labels.jsonl; label:good finds one of them.", "answers", "label:any"),
 )  # fmt: skip
 
 

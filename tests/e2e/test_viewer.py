@@ -116,7 +116,7 @@ def test_every_view_is_drawn(viewer: Page) -> None:
     viewer.show("episode/4/train:6/0/0", ".turn")
     viewer.show("prompts", ".item .spark")
     page = viewer.show("questions", ".question .num")
-    assert page.locator(".question").count() == 10
+    assert page.locator(".question").count() == 11
     viewer.show("answers?q=is:equal", ".item")
     viewer.show("compare?q_a=step%3D1&q_b=step%3D3", ".table")
     viewer.show("rescore", ".message")

@@ -20,7 +20,7 @@ export function EpisodePage({ route }) {
     <div class="bar"><a href=${link(route.run, "group", [step, uid], { kind })}>group</a><span class="faint">/</span><b class="num">#${index}</b>
       <button class="button quiet small" onClick=${() => other(-1)} disabled=${data.siblings.indexOf(data.index) <= 0} aria-label="previous answer">‹</button><button class="button quiet small" onClick=${() => other(1)} disabled=${data.siblings.indexOf(data.index) >= data.siblings.length - 1} aria-label="next answer">›</button>
       <span>score <b class="num">${fmt(data.score)}</b></span><span class="muted">${plural(turns, "turn")}, ${plural(calls.length, "call")}${data.end ? `, ended by ${data.end}` : ""}${data.retries ? `, played ${data.retries + 1} times` : ""}</span>
-      <span class="grow"></span>${data.ground_truth !== null && html`<span class="muted">expected <b class="mono">${typeof data.ground_truth === "string" ? data.ground_truth : JSON.stringify(data.ground_truth)}</b></span>`}
+      <span class="grow"></span>${data.ground_truth !== null && data.ground_truth !== "" && html`<span class="muted">expected <b class="mono">${typeof data.ground_truth === "string" ? data.ground_truth : JSON.stringify(data.ground_truth)}</b></span>`}
       <a class="button small" href=${link(route.run, "tokens", [step, uid, index, part || 0], { kind })}>tokens <kbd>t</kbd></a></div>
     <div class="scroll"><div class="pad episode">
       ${data.error && html`<div class="error"><b>The episode broke.</b><pre class="text">${data.error}</pre></div>`}

@@ -1,7 +1,7 @@
 // Groups of a run, and one group with its answers side by side.
 import { html, useState, useEffect } from "./vendor/preact.js";
 import { useData, link, go, fmt, signed, tone, useKeys, plural, embedded } from "./lib.js";
-import { VirtualList, Download, SortHead, Strip, Failure, Nothing, useRows } from "./widgets.js";
+import { VirtualList, Download, Empty, SortHead, Strip, Failure, Nothing, useRows } from "./widgets.js";
 
 const COLUMNS = [["step", "step"], [null, "prompt"], ["n", "answers"], ["score", "mean", "right"], ["spread", "spread", "right"], ["tokens", "tokens", "right"]];
 
@@ -19,7 +19,7 @@ export function Groups({ route, state, range }) {
     <section aria-label="groups">
       <${SortHead} columns="cols-groups" names=${COLUMNS} sort=${sort} onSort=${(name) => go(link(route.run, "groups", [], { ...route.params, sort: name }), true)} />
       ${rows.error && html`<${Failure} error=${rows.error} />`}
-      <${VirtualList} rows=${rows} height=${46} columns="cols-groups" label="groups" selected=${place} onSelect=${(next, group) => setSelected({ place: next, group })} onOpen=${open}
+      ${rows.total === 0 && !rows.error ? html`<${Empty} q=${q} state=${state} what="group" />` : html`<${VirtualList} rows=${rows} height=${46} columns="cols-groups" label="groups" selected=${place} onSelect=${(next, group) => setSelected({ place: next, group })} onOpen=${open}
         draw=${(group) => html`
           <span class="num faint">${group.step}</span>
           <span class="two-lines"><span class="ellipsis" style=${{ display: "block" }}>${group.prompt || group.uid}</span>
@@ -27,8 +27,7 @@ export function Groups({ route, state, range }) {
           <${Strip} scores=${group.scores} range=${range} matches=${group.matches} />
           <span class="num right">${fmt(group.score)}</span>
           <span class="num right muted">${fmt(group.spread, 2)}</span>
-          <span class="num right muted">${fmt(group.tokens === null ? null : Math.round(group.tokens))}</span>`} />
-      ${rows.total === 0 && !rows.error && html`<${Nothing} title="No group matches">${q && "Change the filter: / edits it."}</${Nothing}>`}
+          <span class="num right muted">${fmt(group.tokens === null ? null : Math.round(group.tokens))}</span>`} />`}
       <div class="bar foot"><span class="count num" data-query=${rows.query}>${plural(rows.total ?? 0, "group")}${rows.query && rows.rows !== null ? `, ${plural(rows.rows, "answer")} match` : ""}</span><span class="grow"></span><${Download} run=${route.run} kind=${kind} q=${q} /></div>
     </section>
     <section aria-label="group">${shown ? html`<${Group} key=${`${shown.step} ${shown.uid}`} run=${route.run} kind=${kind} step=${shown.step} uid=${shown.uid} q=${q} />` : html`<${Nothing} title="No group selected" />`}</section>
@@ -67,7 +66,7 @@ export function Group({ run, kind, step, uid, q, alone, index, part }) {
       <div class="text">${data.prompt}</div>
       <div class="facts" style=${{ marginTop: "8px" }}>
         <span>step <b>${data.step}</b></span>
-        ${data.ground_truth !== null && html`<span>expected <b class="mono">${shown(data.ground_truth)}</b></span>`}
+        ${data.ground_truth !== null && data.ground_truth !== "" && html`<span>expected <b class="mono">${shown(data.ground_truth)}</b></span>`}
         <span>${data.data_source}${data.row !== null ? ` · row ${data.row}` : ""}</span>
         <span class="mono faint">${data.uid}</span>
         ${data.row !== null && html`<a hidden=${Boolean(embedded)} href=${link(run, "prompt", [data.data_source || "", data.row], { kind })}>through training</a>`}
@@ -93,7 +92,7 @@ function Answer({ run, kind, step, uid, answer, current, onFocus, q }) {
       <div class="row wrap" style=${{ gap: "4px" }}>
         <span class="chip num">${plural(answer.tokens, "token")}</span>
         <span class="chip ${answer.stop_reason === "length" ? "warn" : ""}">${answer.stop_reason || "–"}</span>
-        ${answer.end && answer.end !== "answer" && html`<span class="chip warn">${answer.end}</span>`}
+        ${answer.end && !["answer", "done"].includes(answer.end) && html`<span class="chip warn">${answer.end}</span>`}
         ${answer.calls.length > 0 && html`<span class="chip ${failed ? "neg" : ""}">${plural(answer.calls.length, "call")}${failed ? `, ${failed} failed` : ""}</span>`}
         ${answer.fate !== "trained" && answer.fate !== "validation" && html`<span class="chip warn">${answer.fate}</span>`}
       </div>

@@ -1,7 +1,7 @@
 // Ready questions, and the flat list of answers that they and filters open.
 import { html, useState, useEffect } from "./vendor/preact.js";
 import { useData, link, go, fmt, signed, tone, plural, useKeys } from "./lib.js";
-import { VirtualList, Download, SortHead, Failure, Nothing, useRows } from "./widgets.js";
+import { VirtualList, Download, Empty, SortHead, Failure, Nothing, useRows } from "./widgets.js";
 import { Group } from "./groups.js";
 
 export function Questions({ route, state }) {
@@ -38,11 +38,10 @@ export function Answers({ route, state }) {
   return html`<div class="split"><section aria-label="answers">
     <${SortHead} columns="cols-answers" names=${columns} sort=${sort} onSort=${(next) => go(link(route.run, "answers", [], { ...route.params, sort: next }), true)} />
     ${rows.error && html`<${Failure} error=${rows.error} />`}
-    <${VirtualList} rows=${rows} height=${44} columns="cols-answers" label="answers" selected=${selected.answer ? selected.place : first ? 0 : null} onSelect=${(place, answer) => setSelected({ place, answer })} onOpen=${open}
+    ${rows.total === 0 && !rows.error ? html`<${Empty} q=${q} state=${state} what="answer" />` : html`<${VirtualList} rows=${rows} height=${44} columns="cols-answers" label="answers" selected=${selected.answer ? selected.place : first ? 0 : null} onSelect=${(place, answer) => setSelected({ place, answer })} onOpen=${open}
       draw=${(answer) => html`<span class="num faint">${answer.step}</span>
         <span class="two-lines"><span class="ellipsis" style=${{ display: "block" }}>${answer.prompt || answer.uid}</span><span><span class="ellipsis">${answer.source} · ${answer.uid}</span>${answer.stop === "length" && html`<span class="chip warn">length</span>`}${answer.error > 0 && html`<span class="chip neg">no verdict</span>`}${answer.toolerrors > 0 && html`<span class="chip neg">${plural(answer.toolerrors, "tool error")}</span>`}</span></span>
-        <span class="num faint">${answer.index}</span><span class="num right">${fmt(answer.score)}</span><span class="num right ${tone(answer.advantage)}">${signed(answer.advantage, 2)}</span><span class="num right muted">${fmt(answer.tokens)}</span><span class="num right">${fmt(answer[measure])}</span>`} />
-    ${rows.total === 0 && !rows.error && html`<${Nothing} title="No answer matches">${q && "Change the filter: / edits it."}</${Nothing}>`}
+        <span class="num faint">${answer.index}</span><span class="num right">${fmt(answer.score)}</span><span class="num right ${tone(answer.advantage)}">${signed(answer.advantage, 2)}</span><span class="num right muted">${fmt(answer.tokens)}</span><span class="num right">${fmt(answer[measure])}</span>`} />`}
     <div class="bar foot"><span class="count num">${plural(rows.total ?? 0, "answer")}</span><span class="grow"></span><${Download} run=${route.run} kind=${kind} q=${q} /></div>
   </section><section aria-label="group">${shown ? html`<${Group} key=${`${shown.step} ${shown.uid}`} run=${route.run} kind=${kind} step=${shown.step} uid=${shown.uid} q=${q} index=${shown.index} part=${shown.part} />` : html`<${Nothing} title="No answer selected" />`}</section></div>`;
 }

@@ -11,6 +11,12 @@ export function Failure({ error }) {
 
 export const Nothing = ({ title, children }) => html`<div class="message"><b>${title}</b>${children}</div>`;
 
+// Why a list is empty.
+export function Empty({ q, state, what }) {
+  if (state.rows === 0 && !state.reading) return html`<div class="scroll"><${Nothing} title="No answers are stored">trainer.rollout_dump_freq=1 stores those of every step.</${Nothing}></div>`;
+  return html`<div class="scroll"><${Nothing} title=${`No ${what} matches`}>${q ? html`Change the filter: <kbd>/</kbd> edits it.` : ""}</${Nothing}></div>`;
+}
+
 export function Segments({ options, value, onChange, label }) {
   return html`<div class="segments" role="group" aria-label=${label}>
     ${options.map(([name, text, title]) => html`<button type="button" key=${name} title=${title} aria-pressed=${String(value === name)} onClick=${() => onChange(name)}>${text}</button>`)}
