@@ -18,7 +18,7 @@ from hone.viewer.run import Archived, number
 SAMPLED = 1500
 """Most answers of a side that are read for phrases and tools."""
 _WORD = re.compile(r"\w+|[^\w\s]")
-_LONGEST = 5
+_LONGEST, _SHORT = 5, 3
 _PHRASES, _PAIRS = 24, 400
 
 
@@ -57,6 +57,8 @@ class _Side:
 
     def __init__(self, archived: Archived, query: str) -> None:
         self.archived, self.query = archived, query
+        archived.rows()
+        archived.index.wait()  # means of half the answers would mislead
         self.rows = archived.rows()
         self.kept = archived.matching(self.rows, query)
 
@@ -141,7 +143,7 @@ def phrases(first: list[str], second: list[str]) -> dict[str, list[dict[str, Any
             present = {
                 tuple(words[at : at + size]) for size in range(1, _LONGEST + 1) for at in range(len(words) - size + 1)
             }
-            counter.update(phrase for phrase in present if phrase[0].isalpha() and phrase[-1].isalpha())
+            counter.update(phrase for phrase in present if _is_telling(phrase))
         counters.append(counter)
     sizes = [max(1, len(first)), max(1, len(second))]
     scored = []
@@ -157,6 +159,11 @@ def phrases(first: list[str], second: list[str]) -> dict[str, list[dict[str, Any
         "more": _without_parts(sorted(scored, key=lambda entry: (-round(entry[0], 1), -len(entry[1]), entry[1])), 1),
         "less": _without_parts(sorted(scored, key=lambda entry: (round(entry[0], 1), -len(entry[1]), entry[1])), -1),
     }
+
+
+def _is_telling(phrase: tuple[str, ...]) -> bool:
+    """Return whether a phrase begins and ends with a word, and is not one short word."""
+    return phrase[0].isalpha() and phrase[-1].isalpha() and (len(phrase) > 1 or len(phrase[0]) > _SHORT)
 
 
 def _without_parts(scored: list[tuple[float, tuple[str, ...], list[float]]], sign: int) -> list[dict[str, Any]]:

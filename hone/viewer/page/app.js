@@ -111,7 +111,7 @@ function App() {
     <header class="top">
       <a class="brand" href=${link(run, "run")}><${Mark} />Hone</a>
       ${runs.runs.length > 1
-        ? html`<select aria-label="run" value=${run} onChange=${(event) => go(link(event.target.value, current))}>${runs.runs.map((other) => html`<option key=${other.name}>${other.name}</option>`)}</select>`
+        ? html`<select aria-label="run" onChange=${(event) => go(link(event.target.value, current))}>${runs.runs.map((other) => html`<option key=${other.name} selected=${other.name === run}>${other.name}</option>`)}</select>`
         : html`<b>${run}</b>`}
       <span class="row muted" title=${state.status}><span class="dot ${state.status}"></span>${state.status}${state.step ? html`, step <span class="num">${state.step}</span>` : ""}</span>
       <span class="grow"></span>

@@ -18,11 +18,12 @@ export function Compare({ route, state, runs }) {
     go(link(route.run, "compare", [], { kind, ...form }), true);
   };
   const side = (name) => html`<div class="row grow"><b class="side side-${name}">${name.toUpperCase()}</b>
-    ${runs.runs.length > 1 && html`<select aria-label=${`run ${name}`} value=${form[`run_${name}`]} onChange=${(event) => setForm({ ...form, [`run_${name}`]: event.target.value })}>${runs.runs.map((run) => html`<option key=${run.name}>${run.name}</option>`)}</select>`}
+    ${runs.runs.length > 1 && html`<select aria-label=${`run ${name}`} onChange=${(event) => setForm({ ...form, [`run_${name}`]: event.target.value })}>${runs.runs.map((run) => html`<option key=${run.name} selected=${run.name === form[`run_${name}`]}>${run.name}</option>`)}</select>`}
     <input class="input mono" aria-label=${`filter ${name}`} value=${form[`q_${name}`]} onInput=${(event) => setForm({ ...form, [`q_${name}`]: event.target.value })} /></div>`;
   return html`
     <form class="bar" onSubmit=${apply}>${side("a")}${side("b")}<button class="button primary" disabled=${loading}>compare</button></form>
     ${error && html`<${Failure} error=${error} />`}
+    ${!data && !error && state.steps.length > 0 && html`<${Nothing} title="Comparing …" />`}
     ${!state.steps.length && html`<${Nothing} title="No rollouts yet" />`}
     ${data && html`<div class="scroll"><div class="pad">
       <div class="columns two">

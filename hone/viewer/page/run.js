@@ -63,7 +63,7 @@ function Curves({ metrics, alerts, route, theme }) {
   const marks = alerts.map((alert) => alert.step).filter((step) => step !== null);
   return html`
     <div class="row wrap" style=${{ marginBottom: "12px" }}>
-      <select aria-label="group of metrics" value=${space} onChange=${(event) => setSpace(event.target.value)}><option value="main">main metrics</option>${spaces.map((name) => html`<option key=${name}>${name}</option>`)}</select>
+      <select aria-label="group of metrics" onChange=${(event) => setSpace(event.target.value)}><option value="main">main metrics</option>${spaces.map((name) => html`<option key=${name} selected=${name === space}>${name}</option>`)}</select>
       <input class="input" style=${{ width: "240px" }} aria-label="filter metrics" placeholder="metric name" value=${filter} onInput=${(event) => setFilter(event.target.value)} />
       <span class="muted num">${shown.length} of ${plural(names.length, "metric")}; drag to zoom, double-click to reset, click to see that step's answers</span>
     </div>
