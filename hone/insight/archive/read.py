@@ -68,7 +68,7 @@ class Archive:
                 return file.read(names)
             groups = file.read(list(dict.fromkeys([*names, "uid"])))
             chosen = [row for row, name in enumerate(groups["uid"].to_pylist()) if name == uid]
-            return groups.take(chosen).select(names)
+            return groups.take(pa.array(chosen, pa.int64())).select(names)
 
     def complete(self, step: int) -> bool:
         """Return whether the file of a step has all its sequences, not only those of the prompts stored at every step.
