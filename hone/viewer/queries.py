@@ -122,7 +122,7 @@ class Search:
 
     def __init__(self, index: RunIndex) -> None:
         self._index = index
-        self._held: OrderedDict[int, pa.Table] = OrderedDict()
+        self._held: OrderedDict[tuple[int, tuple[int, int] | None], pa.Table] = OrderedDict()
 
     def mask(self, rows: Rows, wanted: str, among: np.ndarray) -> np.ndarray:
         """Return which rows have a text in their prompt, answer or episode; only rows of ``among`` are searched."""
@@ -142,15 +142,16 @@ class Search:
         return result & among
 
     def _texts(self, step: int) -> pa.Table | None:
-        if step not in self._held:
+        key = step, self._index.stamp(step)
+        if key not in self._held:
             try:
-                self._held[step] = self._index.archive.table(step, list(_SEARCHED))
+                self._held[key] = self._index.archive.table(step, list(_SEARCHED))
             except HoneError:
                 return None
             while sum(table.nbytes for table in self._held.values()) > _HELD_BYTES and len(self._held) > 1:
                 self._held.popitem(last=False)
-        self._held.move_to_end(step)
-        return self._held[step]
+        self._held.move_to_end(key)
+        return self._held[key]
 
 
 def matching(

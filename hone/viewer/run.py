@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from hone.errors import HoneError
+from hone.insight.archive.read import table_records
 from hone.insight.compare import Run, read_whole_run
 from hone.viewer.index import CODES, Rows, RunIndex
 from hone.viewer.queries import MASKS, Groups, Search, group_rows, matching
@@ -22,7 +24,7 @@ T = TypeVar("T")
 KINDS = ("rollouts", "validation")
 _PAUSE = 0.5
 """Seconds between two looks at the directory."""
-_HELD = 128
+_HELD, _HELD_GROUPS = 128, 8
 """Answers to earlier questions that are kept."""
 
 
@@ -43,7 +45,7 @@ class Archived:
         self._lock = threading.Lock()
         self._groups: tuple[int, Groups] | None = None
         self._masks: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
-        self._prompts: OrderedDict[int, list[str]] = OrderedDict()
+        self._prompts: OrderedDict[tuple[Any, ...], list[str]] = OrderedDict()
         self._records: OrderedDict[tuple[Any, ...], list[dict[str, Any]]] = OrderedDict()
         self._derived: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._vocabulary: list[str] | None = None
@@ -95,16 +97,18 @@ class Archived:
             column = self.index.archive.table(step, ["prompt"])["prompt"]
             return [text or "" for text in column.to_pylist()]
 
-        return _kept(self._prompts, step, read, held=2048)
+        return _kept(self._prompts, (step, self.index.stamp(step)), read, held=2048)
 
-    def records(self, step: int, uid: str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    def records(self, step: int, uid: str, columns: Sequence[str]) -> list[dict[str, Any]]:
         """Return the sequences of a group.
 
         Raises:
             HoneError: the step or the group does not exist (code E-view-address).
         """
-        key = (step, uid, None if columns is None else tuple(columns), self.index.rows().version)
-        records = _kept(self._records, key, lambda: list(self.index.archive.records(step, columns, uid)))
+        key = (step, uid, tuple(columns), self.index.stamp(step))
+        records = _kept(
+            self._records, key, lambda: list(self.index.archive.records(step, columns, uid)), held=_HELD_GROUPS
+        )
         if not records:
             raise HoneError(
                 f"step {step} has no group '{uid}'", fix="choose a group of the list", code="E-view-address"
@@ -117,9 +121,10 @@ class Archived:
         Raises:
             HoneError: it does not exist (code E-view-address).
         """
-        for record in self.records(step, uid):
-            if record["index"] == index and record["part"] == part:
-                return record
+        table = self.index.archive.table(step, None, uid)
+        chosen = (table["index"].to_numpy() == index) & (table["part"].to_numpy() == part)
+        for record in table_records(table.filter(pa.array(chosen))):
+            return record
         raise HoneError(
             f"group '{uid}' of step {step} has no answer {index}, part {part}",
             fix="choose an answer of the group",
