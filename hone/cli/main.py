@@ -50,6 +50,7 @@ COMMANDS = {
     "sweep": Entry("hone.cli.sweep", "Train a grid or random draws of a configuration, and rank them."),
     "view": Entry("hone.cli.view", "Look at runs in a browser: curves, answers, tokens, episodes."),
     "episode": Entry("hone.cli.episode", "Continue a recorded episode from any of its turns."),
+    "replay": Entry("hone.cli.replay", "Run a stored step again, from any of its stages, and compare."),
     "what-if": Entry("hone.cli.what_if", "Compute a stored step again with other methods, and compare."),
     "oracle": Entry("hone.cli.oracle", "Recompute a saved micro-batch in float64, and find where the run diverges."),
     "algorithms": Entry("hone.cli.algorithms", "List the methods, show one, recommend one."),

@@ -89,6 +89,8 @@ class TrainerConfig(RunConfig):
     rollout_dump_share: float = number(0.05, low=0, high=1)
     """Share of the prompts whose samples are dumped at every step, so that a prompt can be followed through training. A hash of the
     row chooses them, at least one of the first 1000 rows; runs on the same data follow the same prompts. 0 follows none."""
+    save_steps_for_replay: list[int] = field(default_factory=list)
+    """Steps that `hone replay` and `hone what-if` can compute again: all their samples are dumped, and the checkpoint before each is kept."""
     save_microbatch_steps: list[int] = field(default_factory=list)
     """Steps whose first micro-batch is saved to microbatches/, for `hone oracle`: weights (4 bytes per parameter), tokens, and
     what the update computed from them. Needs one process per model."""

@@ -30,7 +30,8 @@ class Archiving:
     """
 
     def __init__(self, config: TrainerConfig, dataset: PromptDataset, batch_ops: Group) -> None:
-        self._freq, self._steps = config.rollout_dump_freq, frozenset(config.rollout_dump_steps)
+        self._freq = config.rollout_dump_freq
+        self._steps = frozenset((*config.rollout_dump_steps, *config.save_steps_for_replay))
         self._batch_ops, self._left_out = batch_ops, list[tuple[AnyBatch, str]]()
         self._bound = 0.0
         if config.rollout_dump_share:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hone.config.environment import environment_keys, written_tree
-from hone.config.run import RunConfig
+from hone.config.run import RunConfig, TrainerConfig
 from hone.config.trees import AnyConfig
 from hone.errors import CheckpointError, ConfigError, HoneError, did_you_mean
 from hone.insight import activity
@@ -51,7 +51,7 @@ FREE_KEYS = (
     *("trainer.best_ckpt_", "trainer.checkpoint_dir", "trainer.async_save"),
     "trainer.async_training.validation_share",
     *("trainer.watchdog_seconds", "trainer.max_restarts", "trainer.test_freq", "trainer.val_before_train"),
-    *("trainer.rollout_dump_", "trainer.log_val_generations", "preflight."),
+    *("trainer.rollout_dump_", "trainer.save_steps_for_replay", "trainer.log_val_generations", "preflight."),
     *(
         f"{block}.{key}"
         for block in ("model", "actor_rollout_ref.model")
@@ -64,6 +64,12 @@ FREE_KEYS = (
     ),
 )
 """Prefixes of keys that may change on resume without a warning."""
+
+
+def steps_before_replays(trainer: RunConfig) -> frozenset[int]:
+    """Return the steps whose checkpoints ``trainer.save_steps_for_replay`` needs; a first step begins with the model itself."""
+    steps = trainer.save_steps_for_replay if isinstance(trainer, TrainerConfig) else ()
+    return frozenset(step - 1 for step in steps if step > 1)
 
 
 class RunCheckpoints:
@@ -89,6 +95,7 @@ class RunCheckpoints:
             self._trainer.max_ckpt_to_keep,
             best=self._trainer.best_ckpt_mode,
             background=self._trainer.async_save,
+            always=steps_before_replays(self._trainer),
         )
         self.resumed_from: Checkpoint | None = self._find()
         self._saved_step = self.resumed_from.step if self.resumed_from else 0

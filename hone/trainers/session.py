@@ -25,7 +25,7 @@ from hone.insight.run_directory import RunDirectory
 from hone.insight.run_lock import RunLock
 from hone.insight.trackers import build_trackers
 from hone.trainers.callbacks import run_callbacks
-from hone.trainers.run_checkpoints import RunCheckpoints
+from hone.trainers.run_checkpoints import RunCheckpoints, steps_before_replays
 from hone.training.checkpoints.storage import Storage
 
 log = logging.getLogger("hone")
@@ -180,8 +180,10 @@ class RunSession:
         self.checkpoints.publish(step, state, write, validating=validating)
 
     def save_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after ``step``: by trainer.save_freq, or because of a stop request."""
-        return self.due(self.trainer.save_freq, step) or self.last_save_due
+        """Return whether a checkpoint is due after ``step``: by trainer.save_freq, before a step for replays, or because of a stop request."""
+        return (
+            self.due(self.trainer.save_freq, step) or self.last_save_due or step in steps_before_replays(self.trainer)
+        )
 
     @property
     def last_save_due(self) -> bool:

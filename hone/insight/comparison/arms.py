@@ -12,7 +12,13 @@ IDENTITY_KEYS = (
     *("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name", "trainer.logger"),
     *("trainer.checkpoint_dir", "trainer.resume_", "trainer.save_freq", "trainer.max_ckpt_to_keep"),
     *("trainer.best_ckpt_", "trainer.async_save", "trainer.watchdog_seconds", "trainer.max_restarts"),
-    *("trainer.rollout_dump_freq", "trainer.log_val_generations", "trainer.save_microbatch_steps", "preflight."),
+    *(
+        "trainer.rollout_dump_freq",
+        "trainer.log_val_generations",
+        "trainer.save_microbatch_steps",
+        "trainer.save_steps_for_replay",
+        "preflight.",
+    ),
 )
 """Prefixes of keys that name a run or say what it writes; they do not change a number of it."""
 

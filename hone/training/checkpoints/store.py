@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,20 @@ class CheckpointStore:
         keep: number of newest checkpoints to keep; None keeps all. The best one is kept in addition.
         best: "max" or "min", the best value of the metric.
         background: whether :meth:`publish` returns at once.
+        always: steps that are kept in addition.
     """
 
     def __init__(
-        self, root: str | Path | Storage, keep: int | None, *, best: str = "max", background: bool = True
+        self,
+        root: str | Path | Storage,
+        keep: int | None,
+        *,
+        best: str = "max",
+        background: bool = True,
+        always: Collection[int] = (),
     ) -> None:
         self.root, self.keep, self._best_is = Storage(root), keep, best
-        self._background = background
+        self._background, self._always = background, frozenset(always)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -291,7 +298,7 @@ class CheckpointStore:
         if self.keep is not None:
             best = self.best()
             for step in self.steps()[: -self.keep]:
-                if best is None or step != best[0]:
+                if step not in self._always and (best is None or step != best[0]):
                     self._remove(step)
 
     def _remove(self, step: int) -> None:
