@@ -91,7 +91,7 @@ def recompute(stored: StoredStep, config: RLConfig) -> Recomputed:
     Raises:
         HoneError: the step lacks a column that the configuration needs (code E-what-if).
     """
-    _require_tokens(config)
+    _require_policy_loss(config)
     batch = stored.batch.select(*(name for name in stored.batch.names() if name not in DERIVED))
     batch = batch.with_columns(**{ROW: torch.arange(len(batch))})
     spec = RunSpec(config)
@@ -221,12 +221,19 @@ def _rewards(stored: StoredStep, batch: Batch, config: RLConfig) -> Ragged:
     return Ragged.from_padded(rewards, mask.lengths)
 
 
-def _require_tokens(config: RLConfig) -> None:
+def _require_policy_loss(config: RLConfig) -> None:
     if config.actor_rollout_ref.actor.preference_loss.loss_mode is not None:
         raise HoneError(
             "the run trains on pairs of responses (actor_rollout_ref.actor.preference_loss)",
             why="their loss is not a sum over tokens",
             fix="a run with a policy loss",
+            code="E-what-if",
+        )
+    if config.actor_rollout_ref.rollout.keep_support:
+        raise HoneError(
+            "the run restricts its log-probs to the support of sampling (actor_rollout_ref.rollout.keep_support)",
+            why="the archive does not have the supports",
+            fix="a run without it",
             code="E-what-if",
         )
 
